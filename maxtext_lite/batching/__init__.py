@@ -1,0 +1,26 @@
+"""Batch sizes in exact arithmetic: plans a run on 4,096 chips on a laptop. Imports no jax.
+
+No other package multiplies or divides batch sizes.
+"""
+
+from maxtext_lite.batching.memory import MemoryEstimate, ParameterCount, count_parameters
+from maxtext_lite.batching.plan import BatchPlan, load_plan, make_plan, not_yet_trainable, row_slots
+from maxtext_lite.batching.rampup import BatchStage, RampupBatchManager
+from maxtext_lite.batching.table import format_plan
+from maxtext_lite.batching.topology import MESH_AXES, Topology
+
+__all__ = [
+    "MESH_AXES",
+    "BatchPlan",
+    "BatchStage",
+    "MemoryEstimate",
+    "ParameterCount",
+    "RampupBatchManager",
+    "Topology",
+    "count_parameters",
+    "format_plan",
+    "load_plan",
+    "make_plan",
+    "not_yet_trainable",
+    "row_slots",
+]

@@ -1,0 +1,51 @@
+"""Which hosts read, how many rows each, and in how many loads (`expansion_factor_real_data`)."""
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+from maxtext_lite.batching.problem import Problem, divisors, single_edits
+from maxtext_lite.config import BatchConfig
+from maxtext_lite.config.errors import number_text
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How one step's examples are read.
+
+    Attributes:
+      factor: expansion_factor_real_data, with -1 resolved to 1.
+      loading_hosts: the hosts that read; the others contribute empty slots only.
+      loads_per_step: loads that feed one step; 1 unless the factor is below 1.
+    """
+
+    factor: Fraction
+    loading_hosts: tuple[int, ...]
+    loads_per_step: int
+
+    def global_batch_to_load(self, global_batch_to_train: int) -> int:
+        """Row slots of one load over all hosts: the batch x the factor, with a last slot empty where not whole."""
+        return -(-global_batch_to_train * self.factor.numerator // self.factor.denominator)
+
+    def examples_per_loading_host(self, global_batch_to_train: int) -> Fraction:
+        """Examples that one loading host reads in one load; a fraction means that the hosts' shares differ by one."""
+        return Fraction(global_batch_to_train, len(self.loading_hosts) * self.loads_per_step)
+
+
+def loading_hosts(config: BatchConfig, num_hosts: int) -> Loading | Problem:
+    """The loading hosts, or why the factor does not suit this many hosts."""
+    key, stated = "expansion_factor_real_data", config.expansion_factor_real_data
+    factor = Fraction(1) if stated == -1 else stated
+    if factor < 1:
+        if factor.numerator == 1:
+            return Loading(factor, tuple(range(num_hosts)), factor.denominator)
+        loads = 1 / factor
+        near = [Fraction(1, int(loads) + 1), Fraction(1, int(loads))]
+        below, above = single_edits(key, near, factor)
+        return Problem(key, f"{key}={number_text(factor)} is 1/x = {float(loads):.4g} loads per step, "
+                       "not a whole number.", below, above, ({key: Fraction(1)},))
+    hosts = num_hosts / factor
+    if hosts.denominator == 1:
+        return Loading(factor, tuple(range(int(hosts))), 1)
+    below, above = single_edits(key, [Fraction(number) for number in divisors(num_hosts)], factor)
+    return Problem(key, f"{key}={number_text(factor)}: {num_hosts} hosts / {number_text(factor)} = "
+                   f"{float(hosts):.4g} loading hosts, not a whole number.", below, above)

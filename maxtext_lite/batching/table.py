@@ -1,0 +1,133 @@
+"""The plan as a table for people: each quantity with its formula filled in."""
+
+from fractions import Fraction
+
+from maxtext_lite.batching.memory import MemoryEstimate
+from maxtext_lite.batching.plan import BatchPlan
+from maxtext_lite.config.errors import number_text
+
+_MOST_STAGES = 12
+
+
+def format_plan(plan: BatchPlan) -> str:
+    """The plan in lines of at most about 120 characters: batch, reading, pipeline, length, ramp and memory."""
+    rows: list[tuple[str, str]] = [
+        ("num_devices", f"{plan.num_devices} = {_mesh_text(plan)}, on {plan.num_hosts} host{_s(plan.num_hosts)}"),
+        *_batch_rows(plan),
+        *_loading_rows(plan),
+        *_pipeline_rows(plan),
+        *_length_rows(plan),
+        *_rampup_rows(plan),
+        *_memory_rows(plan.memory),
+    ]
+    width = max(len(name) for name, _ in rows)
+    lines = [f"{name:<{width}}  {text}" for name, text in rows]
+    return "\n".join([*lines, *(f"warning: {warning}" for warning in plan.warnings)])
+
+
+def _s(number: int | Fraction) -> str:
+    return "" if number == 1 else "s"
+
+
+def _text(value: int | Fraction) -> str:
+    """A number to read: exact while it is short."""
+    text = number_text(value)
+    return text if len(text) <= 10 else f"{float(value):.4g}"
+
+
+def _mesh_text(plan: BatchPlan) -> str:
+    used = [f"{axis} {size}" for axis, size in plan.mesh.items() if size > 1]
+    return " x ".join(used) or "all mesh axes 1"
+
+
+def _batch_rows(plan: BatchPlan) -> list[tuple[str, str]]:
+    devices = f"{plan.num_devices} device{_s(plan.num_devices)}"
+    per_device, accumulation = number_text(plan.per_device_batch_size), plan.gradient_accumulation_steps
+    slots = f"{plan.micro_batch_slots} slots over {plan.batch_shards} batch shard{_s(plan.batch_shards)}"
+    return [
+        ("micro_batch_to_train", f"{plan.micro_batch_to_train} example{_s(plan.micro_batch_to_train)} = {per_device} "
+         f"per device x {devices}"),
+        ("empty_slots_per_micro_batch", f"{plan.empty_slots_per_micro_batch} = {slots} - {plan.micro_batch_to_train} "
+         f"example{_s(plan.micro_batch_to_train)}"),
+        ("global_batch_to_train", f"{plan.global_batch_to_train} example{_s(plan.global_batch_to_train)} = "
+         f"{per_device} per device x {devices} x {accumulation} accumulation"),
+        ("tokens_per_step", f"{plan.tokens_per_step} = {plan.global_batch_to_train} examples x "
+         f"{plan.max_target_length} tokens"),
+        ("eval batch", f"{plan.eval_batch_examples} example{_s(plan.eval_batch_examples)} = "
+         f"{number_text(plan.eval_per_device_batch_size)} per device x {devices}"),
+    ]
+
+
+def _loading_rows(plan: BatchPlan) -> list[tuple[str, str]]:
+    factor, hosts = plan.expansion_factor_real_data, len(plan.loading_hosts)
+    exact = plan.global_batch_to_train * factor
+    rounded = "" if exact.denominator == 1 else f" = {_text(exact)}, rounded up"
+    share = plan.examples_per_loading_host
+    about = "" if share.denominator == 1 else " on average"
+    return [
+        ("global_batch_to_load", f"{plan.global_batch_to_load} slot{_s(plan.global_batch_to_load)} = "
+         f"{plan.global_batch_to_train} examples x {number_text(factor)} expansion{rounded}"),
+        ("loading_hosts", f"{hosts} of {plan.num_hosts}, each reads {_text(share)} example{_s(share)}{about} "
+         f"in each of {plan.loads_per_step} load{_s(plan.loads_per_step)} per step"),
+    ]
+
+
+def _pipeline_rows(plan: BatchPlan) -> list[tuple[str, str]]:
+    stages, pieces, repeats = plan.num_pipeline_stages, plan.num_pipeline_microbatches, plan.num_pipeline_repeats
+    if stages == 1:
+        return []
+    uneven = "" if plan.micro_batch_to_train % pieces == 0 else ", rounded up"
+    return [
+        ("pipeline_microbatch_size", f"{plan.pipeline_microbatch_size} example{_s(plan.pipeline_microbatch_size)} = "
+         f"micro-batch {plan.micro_batch_to_train} / {pieces} pipeline microbatches{uneven}"),
+        ("pipeline_bubble_fraction", f"{float(plan.pipeline_bubble_fraction):.4g} = ({stages} stages - 1) / "
+         f"({repeats} repeat{_s(repeats)} x {pieces} microbatches + {stages} stages - 1), in every micro-batch"),
+    ]
+
+
+def _length_rows(plan: BatchPlan) -> list[tuple[str, str]]:
+    total, tokens = plan.total_examples, plan.max_target_length
+    rows = [("steps", f"{plan.steps}: {total} examples, {total * tokens} tokens")]
+    if plan.epochs is not None and plan.steps_per_epoch is not None:
+        rows.append(("epochs", f"{_text(plan.epochs)}; steps_per_epoch {_text(plan.steps_per_epoch)}"))
+    scaled = plan.learning_rate * plan.learning_rate_multiplier
+    return [*rows, ("learning_rate", f"{scaled:g} = {plan.learning_rate:g} x {plan.learning_rate_multiplier:g}")]
+
+
+def _rampup_rows(plan: BatchPlan) -> list[tuple[str, str]]:
+    ramp = plan.rampup
+    if ramp is None:
+        return []
+    target, start = number_text(ramp.per_device_batch_size), number_text(ramp.per_device_batch_size_start)
+    rows = [
+        ("num_increments", f"{ramp.num_increments} = ({target} - {start}) / "
+         f"{number_text(ramp.per_device_batch_size_increment)}"),
+        ("samples_per_increment", f"{_text(ramp.samples_per_increment)} = {ramp.global_rampup_samples} / "
+         f"{ramp.num_increments}"),
+        ("ramp-up", f"{ramp.total_steps} step{_s(ramp.total_steps)}; rampup_mode={ramp.mode}"),
+    ]
+    shown = ramp.stages if len(ramp.stages) <= _MOST_STAGES else ramp.stages[: _MOST_STAGES - 1]
+    for stage in shown:
+        assert stage.num_steps is not None
+        rows.append(("", f"from step {stage.first_step}: {stage.num_steps} step{_s(stage.num_steps)} of "
+                     f"{stage.global_batch_to_train} = {number_text(stage.per_device_batch_size)} per device x "
+                     f"{plan.num_devices} x {stage.gradient_accumulation_steps}"))
+    if len(shown) < len(ramp.stages):
+        rows.append(("", f"... {len(ramp.stages) - len(shown)} more stages (--json has them all)"))
+    last = ramp.last_stage
+    return [*rows, ("", f"from step {last.first_step}: {last.global_batch_to_train}")]
+
+
+def _memory_rows(memory: MemoryEstimate) -> list[tuple[str, str]]:
+    parts = (("parameters", memory.params), ("optimizer", memory.optimizer_state), ("gradients", memory.gradients),
+             ("activations (estimate)", memory.activations), ("logits (estimate)", memory.logits))
+    limit = "" if memory.limit is None else f" of {_bytes(memory.limit)}"
+    text = f"{_bytes(memory.total)}{limit} = " + " + ".join(f"{name} {_bytes(size)}" for name, size in parts)
+    return [("memory per device", text)]
+
+
+def _bytes(size: int) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6)):
+        if size >= scale:
+            return f"{size / scale:.1f} {unit}"
+    return f"{size / 1e3:.1f} kB"

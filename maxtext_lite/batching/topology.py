@@ -1,0 +1,145 @@
+"""The machine and how the six mesh axes divide it."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from maxtext_lite.batching.problem import Edit, Problem, divisors, single_edits
+from maxtext_lite.config import MeshConfig
+
+MESH_AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
+"""Names of the mesh axes, slowest first."""
+
+_WORD = {"stage": "pipeline"}  # the key of an axis carries its own name, but for this one
+Scope = Literal["ici", "dcn"]
+
+
+@dataclass(frozen=True)
+class Topology:
+    """A machine, which need not exist: its devices and the hosts that they are attached to, equally many to each."""
+
+    num_devices: int
+    num_hosts: int = 1
+
+
+@dataclass(frozen=True)
+class MeshSizes:
+    """The size of each axis of MESH_AXES within a slice (`ici`), across slices (`dcn`) and in all (`total`)."""
+
+    ici: Mapping[str, int]
+    dcn: Mapping[str, int]
+
+    @property
+    def total(self) -> dict[str, int]:
+        """Ici x dcn, by axis."""
+        return {axis: self.ici[axis] * self.dcn[axis] for axis in MESH_AXES}
+
+    @property
+    def batch_shards(self) -> int:
+        """The parts into which rows are split: data x fsdp x expert."""
+        total = self.total
+        return total["data"] * total["fsdp"] * total["expert"]
+
+
+def mesh_key(scope: Scope, axis: str) -> str:
+    """The config key of an axis: ici_pipeline_parallelism for `stage`."""
+    return f"{scope}_{_WORD.get(axis, axis)}_parallelism"
+
+
+MESH_KEYS: tuple[str, ...] = (
+    *(mesh_key("ici", axis) for axis in MESH_AXES),
+    *(mesh_key("dcn", axis) for axis in MESH_AXES),
+)
+"""The twelve keys whose product is num_devices."""
+
+DATA_PARALLEL: Edit = dict.fromkeys(MESH_KEYS, 1) | {mesh_key("ici", "data"): -1}
+"""The mesh that suits any machine and any model: copies of the model, one per device."""
+
+
+def topology_problems(topology: Topology) -> list[Problem]:
+    """What is wrong with the machine itself."""
+    devices, hosts = topology.num_devices, topology.num_hosts
+    problems: list[Problem] = []
+    if devices < 1:
+        problems.append(Problem("num_devices", f"num_devices={devices} must be at least 1.",
+                                otherwise=({"num_devices": 1},)))
+    if hosts < 1:
+        problems.append(Problem("num_hosts", f"num_hosts={hosts} must be at least 1.", otherwise=({"num_hosts": 1},)))
+    if not problems and devices % hosts:
+        below, above = single_edits("num_hosts", divisors(devices), hosts)
+        message = f"num_hosts={hosts} does not divide num_devices={devices}: every host has as many devices."
+        problems.append(Problem("num_hosts", message, below, above, ({"num_hosts": 1},)))
+    return problems
+
+
+def resolve_mesh(config: MeshConfig, num_devices: int) -> MeshSizes | Problem:
+    """The axis sizes with -1 filled in, or why there are none."""
+    sizes: dict[str, int] = {key: getattr(config, key) for key in MESH_KEYS}
+    open_keys = [key for key, size in sizes.items() if size == -1]
+    fixed = {key: size for key, size in sizes.items() if size > 1}
+    product = math.prod(fixed.values())
+    if len(open_keys) > 1:
+        return _too_many_open(open_keys, num_devices)
+    if open_keys:
+        if num_devices % product:
+            return _not_dividing(fixed, product, open_keys[0], num_devices)
+        sizes[open_keys[0]] = num_devices // product
+    elif product != num_devices:
+        return _wrong_product(fixed, product, num_devices)
+    ici = {axis: sizes[mesh_key("ici", axis)] for axis in MESH_AXES}
+    dcn = {axis: sizes[mesh_key("dcn", axis)] for axis in MESH_AXES}
+    return MeshSizes(ici, dcn)
+
+
+def stated_axes(config: MeshConfig) -> MeshSizes:
+    """The axes as far as the config states them, for finding further problems of a mesh that is wrong; -1 counts 1."""
+    def sizes(scope: Scope) -> dict[str, int]:
+        return {axis: max(int(getattr(config, mesh_key(scope, axis))), 1) for axis in MESH_AXES}
+
+    return MeshSizes(sizes("ici"), sizes("dcn"))
+
+
+def mesh_edits(key: str, value: int, num_devices: int) -> Iterator[Edit]:
+    """Changes of several mesh keys, near ones first: `key` at a divisor of the devices, and another takes the rest."""
+    near = sorted(divisors(num_devices), key=lambda size: (abs(size - value), size))
+    for size in near[:12]:
+        for rest in ("ici_data_parallelism", "ici_fsdp_parallelism"):
+            if rest != key:
+                yield {key: size, rest: -1}
+    yield DATA_PARALLEL
+
+
+def _product_text(fixed: Mapping[str, int]) -> str:
+    return " x ".join(f"{key}={size}" for key, size in fixed.items())
+
+
+def _too_many_open(open_keys: list[str], num_devices: int) -> Problem:
+    last = open_keys[-1]
+    scopes = {key[:3] for key in open_keys}
+    why = f"one {open_keys[0][:3]} key" if len(scopes) == 1 else "the number of slices is then open, so one of them"
+    named = " and ".join(f"{key}=-1" for key in open_keys)
+    _, above = single_edits(last, divisors(num_devices), 0)
+    return Problem(last, f"{named}: {why} may be -1.", above=above,
+                   otherwise=(dict.fromkeys(open_keys[1:], 1), DATA_PARALLEL))
+
+
+def _not_dividing(fixed: Mapping[str, int], product: int, open_key: str, num_devices: int) -> Problem:
+    key, size = max(fixed.items(), key=lambda item: num_devices % item[1] != 0)
+    total = "" if len(fixed) == 1 else f" = {product}"
+    below, above = single_edits(key, divisors(num_devices), size)
+    others = [edit for other, value in fixed.items() if other != key
+              for near in single_edits(other, divisors(num_devices), value) for edit in near]
+    message = f"{_product_text(fixed)}{total} does not divide the {num_devices} devices, so {open_key}=-1 is no number."
+    return Problem(key, message, below, above, (*others, *mesh_edits(key, size, num_devices)), "mesh")
+
+
+def _wrong_product(fixed: Mapping[str, int], product: int, num_devices: int) -> Problem:
+    last = list(fixed)[-1] if fixed else "ici_fsdp_parallelism"
+    size = fixed.get(last, 1)
+    below, above = single_edits(last, divisors(num_devices), size)
+    others = [{other: near} for other in (*fixed, "ici_fsdp_parallelism", "ici_data_parallelism") if other != last
+              for near in sorted(divisors(num_devices), key=lambda near: abs(near - fixed.get(other, 1)))]
+    message = (f"{_product_text(fixed)} = {product} devices, but there are {num_devices}." if fixed
+               else f"{last}=1, as all mesh axes are, covers 1 device, but there are {num_devices}.")
+    return Problem(last, message, below, above, (*others, *mesh_edits(last, size, num_devices)), "mesh")

@@ -1,0 +1,91 @@
+"""The console script `maxtext-lite COMMAND ...`, and what all commands share: arguments, errors and exit codes."""
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from maxtext_lite.config import UserError
+from maxtext_lite.config.errors import did_you_mean
+
+COMMANDS: dict[str, str] = {
+    "train": "pre-training; resumes by itself",
+    "plan": "batch sizes, pipeline, ramp-up and memory for a machine that need not exist",
+    "generate": "text from a run directory",
+}
+"""Each command, the module maxtext_lite.COMMAND, and what it does."""
+
+EXIT_USER_ERROR = 2
+"""The exit code of a wrong config, wrong data or wrong arguments."""
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """argparse without abbreviations, whose errors are UserErrors."""
+
+    def __init__(self, *, prog: str, description: str | None) -> None:
+        super().__init__(prog=prog, description=description, allow_abbrev=False)
+
+    def parse(self, argv: Sequence[str]) -> argparse.Namespace:
+        """The arguments, options and key=value in any order; `config` is a path or None, `overrides` a list.
+
+        Raises:
+          UserError: an argument is wrong or unknown.
+        """
+        arguments = self.parse_intermixed_args(argv)
+        words: list[str] = arguments.words
+        has_file = bool(words) and "=" not in words[0]
+        arguments.config = words[0] if has_file else None
+        arguments.overrides = words[1:] if has_file else words
+        return arguments
+
+    def error(self, message: str) -> NoReturn:
+        """Raises the UserError of a wrong argument."""
+        raise UserError(f"{message}. `{self.prog} --help` lists what there is.")
+
+
+def config_arguments(parser: ArgumentParser) -> None:
+    """Adds `[CONFIG.yml] [key=value ...]`; `ArgumentParser.parse` gives them as `config` and `overrides`."""
+    parser.add_argument("words", nargs="*", metavar="[CONFIG.yml] [key=value ...]",
+                        help="a config (default: configs/base.yml) and values that win over it")
+
+
+def run_command(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None) -> int:
+    """Runs a command's `main(argv)` and returns its exit code; a UserError becomes `error:` lines and exit code 2.
+
+    Args:
+      argv: the arguments; default: those of the process.
+    """
+    try:
+        code = main(sys.argv[1:] if argv is None else argv)
+        sys.stdout.flush()
+    except UserError as error:
+        for problem in error.problems:
+            print("error: " + " ".join(problem.split("\n")), file=sys.stderr)
+        return EXIT_USER_ERROR
+    except BrokenPipeError:
+        # The reader (head, less) has seen enough. Python would complain when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return code
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The console script: runs the command that the first argument names."""
+    return run_command(_dispatch, argv)
+
+
+def _dispatch(argv: Sequence[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help"):
+        print("usage: maxtext-lite COMMAND [CONFIG.yml] [key=value ...]\n")
+        for command, meaning in COMMANDS.items():
+            print(f"  {command:<10} {meaning}")
+        print("\n`maxtext-lite COMMAND --help` says more; `python -m maxtext_lite.COMMAND` is the same.")
+        return 0 if argv else EXIT_USER_ERROR
+    command, *rest = argv
+    if command not in COMMANDS:
+        raise UserError(f"unknown command '{command}'.{did_you_mean(command, COMMANDS)} "
+                        f"There are: {', '.join(COMMANDS)}.")
+    module = importlib.import_module(f"maxtext_lite.{command}")
+    return int(module.main(rest))

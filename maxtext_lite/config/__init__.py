@@ -1,0 +1,39 @@
+"""The user's decisions: YAML files and `key=value`, checked and frozen. Imports no jax."""
+
+from maxtext_lite.config.errors import Refusal, UserError
+from maxtext_lite.config.load import ConfigError, load_config, packaged_directory, packaged_file
+from maxtext_lite.config.resolved import describe, write_resolved
+from maxtext_lite.config.schema import (
+    KEYS,
+    BatchConfig,
+    Config,
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    NumericsConfig,
+    OptimizerConfig,
+    RunConfig,
+)
+from maxtext_lite.config.yaml_text import YamlValue, parse_value
+
+__all__ = [
+    "KEYS",
+    "BatchConfig",
+    "Config",
+    "ConfigError",
+    "DataConfig",
+    "MeshConfig",
+    "ModelConfig",
+    "NumericsConfig",
+    "OptimizerConfig",
+    "Refusal",
+    "RunConfig",
+    "UserError",
+    "YamlValue",
+    "describe",
+    "load_config",
+    "packaged_directory",
+    "packaged_file",
+    "parse_value",
+    "write_resolved",
+]

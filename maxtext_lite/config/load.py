@@ -1,0 +1,289 @@
+"""From files and `key=value` to a Config: base.yml, the model's file, the user's files, the command line."""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from pathlib import Path
+from typing import Literal, get_args, get_origin
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from maxtext_lite.config.errors import Refusal, UserError, WrongKind, did_you_mean, value_text
+from maxtext_lite.config.rules import rule_problems, warmup_problem
+from maxtext_lite.config.schema import KEYS, Config, ModelConfig
+from maxtext_lite.config.yaml_text import YamlValue, parse_mapping, parse_value
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+_COMMAND_LINE = "command line"
+_ROOT_FILE = "base.yml"
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """Some values that come from one place; later layers win."""
+
+    origin: str
+    values: dict[str, YamlValue]
+    from_command_line: bool = False
+
+
+class ConfigError(UserError):
+    """A config is wrong.
+
+    Attributes:
+      refusals: what is wrong with it.
+      mended: a config with legal values in place of the wrong ones, whose other problems can then be found;
+        None where files are missing or unreadable.
+    """
+
+    def __init__(self, refusals: Sequence[Refusal], mended: Config | None) -> None:
+        self.refusals = tuple(refusals)
+        self.mended = mended
+        super().__init__(str(refusal) for refusal in refusals)
+
+
+def _refuse(problems: list[Refusal], message: str) -> None:
+    problems.append(Refusal("", message))
+
+
+def packaged_directory(kind: Literal["configs", "assets"]) -> Path:
+    """The directory of the files that ship with maxtext_lite: inside the package, or beside it in a checkout."""
+    inside = _PACKAGE / kind
+    return inside if inside.is_dir() else _PACKAGE.parent / kind
+
+
+def packaged_file(kind: Literal["configs", "assets"], name: str) -> Path | None:
+    """The shipped file `name` (with or without `configs/` in front), or None where there is no such file."""
+    directory = packaged_directory(kind)
+    for relative in (name, name.removeprefix(f"{kind}/")):
+        path = directory / relative
+        if path.is_file() and path.resolve().is_relative_to(directory.resolve()):
+            return path
+    return None
+
+
+def load_config(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Config:
+    """The resolved config of a file and `key=value` overrides.
+
+    A value comes from the first of these that has the key: the overrides (the last one of duplicates), the file, the
+    files of its `base:` chain, the file of `model_name` in configs/models/, configs/base.yml.
+
+    Args:
+      path: a YAML file in the working directory or among the packaged configs; None is configs/base.yml.
+      overrides: `key=value`, the value in YAML 1.2.
+    Raises:
+      ConfigError: (a UserError) with every problem of the config.
+    """
+    problems: list[Refusal] = []
+    files = _file_layers(str(path) if path is not None else _ROOT_FILE, problems)
+    layers = [*files, _override_layer(overrides, problems)]
+    for layer in layers:
+        _drop_unknown_keys(layer, problems)
+    layers[1:1] = _model_layer(layers, problems)
+    if any(key not in layers[0].values for key in KEYS):  # base.yml itself could not be read
+        raise ConfigError(problems or [Refusal("", f"{layers[0].origin} lacks a key.")], None)
+    config = _validate(layers, problems)
+    if problems:
+        raise ConfigError(problems, config)
+    origins = {key: layer.origin for layer in layers for key in layer.values}
+    return config.with_origins({key: origins[key] for key in KEYS})
+
+
+def _read(path: Path, origin: str, problems: list[Refusal]) -> dict[str, YamlValue]:
+    try:
+        entries = parse_mapping(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        _refuse(problems, f"{origin}: {error.strerror}.")
+        return {}
+    except UnicodeDecodeError:
+        _refuse(problems, f"{origin} is not UTF-8 text.")
+        return {}
+    except ValueError as error:
+        _refuse(problems, f"{origin} {error}.")
+        return {}
+    values: dict[str, YamlValue] = {}
+    for key, value in entries:
+        if key in values:
+            _refuse(problems, f"key '{key}' stands twice in {origin}. Keep one of them.")
+        values[key] = value
+    return values
+
+
+def _origin(path: Path, named: str) -> str:
+    """A shipped file's path below configs/; otherwise the file as the user named it."""
+    directory = packaged_directory("configs").resolve()
+    resolved = path.resolve()
+    return resolved.relative_to(directory).as_posix() if resolved.is_relative_to(directory) else named
+
+
+def _find(name: str, beside: Path | None) -> Path | None:
+    """A config file: in the working directory (or `beside` the file that names it), then among the shipped ones."""
+    candidate = Path(name) if beside is None else beside / name
+    return candidate if candidate.is_file() else packaged_file("configs", name)
+
+
+def _shipped_configs() -> list[str]:
+    directory = packaged_directory("configs")
+    return sorted(file.relative_to(directory).as_posix() for file in directory.rglob("*.yml"))
+
+
+def _file_layers(name: str, problems: list[Refusal]) -> list[_Layer]:
+    """The layers of a file and its bases, lowest first; configs/base.yml is always the lowest."""
+    layers: list[_Layer] = []
+    seen: dict[Path, str] = {}
+    beside: Path | None = None
+    root = packaged_directory("configs") / _ROOT_FILE
+    named_by = ""
+    while True:
+        path = _find(name, beside)
+        if path is None:
+            _refuse(problems, f"no config file '{name}'{named_by}.{did_you_mean(name, _shipped_configs())}")
+            break
+        origin = _origin(path, name if beside is None else str(beside / name))
+        if path.resolve() in seen:
+            _refuse(problems, f"base: {name} in {named_by.removeprefix(' (base of ').removesuffix(')')} leads back to "
+                            f"{seen[path.resolve()]}: files may not be each other's base.")
+            break
+        seen[path.resolve()] = origin
+        values = _read(path, origin, problems)
+        base = values.pop("base", None)
+        layers.insert(0, _Layer(origin, values))
+        if base is None:
+            break
+        if not isinstance(base.value, str):
+            _refuse(problems, f"base: {value_text(base.value)} in {origin} is not the name of a file.")
+            break
+        name, beside, named_by = base.value, path.parent, f" (base of {origin})"
+    if root.resolve() not in seen:
+        layers.insert(0, _Layer(_ROOT_FILE, _read(root, _ROOT_FILE, problems)))
+    return layers
+
+
+def _override_layer(overrides: Iterable[str], problems: list[Refusal]) -> _Layer:
+    values: dict[str, YamlValue] = {}
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals:
+            _refuse(problems, f"'{override}' (command line) is not of the form key=value.")
+            continue
+        if key == "base":
+            _refuse(problems, "base is a line of a config file, not a key of the command line. Name the file first.")
+            continue
+        if value := _override_value(key, text, problems):
+            values[key] = value
+    return _Layer(_COMMAND_LINE, values, from_command_line=True)
+
+
+def _override_value(key: str, text: str, problems: list[Refusal]) -> YamlValue | None:
+    try:
+        value = parse_value(text)
+    except ValueError as error:
+        if not _holds_text(key):
+            _refuse(problems, f"{key}={text} {error}.")
+            return None
+        value = YamlValue(None, None)
+    # A path such as *.txt or [ab].txt is text for a key that holds text, though YAML reads an alias or a list.
+    if _holds_text(key) and (value.text is None or (value.text == "" and value.value is None)):
+        return YamlValue(text, text)
+    return value
+
+
+def _drop_unknown_keys(layer: _Layer, problems: list[Refusal]) -> None:
+    for key in [key for key in layer.values if key not in KEYS]:
+        _refuse(problems, f"unknown key '{key}' ({layer.origin}).{did_you_mean(key, KEYS)}")
+        del layer.values[key]
+
+
+def _model_layer(layers: Sequence[_Layer], problems: list[Refusal]) -> list[_Layer]:
+    """The layer of configs/models/NAME.yml, for the model_name that wins; none for `default`."""
+    naming = [layer for layer in layers if "model_name" in layer.values]
+    name = naming[-1].values["model_name"].text if naming else None
+    if not name or name == "default":
+        return []
+    shipped = [file.removeprefix("models/").removesuffix(".yml") for file in _shipped_configs() if "models/" in file]
+    path = None
+    if re.fullmatch(r"[\w][\w.-]*", name):
+        path = _find(f"configs/models/{name}.yml", None)
+    if path is None:
+        choices = ", ".join(["default", *shipped])
+        _refuse(problems, f"model_name={name} has no file in configs/models/. There are: {choices}."
+                        f"{did_you_mean(name, shipped)}")
+        return []
+    origin = _origin(path, f"configs/models/{name}.yml")
+    model = _Layer(origin, _read(path, origin, problems))
+    _drop_unknown_keys(model, problems)
+    if model.values.pop("model_name", None) is not None:
+        _refuse(problems, f"model_name stands in {origin}, which is named by it. Remove the line.")
+    problems.extend(_stale_architecture(naming, layers, name, model))
+    return [model]
+
+
+def _stale_architecture(
+    naming: Sequence[_Layer], layers: Sequence[_Layer], name: str, model: _Layer
+) -> list[Refusal]:
+    """Refusals where a lower file describes another model, whose dimensions would silently win over the new name's."""
+    winner = naming[-1]
+    earlier = [layer for layer in naming[:-1] if layer is not layers[0] and layer.values["model_name"].text != name]
+    return [
+        Refusal("", f"{key}={value_text(layer.values[key].value)} in {layer.origin} belongs to "
+        f"model_name={layer.values['model_name'].text} there, but model_name={name} ({winner.origin}) has "
+        f"{value_text(model.values[key].value)}. Remove it there, or say {key}= ({winner.origin}) which is meant.")
+        for layer in earlier
+        for key in ModelConfig.model_fields
+        if key in layer.values and key in model.values and key not in winner.values
+        and layer.values[key].value != model.values[key].value
+    ]
+
+
+def _holds_text(key: str) -> bool:
+    field = Config.model_fields.get(key)
+    return field is not None and (field.annotation is str or get_origin(field.annotation) is Literal)
+
+
+def _plain(key: str, value: YamlValue) -> object:
+    """The value for the schema: a key that holds text takes a scalar as written, so run_name=007 stays 007."""
+    if _holds_text(key) and value.text is not None and not (value.value is None and value.text):
+        return value.text
+    return value.value
+
+
+def _validate(layers: Sequence[_Layer], problems: list[Refusal]) -> Config:
+    """The config of the layers. What is wrong is added to `problems`, and a legal value stands in for it."""
+    values = {key: _plain(key, value) for layer in layers for key, value in layer.values.items()}
+    refused: dict[str, Refusal] = {}
+    try:
+        config = Config.model_validate(values)
+    except ValidationError as error:
+        for detail in error.errors():
+            key = str(detail["loc"][0])
+            refused[key] = _kind_refusal(key, detail, default=_plain(key, layers[0].values[key]))
+        legal = {key: refusal.nearest[0] for key, refusal in refused.items()}
+        config = Config.model_validate(values | legal)
+    problems.extend(refused[key] for key in KEYS if key in refused)
+    known = set(KEYS) - set(refused)
+    broken = rule_problems(config, known)
+    warmup = warmup_problem(config, layers[0].values["warmup_steps"].value)
+    if warmup and {"warmup_steps", "steps"} <= known:
+        broken.append(warmup)
+    problems.extend(broken)
+    legal = {refusal.key: refusal.nearest[0] for refusal in broken
+             if refusal.nearest and not isinstance(refusal.nearest[0], str)}
+    return config.model_copy(update=legal)
+
+
+def _kind_refusal(key: str, detail: ErrorDetails, *, default: object) -> Refusal:
+    value = value_text(detail.get("input"))
+    if detail["type"] == "literal_error":
+        choices = [str(choice) for choice in get_args(Config.model_fields[key].annotation)]
+        near = max(choices, key=lambda choice: _likeness(value, choice))
+        return Refusal(key, f"{key}={value} is not one of {', '.join(choices)}.", (near,))
+    cause = detail.get("ctx", {}).get("error")
+    nearest = cause.nearest if isinstance(cause, WrongKind) else ()
+    nearest = nearest or (default,)
+    return Refusal(key, f"{key}={value} {detail['msg'].removeprefix('Value error, ')}", nearest)
+
+
+def _likeness(one: str, other: str) -> float:
+    return SequenceMatcher(None, one.lower(), other).ratio()

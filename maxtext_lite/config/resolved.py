@@ -1,0 +1,60 @@
+"""A resolved config for people: the short table of the terminal and config.yml of the run directory."""
+
+import functools
+import re
+from pathlib import Path
+
+import yaml
+
+from maxtext_lite.config.errors import value_text
+from maxtext_lite.config.load import load_config
+from maxtext_lite.config.schema import SECTIONS, Config
+from maxtext_lite.config.yaml_text import parse_value
+
+_ALWAYS_SHOWN = (
+    "run_name", "steps", "per_device_batch_size", "gradient_accumulation_steps", "max_target_length", "model_name",
+    "base_emb_dim", "base_num_decoder_layers", "vocab_size", "dtype", "learning_rate", "ici_data_parallelism",
+    "ici_fsdp_parallelism", "ici_tensor_parallelism",
+)  # fmt: skip
+
+
+def write_resolved(config: Config, path: str | Path) -> None:
+    """Writes every value, with where it came from as a comment; `load_config(path)` gives an equal config."""
+    lines = ["# Every key of this run and where its value came from. `load_config` of this file gives the same config."]
+    for heading, section in SECTIONS:
+        lines += ["", f"# ---- {heading} ----"]
+        for key in section.model_fields:
+            entry = f"{key}: {_yaml_text(getattr(config, key))}"
+            origin = " ".join(config.origins.get(key, "not loaded from a file").split())
+            lines.append(f"{entry:<55} # {origin}")
+    Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def describe(config: Config) -> str:
+    """A table of the most important keys and of those that differ from configs/base.yml, with their origins."""
+    base = _base()
+    keys = [
+        key for _, section in SECTIONS for key in section.model_fields
+        if key in _ALWAYS_SHOWN or getattr(config, key) != getattr(base, key)
+    ]
+    values = [value_text(getattr(config, key)) for key in keys]
+    key_width = max(len(key) for key in keys)
+    value_width = min(max(len(value) for value in values), 40)
+    return "\n".join(
+        f"{key:<{key_width}}  {value:<{value_width}}  {config.origins.get(key, '')}".rstrip()
+        for key, value in zip(keys, values, strict=True)
+    )
+
+
+@functools.cache
+def _base() -> Config:
+    return load_config()
+
+
+def _yaml_text(value: object) -> str:
+    """A scalar that YAML 1.2 reads back as the same value."""
+    if not isinstance(value, str):
+        return value_text(value)
+    if re.fullmatch(r"[A-Za-z_./][\w./-]*", value, flags=re.ASCII) and parse_value(value).value == value:
+        return value
+    return yaml.dump(value, default_style='"', allow_unicode=True, width=10**9).strip()

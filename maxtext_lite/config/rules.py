@@ -1,0 +1,123 @@
+"""Rules between keys that hold on every machine. Those that need devices are `batching`'s."""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from maxtext_lite.config.errors import Refusal
+from maxtext_lite.config.schema import Config
+
+_BYTE_TOKENS = 257  # 256 bytes and the end of text
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule, the keys it reads, and a function from a config to the refusal, or None."""
+
+    keys: tuple[str, ...]
+    check: Callable[[Config], Refusal | None]
+
+
+def nearest_divisors(value: int, whole: int) -> tuple[int, ...]:
+    """The divisors of `whole` next to `value`, below and above; `value` itself where it divides."""
+    if whole % value == 0:
+        return (value,)
+    below = next((number for number in range(min(value, whole), 0, -1) if whole % number == 0), None)
+    above = next((number for number in range(value, whole + 1) if whole % number == 0), None)
+    return tuple(number for number in (below, above) if number is not None)
+
+
+def rule_problems(config: Config, known: Collection[str]) -> list[Refusal]:
+    """The refusals of all rules whose keys are all in `known`, the keys that hold a value of the right kind."""
+    problems = [rule.check(config) for rule in RULES if all(key in known for key in rule.keys)]
+    return [problem for problem in problems if problem is not None]
+
+
+def warmup_problem(config: Config, default_warmup_steps: object) -> Refusal | None:
+    """Refuses a warm-up that is longer than the run, unless it is the default one, which a short run may cut off."""
+    warmup, steps = config.warmup_steps, config.steps
+    if warmup <= steps or warmup == default_warmup_steps:
+        return None
+    return Refusal("warmup_steps", f"warmup_steps={warmup} is more than steps={steps}.", (steps,))
+
+
+def _kv_heads(config: Config) -> Refusal | None:
+    heads, kv_heads = config.base_num_query_heads, config.base_num_kv_heads
+    if heads % kv_heads == 0:
+        return None
+    return Refusal("base_num_kv_heads", f"base_num_kv_heads={kv_heads} does not divide base_num_query_heads={heads}.",
+                   nearest_divisors(kv_heads, heads))
+
+
+def _head_dim(config: Config) -> Refusal | None:
+    width = config.head_dim
+    if width % 2 == 0:
+        return None
+    near = tuple(even for even in (width - 1, width + 1) if even > 0)
+    return Refusal("head_dim", f"head_dim={width} must be even for rotary positions.", near)
+
+
+def _vocab_tiling(config: Config) -> Refusal | None:
+    pieces, tokens = config.num_vocab_tiling, config.max_target_length
+    if tokens % pieces == 0:
+        return None
+    return Refusal("num_vocab_tiling", f"num_vocab_tiling={pieces} does not divide max_target_length={tokens}.",
+                   nearest_divisors(pieces, tokens))
+
+
+def _byte_vocabulary(config: Config) -> Refusal | None:
+    if config.tokenizer_type != "byte" or config.vocab_size >= _BYTE_TOKENS:
+        return None
+    return Refusal("vocab_size", f"vocab_size={config.vocab_size} is less than the {_BYTE_TOKENS} tokens of "
+                   "tokenizer_type=byte.", (_BYTE_TOKENS,))
+
+
+def _tokenizer_path(config: Config) -> Refusal | None:
+    if config.tokenizer_type == "byte" and config.tokenizer_path:
+        return Refusal("tokenizer_path", f"tokenizer_path={config.tokenizer_path} has no use with tokenizer_type=byte. "
+                       "Set tokenizer_path= (nothing), or tokenizer_type=huggingface or sentencepiece.")
+    if config.tokenizer_type != "byte" and not config.tokenizer_path:
+        return Refusal("tokenizer_path", f"tokenizer_path is empty, but tokenizer_type={config.tokenizer_type} reads a "
+                       "file. Set tokenizer_path to it, or tokenizer_type=byte.")
+    return None
+
+
+def _dataset_path(config: Config) -> Refusal | None:
+    if config.dataset_type != "text" or config.dataset_path:
+        return None
+    return Refusal("dataset_path", "dataset_path is empty, but dataset_type=text reads files. Set dataset_path to a "
+                   "file, directory or glob, or dataset_type=synthetic.")
+
+
+def _eval_data(config: Config) -> Refusal | None:
+    needs = config.eval_interval > 0 and config.dataset_type == "text" and not config.eval_dataset_path
+    if not needs or config.eval_fraction > 0:
+        return None
+    return Refusal("eval_fraction", "eval_fraction=0 and an empty eval_dataset_path leave nothing to evaluate every "
+                   f"eval_interval={config.eval_interval} steps.", ("eval_interval=-1",))
+
+
+def _eval_share(config: Config) -> Refusal | None:
+    if config.eval_fraction < 1 or config.eval_dataset_path:
+        return None
+    return Refusal("eval_fraction", "eval_fraction=1 leaves nothing to train on.", (0.5,))
+
+
+def _cudnn_dtype(config: Config) -> Refusal | None:
+    if config.attention != "cudnn_flash" or config.dtype == "bfloat16":
+        return None
+    return Refusal("attention", f"attention=cudnn_flash does not compute in dtype={config.dtype}.",
+                   ("dtype=bfloat16", "attention=dot_product"))
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(("base_num_kv_heads", "base_num_query_heads"), _kv_heads),
+    Rule(("head_dim",), _head_dim),
+    Rule(("num_vocab_tiling", "max_target_length"), _vocab_tiling),
+    Rule(("vocab_size", "tokenizer_type"), _byte_vocabulary),
+    Rule(("tokenizer_path", "tokenizer_type"), _tokenizer_path),
+    Rule(("dataset_path", "dataset_type"), _dataset_path),
+    Rule(("eval_fraction", "eval_dataset_path", "eval_interval", "dataset_type"), _eval_data),
+    Rule(("eval_fraction", "eval_dataset_path"), _eval_share),
+    Rule(("attention", "dtype"), _cudnn_dtype),
+)
+"""Every rule. A rule about a key of the wrong kind is not tried: the kind is the problem."""

@@ -1,0 +1,195 @@
+"""Every key with its type, in sections. Defaults and meanings are those of configs/base.yml, and nowhere else."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, PrivateAttr
+
+from maxtext_lite.config.kinds import (
+    Count,
+    CountOrMinusOne,
+    CountOrZero,
+    Decay,
+    Exact,
+    ExactOrDerived,
+    ExactOrOne,
+    ExactOrSame,
+    Flag,
+    Name,
+    NotNegative,
+    Positive,
+    Seed,
+    SeedOrMinusOne,
+    Share,
+    Text,
+)
+
+
+class Section(BaseModel):
+    """Some of the keys; a function asks for the section that it needs. Immutable."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=())
+
+
+class RunConfig(Section):
+    """The run: its directory, length, checkpoints and what it shows."""
+
+    run_name: Name
+    base_output_directory: Name
+    steps: Count
+    seed: Seed
+    log_period: Count
+    enable_checkpointing: Flag
+    checkpoint_period: Count
+    max_num_checkpoints_to_keep: Count
+    async_checkpointing: Flag
+    load_parameters_path: Text
+    eval_interval: CountOrMinusOne
+    eval_steps: CountOrMinusOne
+    profiler_steps: CountOrZero
+
+
+class BatchConfig(Section):
+    """What batch sizes follow from; `batching.make_plan` derives them, and nothing else may."""
+
+    per_device_batch_size: ExactOrDerived
+    gradient_accumulation_steps: CountOrMinusOne
+    global_batch_size: CountOrZero
+    eval_per_device_batch_size: ExactOrSame
+    expansion_factor_real_data: ExactOrOne
+    enable_rampup_batch_size: Flag
+    rampup_mode: Literal["per_device_batch_size", "gradient_accumulation_steps"]
+    per_device_batch_size_start: Exact
+    per_device_batch_size_increment: Exact
+    global_rampup_samples: Count
+    num_pipeline_microbatches: CountOrMinusOne
+
+
+class OptimizerConfig(Section):
+    """The optimizer and its learning rate."""
+
+    optimizer: Literal["adamw", "sgd", "adafactor", "muon", "lion"]
+    learning_rate: NotNegative
+    learning_rate_schedule: Literal["cosine", "wsd", "linear", "constant"]
+    learning_rate_final_fraction: Share
+    warmup_steps: CountOrZero
+    wsd_decay_steps_fraction: Share
+    adam_b1: Decay
+    adam_b2: Decay
+    adam_eps: NotNegative
+    sgd_momentum: Decay
+    weight_decay: NotNegative
+    weight_decay_on_norms_and_embeddings: Flag
+    gradient_clipping_threshold: NotNegative
+
+
+class MeshConfig(Section):
+    """The axes of the mesh, and how layers are dealt to pipeline stages."""
+
+    dcn_data_parallelism: CountOrMinusOne
+    dcn_fsdp_parallelism: CountOrMinusOne
+    dcn_tensor_parallelism: CountOrMinusOne
+    dcn_context_parallelism: CountOrMinusOne
+    dcn_expert_parallelism: CountOrMinusOne
+    dcn_pipeline_parallelism: CountOrMinusOne
+    ici_data_parallelism: CountOrMinusOne
+    ici_fsdp_parallelism: CountOrMinusOne
+    ici_tensor_parallelism: CountOrMinusOne
+    ici_context_parallelism: CountOrMinusOne
+    ici_expert_parallelism: CountOrMinusOne
+    ici_pipeline_parallelism: CountOrMinusOne
+    num_layers_per_pipeline_stage: Count
+    num_pipeline_repeats: CountOrMinusOne
+
+
+class ModelConfig(Section):
+    """The architecture."""
+
+    model_name: Name
+    vocab_size: Count
+    base_emb_dim: Count
+    base_num_query_heads: Count
+    base_num_kv_heads: Count
+    head_dim: Count
+    base_mlp_dim: Count
+    base_num_decoder_layers: Count
+    rope_max_timescale: Positive
+    normalization_layer_epsilon: Positive
+    logits_via_embedding: Flag
+    initializer_range: NotNegative
+
+
+class NumericsConfig(Section):
+    """Number formats, kernels and what the backward pass recomputes."""
+
+    dtype: Literal["float32", "bfloat16"]
+    weight_dtype: Literal["float32", "bfloat16"]
+    matmul_precision: Literal["default", "high", "highest"]
+    remat_policy: Literal["none", "minimal", "save_dot_products", "save_qkv_proj", "full"]
+    attention: Literal["auto", "dot_product", "cudnn_flash", "splash"]
+    num_vocab_tiling: Count
+    z_loss_multiplier: NotNegative
+
+
+class DataConfig(Section):
+    """The data, its tokens and their order."""
+
+    dataset_type: Literal["text", "synthetic"]
+    dataset_path: Text
+    eval_dataset_path: Text
+    eval_fraction: Share
+    tokenizer_type: Literal["byte", "huggingface", "sentencepiece"]
+    tokenizer_path: Text
+    max_target_length: Count
+    packing: Flag
+    data_shuffle_seed: SeedOrMinusOne
+    grain_worker_count: CountOrZero
+
+
+class Config(RunConfig, BatchConfig, OptimizerConfig, MeshConfig, ModelConfig, NumericsConfig, DataConfig):
+    """Every key of a run. Made by `load_config`, which also knows where each value came from.
+
+    Two configs are equal when their values are, wherever they came from.
+    """
+
+    _origins: Mapping[str, str] = PrivateAttr(default_factory=lambda: MappingProxyType({}))
+
+    @property
+    def origins(self) -> Mapping[str, str]:
+        """For each key, the file its value came from, or `command line`."""
+        return self._origins
+
+    def with_origins(self, origins: Mapping[str, str]) -> "Config":
+        """The same values with these origins."""
+        copy = self.model_copy()
+        copy._origins = MappingProxyType(dict(origins))  # the copy is new: nobody else sees it change
+        return copy
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Config) and self.__dict__ == other.__dict__
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.__dict__.items()))
+
+    def __reduce__(self) -> tuple[object, ...]:  # a mapping proxy does not pickle
+        return _restore, (dict(self.__dict__), dict(self._origins))
+
+
+def _restore(values: dict[str, object], origins: dict[str, str]) -> Config:
+    return Config.model_construct(**values).with_origins(origins)  # type: ignore[arg-type]
+
+
+SECTIONS: tuple[tuple[str, type[Section]], ...] = (
+    ("Run", RunConfig),
+    ("Batch size", BatchConfig),
+    ("Optimizer", OptimizerConfig),
+    ("Mesh", MeshConfig),
+    ("Model", ModelConfig),
+    ("Numerics", NumericsConfig),
+    ("Data", DataConfig),
+)
+"""The sections in the order of configs/base.yml, with their headings."""
+
+KEYS: tuple[str, ...] = tuple(key for _, section in SECTIONS for key in section.model_fields)
+"""Every key, in the order of configs/base.yml."""

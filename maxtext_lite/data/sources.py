@@ -1,0 +1,305 @@
+"""Where examples come from: text files tokenized at start-up, or random tokens.
+
+An example source is a sequence with random access; which example is read when is not its business (`order`, `feed`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fractions
+import glob
+import gzip
+import hashlib
+import itertools
+import json
+import pathlib
+import zlib
+from collections.abc import Iterator
+from typing import Protocol
+
+import numpy as np
+
+from maxtext_lite.config import DataConfig, UserError, packaged_directory, packaged_file
+from maxtext_lite.data.packing import DocumentRows, PackedRows, build_row, count_targets
+from maxtext_lite.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+
+TEXT_SUFFIXES = (".txt", ".txt.gz", ".jsonl", ".jsonl.gz")
+"""Files that `dataset_type=text` reads; a directory's other files are not looked at."""
+
+SYNTHETIC_TRAINING_EXAMPLES = 2**31 - 1
+SYNTHETIC_EVALUATION_EXAMPLES = 64
+
+_DOCUMENTS_PER_ENCODING = 4096  # bounds the memory of what the tokenizer library returns
+
+
+class ExampleSource(Protocol):
+    """A picklable sequence of examples, each as `packing.build_row` describes it."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for sources whose examples are equal one by one; does not depend on where files lie."""
+        ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens an example, T."""
+        ...
+
+    @property
+    def num_target_tokens(self) -> int:
+        """Target tokens of all examples."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, example_id: int) -> dict[str, np.ndarray]: ...
+
+
+def open_sources(config: DataConfig, *, vocab_size: int | None = None) -> tuple[ExampleSource, ExampleSource | None]:
+    """The training examples, and the held-out ones.
+
+    Held out are the examples of `eval_dataset_path`; without one, the last floor(eval_fraction x examples) rows of the
+    data in file order, at least one. No target of a held-out row is a token of a training row.
+
+    Args:
+      vocab_size: rows of the embedding table: the tokenizer must fit, and synthetic tokens are drawn below it. None:
+        the tokenizer's own size.
+    Returns:
+      (training, evaluation); evaluation is None where eval_fraction is 0 and eval_dataset_path is empty.
+    Raises:
+      UserError: a file or the tokenizer is missing or unreadable, or nothing is left to train on or to hold out.
+    """
+    tokenizer = load_tokenizer(config)
+    if vocab_size is not None:
+        check_vocabulary(tokenizer, vocab_size)
+    if config.dataset_type == "synthetic":
+        drawn_below = tokenizer.vocab_size if vocab_size is None else vocab_size
+        return (
+            SyntheticSource(0, SYNTHETIC_TRAINING_EXAMPLES, config.max_target_length, drawn_below),
+            SyntheticSource(1, SYNTHETIC_EVALUATION_EXAMPLES, config.max_target_length, drawn_below),
+        )
+    everything = _open_text(config, tokenizer, key="dataset_path", path=config.dataset_path)
+    if config.eval_dataset_path:
+        return everything, _open_text(config, tokenizer, key="eval_dataset_path", path=config.eval_dataset_path)
+    if config.eval_fraction == 0:
+        return everything, None
+    # The fraction as it was written: 0.29 of 100 is 29, where binary floating point says 28.
+    held_out = max(1, int(fractions.Fraction(repr(float(config.eval_fraction))) * len(everything)))
+    if held_out >= len(everything):
+        raise UserError(
+            f"eval_fraction={config.eval_fraction} holds out {held_out} of {len(everything)} examples of "
+            f"{config.max_target_length} tokens and leaves none to train on. Use more text, a smaller "
+            "max_target_length or eval_fraction, or eval_fraction=0 for no evaluation."
+        )
+    return everything.rows(0, len(everything) - held_out), everything.rows(len(everything) - held_out, len(everything))
+
+
+@dataclasses.dataclass(frozen=True)
+class TextSource:
+    """Rows of tokenized documents.
+
+    Attributes:
+      stream: token ids of all documents, each followed by end-of-text.
+      document_starts: where each document starts, then the stream's length; int64.
+      row_layout: PackedRows or DocumentRows over the stream.
+      first_row: row that is example 0.
+      num_rows: number of examples.
+      num_empty_documents: documents without a token, which were left out.
+      stream_fingerprint: hash of tokens and documents.
+    """
+
+    stream: np.ndarray
+    document_starts: np.ndarray
+    row_layout: PackedRows | DocumentRows
+    first_row: int
+    num_rows: int
+    num_empty_documents: int
+    stream_fingerprint: str
+
+    @property
+    def num_documents(self) -> int:
+        """Documents with at least one token, of the whole stream."""
+        return len(self.document_starts) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens an example, T."""
+        return self.row_layout.num_tokens
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of contents, tokenizer, row length, packing and the rows that are part of it."""
+        layout = f"{type(self.row_layout).__name__}:{self.row_layout.num_tokens}:{self.first_row}:{self.num_rows}"
+        return f"text:{layout}:{self.stream_fingerprint}"
+
+    @property
+    def num_target_tokens(self) -> int:
+        """Target tokens of all examples."""
+        start, _ = self.row_layout.span(self.first_row)
+        _, stop = self.row_layout.span(self.first_row + self.num_rows - 1)
+        return count_targets(self.document_starts, start=start, stop=stop)
+
+    def rows(self, first: int, stop: int) -> TextSource:
+        """The source whose examples are examples `first` to `stop - 1` of this one."""
+        return dataclasses.replace(self, first_row=self.first_row + first, num_rows=stop - first)
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __getitem__(self, example_id: int) -> dict[str, np.ndarray]:
+        """One example: see `packing.build_row`. Raises IndexError outside [0, len)."""
+        if not 0 <= example_id < self.num_rows:
+            raise IndexError(f"example {example_id} of {self.num_rows}")
+        start, stop = self.row_layout.span(self.first_row + example_id)
+        return build_row(
+            self.stream, self.document_starts, start=start, stop=stop, num_tokens=self.row_layout.num_tokens
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class SyntheticSource:
+    """Uniformly random tokens, a pure function of (seed, example id): full rows of one document each."""
+
+    seed: int
+    num_examples: int
+    num_tokens: int
+    vocab_size: int
+
+    @property
+    def fingerprint(self) -> str:
+        """All that the tokens depend on."""
+        return f"synthetic:{self.seed}:{self.num_examples}:{self.num_tokens}:{self.vocab_size}"
+
+    @property
+    def num_target_tokens(self) -> int:
+        """Target tokens of all examples."""
+        return self.num_examples * self.num_tokens
+
+    def __len__(self) -> int:
+        return self.num_examples
+
+    def __getitem__(self, example_id: int) -> dict[str, np.ndarray]:
+        """One example, as `packing.build_row` describes it. Raises IndexError outside [0, len)."""
+        if not 0 <= example_id < self.num_examples:
+            raise IndexError(f"example {example_id} of {self.num_examples}")
+        generator = np.random.Generator(np.random.Philox(key=np.array([self.seed, example_id], np.uint64)))
+        drawn = generator.integers(self.vocab_size, size=self.num_tokens + 1, dtype=np.int32)
+        return {
+            "tokens": drawn[:-1],
+            "targets": drawn[1:],
+            "segments": np.ones(self.num_tokens, np.int32),
+            "positions": np.arange(self.num_tokens, dtype=np.int32),
+            "weights": np.ones(self.num_tokens, np.float32),
+        }
+
+
+def _open_text(config: DataConfig, tokenizer: Tokenizer, *, key: str, path: str) -> TextSource:
+    stream, document_starts, num_empty_documents = _tokenize(_read_documents(_find_files(key, path)), tokenizer)
+    layout = (PackedRows if config.packing else DocumentRows)(document_starts, config.max_target_length)
+    if len(layout) == 0:
+        raise UserError(f"{key}={path!r} has no text: every document in it is empty.")
+    content = hashlib.sha256(f"{tokenizer.fingerprint}:{stream.dtype}:{len(document_starts)}:".encode())
+    content.update(document_starts.tobytes())
+    content.update(stream.tobytes())
+    return TextSource(stream, document_starts, layout, 0, len(layout), num_empty_documents, content.hexdigest())
+
+
+def _tokenize(documents: Iterator[str], tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray, int]:
+    """(stream, document_starts, number of empty documents left out)."""
+    dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.int32  # half the memory where it suffices
+    end_of_text = np.array([tokenizer.end_of_text_id], dtype)
+    pieces: list[np.ndarray] = []
+    lengths: list[int] = []
+    num_empty_documents = 0
+    while texts := list(itertools.islice(documents, _DOCUMENTS_PER_ENCODING)):
+        for token_ids in tokenizer.encode_documents(texts):
+            if len(token_ids) == 0:
+                num_empty_documents += 1
+                continue
+            pieces += [token_ids.astype(dtype), end_of_text]
+            lengths.append(len(token_ids) + 1)
+    stream = np.concatenate(pieces) if pieces else np.zeros(0, dtype)
+    document_starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+    return stream, document_starts, num_empty_documents
+
+
+def _find_files(key: str, path: str) -> list[tuple[str, pathlib.Path]]:
+    """(name for messages, file) of each text file, in the order of their names."""
+    suffixes = ", ".join(TEXT_SUFFIXES)
+    place = pathlib.Path(path).expanduser()
+    if place.is_dir():
+        everything = f"{glob.escape(str(place))}/**"
+        files = [(str(file), file) for file in _matches(everything) if file.name.endswith(TEXT_SUFFIXES)]
+        if not files:
+            raise UserError(f"{key}={path!r} is a directory without a {suffixes} file.")
+    elif place.is_file():
+        files = [(path, place)]
+    elif glob.has_magic(path):
+        files = [(str(file), file) for file in _matches(str(place))]
+        if not files:
+            raise UserError(f"{key}={path!r} matches no file.")
+    else:
+        files = [(path, _packaged_text(key, path))]
+    for name, _ in files:
+        if not name.endswith(TEXT_SUFFIXES):
+            raise UserError(f"{key}={path!r}: cannot read {name!r}. The files are {suffixes}.")
+    return files
+
+
+def _matches(pattern: str) -> list[pathlib.Path]:
+    # Not pathlib's glob: it takes hidden files (.ipynb_checkpoints) for the user's, and no absolute pattern.
+    names = sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207
+    return [path for path in map(pathlib.Path, names) if path.is_file()]
+
+
+def _packaged_text(key: str, path: str) -> pathlib.Path:
+    packaged = packaged_file("assets", path)
+    if packaged is not None:
+        return packaged
+    names = (file.name for file in packaged_directory("assets").iterdir() if file.name.endswith(TEXT_SUFFIXES))
+    raise UserError(
+        f"{key}={path!r}: there is no such file or directory in {str(pathlib.Path.cwd())!r}, "
+        f"nor among the texts that ship with the package ({', '.join(sorted(names))})."
+    )
+
+
+def _read_documents(files: list[tuple[str, pathlib.Path]]) -> Iterator[str]:
+    """Each .txt file as one document, each line of a .jsonl file as one; as they stand, also empty ones."""
+    for name, file in files:
+        text = _read_text(name, file)
+        if name.endswith((".txt", ".txt.gz")):
+            yield text
+        else:
+            yield from _jsonl_documents(name, text)
+
+
+def _jsonl_documents(name: str, text: str) -> Iterator[str]:
+    # Split at newlines only: str.splitlines would also split at U+2028, which JSON allows inside a string.
+    for line_number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except ValueError as error:
+            reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+            raise UserError(f"{name}:{line_number}: not JSON ({reason}).") from error
+        if not isinstance(value, dict) or not isinstance(value.get("text"), str):
+            raise UserError(f'{name}:{line_number}: not a JSON object with a string under "text".')
+        try:
+            value["text"].encode("utf-8")
+        except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair, which no encoding can
+            raise UserError(f'{name}:{line_number}: "text" is not valid Unicode ({error.reason}).') from error
+        yield value["text"]
+
+
+def _read_text(name: str, file: pathlib.Path) -> str:
+    """The file's UTF-8 text, decompressed, without a byte-order mark; line ends as they are."""
+    try:
+        content = file.read_bytes()
+        if name.endswith(".gz"):
+            content = gzip.decompress(content)
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{name}: not UTF-8 text (byte {error.start}: {error.reason}).") from error
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"{name}: cannot be read ({error}).") from error

@@ -1,0 +1,285 @@
+"""Text to token ids and back: bytes, Hugging Face's tokenizer.json, or a sentencepiece model.
+
+Every tokenizer names an end-of-text token. It ends each document of the training data, so that a model learns to stop
+and `generate` knows when it did.
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from maxtext_lite.config import DataConfig, UserError
+
+# The names under which published tokenizers keep their end-of-text token, most specific first.
+END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<|end▁of▁sentence|>", "</s>", "<eos>", "<|im_end|>")
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class StreamDecoder(Protocol):
+    """Turns tokens that arrive one by one into text, never splitting a character.
+
+    The concatenation of all that `push` and `flush` return is `Tokenizer.decode` of the tokens.
+    """
+
+    def push(self, token_id: int) -> str:
+        """The text that became final with this token; "" while a character is incomplete."""
+        ...
+
+    def flush(self) -> str:
+        """What is left, an incomplete character as U+FFFD; the decoder is as new afterwards."""
+        ...
+
+
+class Tokenizer(Protocol):
+    """What the rest of the framework needs of a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest token id."""
+        ...
+
+    @property
+    def end_of_text_id(self) -> int:
+        """The token that ends a document."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for tokenizers that give equal ids; does not depend on where the file lies."""
+        ...
+
+    def encode(self, text: str) -> np.ndarray:
+        """Token ids, int32 [number of tokens]; no end-of-text or other token is added."""
+        ...
+
+    def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """`encode` of each text, in parallel where the library can."""
+        ...
+
+    def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
+        """The text; special tokens give none."""
+        ...
+
+    def stream_decoder(self) -> StreamDecoder:
+        """A fresh decoder for one text."""
+        ...
+
+
+def load_tokenizer(config: DataConfig) -> Tokenizer:
+    """The tokenizer that `tokenizer_type` and `tokenizer_path` name.
+
+    Raises:
+      UserError: the file is missing, unreadable or has no end-of-text token.
+    """
+    if config.tokenizer_type == "byte":
+        return ByteTokenizer()
+    if config.tokenizer_type == "huggingface":
+        return HuggingFaceTokenizer(_existing_file(config.tokenizer_path, "tokenizer.json"))
+    return SentencePieceTokenizer(_existing_file(config.tokenizer_path, "tokenizer.model"))
+
+
+def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Refuses a tokenizer that has ids the embedding table (`vocab_size` rows) lacks.
+
+    Raises:
+      UserError: `vocab_size` is smaller than the tokenizer's.
+    """
+    if tokenizer.vocab_size > vocab_size:
+        raise UserError(
+            f"vocab_size={vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size} tokens. "
+            f"Nearest that works: {tokenizer.vocab_size}."
+        )
+
+
+class ByteTokenizer:
+    """One token per UTF-8 byte, and 256 for end-of-text."""
+
+    vocab_size = 257
+    end_of_text_id = 256
+    fingerprint = "byte"
+
+    def encode(self, text: str) -> np.ndarray:
+        """The UTF-8 bytes, int32."""
+        return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
+
+    def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """`encode` of each text."""
+        return [self.encode(text) for text in texts]
+
+    def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
+        """The text; invalid UTF-8 becomes U+FFFD, and ids from 256 on have no text."""
+        return bytes(int(i) for i in token_ids if i < 256).decode("utf-8", errors="replace")
+
+    def stream_decoder(self) -> StreamDecoder:
+        """A decoder that holds back the bytes of an incomplete character."""
+        return _ByteStream()
+
+
+class _ByteStream:
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token_id: int) -> str:
+        return self._decoder.decode(bytes([token_id])) if token_id < 256 else ""
+
+    def flush(self) -> str:
+        text = self._decoder.decode(b"", final=True)
+        self._decoder.reset()
+        return text
+
+
+class _PrefixStream:
+    """Decodes the newest tokens after a few earlier ones, whose text they may depend on (spaces, joined bytes)."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._context_start = 0  # the first token that is decoded again
+        self._emitted_end = 0  # tokens before this one have been returned as text
+
+    def push(self, token_id: int) -> str:
+        self._ids.append(token_id)
+        text = self._new_text()
+        # A character of several byte tokens shows as U+FFFD until its last byte has come.
+        if not text or text.endswith(_REPLACEMENT):
+            return ""
+        self._context_start, self._emitted_end = self._emitted_end, len(self._ids)
+        return text
+
+    def flush(self) -> str:
+        text = self._new_text()
+        self._ids, self._context_start, self._emitted_end = [], 0, 0
+        return text
+
+    def _new_text(self) -> str:
+        context = self._tokenizer.decode(self._ids[self._context_start : self._emitted_end])
+        return self._tokenizer.decode(self._ids[self._context_start :])[len(context) :]
+
+
+class HuggingFaceTokenizer:
+    """A `tokenizer.json`, read by the `tokenizers` library; special tokens written in a text are recognised.
+
+    End-of-text is the `eos_token` of a tokenizer_config.json in the same directory; without one, the first of
+    `END_OF_TEXT_NAMES` that is a special token of the tokenizer.
+
+    Raises:
+      UserError: the file cannot be read, or no end-of-text token is found.
+    """
+
+    def __init__(self, path: pathlib.Path) -> None:
+        import tokenizers  # here, because most runs need neither library
+
+        content = _read(path)
+        try:
+            self._tokenizer: Any = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
+        except Exception as error:  # the library raises bare Exception
+            raise UserError(f"tokenizer_path={str(path)!r} is not a tokenizer.json ({error}).") from error
+        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        self.end_of_text_id = self._find_end_of_text(path)
+        self.fingerprint = f"huggingface:{hashlib.sha256(content).hexdigest()}:{self.end_of_text_id}"
+
+    def _find_end_of_text(self, path: pathlib.Path) -> int:
+        special_tokens = {t.content: i for i, t in self._tokenizer.get_added_tokens_decoder().items() if t.special}
+        config_path = path.parent / "tokenizer_config.json"
+        if config_path.is_file():
+            try:
+                stated = json.loads(_read(config_path)).get("eos_token")
+            except (ValueError, AttributeError) as error:
+                raise UserError(f"{str(config_path)!r} is not a JSON object ({error}).") from error
+            name = stated.get("content") if isinstance(stated, dict) else stated
+            if name is not None:
+                token_id = self._tokenizer.token_to_id(name)
+                if token_id is None:
+                    raise UserError(f"{str(config_path)!r}: the tokenizer has no token eos_token={name!r}.")
+                return token_id
+        for name in END_OF_TEXT_NAMES:
+            if name in special_tokens:
+                return special_tokens[name]
+        raise UserError(
+            f"tokenizer_path={str(path)!r} has no end-of-text token: none of its special tokens "
+            f"({', '.join(sorted(special_tokens)) or 'it has none'}) is one of {', '.join(END_OF_TEXT_NAMES)}. "
+            f"Name it as eos_token in {str(config_path)!r}."
+        )
+
+    def encode(self, text: str) -> np.ndarray:
+        """Token ids, int32, without the tokens that the tokenizer's template would add."""
+        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """`encode` of each text, on all cores."""
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, np.int32) for encoding in encodings]
+
+    def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
+        """The text; special tokens and ids outside the vocabulary give none."""
+        return self._tokenizer.decode([int(i) for i in token_ids if i < self.vocab_size], skip_special_tokens=True)
+
+    def stream_decoder(self) -> StreamDecoder:
+        """A decoder that holds back incomplete characters."""
+        return _PrefixStream(self)
+
+
+class SentencePieceTokenizer:
+    """A sentencepiece `.model`; its eos piece is end-of-text.
+
+    Raises:
+      UserError: the file cannot be read, or the model was trained without an eos piece.
+    """
+
+    def __init__(self, path: pathlib.Path) -> None:
+        import sentencepiece
+
+        content = _read(path)
+        self._processor: Any = sentencepiece.SentencePieceProcessor()
+        try:
+            self._processor.LoadFromSerializedProto(content)
+        except RuntimeError as error:
+            raise UserError(f"tokenizer_path={str(path)!r} is not a sentencepiece model.") from error
+        self.vocab_size = self._processor.vocab_size()
+        self.end_of_text_id = self._processor.eos_id()
+        if self.end_of_text_id < 0:
+            raise UserError(
+                f"tokenizer_path={str(path)!r} has no end-of-text token: the model was trained without an eos piece."
+            )
+        self.fingerprint = f"sentencepiece:{hashlib.sha256(content).hexdigest()}"
+
+    def encode(self, text: str) -> np.ndarray:
+        """Token ids, int32."""
+        return np.array(self._processor.encode(text, out_type=int), np.int32)
+
+    def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """`encode` of each text."""
+        return [self.encode(text) for text in texts]
+
+    def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
+        """The text; control pieces and ids outside the vocabulary give none."""
+        return self._processor.decode([int(i) for i in token_ids if i < self.vocab_size])
+
+    def stream_decoder(self) -> StreamDecoder:
+        """A decoder that holds back incomplete characters."""
+        return _PrefixStream(self)
+
+
+def _existing_file(tokenizer_path: str, default_name: str) -> pathlib.Path:
+    """`tokenizer_path`, or `default_name` inside it where it is a directory."""
+    path = pathlib.Path(tokenizer_path).expanduser()
+    if path.is_dir():
+        path = path / default_name
+    if not path.is_file():
+        raise UserError(f"tokenizer_path={tokenizer_path!r}: there is no file {str(path)!r}.")
+    return path
+
+
+def _read(path: pathlib.Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"tokenizer_path={str(path)!r} cannot be read ({error.strerror}).") from error

@@ -1,0 +1,15 @@
+"""Decoders: arrays in, arrays out. Nothing here knows a config file, a mesh or a batch size.
+
+Names of arrays of rank 2 and more end in one letter per dim (global sizes), here and in `training`, `parallel`, `rl`:
+
+    B examples            T query positions     S key positions       D embedding
+    F mlp                 V vocabulary          N query heads         K kv heads
+    H head width          L layers              P stages              M pipeline microbatches
+    A accumulation        E experts             R data replicas       G query heads per kv head
+"""
+
+from maxtext_lite.models.attention import resolve_attention
+from maxtext_lite.models.decoder import Decoder, DecoderShape
+from maxtext_lite.models.decoding import KVCache, Sampling, sample_token
+
+__all__ = ["Decoder", "DecoderShape", "KVCache", "Sampling", "resolve_attention", "sample_token"]

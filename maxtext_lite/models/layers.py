@@ -1,0 +1,158 @@
+"""The parts of a decoder layer as NNX modules: norm, rotary positions, attention projections, gated mlp.
+
+Each weight is declared with its logical axes beside it, from which its sharding follows.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from maxtext_lite.parallel import constrain
+
+Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+"""(q_BTNH, k_BTKH, v_BTKH) -> (context_BTNH, whatever the caller keeps of the layer, such as its keys and values)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderShape:
+    """Everything that decides a decoder's parameters and arithmetic.
+
+    Attributes:
+      dtype: of activations and matmul inputs; norms, softmax and rotary angles are float32 whatever it is.
+      weight_dtype: of the parameters as the optimizer holds them.
+      tied: the output projection is the embedding table.
+      initializer_range: standard deviation of the normal initial weights; norms start at 1.
+      attention: name of the kernel, one of `attention.KERNELS`.
+      remat_policy: what the backward pass recomputes, one of `decoder.REMAT_POLICIES`.
+    """
+
+    vocab_size: int
+    emb_dim: int
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
+    mlp_dim: int
+    num_layers: int
+    rope_max_timescale: float = 10_000.0
+    norm_epsilon: float = 1e-5
+    tied: bool = False
+    initializer_range: float = 0.02
+    dtype: Any = jnp.float32
+    weight_dtype: Any = jnp.float32
+    remat_policy: str = "none"
+    attention: str = "dot_product"
+
+
+def _weight(shape: DecoderShape, rngs: nnx.Rngs, sizes: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param:
+    values = shape.initializer_range * jax.random.normal(rngs.params(), sizes, jnp.float32)
+    return nnx.Param(values.astype(shape.weight_dtype), axes=axes)
+
+
+def rotary_angles(position_BT: jax.Array, head_dim: int, max_timescale: float) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines [B, T, 1, H/2], float32, of each position's rotation in each plane of a head.
+
+    Source: Su et al. 2021, arXiv:2104.09864, section 3.4.2.
+    """
+    exponent = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
+    angle_BTH = position_BT[..., None].astype(jnp.float32) / max_timescale**exponent
+    return jnp.cos(angle_BTH)[:, :, None, :], jnp.sin(angle_BTH)[:, :, None, :]
+
+
+def rotate(x_BTNH: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Heads rotated by `rotary_angles`; plane h is dims h and h + H/2, as in Llama's published weights."""
+    cosine, sine = rotation
+    first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
+    return rotated.astype(x_BTNH.dtype)
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square norm in float32, times a learned scale per dim. Source: Zhang & Sennrich 2019, eq. 4."""
+
+    def __init__(self, shape: DecoderShape):
+        self.epsilon = shape.norm_epsilon
+        self.scale = nnx.Param(jnp.ones((shape.emb_dim,), shape.weight_dtype), axes=("norm",))
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        x_f32 = x_BTD.astype(jnp.float32)
+        inverse_rms = jax.lax.rsqrt(jnp.mean(jnp.square(x_f32), axis=-1, keepdims=True) + self.epsilon)
+        return (x_f32 * inverse_rms * self.scale[...].astype(jnp.float32)).astype(x_BTD.dtype)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention's four projections around an `attend` that the caller chooses."""
+
+    def __init__(self, shape: DecoderShape, *, rngs: nnx.Rngs):
+        D, N, K, H = shape.emb_dim, shape.num_query_heads, shape.num_kv_heads, shape.head_dim
+        self.query = _weight(shape, rngs, (D, N, H), ("embed", "heads", "head_dim"))
+        self.key = _weight(shape, rngs, (D, K, H), ("embed", "kv_heads", "head_dim"))
+        self.value = _weight(shape, rngs, (D, K, H), ("embed", "kv_heads", "head_dim"))
+        self.out = _weight(shape, rngs, (N, H, D), ("heads", "head_dim", "embed"))
+
+    def __call__(self, x_BTD: jax.Array, rotation: tuple[jax.Array, jax.Array], attend: Attend) -> tuple[jax.Array, Any]:
+        def project(weight: nnx.Param, name: str) -> jax.Array:
+            y_BTNH = jnp.einsum("BTD,DNH->BTNH", x_BTD, weight[...].astype(x_BTD.dtype))
+            y_BTNH = constrain(y_BTNH, ("batch", "length", "activation_heads", None))
+            return checkpoint_name(y_BTNH, name)
+
+        q_BTNH = rotate(project(self.query, "query_proj"), rotation)
+        k_BTKH = rotate(project(self.key, "key_proj"), rotation)
+        context_BTNH, kept = attend(q_BTNH, k_BTKH, project(self.value, "value_proj"))
+        context_BTNH = checkpoint_name(context_BTNH, "context")
+        return jnp.einsum("BTNH,NHD->BTD", context_BTNH, self.out[...].astype(x_BTD.dtype)), kept
+
+
+class GatedMlp(nnx.Module):
+    """SwiGLU: down(silu(gate x) * up x). Source: Shazeer 2020, arXiv:2002.05202, eq. 6."""
+
+    def __init__(self, shape: DecoderShape, *, rngs: nnx.Rngs):
+        D, F = shape.emb_dim, shape.mlp_dim
+        self.gate = _weight(shape, rngs, (D, F), ("embed", "mlp"))
+        self.up = _weight(shape, rngs, (D, F), ("embed", "mlp"))
+        self.down = _weight(shape, rngs, (F, D), ("mlp", "embed"))
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        gate_BTF = checkpoint_name(x_BTD @ self.gate[...].astype(x_BTD.dtype), "mlp_gate")
+        up_BTF = checkpoint_name(x_BTD @ self.up[...].astype(x_BTD.dtype), "mlp_up")
+        hidden_BTF = constrain(jax.nn.silu(gate_BTF) * up_BTF, ("batch", "length", "activation_mlp"))
+        return hidden_BTF @ self.down[...].astype(x_BTD.dtype)
+
+
+class DecoderLayer(nnx.Module):
+    """One pre-norm block: x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, shape: DecoderShape, *, rngs: nnx.Rngs):
+        self.attention_norm = RMSNorm(shape)
+        self.attention = Attention(shape, rngs=rngs)
+        self.mlp_norm = RMSNorm(shape)
+        self.mlp = GatedMlp(shape, rngs=rngs)
+
+    def __call__(self, x_BTD: jax.Array, rotation: tuple[jax.Array, jax.Array], attend: Attend) -> tuple[jax.Array, Any]:
+        attended_BTD, kept = self.attention(self.attention_norm(x_BTD), rotation, attend)
+        x_BTD = constrain(x_BTD + attended_BTD, ("batch", "length", "activation_embed"))
+        x_BTD = x_BTD + self.mlp(self.mlp_norm(x_BTD))
+        return constrain(x_BTD, ("batch", "length", "activation_embed")), kept
+
+
+class Embedding(nnx.Module):
+    """The token table [V, D]."""
+
+    def __init__(self, shape: DecoderShape, *, rngs: nnx.Rngs):
+        self.table = _weight(shape, rngs, (shape.vocab_size, shape.emb_dim), ("vocab", "embed"))
+
+    def __call__(self, token_BT: jax.Array, dtype: Any) -> jax.Array:
+        # Gathered over `embed` first: a look-up in a table split both ways is what partitioners do worst.
+        table_VD = constrain(self.table[...], ("vocab", None))
+        return constrain(table_VD[token_BT].astype(dtype), ("batch", "length", "activation_embed"))
+
+
+class Head(nnx.Module):
+    """The output projection [D, V] of a decoder whose embeddings are not tied."""
+
+    def __init__(self, shape: DecoderShape, *, rngs: nnx.Rngs):
+        self.projection = _weight(shape, rngs, (shape.emb_dim, shape.vocab_size), ("embed", "vocab"))

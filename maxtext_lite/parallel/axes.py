@@ -1,0 +1,95 @@
+"""Logical axes: the one table from the name of an array's axis to the mesh axes it is sharded over.
+
+Arrays declare names ("embed", "heads", ...); only this file turns them into a PartitionSpec.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+LogicalAxes = Sequence[str | None]
+"""Name of each dim of an array; None: not sharded."""
+
+MESH_AXES_OF: dict[str, tuple[str, ...]] = {
+    # parameters
+    "layers": (),
+    "embed": ("fsdp",),
+    "vocab": ("tensor",),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "head_dim": (),
+    "mlp": ("tensor",),
+    "norm": (),
+    # batch and activations; inside `over_replicas` the replica dim is mapped away and a batch is one replica's rows
+    "accumulation": (),
+    "global_batch": ("data", "fsdp", "expert"),
+    "replica": ("data",),
+    "batch": ("fsdp", "expert"),
+    "length": ("context",),
+    "activation_embed": (),
+    "activation_heads": ("tensor",),
+    "activation_mlp": ("tensor",),
+    "activation_vocab": ("tensor",),
+}
+"""The sharding rules: mesh axes over which each logical axis is split."""
+
+
+def partition_spec(axes: LogicalAxes) -> PartitionSpec:
+    """The PartitionSpec of an array whose dims have these logical axes.
+
+    Raises:
+      ValueError: an axis is not in MESH_AXES_OF, or two dims would be split over the same mesh axis.
+    """
+    used: dict[str, str] = {}
+    entries: list[tuple[str, ...] | str | None] = []
+    for axis in axes:
+        if axis is None:
+            entries.append(None)
+            continue
+        if axis not in MESH_AXES_OF:
+            raise ValueError(f"unknown logical axis {axis!r}; known: {', '.join(MESH_AXES_OF)}")
+        for mesh_axis in MESH_AXES_OF[axis]:
+            if mesh_axis in used:
+                raise ValueError(f"mesh axis {mesh_axis!r} is used twice, by {used[mesh_axis]!r} and {axis!r}")
+            used[mesh_axis] = axis
+        mesh_axes = MESH_AXES_OF[axis]
+        entries.append(mesh_axes if len(mesh_axes) > 1 else mesh_axes[0] if mesh_axes else None)
+    return PartitionSpec(*entries)
+
+
+def sharding(mesh: Mesh, axes: LogicalAxes = ()) -> NamedSharding:
+    """Where an array with these logical axes lives; without axes, a copy on every device."""
+    return NamedSharding(mesh, partition_spec(axes))
+
+
+def tree_shardings(mesh: Mesh, axes_tree: Any) -> Any:
+    """`sharding` for each leaf of a tree whose leaves are tuples of logical axes."""
+    return jax.tree.map(lambda axes: sharding(mesh, axes), axes_tree, is_leaf=lambda node: isinstance(node, tuple))
+
+
+def constrain(x: jax.Array, axes: LogicalAxes) -> jax.Array:
+    """`x`, laid out over the mesh in use (`jax.set_mesh`) by its logical axes; `x` itself where there is no mesh."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return x
+    return jax.lax.with_sharding_constraint(x, partition_spec(axes))
+
+
+def over_replicas(function: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
+    """`function(shared, rows)` run once per replica of the `data` axis, each on its own rows.
+
+    The rows' dims [B, ...] become [R, B/R, ...] (R over `data`), `function` is mapped over R with `shared` in common,
+    and results keep the leading R. Its gradients therefore stay apart, one set per replica, until the caller
+    sums them: that sum is the only reduction over `data`.
+    """
+    num_replicas = mesh.shape["data"]
+
+    def mapped(shared: Any, rows: Any) -> Any:
+        def split(x: jax.Array) -> jax.Array:
+            x = x.reshape(num_replicas, x.shape[0] // num_replicas, *x.shape[1:])
+            return constrain(x, ("replica", "batch") + (None,) * (x.ndim - 2))
+
+        return jax.vmap(function, in_axes=(None, 0), spmd_axis_name="data")(shared, jax.tree.map(split, rows))
+
+    return mapped

@@ -1,0 +1,53 @@
+"""The command `plan`: everything about batch size for a machine that need not exist. Imports no jax."""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+
+from maxtext_lite.batching import format_plan, load_plan, not_yet_trainable
+from maxtext_lite.cli import ArgumentParser, config_arguments, run_command
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the plan of a config on a machine; returns the exit code.
+
+    Raises:
+      UserError: with every problem of the config or the arguments.
+    """
+    parser = ArgumentParser(prog="maxtext-lite plan", description=__doc__)
+    config_arguments(parser)
+    parser.add_argument("--devices", type=int, default=1, help="devices of the mesh, all of them (default 1)")
+    parser.add_argument("--hosts", type=int, default=1, help="hosts that they are attached to (default 1)")
+    parser.add_argument("--device-memory-gb", type=_gigabytes, help="memory of a device in GB (1e9 bytes)")
+    parser.add_argument("--json", action="store_true", help="print plan.json")
+    arguments = parser.parse(argv)
+    config, plan = load_plan(
+        arguments.config,
+        arguments.overrides,
+        num_devices=arguments.devices,
+        num_hosts=arguments.hosts,
+        device_memory_gb=arguments.device_memory_gb,
+    )
+    if arguments.json:
+        print(json.dumps(plan.to_json(), indent=2))
+        return 0
+    print(format_plan(plan))
+    for problem in not_yet_trainable(config, plan):
+        print(f"note: {problem}")
+    return 0
+
+
+def _gigabytes(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

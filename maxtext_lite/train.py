@@ -1,0 +1,37 @@
+"""The command `train`: pre-training from one config; resumes by itself."""
+
+import sys
+from collections.abc import Sequence
+
+from maxtext_lite.cli import ArgumentParser, config_arguments, run_command
+from maxtext_lite.config import load_config
+
+EXIT_NON_FINITE = 3
+EXIT_STOPPED_BY_SIGNAL = 75
+
+
+def main(argv: Sequence[str]) -> int:
+    """Trains what the arguments name and returns the exit code: 0, 3 (non-finite loss) or 75 (stopped by a signal).
+
+    Raises:
+      UserError: with every problem of the config or the data.
+    """
+    parser = ArgumentParser(prog="maxtext-lite train", description=__doc__)
+    config_arguments(parser)
+    arguments = parser.parse(argv)
+    config = load_config(arguments.config, arguments.overrides)
+    from maxtext_lite.training import NonFiniteLoss, train  # jax, only once the config is known to be right
+
+    try:
+        result = train(config)
+    except NonFiniteLoss as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_NON_FINITE
+    if result.interrupted:
+        return EXIT_STOPPED_BY_SIGNAL
+    print(f"{result.step} steps done; run directory: {result.run_directory}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

@@ -1,0 +1,44 @@
+"""Gradient accumulation: `optax.MultiSteps` cut in two, so that the inner optimizer runs once a step."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+
+class GradientAccumulation(optax.MultiSteps):
+    """`optax.MultiSteps` whose sum is kept by the caller's loop and whose inner optimizer runs once, at the end.
+
+    The original runs the inner optimizer on every micro-batch and throws all results but the last away, keeps the
+    sum in its state, and averages micro-batches equally whatever their number of target tokens. Here gradients
+    arrive already divided by the step's total weight, `accumulate` adds one micro-batch's, and `finish` clips,
+    schedules, decays and applies once. State is a `MultiStepsState` whose `acc_grads` is empty: nothing of an
+    unfinished step is ever saved, and the number of micro-batches may change from one step to the next.
+    """
+
+    def __init__(self, inner: optax.GradientTransformation):
+        super().__init__(inner, every_k_schedule=1, use_grad_mean=False, accumulator_dtype=jnp.float32)
+
+    def init(self, params: Any) -> optax.MultiStepsState:
+        """State before the first step: the inner optimizer's, and no accumulator."""
+        zero = jnp.zeros([], jnp.int32)
+        return optax.MultiStepsState(mini_step=zero, gradient_step=zero, inner_opt_state=self._opt.init(params),
+                                     acc_grads=(), skip_state=())
+
+    def accumulator(self, params: Any, *leading: int) -> Any:
+        """Zeros in float32, shaped like `params` with `leading` dims before each."""
+        return jax.tree.map(lambda p: jnp.zeros((*leading, *p.shape), self._accumulator_dtype), params)
+
+    def accumulate(self, accumulator: Any, gradients: Any) -> Any:
+        """The accumulator with one micro-batch's gradients added, in float32."""
+        return jax.tree.map(lambda acc, g: self._acc_update(g.astype(acc.dtype), acc, n_acc=0), accumulator, gradients)
+
+    def finish(self, gradients: Any, state: optax.MultiStepsState, params: Any) -> tuple[Any, optax.MultiStepsState]:
+        """Updates to add to `params`, from the whole step's float32 gradients, and the next state."""
+        updates, inner_opt_state = self._opt.update(gradients, state.inner_opt_state, params)
+        return updates, state._replace(gradient_step=state.gradient_step + 1, inner_opt_state=inner_opt_state)
+
+    def update(self, updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+        """A step of one micro-batch, as any Optax transformation: `finish` of its gradients alone."""
+        return self.finish(self.accumulate(self.accumulator(updates), updates), state, params)

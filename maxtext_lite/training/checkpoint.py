@@ -1,0 +1,157 @@
+"""Checkpoints by Orbax: the state, the counts beside it, and a fingerprint of what it may be continued with."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from maxtext_lite.config import Config, ModelConfig, RunConfig, UserError
+from maxtext_lite.training.state import TrainState
+
+_FORMAT = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Counts:
+    """How far a run has come; all that its data order and schedule depend on.
+
+    Attributes:
+      step: optimizer steps done, skipped ones included.
+      examples_seen: examples consumed, which is where the data order goes on.
+      tokens_seen: target tokens consumed.
+    """
+
+    step: int = 0
+    examples_seen: int = 0
+    tokens_seen: int = 0
+
+
+def fingerprint(config: Config, data: str) -> dict[str, Any]:
+    """What a run's continuation must share with it: the model, the optimizer's kind and the order of the data.
+
+    Args:
+      data: the training source's own fingerprint (content, tokenizer, length, packing, split).
+    """
+    keys = [key for key in ModelConfig.model_fields if key not in ("model_name", "initializer_range")]
+    keys += ["weight_dtype", "optimizer", "data_shuffle_seed"]
+    values = {key: getattr(config, key) for key in keys}
+    if config.optimizer == "sgd":
+        values["sgd_momentum is 0"] = config.sgd_momentum == 0
+    return values | {"data": data}
+
+
+class Checkpointer:
+    """The checkpoints of one run directory, newest last. Writing is atomic: a checkpoint is whole or absent."""
+
+    def __init__(self, run_directory: Path, config: RunConfig, fingerprint: dict[str, Any]):
+        self._directory = (run_directory / "checkpoints").absolute()
+        self._fingerprint = fingerprint
+        self._manager = ocp.CheckpointManager(
+            self._directory,
+            options=ocp.CheckpointManagerOptions(
+                max_to_keep=config.max_num_checkpoints_to_keep,
+                enable_async_checkpointing=config.async_checkpointing,
+                cleanup_tmp_directories=True,
+            ),
+        )
+
+    def latest_step(self) -> int | None:
+        """Step of the newest whole checkpoint; None where there is none."""
+        return self._manager.latest_step()
+
+    def save(self, state: TrainState, counts: Counts) -> None:
+        """Saves the state after `counts.step` steps; with async_checkpointing, returns once it is copied."""
+        if self._manager.latest_step() == counts.step:
+            return
+        about = {"format": _FORMAT, **dataclasses.asdict(counts), "fingerprint": self._fingerprint}
+        self._manager.save(
+            counts.step,
+            args=ocp.args.Composite(
+                params=ocp.args.StandardSave(state.params),
+                opt_state=ocp.args.StandardSave(state.opt_state),
+                about=ocp.args.JsonSave(about),
+            ),
+            force=True,
+        )
+
+    def restore(self, abstract: TrainState) -> tuple[TrainState, Counts]:
+        """The newest checkpoint, laid out as `abstract` says, whatever mesh it was saved from.
+
+        Raises:
+          UserError: the checkpoint belongs to another model, optimizer or data order; says what differs.
+        """
+        step = self._manager.latest_step()
+        assert step is not None, "restore() without a checkpoint"
+        about = self._manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore()))["about"]
+        self._refuse_other_run(step, about["fingerprint"])
+        restored = self._manager.restore(
+            step,
+            args=ocp.args.Composite(
+                params=ocp.args.StandardRestore(abstract.params),
+                opt_state=ocp.args.StandardRestore(abstract.opt_state),
+            ),
+        )
+        counts = Counts(step=about["step"], examples_seen=about["examples_seen"], tokens_seen=about["tokens_seen"])
+        steps_done = jax.device_put(jax.numpy.asarray(step, abstract.step.dtype), abstract.step.sharding)
+        return TrainState(restored["params"], restored["opt_state"], steps_done), counts
+
+    def _refuse_other_run(self, step: int, saved: dict[str, Any]) -> None:
+        differing = [
+            f"{key}={self._fingerprint.get(key)} contradicts the checkpoint of step {step} in {self._directory}, which "
+            f"has {key}={saved.get(key)}. Use {key}={saved.get(key)}, or another run_name."
+            for key in sorted(saved.keys() | self._fingerprint.keys())
+            if saved.get(key) != self._fingerprint.get(key)
+        ]
+        if differing:
+            raise UserError(*differing)
+
+    def wait(self) -> None:
+        """Returns once every save has been written; raises what went wrong in the background."""
+        self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Waits for saves under way and lets go of the directory."""
+        self._manager.close()
+
+
+def checkpoint_directory(path: str | Path, key: str) -> Path:
+    """The newest checkpoint under a run directory, or the checkpoint itself.
+
+    Raises:
+      UserError: there is none; names `key`.
+    """
+    root = Path(path)
+    if (root / "params").is_dir():
+        return root.absolute()
+    for parent in (root / "checkpoints", root):
+        steps = [child for child in parent.glob("*") if child.name.isdigit() and (child / "params").is_dir()]
+        if steps:
+            return max(steps, key=lambda child: int(child.name)).absolute()
+    raise UserError(f"{key}={path} is neither a run directory with a checkpoint nor a checkpoint.")
+
+
+def load_parameters(path: str | Path, abstract_params: Any, key: str) -> Any:
+    """The parameters of a checkpoint, laid out as `abstract_params` says.
+
+    Raises:
+      UserError: there is no checkpoint at `path`, or its parameters have other shapes; names `key`.
+    """
+    directory = checkpoint_directory(path, key)
+    with ocp.StandardCheckpointer() as checkpointer:
+        saved = checkpointer.metadata(directory / "params").item_metadata.tree
+        problems = _shape_differences(saved, abstract_params)
+        if problems:
+            raise UserError(*(f"{key}={path}: {problem}" for problem in problems))
+        return checkpointer.restore(directory / "params", abstract_params)
+
+
+def _shape_differences(saved: Any, wanted: Any) -> list[str]:
+    saved_shapes = {jax.tree_util.keystr(path): tuple(leaf.shape) for path, leaf in
+                    jax.tree_util.tree_leaves_with_path(saved)}
+    wanted_shapes = {jax.tree_util.keystr(path): tuple(leaf.shape) for path, leaf in
+                     jax.tree_util.tree_leaves_with_path(wanted)}
+    return [f"parameter {name} is {saved_shapes.get(name, 'absent')} there and {wanted_shapes.get(name, 'absent')} here."
+            for name in sorted(saved_shapes.keys() | wanted_shapes.keys())
+            if saved_shapes.get(name) != wanted_shapes.get(name)]

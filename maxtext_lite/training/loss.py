@@ -1,0 +1,155 @@
+"""Cross-entropy over the vocabulary as sums, computed without holding all logits at once."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from maxtext_lite.models import Decoder
+from maxtext_lite.parallel import constrain
+
+
+class LossSums(NamedTuple):
+    """Sums over target tokens, float32 scalars: of weighted nll, and of weighted squared log-partition."""
+
+    nll: jax.Array
+    log_partition_squared: jax.Array
+
+
+def _tile_logits(x_BTD: jax.Array, head_DV: jax.Array) -> jax.Array:
+    logits_BTV = jnp.einsum("BTD,DV->BTV", x_BTD, head_DV, preferred_element_type=jnp.float32)
+    return constrain(logits_BTV, ("batch", "length", "activation_vocab"))
+
+
+def _tile_losses(logits_BTV: jax.Array, target_BT: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """nll and log-partition [B, T], and where each target stands [B, T, V] (a comparison, sharded as the logits)."""
+    max_BT = jax.lax.stop_gradient(jnp.max(logits_BTV, axis=-1))
+    log_partition_BT = max_BT + jnp.log(jnp.sum(jnp.exp(logits_BTV - max_BT[..., None]), axis=-1))
+    is_target_BTV = jnp.arange(logits_BTV.shape[-1]) == target_BT[..., None]
+    target_logit_BT = jnp.sum(jnp.where(is_target_BTV, logits_BTV, 0), axis=-1)
+    return log_partition_BT - target_logit_BT, log_partition_BT, is_target_BTV
+
+
+def _tiles(x: jax.Array, num_tiles: int) -> jax.Array:
+    """[B, T, ...] as [num_tiles, B, T/num_tiles, ...]."""
+    B, T = x.shape[:2]
+    return jnp.moveaxis(x.reshape(B, num_tiles, T // num_tiles, *x.shape[2:]), 1, 0)
+
+
+def _over_tiles(tile_function: Any, carry: Any, num_tiles: int, *arrays: jax.Array) -> tuple[Any, Any]:
+    """`scan` of tile_function(carry, tiles) over tiles of the sequence; results are put back in order."""
+    if num_tiles == 1:
+        return tile_function(carry, arrays)
+    carry, results = jax.lax.scan(tile_function, carry, tuple(_tiles(x, num_tiles) for x in arrays))
+
+    def join(x: jax.Array) -> jax.Array:
+        x = jnp.moveaxis(x, 0, 1)
+        return x.reshape(x.shape[0], -1, *x.shape[3:])
+
+    return carry, jax.tree.map(join, results)
+
+
+def token_losses(x_BTD: jax.Array, head_DV: jax.Array, target_BT: jax.Array, num_tiles: int = 1) -> jax.Array:
+    """Negative log-likelihood [B, T], float32, of each target; not for differentiating.
+
+    Args:
+      head_DV: the output projection, in the dtype of x_BTD.
+      num_tiles: pieces the sequence is cut into, a divisor of T; logits of one exist at a time.
+    """
+
+    def tile(carry: None, arrays: Any) -> tuple[None, jax.Array]:
+        x, target = arrays
+        return carry, _tile_losses(_tile_logits(x, head_DV), target)[0]
+
+    return _over_tiles(tile, None, num_tiles, x_BTD, target_BT)[1]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def cross_entropy(
+    x_BTD: jax.Array, head_DV: jax.Array, target_BT: jax.Array, weight_BT: jax.Array,
+    z_loss_multiplier: float, num_tiles: int,
+) -> tuple[jax.Array, LossSums]:
+    """sum(weight * (nll + z_loss_multiplier * log_partition**2)), and its two parts.
+
+    The gradient is found together with the loss, tile by tile, so that each tile's logits are computed once and
+    no more than one tile's exist. Only the first result is differentiated, with respect to x_BTD and head_DV.
+
+    Args:
+      weight_BT: float32 loss weight of each target; 0 where there is none.
+    Source: the z-loss is Chowdhery et al. 2022, arXiv:2204.02311, section 5.
+    """
+
+    def tile(sums: LossSums, arrays: Any) -> tuple[LossSums, None]:
+        x, target, weight = arrays
+        nll_BT, log_partition_BT, _ = _tile_losses(_tile_logits(x, head_DV), target)
+        return _add_sums(sums, nll_BT, log_partition_BT, weight), None
+
+    sums, _ = _over_tiles(tile, _zero_sums(), num_tiles, x_BTD, target_BT, weight_BT)
+    return sums.nll + z_loss_multiplier * sums.log_partition_squared, sums
+
+
+def _zero_sums() -> LossSums:
+    return LossSums(jnp.zeros([], jnp.float32), jnp.zeros([], jnp.float32))
+
+
+def _add_sums(sums: LossSums, nll_BT: jax.Array, log_partition_BT: jax.Array, weight_BT: jax.Array) -> LossSums:
+    return LossSums(sums.nll + jnp.sum(weight_BT * nll_BT),
+                    sums.log_partition_squared + jnp.sum(weight_BT * jnp.square(log_partition_BT)))
+
+
+def _cross_entropy_forward(
+    x_BTD: jax.Array, head_DV: jax.Array, target_BT: jax.Array, weight_BT: jax.Array,
+    z_loss_multiplier: float, num_tiles: int,
+) -> Any:
+    def tile(carry: Any, arrays: Any) -> Any:
+        sums, head_gradient_DV = carry
+        x, target, weight = arrays
+        logits_BTV = _tile_logits(x, head_DV)
+        nll_BT, log_partition_BT, is_target_BTV = _tile_losses(logits_BTV, target)
+        probability_BTV = jnp.exp(logits_BTV - log_partition_BT[..., None])
+        scale_BT = weight * (1 + 2 * z_loss_multiplier * log_partition_BT)
+        gradient_BTV = scale_BT[..., None] * probability_BTV - jnp.where(is_target_BTV, weight[..., None], 0)
+        gradient_BTV = gradient_BTV.astype(x.dtype)
+        x_gradient = jnp.einsum("BTV,DV->BTD", gradient_BTV, head_DV, preferred_element_type=jnp.float32)
+        head_gradient_DV += jnp.einsum("BTD,BTV->DV", x, gradient_BTV, preferred_element_type=jnp.float32)
+        return (_add_sums(sums, nll_BT, log_partition_BT, weight), head_gradient_DV), x_gradient.astype(x.dtype)
+
+    carry = _zero_sums(), jnp.zeros(head_DV.shape, jnp.float32)
+    (sums, head_gradient_DV), x_gradient_BTD = _over_tiles(tile, carry, num_tiles, x_BTD, target_BT, weight_BT)
+    loss = sums.nll + z_loss_multiplier * sums.log_partition_squared
+    return (loss, sums), (x_gradient_BTD, head_gradient_DV.astype(head_DV.dtype))
+
+
+def _cross_entropy_backward(z_loss_multiplier: float, num_tiles: int, residuals: Any, cotangents: Any) -> Any:
+    del z_loss_multiplier, num_tiles
+    x_gradient_BTD, head_gradient_DV = residuals
+    scale = cotangents[0]
+    return (x_gradient_BTD * scale.astype(x_gradient_BTD.dtype), head_gradient_DV * scale.astype(head_gradient_DV.dtype),
+            None, None)
+
+
+cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
+
+
+def next_token_loss(
+    decoder: Decoder, params: Any, rows: dict[str, jax.Array], *, z_loss_multiplier: float, num_tiles: int
+) -> tuple[jax.Array, LossSums]:
+    """Summed loss of predicting `rows["targets"]`, and its parts.
+
+    Args:
+      params: the decoder's parameters as `Decoder.cast` gives them.
+      rows: tokens, targets, segments, positions (int32) and weights (float32), each [B, T].
+    """
+    x_BTD = decoder.hidden(params, rows["tokens"], rows["segments"], rows["positions"])
+    head_DV = decoder.head(params).astype(x_BTD.dtype)
+    return cross_entropy(x_BTD, head_DV, rows["targets"], rows["weights"], z_loss_multiplier, num_tiles)
+
+
+def row_losses(
+    decoder: Decoder, params: Any, rows: dict[str, jax.Array], *, num_tiles: int
+) -> tuple[jax.Array, jax.Array]:
+    """Summed weighted nll [B] (float32) and number of target tokens [B] (int32) of each row; not for differentiating."""
+    x_BTD = decoder.hidden(params, rows["tokens"], rows["segments"], rows["positions"])
+    nll_BT = token_losses(x_BTD, decoder.head(params).astype(x_BTD.dtype), rows["targets"], num_tiles)
+    return jnp.sum(nll_BT * rows["weights"], axis=-1), jnp.sum(rows["weights"] > 0, axis=-1, dtype=jnp.int32)

@@ -1,0 +1,174 @@
+"""What a run shows: metrics.jsonl, TensorBoard, lines or a progress bar on the terminal, and the FLOPs behind MFU."""
+
+import dataclasses
+import json
+import math
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import rich.console
+import rich.progress
+import tensorboardX
+
+from maxtext_lite.models import DecoderShape
+
+PEAK_TFLOPS: dict[str, dict[str, float]] = {
+    "NVIDIA B200": {"bfloat16": 2250.0, "float32": 1125.0},
+    "NVIDIA H200": {"bfloat16": 989.4, "float32": 494.7},
+    "NVIDIA H100 PCIe": {"bfloat16": 756.0, "float32": 378.0},
+    "NVIDIA H100": {"bfloat16": 989.4, "float32": 494.7},
+    "NVIDIA A100": {"bfloat16": 312.0, "float32": 156.0},
+    "NVIDIA L4": {"bfloat16": 121.0},
+    "TPU v4": {"bfloat16": 275.0},
+    "TPU v5 lite": {"bfloat16": 197.0},
+    "TPU v5": {"bfloat16": 459.0},
+    "TPU v6 lite": {"bfloat16": 918.0},
+}
+"""Dense peak of a device in 1e12 FLOP/s, by the start of its `device_kind`; float32 is TF32 on NVIDIA.
+Source: the vendors' data sheets."""
+
+
+def peak_tflops(device_kind: str, dtype: str) -> float | None:
+    """Peak TFLOP/s of a device for matmuls in `dtype`; None where it is not known."""
+    for prefix, peaks in PEAK_TFLOPS.items():
+        if device_kind.startswith(prefix):
+            return peaks.get(dtype)
+    return None
+
+
+def model_flops_per_example(shape: DecoderShape, num_tokens: int) -> float:
+    """FLOPs of one forward and backward pass over an example of `num_tokens` tokens, without recomputation.
+
+    6 per matmul weight and token, and causal attention's 6 T N H per layer and token (half of the full square).
+    Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
+    """
+    D, H = shape.emb_dim, shape.head_dim
+    layer = D * H * (2 * shape.num_query_heads + 2 * shape.num_kv_heads) + 3 * D * shape.mlp_dim
+    weights = shape.num_layers * layer + D * shape.vocab_size
+    attention = 6 * shape.num_layers * num_tokens * shape.num_query_heads * H
+    return float(num_tokens) * (6 * weights + attention)
+
+
+class MetricsLog:
+    """metrics.jsonl, in which each step stands once, and TensorBoard's copy of it.
+
+    Args:
+      after_step: the step the run goes on from; lines of later steps, and a line cut short by a kill, are removed.
+    """
+
+    def __init__(self, run_directory: Path, after_step: int):
+        path = run_directory / "metrics.jsonl"
+        kept = _lines_up_to(path, after_step)
+        scratch = path.with_suffix(".jsonl.tmp")
+        scratch.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        os.replace(scratch, path)
+        self._file = path.open("a", encoding="utf-8")
+        self._board = tensorboardX.SummaryWriter(str(run_directory / "tensorboard"), purge_step=after_step + 1)
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Appends a record; non-finite numbers become null, as JSON has none."""
+        finite = {key: None if isinstance(value, float) and not math.isfinite(value) else value
+                  for key, value in record.items()}
+        self._file.write(json.dumps(finite) + "\n")
+        self._file.flush()
+        for key, value in finite.items():
+            if key != "step" and isinstance(value, int | float) and not isinstance(value, bool):
+                self._board.add_scalar(key, value, record["step"])
+
+    def close(self) -> None:
+        """Flushes and closes both."""
+        self._file.close()
+        self._board.close()
+
+
+def _lines_up_to(path: Path, step: int) -> list[str]:
+    if not path.exists():
+        return []
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            break  # the last line of a killed process
+        if record["step"] <= step:
+            kept.append(line)
+    return kept
+
+
+@dataclasses.dataclass(frozen=True)
+class Speed:
+    """What a step's time is held against.
+
+    Attributes:
+      flops_per_example: model FLOPs.
+      peak: TFLOP/s of one device, or None.
+    """
+
+    flops_per_example: float
+    num_devices: int
+    peak: float | None
+
+    def of(self, num_examples: int, target_tokens: int, step_seconds: float) -> dict[str, float | None]:
+        """tokens_per_second (target tokens), tflops_per_device and mfu of a step."""
+        tflops = num_examples * self.flops_per_example / step_seconds / self.num_devices / 1e12
+        return {
+            "tokens_per_second": target_tokens / step_seconds,
+            "tflops_per_device": tflops,
+            "mfu": None if self.peak is None else tflops / self.peak,
+        }
+
+
+class Terminal:
+    """A progress bar on a terminal, plain lines elsewhere; silent on all processes but the first."""
+
+    def __init__(self, *, steps: int, first_step: int, log_period: int, quiet: bool):
+        self._steps, self._log_period, self._quiet = steps, log_period, quiet
+        self._started, self._first_step = time.perf_counter(), first_step
+        self._bar: rich.progress.Progress | None = None
+        if sys.stdout.isatty() and not quiet:
+            self._bar = rich.progress.Progress(
+                rich.progress.TextColumn("step {task.completed}/{task.total}"), rich.progress.BarColumn(),
+                rich.progress.TextColumn("{task.fields[line]}"), rich.progress.TimeRemainingColumn(),
+                console=rich.console.Console(),
+            )
+            self._task = self._bar.add_task("train", total=steps, completed=first_step, line="")
+            self._bar.start()
+
+    def say(self, text: str) -> None:
+        """Prints a line, above the bar where there is one."""
+        if self._quiet:
+            return
+        if self._bar:
+            self._bar.console.print(text, markup=False, highlight=False)
+        else:
+            print(text, flush=True)
+
+    def step(self, record: dict[str, Any]) -> None:
+        """Shows a step: on the bar, or as a line every `log_period` steps and at the last."""
+        step = record["step"]
+        if self._bar:
+            self._bar.update(self._task, completed=step, line=_step_line(record))
+        if (step % self._log_period == 0 or step == self._steps) and not self._bar:
+            left = (time.perf_counter() - self._started) / (step - self._first_step) * (self._steps - step)
+            self.say(f"step {step}/{self._steps}  {_step_line(record)}  ETA {_duration(left)}")
+
+    def close(self) -> None:
+        """Leaves the terminal as it was."""
+        if self._bar:
+            self._bar.stop()
+
+
+def _step_line(record: dict[str, Any]) -> str:
+    mfu = "" if record["mfu"] is None else f"  MFU {record['mfu']:.1%}"
+    return (f"loss {record['loss']:.4f}  {record['tokens_per_second']:,.0f} tokens/s  "
+            f"{record['tflops_per_device']:.3g} TFLOP/s/device{mfu}  lr {record['learning_rate']:.3g}  "
+            f"grad {record['grad_norm']:.3g}  batch {record['global_batch_to_train']}")
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}"

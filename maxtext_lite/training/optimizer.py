@@ -1,0 +1,118 @@
+"""The optimizer and its schedule, both Optax's, as the config names them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from maxtext_lite.config import OptimizerConfig, RunConfig
+from maxtext_lite.training.accumulate import GradientAccumulation
+
+UNDECAYED_AXES = (("norm",), ("layers", "norm"), ("vocab", "embed"))
+"""Logical axes of norms and embedding tables, which weight decay leaves alone by default."""
+
+Schedule = Callable[[Any], Any]
+"""Number of updates made before this one (int or traced int) -> learning rate of this one."""
+
+
+class ScheduleConfig(RunConfig, OptimizerConfig):
+    """What the learning rate depends on."""
+
+
+def learning_rate_schedule(config: ScheduleConfig) -> Schedule:
+    """Learning rate of the update that follows `updates` others: update 1 has rate peak/warmup_steps.
+
+    With u = updates + 1 it rises as u/warmup_steps, is the peak at u = warmup_steps and the final fraction of it
+    at u = steps, neither of which is rounded: the curve is continuous in u.
+    Source: wsd is Hu et al. 2024, arXiv:2404.06395, section 4, with a linear decay.
+    """
+    peak, last, final = config.learning_rate, config.steps, config.learning_rate_final_fraction
+    warmup = config.warmup_steps
+
+    def shape(u: jax.Array) -> jax.Array:
+        decay_steps = max(last - warmup, 1)
+        match config.learning_rate_schedule:
+            case "cosine":
+                progress = jnp.clip((u - warmup) / decay_steps, 0, 1)
+                return final + (1 - final) * 0.5 * (1 + jnp.cos(jnp.pi * progress))
+            case "linear":
+                return 1 - (1 - final) * jnp.clip((u - warmup) / decay_steps, 0, 1)
+            case "wsd":
+                wsd_steps = max(config.wsd_decay_steps_fraction * last, 1)
+                return 1 - (1 - final) * jnp.clip((u - (last - wsd_steps)) / wsd_steps, 0, 1)
+            case "constant":
+                return jnp.ones_like(u)
+            case name:
+                raise AssertionError(f"schedule {name!r} passed the config")
+
+    def schedule(updates: Any) -> Any:
+        u = jnp.asarray(updates, jnp.float32) + 1
+        return peak * shape(u) * jnp.minimum(u / max(warmup, 1), 1)
+
+    return schedule
+
+
+def _direction(config: OptimizerConfig, axes: Any) -> optax.GradientTransformation:
+    """What turns a gradient into an undecayed step of learning rate 1."""
+    match config.optimizer:
+        case "adamw":
+            return optax.scale_by_adam(config.adam_b1, config.adam_b2, config.adam_eps)
+        case "sgd":
+            return optax.trace(config.sgd_momentum) if config.sgd_momentum else optax.identity()
+        case "lion":
+            return optax.scale_by_lion(config.adam_b1, config.adam_b2)
+        case "adafactor":
+            return optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0),
+                               optax.scale_by_param_block_rms())
+        case "muon":
+            return _muon(config, axes)
+        case name:
+            raise AssertionError(f"optimizer {name!r} passed the config")
+
+
+def _muon(config: OptimizerConfig, axes: Any) -> optax.GradientTransformation:
+    """Muon on the layers' matrices, Adam on embeddings, head and norms. Source: Jordan et al. 2024."""
+    is_axes = lambda node: isinstance(node, tuple)  # noqa: E731
+
+    def dimension_numbers(leaf: tuple[str, ...]) -> Any:
+        """Which dims of a stacked projection are its rows: `embed` against all the others but `layers`."""
+        dims = range(1, len(leaf))
+        embed = tuple(d for d in dims if leaf[d] == "embed")
+        others = tuple(d for d in dims if leaf[d] != "embed")
+        if leaf[0] != "layers" or leaf[1:] == ("norm",):
+            return None
+        inputs, outputs = (embed, others) if leaf[1] == "embed" else (others, embed)
+        return optax.contrib.MuonDimensionNumbers(reduction_axis=inputs, output_axis=outputs)
+
+    # The pieces below scale by a learning rate of their own; 1 leaves that to the common tail, -1 undoes their sign.
+    return optax.chain(
+        optax.contrib.muon(
+            learning_rate=1.0, beta=config.adam_b1, adam_b1=config.adam_b1, adam_b2=config.adam_b2,
+            eps=config.adam_eps, consistent_rms=0.2,
+            muon_weight_dimension_numbers=jax.tree.map(dimension_numbers, axes, is_leaf=is_axes),
+        ),
+        optax.scale(-1.0),
+    )
+
+
+def make_optimizer(config: ScheduleConfig, axes: Any) -> GradientAccumulation:
+    """Clipping, the optimizer's direction, decoupled weight decay and the learning rate, in that order.
+
+    Args:
+      axes: the parameters' logical axes, which decide what is decayed.
+    """
+    decayed = jax.tree.map(
+        lambda leaf: config.weight_decay_on_norms_and_embeddings or leaf not in UNDECAYED_AXES,
+        axes, is_leaf=lambda node: isinstance(node, tuple),
+    )
+    clipping = config.gradient_clipping_threshold
+    return GradientAccumulation(
+        optax.chain(
+            optax.clip_by_global_norm(clipping) if clipping else optax.identity(),
+            _direction(config, axes),
+            optax.add_decayed_weights(config.weight_decay, decayed) if config.weight_decay else optax.identity(),
+            optax.scale_by_learning_rate(learning_rate_schedule(config)),
+        )
+    )

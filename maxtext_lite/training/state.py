@@ -1,0 +1,109 @@
+"""TrainState: everything an optimizer step changes, and how it is made and laid out over the mesh."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from maxtext_lite.config import ModelConfig, NumericsConfig
+from maxtext_lite.models import Decoder, DecoderShape, resolve_attention
+from maxtext_lite.parallel import sharding, tree_shardings
+from maxtext_lite.training.accumulate import GradientAccumulation
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """What a step takes and returns, and a checkpoint holds.
+
+    Attributes:
+      params: the decoder's parameters, in `weight_dtype`.
+      opt_state: the optimizer's state; its `gradient_step` counts updates. Never a gradient accumulator.
+      step: int32 number of steps done; skipped ones count.
+    """
+
+    params: Any
+    opt_state: optax.MultiStepsState
+    step: jax.Array
+
+
+class DecoderConfig(ModelConfig, NumericsConfig):
+    """What a decoder depends on."""
+
+
+def make_decoder(config: DecoderConfig, platform: str) -> Decoder:
+    """The decoder a config describes, with the attention kernel that suits the platform ("cpu", "gpu", "tpu")."""
+    dtype = jnp.dtype(config.dtype)
+    return Decoder(
+        DecoderShape(
+            vocab_size=config.vocab_size,
+            emb_dim=config.base_emb_dim,
+            num_query_heads=config.base_num_query_heads,
+            num_kv_heads=config.base_num_kv_heads,
+            head_dim=config.head_dim,
+            mlp_dim=config.base_mlp_dim,
+            num_layers=config.base_num_decoder_layers,
+            rope_max_timescale=config.rope_max_timescale,
+            norm_epsilon=config.normalization_layer_epsilon,
+            tied=config.logits_via_embedding,
+            initializer_range=config.initializer_range,
+            dtype=dtype,
+            weight_dtype=jnp.dtype(config.weight_dtype),
+            remat_policy=config.remat_policy,
+            attention=resolve_attention(config.attention, platform, dtype),
+        )
+    )
+
+
+def create_state(decoder: Decoder, optimizer: GradientAccumulation, key: jax.Array) -> TrainState:
+    """The state before the first step."""
+    params = decoder.init(key)
+    return TrainState(params, optimizer.init(params), jnp.zeros([], jnp.int32))
+
+
+def state_shardings(decoder: Decoder, optimizer: GradientAccumulation, mesh: Mesh) -> TrainState:
+    """Where each leaf of the state lives: optimizer state that is shaped as a parameter lies with it.
+
+    State of another shape (counts, adafactor's row and column sums) is small and stands on every device.
+    """
+    everywhere = sharding(mesh)
+    params = tree_shardings(mesh, decoder.axes)
+    where_of = {_names(path): (leaf.shape, where) for (path, leaf), where in zip(
+        jax.tree_util.tree_leaves_with_path(decoder.abstract_params), jax.tree.leaves(params), strict=True)}
+
+    def lay_out(path: Any, leaf: jax.ShapeDtypeStruct) -> Any:
+        names = _names(path)
+        for first in range(len(names)):  # an optimizer's state repeats the parameters' tree below its own names
+            shape, where = where_of.get(names[first:], (None, everywhere))
+            if shape == leaf.shape:
+                return where
+        return everywhere
+
+    opt_state = jax.tree_util.tree_map_with_path(lay_out, jax.eval_shape(optimizer.init, decoder.abstract_params))
+    return TrainState(params, opt_state, everywhere)
+
+
+def _names(path: Any) -> tuple[str, ...]:
+    """The dict keys along a path into a tree."""
+    return tuple(entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey))
+
+
+def abstract_state(decoder: Decoder, optimizer: GradientAccumulation, mesh: Mesh) -> TrainState:
+    """Shapes, dtypes and shardings of the state; nothing is allocated."""
+    shapes = jax.eval_shape(lambda key: create_state(decoder, optimizer, key), jax.random.key(0))
+    return jax.tree.map(lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
+                        shapes, state_shardings(decoder, optimizer, mesh))
+
+
+def init_state(decoder: Decoder, optimizer: GradientAccumulation, mesh: Mesh, seed: int) -> TrainState:
+    """The state before the first step, each leaf created on the devices that hold it.
+
+    The values depend on the seed alone, not on the mesh.
+    """
+    create = jax.jit(lambda key: create_state(decoder, optimizer, key),
+                     out_shardings=state_shardings(decoder, optimizer, mesh))
+    with jax.set_mesh(mesh):
+        return create(jax.random.key(seed))

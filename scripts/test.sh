@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Installs the project with its test extra (once) and runs the whole suite on CPU, on 8 simulated devices.
+# Arguments go to pytest:   scripts/test.sh tests/batching -k plan -x
+set -euo pipefail
+# shellcheck source=scripts/environment.sh
+. "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+
+ensure_environment test
+cd "$repository"
+workers=$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
+if [ "$workers" -gt 8 ]; then workers=8; fi
+if [ "$workers" -lt 2 ]; then workers=2; fi
+run_and_forward_signals "$venv_python" -m pytest -n "$workers" "$@"

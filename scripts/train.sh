@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# From a bare machine to a trained model: makes the environment (once), trains, and prints a sample of what was learned.
+# Stop it whenever you like and run it again: training resumes from the newest checkpoint.
+#
+#   scripts/train.sh                                      a small model on Shakespeare's plays, minutes on a laptop
+#   scripts/train.sh steps=1000 per_device_batch_size=32  any key of configs/base.yml
+#   scripts/train.sh my.yml run_name=second               a config of your own
+#   MAXTEXT_LITE_EXTRAS=cuda13 scripts/train.sh           on NVIDIA GPUs (or cuda12; tpu on TPUs)
+#
+# Exit codes are those of the training command: 0 finished, 2 wrong config or data, 3 non-finite loss, 75 stopped by a
+# signal after saving, 1 anything else.
+set -euo pipefail
+# shellcheck source=scripts/environment.sh
+. "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+
+case ${1:-} in
+-h | --help)
+  sed -n '2,/^set /{/^set /!s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
+  exit 0
+  ;;
+*.yml | *.yaml)
+  config=$1
+  shift
+  ;;
+*) config=configs/base.yml ;;
+esac
+
+ensure_environment ""
+if [ -z "${MAXTEXT_LITE_EXTRAS:-}" ] && command -v nvidia-smi >/dev/null; then
+  echo "An NVIDIA GPU seems to be here; MAXTEXT_LITE_EXTRAS=cuda13 $0 installs what training on it needs."
+fi
+
+run_and_forward_signals "$venv_python" -m maxtext_lite.train "$config" "$@"
+
+# The run directory as the training command resolved it; empty where the run keeps no checkpoint to sample from.
+run_directory=$("$venv_python" -c '
+import sys
+from maxtext_lite import load_config
+config = load_config(sys.argv[1], sys.argv[2:])
+print(f"{config.base_output_directory}/{config.run_name}" if config.enable_checkpointing else "")
+' "$config" "$@")
+if [ -n "$run_directory" ]; then
+  echo
+  echo "A sample (python -m maxtext_lite.generate $run_directory prompt=... for more):"
+  run_and_forward_signals "$venv_python" -m maxtext_lite.generate "$run_directory" \
+    prompt='"ROMEO:\n"' max_new_tokens=200 temperature=0.8
+fi
