@@ -86,7 +86,7 @@ def test_a_wheel_finds_its_configs_from_any_directory(wheel: zipfile.ZipFile, tm
         text=True,
     )
     site = (tmp_path / "site" / "maxtext_lite").resolve()
-    assert result.stdout.split() == ["7", str(site / "configs"), str(site / "assets" / "shakespeare.txt.gz")], (
+    assert result.stdout.split() == ["7", str(site / "configs"), str(site / "assets" / "shakespeare.jsonl.gz")], (
         result.stdout + result.stderr
     )
 

@@ -31,6 +31,14 @@ class MemoryEstimate:
         return dataclasses.asdict(self)
 
 
+def bytes_text(size: int) -> str:
+    """A number of bytes to read: 1.5 GB (1e9 bytes), 3.2 MB or 0.4 kB."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6)):
+        if size >= scale:
+            return f"{size / scale:.1f} {unit}"
+    return f"{size / 1e3:.1f} kB"
+
+
 @dataclass(frozen=True)
 class ParameterCount:
     """Parameters of the whole model, or of one device's shard.

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
-from maxtext_lite.batching.memory import MemoryEstimate, estimate_memory
+from maxtext_lite.batching.memory import MemoryEstimate, bytes_text, estimate_memory
 from maxtext_lite.batching.mend import refusals
 from maxtext_lite.batching.rampup import BatchStage, RampupBatchManager
 from maxtext_lite.batching.sizes import Sizes, work_out
 from maxtext_lite.batching.topology import Topology
 from maxtext_lite.config import Config, ConfigError, Refusal, UserError, load_config
-from maxtext_lite.config.errors import number_text
+from maxtext_lite.config.errors import number_text, value_text
 
 
 @dataclass(frozen=True)
@@ -133,6 +133,8 @@ class BatchPlan:
         )  # fmt: skip
         plain = {name: _json_value(getattr(self, name)) for name in names}
         return plain | {
+            "mesh": dict(self.mesh),
+            "loading_hosts": list(self.loading_hosts),
             "rampup": None if self.rampup is None else _rampup_json(self.rampup),
             "memory": self.memory.to_json(),
             "warnings": list(self.warnings),
@@ -240,8 +242,8 @@ def load_plan(
 def _joined(first: Sequence[Refusal], later: Sequence[Refusal]) -> list[str]:
     """Both, where a value that the first named for a key must also suit the plan."""
     keys = {refusal.key for refusal in first}
-    better = {refusal.key: refusal.nearest for refusal in later
-              if refusal.key in keys and refusal.nearest and not any(isinstance(value, str) for value in refusal.nearest)}
+    bare = [refusal for refusal in later if refusal.nearest and not isinstance(refusal.nearest[0], str)]
+    better = {refusal.key: refusal.nearest for refusal in bare if refusal.key in keys}
     shown = [dataclasses.replace(refusal, nearest=better.get(refusal.key, refusal.nearest)) for refusal in first]
     return [str(refusal) for refusal in (*shown, *(refusal for refusal in later if refusal.key not in better))]
 
@@ -257,12 +259,10 @@ def not_yet_trainable(config: Config, plan: BatchPlan) -> list[str]:
     )
     problems: list[str] = []
     for key, wanted, what, legal in lacking:
-        # A dcn key is the one to change where the axis spans slices only.
-        other = key.replace("ici_", "dcn_")
-        named = other if wanted and getattr(config, key) == 1 and other != key else key
         if wanted:
-            value = getattr(config, named)
-            text = str(value).lower() if isinstance(value, bool) else number_text(value)
+            # A dcn key is the one to change where the axis spans slices only.
+            named = key.replace("ici_", "dcn_") if getattr(config, key) == 1 else key
+            text = value_text(getattr(config, named))
             problems.append(f"{named}={text}: {what} can be planned but not trained yet. Nearest that works: {legal}.")
     return problems
 
@@ -280,8 +280,8 @@ def _warnings(config: Config, sizes: Sizes, slots: int, memory: MemoryEstimate) 
         warnings.append(f"num_pipeline_microbatches={pieces} does not divide the micro-batch of {micro} examples: "
                         f"{slots - micro} of {slots} slots stay empty.")
     if memory.limit is not None and memory.total > memory.limit:
-        warnings.append(f"about {memory.total / 1e9:.1f} GB per device are needed, more than the "
-                        f"{memory.limit / 1e9:.1f} GB it has: lower per_device_batch_size, raise "
+        warnings.append(f"about {bytes_text(memory.total)} per device are needed, more than the "
+                        f"{bytes_text(memory.limit)} it has: lower per_device_batch_size, raise "
                         "gradient_accumulation_steps, or set remat_policy=full.")
     return warnings
 
@@ -289,8 +289,6 @@ def _warnings(config: Config, sizes: Sizes, slots: int, memory: MemoryEstimate) 
 def _json_value(value: object) -> object:
     if isinstance(value, Fraction):
         return int(value) if value.denominator == 1 else float(value)
-    if isinstance(value, Mapping | tuple):
-        return dict(value) if isinstance(value, Mapping) else list(value)  # pyright: ignore
     return value
 
 

@@ -2,7 +2,7 @@
 
 from fractions import Fraction
 
-from maxtext_lite.batching.memory import MemoryEstimate
+from maxtext_lite.batching.memory import MemoryEstimate, bytes_text
 from maxtext_lite.batching.plan import BatchPlan
 from maxtext_lite.config.errors import number_text
 
@@ -121,13 +121,6 @@ def _rampup_rows(plan: BatchPlan) -> list[tuple[str, str]]:
 def _memory_rows(memory: MemoryEstimate) -> list[tuple[str, str]]:
     parts = (("parameters", memory.params), ("optimizer", memory.optimizer_state), ("gradients", memory.gradients),
              ("activations (estimate)", memory.activations), ("logits (estimate)", memory.logits))
-    limit = "" if memory.limit is None else f" of {_bytes(memory.limit)}"
-    text = f"{_bytes(memory.total)}{limit} = " + " + ".join(f"{name} {_bytes(size)}" for name, size in parts)
+    limit = "" if memory.limit is None else f" of {bytes_text(memory.limit)}"
+    text = f"{bytes_text(memory.total)}{limit} = " + " + ".join(f"{name} {bytes_text(size)}" for name, size in parts)
     return [("memory per device", text)]
-
-
-def _bytes(size: int) -> str:
-    for unit, scale in (("GB", 1e9), ("MB", 1e6)):
-        if size >= scale:
-            return f"{size / scale:.1f} {unit}"
-    return f"{size / 1e3:.1f} kB"

@@ -120,7 +120,13 @@ def _positive(special: int | None = None, meaning: str = "") -> Callable[[object
     return check
 
 
-_exactly = PlainSerializer(number_text, when_used="json")
+def _serialised(value: Fraction) -> int | float | str:
+    """What reads back as the same number: 16, 0.29, or a text such as "1/3" where no float is exact."""
+    number = int(value) if value.denominator == 1 else float(value)
+    return number if exact(number) == value else number_text(value)
+
+
+_exactly = PlainSerializer(_serialised)
 
 Text = Annotated[str, BeforeValidator(_text(empty_allowed=True))]
 """Any printable text, "" included."""

@@ -26,7 +26,6 @@ class _Layer:
 
     origin: str
     values: dict[str, YamlValue]
-    from_command_line: bool = False
 
 
 class ConfigError(UserError):
@@ -135,16 +134,17 @@ def _file_layers(name: str, problems: list[Refusal]) -> list[_Layer]:
     seen: dict[Path, str] = {}
     beside: Path | None = None
     root = packaged_directory("configs") / _ROOT_FILE
-    named_by = ""
+    namer = ""
     while True:
         path = _find(name, beside)
         if path is None:
+            named_by = f" (base of {namer})" if namer else ""
             _refuse(problems, f"no config file '{name}'{named_by}.{did_you_mean(name, _shipped_configs())}")
             break
         origin = _origin(path, name if beside is None else str(beside / name))
         if path.resolve() in seen:
-            _refuse(problems, f"base: {name} in {named_by.removeprefix(' (base of ').removesuffix(')')} leads back to "
-                            f"{seen[path.resolve()]}: files may not be each other's base.")
+            _refuse(problems, f"base: {name} in {namer} leads back to {seen[path.resolve()]}: files may not be each "
+                              "other's base.")
             break
         seen[path.resolve()] = origin
         values = _read(path, origin, problems)
@@ -155,7 +155,7 @@ def _file_layers(name: str, problems: list[Refusal]) -> list[_Layer]:
         if not isinstance(base.value, str):
             _refuse(problems, f"base: {value_text(base.value)} in {origin} is not the name of a file.")
             break
-        name, beside, named_by = base.value, path.parent, f" (base of {origin})"
+        name, beside, namer = base.value, path.parent, origin
     if root.resolve() not in seen:
         layers.insert(0, _Layer(_ROOT_FILE, _read(root, _ROOT_FILE, problems)))
     return layers
@@ -173,7 +173,7 @@ def _override_layer(overrides: Iterable[str], problems: list[Refusal]) -> _Layer
             continue
         if value := _override_value(key, text, problems):
             values[key] = value
-    return _Layer(_COMMAND_LINE, values, from_command_line=True)
+    return _Layer(_COMMAND_LINE, values)
 
 
 def _override_value(key: str, text: str, problems: list[Refusal]) -> YamlValue | None:
@@ -209,32 +209,35 @@ def _model_layer(layers: Sequence[_Layer], problems: list[Refusal]) -> list[_Lay
     if path is None:
         choices = ", ".join(["default", *shipped])
         _refuse(problems, f"model_name={name} has no file in configs/models/. There are: {choices}."
-                        f"{did_you_mean(name, shipped)}")
+                          f"{did_you_mean(name, shipped)}")
         return []
     origin = _origin(path, f"configs/models/{name}.yml")
     model = _Layer(origin, _read(path, origin, problems))
     _drop_unknown_keys(model, problems)
     if model.values.pop("model_name", None) is not None:
         _refuse(problems, f"model_name stands in {origin}, which is named by it. Remove the line.")
-    problems.extend(_stale_architecture(naming, layers, name, model))
+    _refuse_stale_architecture(naming, layers[0], model, problems)
     return [model]
 
 
-def _stale_architecture(
-    naming: Sequence[_Layer], layers: Sequence[_Layer], name: str, model: _Layer
-) -> list[Refusal]:
-    """Refusals where a lower file describes another model, whose dimensions would silently win over the new name's."""
+def _refuse_stale_architecture(
+    naming: Sequence[_Layer], root: _Layer, model: _Layer, problems: list[Refusal]
+) -> None:
+    """Refuses a lower file's dimensions of another model_name, which would silently win over the new one's."""
     winner = naming[-1]
-    earlier = [layer for layer in naming[:-1] if layer is not layers[0] and layer.values["model_name"].text != name]
-    return [
-        Refusal("", f"{key}={value_text(layer.values[key].value)} in {layer.origin} belongs to "
-        f"model_name={layer.values['model_name'].text} there, but model_name={name} ({winner.origin}) has "
-        f"{value_text(model.values[key].value)}. Remove it there, or say {key}= ({winner.origin}) which is meant.")
-        for layer in earlier
-        for key in ModelConfig.model_fields
-        if key in layer.values and key in model.values and key not in winner.values
-        and layer.values[key].value != model.values[key].value
-    ]
+    name = winner.values["model_name"].text
+    for layer in naming[:-1]:
+        other = layer.values["model_name"].text
+        if layer is root or other == name:
+            continue
+        for key in ModelConfig.model_fields:
+            if key not in layer.values or key not in model.values or key in winner.values:
+                continue
+            stale, new = layer.values[key].value, model.values[key].value
+            if stale != new:
+                _refuse(problems, f"{key}={value_text(stale)} in {layer.origin} belongs to model_name={other} there, "
+                                  f"but model_name={name} ({winner.origin}) has {value_text(new)}. Remove it there, or "
+                                  f"say {key}= ({winner.origin}) which is meant.")
 
 
 def _holds_text(key: str) -> bool:

@@ -29,7 +29,8 @@ from maxtext_lite.config.kinds import (
 class Section(BaseModel):
     """Some of the keys; a function asks for the section that it needs. Immutable."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=())
+    # Built when first used: only Config ever is, and `plan` is to answer at once.
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=(), defer_build=True)
 
 
 class RunConfig(Section):

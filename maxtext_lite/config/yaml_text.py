@@ -66,6 +66,8 @@ def parse_mapping(text: str) -> list[tuple[str, YamlValue]]:
 def _compose(text: str) -> yaml.Node | None:
     try:
         return cast("yaml.Node | None", _CoreLoader(text).get_single_node())
+    except RecursionError as error:
+        raise ValueError("is nested too deeply") from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
@@ -78,31 +80,30 @@ def _where(node: yaml.Node) -> str:
     return f" (line {node.start_mark.line + 1})"
 
 
-def _value(node: yaml.Node) -> YamlValue:
+def _value(node: yaml.Node, inside: tuple[yaml.Node, ...] = ()) -> YamlValue:
+    if any(node is outer for outer in inside):
+        raise ValueError(f"contains itself{_where(node)}")
     if isinstance(node, yaml.ScalarNode):
         return YamlValue(_scalar(node), str(node.value))
     if isinstance(node, yaml.SequenceNode):
-        return YamlValue([_value(item).value for item in cast("list[yaml.Node]", node.value)], None)
+        return YamlValue([_value(item, (*inside, node)).value for item in cast("list[yaml.Node]", node.value)], None)
     pairs = cast("list[tuple[yaml.Node, yaml.Node]]", node.value)
-    return YamlValue({str(key.value): _value(value).value for key, value in pairs}, None)
+    return YamlValue({str(key.value): _value(value, (*inside, node)).value for key, value in pairs}, None)
 
 
 def _scalar(node: yaml.ScalarNode) -> object:
     text, tag = str(node.value), str(node.tag)
-    try:
-        match tag.removeprefix(_TAG_PREFIX):
-            case "null":
-                return None
-            case "bool":
-                return text.lower() == "true"
-            case "int":
-                base = {"0o": 8, "0x": 16}.get(text[:2], 10)
-                return int(text, base)
-            case "float":
-                return float(re.sub(r"\.(?=inf|nan)", "", text.lower()))
-            case "str":
-                return text
-            case _:
-                raise ValueError(f"has the tag {tag}, which means nothing here{_where(node)}")
-    except RecursionError as error:  # an anchor that contains itself
-        raise ValueError(f"contains itself{_where(node)}") from error
+    match tag.removeprefix(_TAG_PREFIX):
+        case "null":
+            return None
+        case "bool":
+            return text.lower() == "true"
+        case "int":
+            base = {"0o": 8, "0x": 16}.get(text[:2], 10)
+            return int(text, base)
+        case "float":
+            return float(re.sub(r"\.(?=inf|nan)", "", text.lower()))
+        case "str":
+            return text
+        case _:
+            raise ValueError(f"has the tag {tag}, which means nothing here{_where(node)}")

@@ -8,7 +8,8 @@ from flax import nnx
 
 from maxtext_lite.models.attention import attention
 from maxtext_lite.models.decoding import KVCache, cached_attention
-from maxtext_lite.models.layers import Attend, DecoderLayer, DecoderShape, Embedding, Head, RMSNorm, rotary_angles
+from maxtext_lite.models.layers import Attend, DecoderLayer, DecoderShape, Embedding, Head, RMSNorm
+from maxtext_lite.models.ops import rotary_angles
 
 Params = Any
 """A nested dict of arrays; every leaf under "layers" has a leading L."""

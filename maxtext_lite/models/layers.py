@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from maxtext_lite.models.ops import Rotation, project, rms_norm, rotate, silu_times
 from maxtext_lite.parallel import constrain
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
@@ -53,35 +54,15 @@ def _weight(shape: DecoderShape, rngs: nnx.Rngs, sizes: tuple[int, ...], axes: t
     return nnx.Param(values.astype(shape.weight_dtype), axes=axes)
 
 
-def rotary_angles(position_BT: jax.Array, head_dim: int, max_timescale: float) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines [B, T, 1, H/2], float32, of each position's rotation in each plane of a head.
-
-    Source: Su et al. 2021, arXiv:2104.09864, section 3.4.2.
-    """
-    exponent = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
-    angle_BTH = position_BT[..., None].astype(jnp.float32) / max_timescale**exponent
-    return jnp.cos(angle_BTH)[:, :, None, :], jnp.sin(angle_BTH)[:, :, None, :]
-
-
-def rotate(x_BTNH: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Heads rotated by `rotary_angles`; plane h is dims h and h + H/2, as in Llama's published weights."""
-    cosine, sine = rotation
-    first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
-    return rotated.astype(x_BTNH.dtype)
-
-
 class RMSNorm(nnx.Module):
-    """Root-mean-square norm in float32, times a learned scale per dim. Source: Zhang & Sennrich 2019, eq. 4."""
+    """Root-mean-square norm with a learned scale per dim."""
 
     def __init__(self, shape: DecoderShape):
         self.epsilon = shape.norm_epsilon
         self.scale = nnx.Param(jnp.ones((shape.emb_dim,), shape.weight_dtype), axes=("norm",))
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        x_f32 = x_BTD.astype(jnp.float32)
-        inverse_rms = jax.lax.rsqrt(jnp.mean(jnp.square(x_f32), axis=-1, keepdims=True) + self.epsilon)
-        return (x_f32 * inverse_rms * self.scale[...].astype(jnp.float32)).astype(x_BTD.dtype)
+        return rms_norm(x_BTD, self.scale[...], self.epsilon)
 
 
 class Attention(nnx.Module):
@@ -94,17 +75,16 @@ class Attention(nnx.Module):
         self.value = _weight(shape, rngs, (D, K, H), ("embed", "kv_heads", "head_dim"))
         self.out = _weight(shape, rngs, (N, H, D), ("heads", "head_dim", "embed"))
 
-    def __call__(self, x_BTD: jax.Array, rotation: tuple[jax.Array, jax.Array], attend: Attend) -> tuple[jax.Array, Any]:
-        def project(weight: nnx.Param, name: str) -> jax.Array:
-            y_BTNH = jnp.einsum("BTD,DNH->BTNH", x_BTD, weight[...].astype(x_BTD.dtype))
-            y_BTNH = constrain(y_BTNH, ("batch", "length", "activation_heads", None))
+    def __call__(self, x_BTD: jax.Array, rotation: Rotation, attend: Attend) -> tuple[jax.Array, Any]:
+        def heads(weight: nnx.Param, name: str) -> jax.Array:
+            y_BTNH = constrain(project(x_BTD, weight[...]), ("batch", "length", "activation_heads", None))
             return checkpoint_name(y_BTNH, name)
 
-        q_BTNH = rotate(project(self.query, "query_proj"), rotation)
-        k_BTKH = rotate(project(self.key, "key_proj"), rotation)
-        context_BTNH, kept = attend(q_BTNH, k_BTKH, project(self.value, "value_proj"))
+        q_BTNH = rotate(heads(self.query, "query_proj"), rotation)
+        k_BTKH = rotate(heads(self.key, "key_proj"), rotation)
+        context_BTNH, kept = attend(q_BTNH, k_BTKH, heads(self.value, "value_proj"))
         context_BTNH = checkpoint_name(context_BTNH, "context")
-        return jnp.einsum("BTNH,NHD->BTD", context_BTNH, self.out[...].astype(x_BTD.dtype)), kept
+        return project(context_BTNH, self.out[...], 2), kept
 
 
 class GatedMlp(nnx.Module):
@@ -117,10 +97,10 @@ class GatedMlp(nnx.Module):
         self.down = _weight(shape, rngs, (F, D), ("mlp", "embed"))
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        gate_BTF = checkpoint_name(x_BTD @ self.gate[...].astype(x_BTD.dtype), "mlp_gate")
-        up_BTF = checkpoint_name(x_BTD @ self.up[...].astype(x_BTD.dtype), "mlp_up")
-        hidden_BTF = constrain(jax.nn.silu(gate_BTF) * up_BTF, ("batch", "length", "activation_mlp"))
-        return hidden_BTF @ self.down[...].astype(x_BTD.dtype)
+        gate_BTF = checkpoint_name(project(x_BTD, self.gate[...]), "mlp_gate")
+        up_BTF = checkpoint_name(project(x_BTD, self.up[...]), "mlp_up")
+        hidden_BTF = constrain(silu_times(gate_BTF, up_BTF), ("batch", "length", "activation_mlp"))
+        return project(hidden_BTF, self.down[...])
 
 
 class DecoderLayer(nnx.Module):
@@ -132,7 +112,7 @@ class DecoderLayer(nnx.Module):
         self.mlp_norm = RMSNorm(shape)
         self.mlp = GatedMlp(shape, rngs=rngs)
 
-    def __call__(self, x_BTD: jax.Array, rotation: tuple[jax.Array, jax.Array], attend: Attend) -> tuple[jax.Array, Any]:
+    def __call__(self, x_BTD: jax.Array, rotation: Rotation, attend: Attend) -> tuple[jax.Array, Any]:
         attended_BTD, kept = self.attention(self.attention_norm(x_BTD), rotation, attend)
         x_BTD = constrain(x_BTD + attended_BTD, ("batch", "length", "activation_embed"))
         x_BTD = x_BTD + self.mlp(self.mlp_norm(x_BTD))

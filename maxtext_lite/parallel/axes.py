@@ -76,6 +76,17 @@ def constrain(x: jax.Array, axes: LogicalAxes) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, partition_spec(axes))
 
 
+def over_shards(function: Callable[..., jax.Array], in_axes: Sequence[LogicalAxes], out_axes: LogicalAxes) -> Any:
+    """`function` run by each device on its own part of each argument: for kernels that the partitioner cannot split.
+
+    Every mesh axis is manual, so that it also works inside `over_replicas`. Without a mesh it is `function` itself.
+    """
+    if jax.sharding.get_abstract_mesh().empty:
+        return function
+    return jax.shard_map(function, in_specs=tuple(partition_spec(axes) for axes in in_axes),
+                         out_specs=partition_spec(out_axes), check_vma=False)
+
+
 def over_replicas(function: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
     """`function(shared, rows)` run once per replica of the `data` axis, each on its own rows.
 

@@ -105,7 +105,7 @@ class Checkpointer:
             if saved.get(key) != self._fingerprint.get(key)
         ]
         if differing:
-            raise UserError(*differing)
+            raise UserError(differing)
 
     def wait(self) -> None:
         """Returns once every save has been written; raises what went wrong in the background."""
@@ -143,7 +143,7 @@ def load_parameters(path: str | Path, abstract_params: Any, key: str) -> Any:
         saved = checkpointer.metadata(directory / "params").item_metadata.tree
         problems = _shape_differences(saved, abstract_params)
         if problems:
-            raise UserError(*(f"{key}={path}: {problem}" for problem in problems))
+            raise UserError([f"{key}={path}: {problem}" for problem in problems])
         return checkpointer.restore(directory / "params", abstract_params)
 
 

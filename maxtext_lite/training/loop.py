@@ -110,7 +110,7 @@ class _Run:
         plan = make_plan(config, num_devices=jax.device_count(), num_hosts=jax.process_count())
         refused = not_yet_trainable(config, plan)
         if refused:
-            raise UserError(*refused)
+            raise UserError(refused)
         self.source, self.eval_source = open_sources(config, vocab_size=config.vocab_size)
         self.plan = make_plan(config, num_devices=jax.device_count(), num_hosts=jax.process_count(),
                               num_examples=len(self.source))

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from maxtext_lite.models import Decoder
+from maxtext_lite.models.ops import weight_gradient
 from maxtext_lite.parallel import constrain
 
 
@@ -22,13 +23,25 @@ def _tile_logits(x_BTD: jax.Array, head_DV: jax.Array) -> jax.Array:
     return constrain(logits_BTV, ("batch", "length", "activation_vocab"))
 
 
-def _tile_losses(logits_BTV: jax.Array, target_BT: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """nll and log-partition [B, T], and where each target stands [B, T, V] (a comparison, sharded as the logits)."""
-    max_BT = jax.lax.stop_gradient(jnp.max(logits_BTV, axis=-1))
-    log_partition_BT = max_BT + jnp.log(jnp.sum(jnp.exp(logits_BTV - max_BT[..., None]), axis=-1))
+class _TileLosses(NamedTuple):
+    """Of one tile: nll and log-partition [B, T], softmax numerators [B, T, V], their sum [B, T], and a mask of targets."""
+
+    nll_BT: jax.Array
+    log_partition_BT: jax.Array
+    exponential_BTV: jax.Array
+    sum_BT: jax.Array
+    is_target_BTV: jax.Array
+
+
+def _tile_losses(logits_BTV: jax.Array, target_BT: jax.Array) -> _TileLosses:
+    max_BT = jnp.max(logits_BTV, axis=-1)
+    exponential_BTV = jnp.exp(logits_BTV - max_BT[..., None])
+    sum_BT = jnp.sum(exponential_BTV, axis=-1)
+    log_partition_BT = max_BT + jnp.log(sum_BT)
+    # A comparison instead of a look-up: it is split over a sharded vocabulary as the logits are.
     is_target_BTV = jnp.arange(logits_BTV.shape[-1]) == target_BT[..., None]
     target_logit_BT = jnp.sum(jnp.where(is_target_BTV, logits_BTV, 0), axis=-1)
-    return log_partition_BT - target_logit_BT, log_partition_BT, is_target_BTV
+    return _TileLosses(log_partition_BT - target_logit_BT, log_partition_BT, exponential_BTV, sum_BT, is_target_BTV)
 
 
 def _tiles(x: jax.Array, num_tiles: int) -> jax.Array:
@@ -60,7 +73,7 @@ def token_losses(x_BTD: jax.Array, head_DV: jax.Array, target_BT: jax.Array, num
 
     def tile(carry: None, arrays: Any) -> tuple[None, jax.Array]:
         x, target = arrays
-        return carry, _tile_losses(_tile_logits(x, head_DV), target)[0]
+        return carry, _tile_losses(_tile_logits(x, head_DV), target).nll_BT
 
     return _over_tiles(tile, None, num_tiles, x_BTD, target_BT)[1]
 
@@ -82,8 +95,7 @@ def cross_entropy(
 
     def tile(sums: LossSums, arrays: Any) -> tuple[LossSums, None]:
         x, target, weight = arrays
-        nll_BT, log_partition_BT, _ = _tile_losses(_tile_logits(x, head_DV), target)
-        return _add_sums(sums, nll_BT, log_partition_BT, weight), None
+        return _add_sums(sums, _tile_losses(_tile_logits(x, head_DV), target), weight), None
 
     sums, _ = _over_tiles(tile, _zero_sums(), num_tiles, x_BTD, target_BT, weight_BT)
     return sums.nll + z_loss_multiplier * sums.log_partition_squared, sums
@@ -93,9 +105,9 @@ def _zero_sums() -> LossSums:
     return LossSums(jnp.zeros([], jnp.float32), jnp.zeros([], jnp.float32))
 
 
-def _add_sums(sums: LossSums, nll_BT: jax.Array, log_partition_BT: jax.Array, weight_BT: jax.Array) -> LossSums:
-    return LossSums(sums.nll + jnp.sum(weight_BT * nll_BT),
-                    sums.log_partition_squared + jnp.sum(weight_BT * jnp.square(log_partition_BT)))
+def _add_sums(sums: LossSums, losses: _TileLosses, weight_BT: jax.Array) -> LossSums:
+    return LossSums(sums.nll + jnp.sum(weight_BT * losses.nll_BT),
+                    sums.log_partition_squared + jnp.sum(weight_BT * jnp.square(losses.log_partition_BT)))
 
 
 def _cross_entropy_forward(
@@ -103,30 +115,26 @@ def _cross_entropy_forward(
     z_loss_multiplier: float, num_tiles: int,
 ) -> Any:
     def tile(carry: Any, arrays: Any) -> Any:
-        sums, head_gradient_DV = carry
+        sums, dhead_DV = carry
         x, target, weight = arrays
-        logits_BTV = _tile_logits(x, head_DV)
-        nll_BT, log_partition_BT, is_target_BTV = _tile_losses(logits_BTV, target)
-        probability_BTV = jnp.exp(logits_BTV - log_partition_BT[..., None])
-        scale_BT = weight * (1 + 2 * z_loss_multiplier * log_partition_BT)
-        gradient_BTV = scale_BT[..., None] * probability_BTV - jnp.where(is_target_BTV, weight[..., None], 0)
-        gradient_BTV = gradient_BTV.astype(x.dtype)
-        x_gradient = jnp.einsum("BTV,DV->BTD", gradient_BTV, head_DV, preferred_element_type=jnp.float32)
-        head_gradient_DV += jnp.einsum("BTD,BTV->DV", x, gradient_BTV, preferred_element_type=jnp.float32)
-        return (_add_sums(sums, nll_BT, log_partition_BT, weight), head_gradient_DV), x_gradient.astype(x.dtype)
+        losses = _tile_losses(_tile_logits(x, head_DV), target)
+        scale_BT = weight * (1 + 2 * z_loss_multiplier * losses.log_partition_BT) / losses.sum_BT
+        dlogits_BTV = scale_BT[..., None] * losses.exponential_BTV - jnp.where(losses.is_target_BTV, weight[..., None], 0)
+        dlogits_BTV = dlogits_BTV.astype(x.dtype)
+        dx_BTD = jnp.einsum("BTV,DV->BTD", dlogits_BTV, head_DV, preferred_element_type=jnp.float32).astype(x.dtype)
+        return (_add_sums(sums, losses, weight), dhead_DV + weight_gradient(x, dlogits_BTV)), dx_BTD
 
     carry = _zero_sums(), jnp.zeros(head_DV.shape, jnp.float32)
-    (sums, head_gradient_DV), x_gradient_BTD = _over_tiles(tile, carry, num_tiles, x_BTD, target_BT, weight_BT)
+    (sums, dhead_DV), dx_BTD = _over_tiles(tile, carry, num_tiles, x_BTD, target_BT, weight_BT)
     loss = sums.nll + z_loss_multiplier * sums.log_partition_squared
-    return (loss, sums), (x_gradient_BTD, head_gradient_DV.astype(head_DV.dtype))
+    return (loss, sums), (dx_BTD, dhead_DV.astype(head_DV.dtype))
 
 
 def _cross_entropy_backward(z_loss_multiplier: float, num_tiles: int, residuals: Any, cotangents: Any) -> Any:
     del z_loss_multiplier, num_tiles
-    x_gradient_BTD, head_gradient_DV = residuals
-    scale = cotangents[0]
-    return (x_gradient_BTD * scale.astype(x_gradient_BTD.dtype), head_gradient_DV * scale.astype(head_gradient_DV.dtype),
-            None, None)
+    scale = cotangents[0]  # float32: bfloat16 would round the step's 1 / target_tokens
+    dx_BTD, dhead_DV = ((gradient * scale).astype(gradient.dtype) for gradient in residuals)
+    return dx_BTD, dhead_DV, None, None
 
 
 cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)

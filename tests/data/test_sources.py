@@ -108,9 +108,9 @@ def test_the_packaged_text_is_found_by_name_and_tokenized_whole(tmp_path, monkey
     text = gzip.decompress(packaged_file("assets", config.dataset_path).read_bytes())
     # One document or more; each byte but a document's first is a target, and so is each end-of-text.
     assert training.num_target_tokens + evaluation.num_target_tokens == len(text)
-    num_rows = -(-len(text) // config.max_target_length)
+    num_rows = len(training) + len(evaluation)
+    assert num_rows == -(-(len(text) + training.num_documents - 1) // 256)
     assert len(evaluation) == num_rows * 2 // 100
-    assert len(training) == num_rows - len(evaluation)
     first = training[0]
     assert bytes(first["tokens"].astype(np.uint8)) == text[:256]
     assert bytes(first["targets"].astype(np.uint8)) == text[1:257]
@@ -118,45 +118,46 @@ def test_the_packaged_text_is_found_by_name_and_tokenized_whole(tmp_path, monkey
 
 @pytest.mark.parametrize("packing", ["true", "false"])
 @pytest.mark.parametrize("fraction", [0.001, 0.29, 0.5, 0.99])
-def test_the_split_shares_out_every_target_and_leaks_none(tmp_path, packing, fraction):
-    # Tokens are letters, so a target is known by its document, which is one letter's run, and its place in it.
-    lengths = np.random.default_rng(0).integers(1, 60, size=26)
-    documents = [chr(ord("a") + i) * int(length) for i, length in enumerate(lengths)]
+def test_the_split_shares_out_every_target_and_leaks_none(tmp_path, monkeypatch, packing, fraction):
+    monkeypatch.setattr("maxtext_lite.data.sources.load_tokenizer", lambda config: WideTokenizer())
+    # No character comes twice, so a token tells its document and its place there.
+    characters = iter(range(0x4E00, 0x9000))
+    lengths = np.random.default_rng(0).integers(1, 60, size=30)
+    documents = ["".join(chr(next(characters)) for _ in range(length)) for length in lengths]
     path = write(tmp_path / "data.jsonl", jsonl(*documents))
     whole, _ = open_sources(config_for(path, packing=packing))
     training, evaluation = open_sources(config_for(path, packing=packing, eval_fraction=fraction))
+
     assert len(training) + len(evaluation) == len(whole)
     assert len(evaluation) == max(1, int(len(whole) * fraction + 1e-9))
     for i in range(len(whole)):
         example = training[i] if i < len(training) else evaluation[i - len(training)]
         for name, values in whole[i].items():
             np.testing.assert_array_equal(example[name], values)
+
+    def words(source, field):
+        return [
+            t
+            for i in range(len(source))
+            for t in source[i][field].tolist()
+            if t not in (0, WideTokenizer.end_of_text_id)
+        ]
+
+    held_out = words(evaluation, "targets")
+    assert not {*held_out} & {*words(training, "targets"), *words(training, "tokens")}
+    expected = [100_000 + ord(character) for text in documents for character in text[1:]]
+    assert sorted(words(training, "targets") + held_out) == expected
     assert training.num_target_tokens + evaluation.num_target_tokens == whole.num_target_tokens == sum(lengths)
     for source in (training, evaluation):
         assert source.num_target_tokens == sum(source[i]["weights"].sum() for i in range(len(source)))
-    # In the stream, all that training reads, targets too, comes before the first held-out target.
-    train_letters = [t for i in range(len(training)) for t in training[i]["targets"] if t not in (0, END)]
-    eval_letters = [t for i in range(len(evaluation)) for t in evaluation[i]["targets"] if t not in (0, END)]
-    if train_letters and eval_letters:
-        assert max(train_letters) <= min(eval_letters)
-    counts = {letter: (train_letters + eval_letters).count(letter) for letter in {*train_letters, *eval_letters}}
-    assert counts == {ord("a") + i: length - 1 for i, length in enumerate(lengths) if length > 1}
 
 
-def test_a_fraction_is_taken_as_written():
-    # 0.29 x 100 is 28.999999999999996 in binary floating point.
-    for fraction, held_out in ((0.29, 29), (0.57, 57), (0.005, 1), (0.999, 99)):
-        assert held_out_of_100(fraction) == held_out
-
-
-def held_out_of_100(fraction: float) -> int:
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as directory:
-        path = write(pathlib.Path(directory) / "a.txt", "x" * 800)
-        training, evaluation = open_sources(config_for(path, eval_fraction=fraction))
-        assert len(training) + len(evaluation) == 100
-        return len(evaluation)
+# 0.29 x 100 is 28.999999999999996 in binary floating point.
+@pytest.mark.parametrize(("fraction", "held_out"), [(0.29, 29), (0.57, 57), (0.005, 1), (0.999, 99)])
+def test_a_fraction_is_taken_as_written(tmp_path, fraction, held_out):
+    path = write(tmp_path / "a.txt", "x" * 800)
+    training, evaluation = open_sources(config_for(path, eval_fraction=fraction))
+    assert (len(training), len(evaluation)) == (100 - held_out, held_out)
 
 
 def test_a_text_of_its_own_is_held_out_whole(tmp_path):

@@ -1,0 +1,96 @@
+"""Generation from a run's parameters: prompts in, tokens out one by one."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxtext_lite.config import Config
+from maxtext_lite.models import Decoder, KVCache, Sampling, sample_token
+from maxtext_lite.parallel import MESH_AXES, make_mesh, tree_shardings
+from maxtext_lite.training.checkpoint import load_parameters
+from maxtext_lite.training.state import make_decoder
+
+_PADDED_TO = 64  # prompts and caches are padded to a multiple of this, so that few shapes are compiled
+
+
+class Sampler:
+    """A decoder with its parameters on a mesh, and the jitted functions that go on from prompts."""
+
+    def __init__(self, decoder: Decoder, params: Any, mesh: jax.sharding.Mesh):
+        self._decoder, self._mesh = decoder, mesh
+        self._params = jax.jit(decoder.cast)(params)
+        self._prefill = jax.jit(self._first_token, static_argnames=("sampling",))
+        self._extend = jax.jit(self._next_token, donate_argnums=2, static_argnames=("sampling",))
+
+    @classmethod
+    def from_run(cls, run_directory: Path, config: Config, *, tensor_parallelism: int = 1) -> "Sampler":
+        """The newest parameters of a run, on the first `tensor_parallelism` devices.
+
+        Raises:
+          UserError: the run has no checkpoint, or one of another model.
+        """
+        decoder = make_decoder(config, jax.default_backend())
+        sizes = {axis: tensor_parallelism if axis == "tensor" else 1 for axis in MESH_AXES}
+        mesh = make_mesh(sizes, dict.fromkeys(MESH_AXES, 1), jax.devices()[:tensor_parallelism])
+        abstract = jax.tree.map(lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
+                                decoder.abstract_params, tree_shardings(mesh, decoder.axes))
+        with jax.set_mesh(mesh):
+            return cls(decoder, load_parameters(run_directory, abstract, "run_directory"), mesh)
+
+    def stream(
+        self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, temperature: float, top_k: int = 0,
+        top_p: float = 1.0, stop_token_ids: Sequence[int] = (), seed: int = 0,
+    ) -> Iterator[tuple[int, int, float]]:
+        """Yields (prompt number, new token, its log-probability under the model) until all prompts are done.
+
+        A prompt is done after `max_new_tokens` or after yielding one of `stop_token_ids`. What is drawn for a
+        prompt depends on the seed, its number and its tokens, not on the other prompts.
+        """
+        sampling = Sampling(temperature, top_k, top_p)
+        lengths = np.array([len(prompt) for prompt in prompts])
+        token_BT = np.zeros((len(prompts), _round_up(lengths.max())), np.int32)
+        for row, prompt in zip(token_BT, prompts, strict=True):
+            row[: len(prompt)] = prompt
+        cache = KVCache.empty(self._decoder.shape, len(prompts), _round_up(lengths.max() + max_new_tokens))
+        root = jax.random.key(seed)
+        key_B = jax.vmap(lambda number: jax.random.fold_in(root, number))(jnp.arange(len(prompts)))
+        running = [True] * len(prompts)
+        with jax.set_mesh(self._mesh):
+            token_B, log_probability_B, cache = self._prefill(
+                self._params, token_BT, cache, jnp.asarray(lengths), key_B, sampling=sampling)
+            for added in range(max_new_tokens):
+                following = None
+                if added + 1 < max_new_tokens:  # dispatched before this token is looked at: the device never waits
+                    following = self._extend(self._params, token_B, cache, jnp.asarray(lengths + added), key_B,
+                                             sampling=sampling)
+                for number, (token, log_probability) in enumerate(zip(*jax.device_get((token_B, log_probability_B)))):
+                    if running[number]:
+                        yield number, int(token), float(log_probability)
+                        running[number] = int(token) not in stop_token_ids
+                if following is None or not any(running):
+                    return
+                token_B, log_probability_B, cache = following
+
+    def _first_token(self, params: Any, token_BT: jax.Array, cache: KVCache, length_B: jax.Array, key_B: jax.Array,
+                     *, sampling: Sampling) -> Any:
+        x_BTD, cache = self._decoder.decode(params, token_BT, jnp.zeros_like(length_B), cache)
+        last_BTD = jnp.take_along_axis(x_BTD, (length_B - 1)[:, None, None], axis=1)
+        return *self._draw(params, last_BTD, length_B, key_B, sampling), cache
+
+    def _next_token(self, params: Any, token_B: jax.Array, cache: KVCache, length_B: jax.Array, key_B: jax.Array,
+                    *, sampling: Sampling) -> Any:
+        """One more token of each sequence, whose `length_B` tokens before token_B are in the cache."""
+        x_BTD, cache = self._decoder.decode(params, token_B[:, None], length_B, cache)
+        return *self._draw(params, x_BTD, length_B + 1, key_B, sampling), cache
+
+    def _draw(self, params: Any, x_BTD: jax.Array, length_B: jax.Array, key_B: jax.Array, sampling: Sampling) -> Any:
+        logits_BV = self._decoder.logits(params, x_BTD)[:, 0]
+        return sample_token(logits_BV, jax.vmap(jax.random.fold_in)(key_B, length_B), sampling)
+
+
+def _round_up(count: int) -> int:
+    return -(-int(count) // _PADDED_TO) * _PADDED_TO

@@ -1,0 +1,148 @@
+import random
+import re
+from fractions import Fraction
+
+import pytest
+
+from maxtext_lite.batching.mend import refusals
+from maxtext_lite.batching.plan import load_plan, make_plan
+from maxtext_lite.batching.sizes import Sizes, work_out
+from maxtext_lite.batching.topology import Topology
+from maxtext_lite.config import UserError, load_config, parse_value
+from maxtext_lite.config.schema import Config
+
+BASE = load_config()
+
+
+def configured(values):
+    """A config with values as a message or a command line has them."""
+    parsed = {key: parse_value(str(value)).value for key, value in values.items()}
+    return Config.model_validate(BASE.model_dump() | parsed)
+
+
+def draw(rng):
+    values = {}
+
+    def maybe(key, choices, share=0.3):
+        if rng.random() < share:
+            values[key] = rng.choice(choices)
+
+    maybe("per_device_batch_size", ["0.1", "0.25", "0.29", "0.3", "0.5", "1", "1.3", "2", "12", "1/3", "-1"], 0.7)
+    maybe("gradient_accumulation_steps", [1, 2, 3, 4, 7, 8, -1])
+    maybe("global_batch_size", [0, 1, 8, 60, 64, 100, 128, 256])
+    maybe("eval_per_device_batch_size", ["0", "0.3", "1", "2"], 0.2)
+    maybe("expansion_factor_real_data", ["-1", "1", "2", "3", "4", "0.5", "0.25", "0.3", "1.5"])
+    for scope, share in (("ici", 0.15), ("dcn", 0.05)):
+        for axis in ("data", "fsdp", "tensor", "context", "expert", "pipeline"):
+            maybe(f"{scope}_{axis}_parallelism", [1, 2, 3, 4, 8, -1], share)
+    maybe("num_pipeline_microbatches", [-1, 1, 2, 3, 4, 8], 0.2)
+    maybe("num_pipeline_repeats", [-1, 1, 2, 3], 0.1)
+    maybe("num_layers_per_pipeline_stage", [1, 2, 3], 0.1)
+    maybe("enable_rampup_batch_size", ["true"])
+    maybe("rampup_mode", ["gradient_accumulation_steps", "per_device_batch_size"])
+    maybe("per_device_batch_size_start", ["0.4", "1", "2", "0.5"])
+    maybe("per_device_batch_size_increment", ["0.2", "1", "0.5", "3"])
+    num_devices = rng.choice([1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 64, 100, 256, 4096])
+    return values, {"num_devices": num_devices, "num_hosts": rng.choice([1, 1, 1, 2, 3, 4, 8])}
+
+
+def alternatives(problem):
+    """The changes that a message names, as a reader understands them."""
+    clause = re.search(r" Nearest that works?: (.*)\.$", problem)
+    assert clause, f"no value that works in: {problem}"
+    key = re.match(r"(\w+)=", problem)
+    for text in re.split(", | or ", clause[1]):
+        yield dict(pair.split("=") for pair in text.split()) if "=" in text else {key[1]: text}
+
+
+def changed(values, machine, edit):
+    machine_edit = {key: int(value) for key, value in edit.items() if key in machine}
+    return values | {key: value for key, value in edit.items() if key not in machine}, machine | machine_edit
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_configs_plan_or_name_values_that_work(seed):
+    rng = random.Random(seed)
+    planned = 0
+    for _ in range(250):
+        values, machine = draw(rng)
+        try:
+            check_arithmetic(make_plan(configured(values), **machine), values, machine)
+            planned += 1
+            continue
+        except UserError as error:
+            problems = error.problems
+        if len(problems) == 1:
+            for edit in alternatives(problems[0]):
+                edited, on = changed(values, machine, edit)
+                make_plan(configured(edited), **on)
+        for problem in problems:
+            values, machine = changed(values, machine, next(alternatives(problem)))
+        make_plan(configured(values), **machine)
+    assert planned > 5
+
+
+def test_values_of_the_wrong_kind_are_mended_along_with_the_rest():
+    rng = random.Random(7)
+    wrong = {"per_device_batch_size": ["0", "-2"], "gradient_accumulation_steps": [0, "x"], "global_batch_size": [-3],
+             "ici_tensor_parallelism": [0], "per_device_batch_size_start": ["0"], "expansion_factor_real_data": ["-2"],
+             "steps": [0, "1.5"], "optimizer": ["adam"], "base_num_kv_heads": [3]}  # fmt: skip
+    for _ in range(80):
+        values, machine = draw(rng)
+        values |= {key: rng.choice(wrong[key]) for key in rng.sample(list(wrong), 2)}
+        with pytest.raises(UserError) as refused:
+            load_plan(None, [f"{key}={value}" for key, value in values.items()], **machine)
+        for problem in refused.value.problems:
+            values, machine = changed(values, machine, next(alternatives(problem)))
+        load_plan(None, [f"{key}={value}" for key, value in values.items()], **machine)
+
+
+def check_arithmetic(plan, values, machine):
+    config = configured(values)
+    num_devices, slots = machine["num_devices"], plan.micro_batch_slots
+    assert plan.micro_batch_to_train == plan.per_device_batch_size * num_devices
+    assert plan.global_batch_to_train == plan.micro_batch_to_train * plan.gradient_accumulation_steps
+    assert plan.global_batch_to_load >= plan.global_batch_to_train * plan.expansion_factor_real_data
+    assert config.global_batch_size in (0, plan.global_batch_to_train)
+    assert config.per_device_batch_size in (-1, plan.per_device_batch_size)
+    assert slots % plan.batch_shards == slots % machine["num_hosts"] == slots % plan.num_pipeline_microbatches == 0
+    assert slots >= plan.micro_batch_to_train >= 1
+    assert plan.num_pipeline_microbatches % plan.num_pipeline_stages == 0
+
+
+@pytest.mark.parametrize(
+    ("values", "machine", "message"),
+    [
+        ({"per_device_batch_size": "0.3"}, (8, 1),
+         "per_device_batch_size=0.3 x 8 devices = 2.4 examples, not a whole number. Nearest that work: 0.25 or 0.375."),
+        ({"per_device_batch_size": "0.1"}, (8, 1),
+         "per_device_batch_size=0.1 x 8 devices = 0.8 examples, not a whole number. Nearest that works: 0.125."),
+        ({"num_pipeline_microbatches": 3, "ici_pipeline_parallelism": 2}, (4, 1),
+         "num_pipeline_microbatches=3 is not a multiple of the 2 pipeline stages. Nearest that work: 2 or 4."),
+        ({"expansion_factor_real_data": 3}, (8, 8),
+         "expansion_factor_real_data=3: 8 hosts / 3 = 2.667 loading hosts, not a whole number. "
+         "Nearest that work: 2 or 4."),
+        ({"global_batch_size": 100}, (8, 1),
+         "global_batch_size=100 contradicts per_device_batch_size=16 x 8 devices x gradient_accumulation_steps=1 = "
+         "128. Nearest that work: global_batch_size=128 or per_device_batch_size=-1."),
+        ({}, (6, 1), "ici_fsdp_parallelism=-1, the remaining 6, does not divide base_emb_dim=128. "
+                     "Nearest that works: ici_fsdp_parallelism=2 ici_data_parallelism=-1."),
+    ],
+)  # fmt: skip
+def test_the_words_of_a_refusal(values, machine, message):
+    with pytest.raises(UserError) as refused:
+        make_plan(configured(values), num_devices=machine[0], num_hosts=machine[1])
+    assert refused.value.problems == (message,)
+
+
+def test_a_neighbour_that_another_rule_forbids_is_not_named():
+    # 0.875 x 8 = 7 examples are whole, but 64 examples a step are no multiple of 7; nor of 5 or 6.
+    values = {"per_device_batch_size": "0.9", "gradient_accumulation_steps": -1, "global_batch_size": 64}
+    with pytest.raises(UserError, match=r"Nearest that work: 0\.5 or 1\.$"):
+        make_plan(configured(values), num_devices=8)
+
+
+def test_refusals_of_no_problems_are_none():
+    assert refusals(BASE, Topology(1), []) == []
+    assert isinstance(work_out(BASE, Topology(1)), Sizes)
+    assert Fraction(16) == BASE.per_device_batch_size

@@ -1,0 +1,77 @@
+from fractions import Fraction
+
+import pytest
+
+from maxtext_lite.batching.sizes import Sizes, work_out
+from maxtext_lite.batching.topology import Topology
+from maxtext_lite.config import load_config
+
+BASE = load_config()
+
+
+def sizes_of(num_devices, num_hosts=1, **values):
+    return work_out(BASE.model_copy(update=values), Topology(num_devices, num_hosts))
+
+
+def messages_of(num_devices, num_hosts=1, **values):
+    problems = sizes_of(num_devices, num_hosts, **values)
+    assert isinstance(problems, list)
+    return [problem.message for problem in problems]
+
+
+def test_a_pipeline_without_stated_microbatches_has_one_per_stage():
+    sizes = sizes_of(8, ici_pipeline_parallelism=4)
+    assert isinstance(sizes, Sizes)
+    assert (sizes.num_pipeline_stages, sizes.num_pipeline_microbatches, sizes.num_pipeline_repeats) == (4, 4, 1)
+    sizes = sizes_of(8, ici_pipeline_parallelism=2, num_pipeline_microbatches=6)
+    assert isinstance(sizes, Sizes)
+    assert (sizes.num_pipeline_microbatches, sizes.num_pipeline_repeats) == (6, 2)
+
+
+def test_evaluation_has_its_own_batch():
+    sizes = sizes_of(8, eval_per_device_batch_size=Fraction(1, 2))
+    assert isinstance(sizes, Sizes)
+    assert sizes.eval_batch_examples == 4
+    assert sizes_of(8).eval_batch_examples == 128
+
+
+NO_USE = "has no use with 1 pipeline stage (ici_pipeline_parallelism x dcn_pipeline_parallelism)."
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"ici_pipeline_parallelism": 2, "num_pipeline_microbatches": 3},
+         "num_pipeline_microbatches=3 is not a multiple of the 2 pipeline stages."),
+        ({"num_pipeline_microbatches": 4}, f"num_pipeline_microbatches=4 {NO_USE}"),
+        ({"num_layers_per_pipeline_stage": 2}, f"num_layers_per_pipeline_stage=2 {NO_USE}"),
+        ({"num_pipeline_repeats": 2}, f"num_pipeline_repeats=2 {NO_USE}"),
+        ({"ici_pipeline_parallelism": 8}, "base_num_decoder_layers=4 is not a multiple of 8 pipeline stages x "
+                                          "num_layers_per_pipeline_stage=1."),
+        ({"ici_pipeline_parallelism": 2, "num_layers_per_pipeline_stage": 3},
+         "base_num_decoder_layers=4 is not a multiple of 2 pipeline stages x num_layers_per_pipeline_stage=3."),
+        ({"ici_pipeline_parallelism": 2, "num_pipeline_repeats": 3},
+         "num_pipeline_repeats=3 x 2 pipeline stages x num_layers_per_pipeline_stage=1 = 6 layers, but "
+         "base_num_decoder_layers=4."),
+        ({"ici_tensor_parallelism": 8}, "ici_tensor_parallelism=8 does not divide base_num_kv_heads=4."),
+        ({"ici_tensor_parallelism": 4, "dcn_tensor_parallelism": 2},
+         "ici_tensor_parallelism=4 x dcn_tensor_parallelism=2 = 8 does not divide base_num_kv_heads=4."),
+        ({"ici_context_parallelism": 8, "max_target_length": 100},
+         "ici_context_parallelism=8 does not divide max_target_length=100."),
+        ({"base_emb_dim": 100}, "ici_fsdp_parallelism=-1, the remaining 8, does not divide base_emb_dim=100."),
+        ({"eval_per_device_batch_size": Fraction("0.3")},
+         "eval_per_device_batch_size=0.3 x 8 devices = 2.4 examples, not a whole number."),
+    ],
+)  # fmt: skip
+def test_what_the_model_or_the_pipeline_does_not_allow_is_refused(values, message):
+    assert messages_of(8, **values) == [message]
+
+
+def test_problems_of_all_parts_come_at_once():
+    messages = messages_of(8, 3, per_device_batch_size=Fraction("0.3"), ici_tensor_parallelism=3,
+                           expansion_factor_real_data=Fraction(2), num_pipeline_microbatches=5)
+    starts = ("num_hosts=3", "ici_tensor_parallelism=3 does not divide the 8", "per_device_batch_size=0.3",
+              "expansion_factor_real_data=2", "ici_tensor_parallelism=3 does not divide base_num_query_heads=8, ",
+              "num_pipeline_microbatches=5")
+    assert len(messages) == len(starts)
+    assert all(message.startswith(start) for message, start in zip(messages, starts, strict=True))

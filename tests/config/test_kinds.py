@@ -1,0 +1,70 @@
+from fractions import Fraction
+
+import pytest
+
+from maxtext_lite.config import UserError, load_config
+from maxtext_lite.config.errors import WrongKind
+from maxtext_lite.config.kinds import exact
+
+REFUSED = {
+    "steps=0": "steps=0 must be at least 1. Nearest that works: 1.",
+    "steps=true": "steps=true is true or false, not a number. Nearest that works: 400.",
+    "steps=3.5": "steps=3.5 is not an integer. Nearest that work: 3 or 4.",
+    "steps=0.5": "steps=0.5 is not an integer. Nearest that works: 1.",
+    "steps=1e2": "steps=100 is not an integer. Nearest that works: 100.",
+    "steps=many": "steps=many is text, not a number. Nearest that works: 400.",
+    "steps='5'": "steps=5 is text, not a number. Nearest that works: 400.",
+    "steps=": "steps=null is empty, not a number. Nearest that works: 400.",
+    "steps=.nan": "steps=nan is not a finite number. Nearest that works: 400.",
+    "steps=[5]": "steps=[5] is a list or a mapping, not a number. Nearest that works: 400.",
+    "steps=9223372036854775808":
+        "steps=9223372036854775808 must be below 2**63. Nearest that works: 9223372036854775807.",
+    "eval_interval=0": "eval_interval=0 must be at least 1, or -1. Nearest that works: 1.",
+    "profiler_steps=-1": "profiler_steps=-1 must be at least 0. Nearest that works: 0.",
+    "packing=1": "packing=1 is not true or false. Nearest that work: true or false.",
+    "packing=yes": "packing=yes is not true or false. Nearest that work: true or false.",
+    "learning_rate=-1": "learning_rate=-1 must be at least 0. Nearest that works: 0.",
+    "learning_rate=.inf": "learning_rate=inf is not a finite number. Nearest that works: 0.003.",
+    "learning_rate=1e999": "learning_rate=inf is not a finite number. Nearest that works: 0.003.",
+    "adam_b1=1": "adam_b1=1 must be at least 0 and below 1. Nearest that works: 0.9.",
+    "eval_fraction=1.5": "eval_fraction=1.5 must be at least 0 and at most 1. Nearest that works: 1.",
+    "rope_max_timescale=0": "rope_max_timescale=0 must be above 0. Nearest that works: 10000.",
+    "per_device_batch_size=0": "per_device_batch_size=0 must be above 0, or -1 (derived). Nearest that works: 1.",
+    "per_device_batch_size=-0.5": "per_device_batch_size=-0.5 must be above 0, or -1 (derived). Nearest that works: 1.",
+    "per_device_batch_size='0.5'": "per_device_batch_size=0.5 is text, not a number. Nearest that works: 16.",
+    "per_device_batch_size=1/0": "per_device_batch_size=1/0 is text, not a number. Nearest that works: 16.",
+    "per_device_batch_size_increment=-1": "per_device_batch_size_increment=-1 must be above 0. Nearest that works: 1.",
+    "expansion_factor_real_data=0":
+        "expansion_factor_real_data=0 must be above 0, or -1 (which means 1). Nearest that works: 1.",
+    "optimizer=adam": "optimizer=adam is not one of adamw, sgd, adafactor, muon, lion. Nearest that works: adamw.",
+    "remat_policy=Full": "remat_policy=Full is not one of none, minimal, save_dot_products, save_qkv_proj, full. "
+                         "Nearest that works: full.",
+    "run_name=": "run_name= must not be empty. Nearest that works: default.",
+    "dataset_path=null": "dataset_path=null is not text. Nearest that works: shakespeare.jsonl.gz.",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("override", REFUSED)
+def test_a_value_of_the_wrong_kind_is_refused_with_one_that_works(override):
+    with pytest.raises(UserError) as refused:
+        load_config(None, [override])
+    problem = refused.value.problems[0]
+    assert problem == REFUSED[override]
+    key = override.split("=")[0]
+    if key != "eval_fraction":  # whose 1 needs another key too, and says so
+        works = problem.rsplit(": ", 1)[1].removesuffix(".").split(" or ")[0]
+        load_config(None, [f"{key}={works}"])
+
+
+@pytest.mark.parametrize(
+    ("value", "fraction"),
+    [(0.29, Fraction(29, 100)), (1, Fraction(1)), ("1/3", Fraction(1, 3)), (1e-3, Fraction(1, 1000)), (16.0, 16)],
+)
+def test_batch_numbers_are_what_the_user_wrote(value, fraction):
+    assert exact(value) == fraction
+
+
+@pytest.mark.parametrize("value", [True, None, "x", "0.5", [1], float("nan"), float("inf")])
+def test_what_is_no_number_is_no_batch_number(value):
+    with pytest.raises(WrongKind):
+        exact(value)

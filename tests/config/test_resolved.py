@@ -1,0 +1,50 @@
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from maxtext_lite.config import KEYS, describe, load_config, write_resolved
+
+
+def test_config_yml_says_where_each_value_came_from(tmp_path):
+    config = load_config(None, ["steps=30", "model_name=smollm2-135m"])
+    write_resolved(config, tmp_path / "config.yml")
+    lines = dict(line.split(":", 1) for line in (tmp_path / "config.yml").read_text().splitlines()
+                 if line and not line.startswith("#"))
+    assert tuple(lines) == KEYS
+    assert lines["steps"].split() == ["30", "#", "command", "line"]
+    assert lines["base_emb_dim"].split() == ["576", "#", "models/smollm2-135m.yml"]
+    assert lines["seed"].split() == ["0", "#", "base.yml"]
+
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(
+    lambda text: text.isprintable() and text.strip())
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    per_device=st.fractions(min_value="1/1000", max_value=1000),
+    rate=st.floats(min_value=0, allow_infinity=False),
+    name=texts,
+    seed=st.integers(0, 2**63 - 1),
+    packing=st.booleans(),
+)
+def test_config_yml_loads_to_an_equal_config(tmp_path, per_device, rate, name, seed, packing):
+    config = load_config().model_copy(update={
+        "per_device_batch_size": per_device, "learning_rate": rate, "run_name": name, "dataset_path": name,
+        "seed": seed, "packing": packing,
+    })  # fmt: skip
+    write_resolved(config, tmp_path / "config.yml")
+    again = load_config(tmp_path / "config.yml")
+    assert again == config
+    assert set(again.origins.values()) == {str(tmp_path / "config.yml")}
+    # Any YAML reader can read it, too.
+    assert set(yaml.safe_load((tmp_path / "config.yml").read_text(encoding="utf-8"))) == set(KEYS)
+
+
+def test_the_table_shows_what_matters_and_what_differs():
+    table = describe(load_config(None, ["adam_b1=0.8", "steps=400"]))
+    rows = {line.split()[0]: line.split()[1:] for line in table.splitlines()}
+    assert rows["adam_b1"] == ["0.8", "command", "line"]
+    assert rows["steps"] == ["400", "command", "line"]
+    assert rows["per_device_batch_size"] == ["16", "base.yml"]
+    assert "adam_b2" not in rows

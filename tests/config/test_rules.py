@@ -1,0 +1,56 @@
+import pytest
+
+from maxtext_lite.config import UserError, load_config
+from maxtext_lite.config.rules import nearest_divisors
+
+REFUSED = {
+    "warmup_steps=500": "warmup_steps=500 is more than steps=400. Nearest that works: 400.",
+    "base_num_kv_heads=3": "base_num_kv_heads=3 does not divide base_num_query_heads=8. Nearest that work: 2 or 4.",
+    "base_num_kv_heads=16": "base_num_kv_heads=16 does not divide base_num_query_heads=8. Nearest that works: 8.",
+    "head_dim=15": "head_dim=15 must be even for rotary positions. Nearest that work: 14 or 16.",
+    "num_vocab_tiling=3": "num_vocab_tiling=3 does not divide max_target_length=256. Nearest that work: 2 or 4.",
+    "vocab_size=256": "vocab_size=256 is less than the 257 tokens of tokenizer_type=byte. Nearest that works: 257.",
+    "tokenizer_path=x.json": "tokenizer_path=x.json has no use with tokenizer_type=byte. Set tokenizer_path= "
+                             "(nothing), or tokenizer_type=huggingface or sentencepiece.",
+    "tokenizer_type=huggingface": "tokenizer_path is empty, but tokenizer_type=huggingface reads a file. Set "
+                                  "tokenizer_path to it, or tokenizer_type=byte.",
+    "dataset_path=": "dataset_path is empty, but dataset_type=text reads files. Set dataset_path to a file, directory "
+                     "or glob, or dataset_type=synthetic.",
+    "eval_fraction=0": "eval_fraction=0 and an empty eval_dataset_path leave nothing to evaluate every "
+                       "eval_interval=100 steps. Nearest that works: eval_interval=-1.",
+    "eval_fraction=1": "eval_fraction=1 leaves nothing to train on. Nearest that works: 0.5.",
+    "attention=cudnn_flash": "attention=cudnn_flash does not compute in dtype=float32. Nearest that work: "
+                             "dtype=bfloat16 or attention=dot_product.",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("override", REFUSED)
+def test_a_contradiction_is_refused_and_what_is_named_works(override):
+    with pytest.raises(UserError) as refused:
+        load_config(None, [override])
+    assert refused.value.problems == (REFUSED[override],)
+    clause = REFUSED[override].partition("Nearest that work")[2].partition(": ")[2].removesuffix(".")
+    for works in clause.split(" or ") if clause else ():
+        load_config(None, [override, works if "=" in works else f"{override.split('=')[0]}={works}"])
+
+
+def test_a_short_run_may_cut_the_default_warm_up_off():
+    config = load_config(None, ["steps=5"])
+    assert config.warmup_steps > config.steps
+    with pytest.raises(UserError, match="warmup_steps=6 is more than steps=5"):
+        load_config(None, ["steps=5", "warmup_steps=6"])
+
+
+def test_a_rule_on_a_value_of_the_wrong_kind_is_not_tried():
+    with pytest.raises(UserError) as refused:
+        load_config(None, ["base_num_query_heads=true", "base_num_kv_heads=3"])
+    assert len(refused.value.problems) == 1
+
+
+@pytest.mark.parametrize("whole", [1, 7, 12, 30, 256])
+@pytest.mark.parametrize("value", [1, 2, 5, 13, 300])
+def test_nearest_divisors_are_next_to_the_value(value, whole):
+    every = [number for number in range(1, whole + 1) if whole % number == 0]
+    below = [number for number in every if number < value]
+    above = [number for number in every if number > value]
+    assert list(nearest_divisors(value, whole)) == ([value] if value in every else [*below[-1:], *above[:1]])

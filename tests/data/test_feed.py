@@ -1,0 +1,417 @@
+import contextlib
+import dataclasses
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from maxtext_lite.batching import make_plan
+from maxtext_lite.config import load_config
+from maxtext_lite.data.feed import (
+    EvaluationReads,
+    TrainingReads,
+    evaluation_batches,
+    slots_of,
+    training_batches,
+)
+from maxtext_lite.data.order import example_ids, examples_hash
+
+T = 8
+FIELDS = {"tokens", "targets", "segments", "positions", "weights"}
+
+
+@dataclasses.dataclass
+class NumberedSource:
+    """Every array of example i is i + 1, so that no example looks like an empty slot; counts what is read."""
+
+    num_examples: int
+    fail_at: int | None = None
+    seconds: float = 0.0
+    fingerprint: str = "numbered"
+    num_tokens: int = T
+
+    def __post_init__(self):
+        self.read: list[int] = []
+
+    @property
+    def num_target_tokens(self):
+        return self.num_examples * T
+
+    def __len__(self):
+        return self.num_examples
+
+    def __getitem__(self, example_id):
+        if example_id == self.fail_at:
+            raise ValueError(f"cannot read example {example_id}")
+        time.sleep(self.seconds)
+        self.read.append(example_id)
+        return {name: np.full(T, example_id + 1, np.float32 if name == "weights" else np.int32) for name in FIELDS}
+
+
+def plan_for(num_devices: int, **keys: object):
+    config = load_config(None, [f"max_target_length={T}", *(f"{key}={value}" for key, value in keys.items())])
+    return make_plan(config, num_devices=num_devices)
+
+
+def row_sharding(num_devices: int, *, spec: tuple = (None, "fsdp", None), tensor: int = 1) -> NamedSharding:
+    devices = np.array(jax.devices()[:num_devices]).reshape(num_devices // tensor, tensor)
+    return NamedSharding(Mesh(devices, ("fsdp", "tensor")), PartitionSpec(*spec))
+
+
+def batches(source, plan, num_devices, *, examples_seen=0, num_steps=3, seed=0, worker_count=0, **sharding):
+    with training_batches(
+        source,
+        plan,
+        sharding=row_sharding(num_devices, **sharding),
+        examples_seen=examples_seen,
+        num_steps=num_steps,
+        seed=seed,
+        worker_count=worker_count,
+    ) as iterator:
+        return list(iterator)
+
+
+def slot_numbers(array: jax.Array) -> np.ndarray:
+    """The example id in each slot, -1 for an empty one, from an array all of whose rows are constant."""
+    values = np.asarray(array)
+    assert (values == values[..., :1]).all()
+    return values[..., 0].astype(int) - 1
+
+
+def test_example_j_is_in_micro_batch_j_mod_A_and_slot_j_div_A():
+    plan = plan_for(8, per_device_batch_size=1, gradient_accumulation_steps=2)
+    first, second = batches(NumberedSource(100), plan, 8, num_steps=2, seed=-1)
+    assert slot_numbers(first.arrays["tokens"]).tolist() == [[0, 2, 4, 6, 8, 10, 12, 14], [1, 3, 5, 7, 9, 11, 13, 15]]
+    assert slot_numbers(second.arrays["tokens"])[0].tolist() == [16, 18, 20, 22, 24, 26, 28, 30]
+    assert first.example_ids.tolist() == list(range(16))
+    assert first.num_examples == 16
+    assert set(first.arrays) == FIELDS
+    for name, array in first.arrays.items():
+        assert array.shape == (2, 8, T)
+        assert array.dtype == (np.float32 if name == "weights" else np.int32)
+        np.testing.assert_array_equal(slot_numbers(array), slot_numbers(first.arrays["tokens"]))
+
+
+def test_slots_beyond_the_examples_are_empty():
+    # 0.5 x 8 devices = 4 examples in 8 slots.
+    plan = plan_for(8, per_device_batch_size=0.5, gradient_accumulation_steps=2)
+    (batch,) = batches(NumberedSource(100), plan, 8, num_steps=1, seed=-1)
+    for array in batch.arrays.values():
+        values = np.asarray(array)
+        assert values.shape == (2, 8, T)
+        assert not values[:, 4:].any()
+        assert values[:, :4].all()
+    assert slot_numbers(batch.arrays["tokens"]).tolist() == [[0, 2, 4, 6, -1, -1, -1, -1], [1, 3, 5, 7, -1, -1, -1, -1]]
+    assert batch.num_examples == 8
+
+
+SPLITS_OF_16 = [(1, 16, 1), (1, 1, 16), (2, 4, 2), (4, 2, 2), (8, 2, 1), (8, 1, 2), (8, 0.5, 4), (8, 0.125, 16)]
+
+
+@pytest.mark.parametrize(("num_devices", "per_device", "accumulation"), SPLITS_OF_16)
+def test_every_split_of_a_global_batch_holds_the_same_examples(num_devices, per_device, accumulation):
+    plan = plan_for(num_devices, per_device_batch_size=per_device, gradient_accumulation_steps=accumulation)
+    found = batches(NumberedSource(50), plan, num_devices, num_steps=7)
+    assert len(found) == 7
+    for step, batch in enumerate(found):
+        expected = example_ids(16 * step, 16, num_examples=50, seed=0)
+        np.testing.assert_array_equal(batch.example_ids, expected)
+        assert examples_hash(batch.example_ids) == examples_hash(np.sort(expected))
+        slots = slot_numbers(batch.arrays["tokens"])
+        assert sorted(slots[slots >= 0]) == sorted(expected)
+
+
+def test_a_device_holds_the_same_examples_whatever_the_accumulation():
+    on_device = []
+    for per_device, accumulation in ((4, 1), (2, 2), (1, 4)):
+        plan = plan_for(8, per_device_batch_size=per_device, gradient_accumulation_steps=accumulation)
+        (batch,) = batches(NumberedSource(1000), plan, 8, num_steps=1)
+        shards = batch.arrays["tokens"].addressable_shards
+        on_device.append({shard.device.id: sorted(slot_numbers(shard.data).ravel()) for shard in shards})
+    assert on_device[0] == on_device[1] == on_device[2]
+    assert all(len(examples) == 4 for examples in on_device[0].values())
+
+
+@pytest.mark.parametrize(
+    ("spec", "tensor"), [((None, "fsdp", None), 1), ((None, "fsdp", None), 2), ((None, "fsdp", "tensor"), 2), ((), 1)]
+)
+def test_each_device_gets_its_part_of_the_global_array(spec, tensor):
+    plan = plan_for(8, per_device_batch_size=1, gradient_accumulation_steps=2)
+    (batch,) = batches(NumberedSource(100), plan, 8, num_steps=1, spec=spec, tensor=tensor)
+    ids = batch.example_ids
+    whole = np.array([[[ids[2 * slot + micro] + 1] * T for slot in range(8)] for micro in range(2)])
+    for array in batch.arrays.values():
+        assert array.sharding == row_sharding(8, spec=spec, tensor=tensor)
+        for shard in array.addressable_shards:
+            np.testing.assert_array_equal(np.asarray(shard.data), whole[shard.index])
+
+
+def test_a_row_that_several_devices_hold_is_read_once():
+    plan = plan_for(8, per_device_batch_size=1, ici_tensor_parallelism=2)
+    source = NumberedSource(100)
+    (batch,) = batches(source, plan, 8, num_steps=1, tensor=2)
+    assert sorted(source.read) == sorted(batch.example_ids)
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2, 4, 8])
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_each_host_reads_the_rows_of_its_devices_and_no_others(num_hosts, tensor):
+    sharding = row_sharding(8, tensor=tensor)
+    shape = (3, 16, T)
+    parts = list(sharding.devices_indices_map(shape).items())
+    per_host = 8 // num_hosts
+    reads = {"first_example": 30, "num_steps": 2, "step_examples": 39, "micro_batches": 3, "micro_batch_slots": 16}
+    whole = TrainingReads(NumberedSource(100), host_slots=np.arange(16), seed=4, **reads)[1]
+    assert whole.rows["tokens"].shape == shape
+    for host in range(num_hosts):
+        of_host = [index for _, index in parts[host * per_host : (host + 1) * per_host]]
+        slots = slots_of(of_host, slot_dim=1, num_slots=16)
+        # Rows are shared out in order, so the slots of a host are known by hand.
+        width = 16 * tensor // 8  # slots of a device
+        first, last = host * per_host // tensor, ((host + 1) * per_host - 1) // tensor
+        assert slots.tolist() == list(range(first * width, (last + 1) * width))
+        source = NumberedSource(100)
+        part = TrainingReads(source, host_slots=slots, seed=4, **reads)[1]
+        np.testing.assert_array_equal(part.example_ids, whole.example_ids)
+        assert len(part.example_ids) == 39
+        for name, rows in part.rows.items():
+            np.testing.assert_array_equal(rows, whole.rows[name][:, slots])
+        assert len(source.read) == 3 * sum(slot < 13 for slot in slots)  # 13 examples a micro-batch, 3 empty slots
+
+
+def test_a_run_resumes_at_any_number_of_examples_with_any_batch():
+    source = NumberedSource(37)
+    small, large = plan_for(1, per_device_batch_size=3), plan_for(1, per_device_batch_size=5)
+    expected = example_ids(0, 150, num_examples=37, seed=0).tolist()
+    for examples_seen in (0, 1, 30, 36, 37, 75):
+        for plan in (small, large):
+            found = batches(source, plan, 1, examples_seen=examples_seen, num_steps=10)
+            ids = [i for batch in found for i in batch.example_ids.tolist()]
+            assert ids == expected[examples_seen : examples_seen + len(ids)]
+            assert len(ids) == 10 * plan.global_batch_to_train
+
+
+@pytest.mark.parametrize("mode", ["per_device_batch_size", "gradient_accumulation_steps"])
+def test_a_ramp_changes_the_batch_and_not_the_order(mode):
+    plan = plan_for(
+        2,
+        per_device_batch_size=4,
+        gradient_accumulation_steps=4,
+        enable_rampup_batch_size="true",
+        rampup_mode=mode,
+        per_device_batch_size_start=2,
+        per_device_batch_size_increment=1,
+        global_rampup_samples=100,
+    )
+    # Shares of 50 examples: 16 a step for 4 steps (64), 24 for 3 steps (72), then 32.
+    sizes = [16] * 4 + [24] * 3 + [32] * 3
+    starts = [sum(sizes[:step]) for step in range(10)]
+    for first_step in (0, 2, 4, 6, 7, 9):
+        found = batches(NumberedSource(90), plan, 2, examples_seen=starts[first_step], num_steps=10 - first_step)
+        assert [batch.num_examples for batch in found] == sizes[first_step:]
+        for start, size, batch in zip(starts[first_step:], sizes[first_step:], found, strict=True):
+            expected = example_ids(start, size, num_examples=90, seed=0)
+            np.testing.assert_array_equal(batch.example_ids, expected)
+            assert sorted(slot_numbers(batch.arrays["tokens"]).ravel()) == sorted(expected)
+            a, b = (4, size // 4) if mode == "per_device_batch_size" else (size // 8, 8)
+            assert batch.arrays["tokens"].shape == (a, b, T)
+    # From within a stage, after another batch size: the stage lasts until its end is reached.
+    found = batches(NumberedSource(90), plan, 2, examples_seen=60, num_steps=5)
+    assert [batch.num_examples for batch in found] == [16, 24, 24, 24, 32]
+
+
+def test_worker_processes_give_the_batches_that_threads_give():
+    plan = plan_for(8, per_device_batch_size=1, gradient_accumulation_steps=2)
+    source = NumberedSource(50)
+    threads = batches(source, plan, 8, examples_seen=7, num_steps=9, seed=3)
+    read = list(source.read)
+    processes = batches(source, plan, 8, examples_seen=7, num_steps=9, seed=3, worker_count=2)
+    assert source.read == read  # this process read nothing
+    for one, other in zip(threads, processes, strict=True):
+        np.testing.assert_array_equal(one.example_ids, other.example_ids)
+        for name in FIELDS:
+            np.testing.assert_array_equal(np.asarray(one.arrays[name]), np.asarray(other.arrays[name]))
+
+
+@pytest.mark.parametrize(("num_devices", "per_device"), [(1, 1), (1, 7), (1, 64), (8, 1), (8, 0.5), (4, 3)])
+def test_an_evaluation_sees_every_example_once(num_devices, per_device):
+    plan = plan_for(num_devices, eval_per_device_batch_size=per_device)
+    sharding = row_sharding(num_devices, spec=("fsdp", None))
+    with evaluation_batches(NumberedSource(29), plan, sharding=sharding, eval_steps=-1) as iterator:
+        found = list(iterator)
+    size = int(per_device * num_devices)
+    assert [batch.num_examples for batch in found] == [size] * (29 // size) + [29 % size] * (29 % size > 0)
+    seen = [slot_numbers(batch.arrays["weights"]) for batch in found]
+    assert all(len(slots) == len(seen[0]) for slots in seen)  # one shape, so one compilation
+    assert [i for slots in seen for i in slots if i >= 0] == list(range(29))
+    assert [i for batch in found for i in batch.example_ids] == list(range(29))
+    for slots, batch in zip(seen, found, strict=True):
+        assert (slots[batch.num_examples :] == -1).all()
+        assert batch.arrays["tokens"].shape[1] == T
+
+
+def test_an_evaluation_stops_after_eval_steps():
+    plan = plan_for(1, eval_per_device_batch_size=4)
+    for eval_steps, expected in ((1, 4), (3, 12), (100, 29)):
+        with evaluation_batches(
+            NumberedSource(29), plan, sharding=row_sharding(1, spec=("fsdp", None)), eval_steps=eval_steps
+        ) as iterator:
+            assert sum(batch.num_examples for batch in iterator) == expected
+
+
+def test_hosts_share_out_an_evaluation():
+    source = NumberedSource(21)
+    halves = [
+        EvaluationReads(source, host_slots=slots, batch_examples=8, batch_slots=8, max_batches=-1)[2]
+        for slots in (np.arange(4), np.arange(4, 8))
+    ]
+    assert slot_numbers(halves[0].rows["tokens"]).tolist() == [16, 17, 18, 19]
+    assert slot_numbers(halves[1].rows["tokens"]).tolist() == [20, -1, -1, -1]
+    assert halves[0].example_ids.tolist() == halves[1].example_ids.tolist() == [16, 17, 18, 19, 20]
+
+
+def test_no_steps_are_no_batches():
+    assert batches(NumberedSource(9), plan_for(1), 1, num_steps=0) == []
+
+
+def open_iterator(source, num_steps=100):
+    return training_batches(
+        source,
+        plan_for(1, per_device_batch_size=2),
+        sharding=row_sharding(1),
+        examples_seen=0,
+        num_steps=num_steps,
+        seed=-1,
+        worker_count=0,
+    )
+
+
+def test_reading_starts_at_once_and_runs_ahead():
+    source = NumberedSource(100)
+    with open_iterator(source):
+        deadline = time.monotonic() + 20
+        while len(source.read) < 4 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert len(source.read) >= 4  # two steps, though nobody has asked for one
+
+
+def test_the_wait_is_measured_where_it_happens():
+    with open_iterator(NumberedSource(100, seconds=0.1), num_steps=1) as iterator:
+        assert 0.05 < next(iterator).data_seconds < 20
+    source = NumberedSource(100)
+    with open_iterator(source, num_steps=1) as iterator:
+        while len(source.read) < 2:
+            time.sleep(0.01)
+        time.sleep(0.5)  # the step before, in which the batch is transferred
+        assert next(iterator).data_seconds < 0.2
+
+
+def test_a_closed_iterator_ends_and_leaves_no_thread():
+    before = set(threading.enumerate())
+    iterator = open_iterator(NumberedSource(100))
+    next(iterator)
+    iterator.close()
+    iterator.close()
+    with pytest.raises(StopIteration):
+        next(iterator)
+    deadline = time.monotonic() + 20
+    while (left := set(threading.enumerate()) - before) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not left
+
+
+def test_an_error_of_the_source_reaches_the_consumer_once():
+    with open_iterator(NumberedSource(100, fail_at=5)) as iterator:
+        assert next(iterator).example_ids.tolist() == [0, 1]
+        assert next(iterator).example_ids.tolist() == [2, 3]
+        with pytest.raises(ValueError, match="cannot read example 5"):
+            next(iterator)
+        with pytest.raises(StopIteration):
+            next(iterator)
+
+
+PROGRAM = """
+import multiprocessing, signal
+import jax
+from maxtext_lite.batching import make_plan
+from maxtext_lite.config import load_config
+from maxtext_lite.data import open_sources, training_batches
+
+def main():
+    config = load_config(None, ["dataset_type=synthetic", "max_target_length=8", "per_device_batch_size=2"])
+    source, _ = open_sources(config, vocab_size=config.vocab_size)
+    sharding = jax.sharding.NamedSharding(
+        jax.make_mesh((1,), ("fsdp",), devices=jax.devices()[:1]), jax.sharding.PartitionSpec(None, "fsdp", None))
+    iterator = training_batches(source, make_plan(config, num_devices=1), sharding=sharding, examples_seen=0,
+                                num_steps=1_000_000, seed=0, worker_count=1)
+    next(iterator)
+    came = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: came.append(number))
+    print(*(child.pid for child in multiprocessing.active_children()), flush=True)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        while number not in came:
+            next(iterator)
+        for _ in range(20):  # more than was read ahead
+            next(iterator)
+        print("read on", flush=True)
+    # Not closed, and the end of the data is far: the interpreter must still end.
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def is_alive(process_id: int) -> bool:
+    status = pathlib.Path(f"/proc/{process_id}/status")
+    return status.exists() and "State:\tZ" not in status.read_text()
+
+
+def wait_until_gone(process_id: int) -> bool:
+    deadline = time.monotonic() + 30
+    while is_alive(process_id) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not is_alive(process_id)
+
+
+@pytest.mark.skipif(not pathlib.Path("/proc").is_dir(), reason="looks for processes in /proc")
+def test_worker_processes_outlive_a_signal_to_all_but_never_their_parent(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    environment = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parents[2]), "JAX_PLATFORMS": "cpu"}
+    # Two at a time, since starting is nearly all they do.
+    with ended_in_the_end(program, environment) as stopped, ended_in_the_end(program, environment) as killed:
+        worker_of_stopped, worker_of_killed = (int(process.stdout.readline()) for process in (stopped, killed))
+        killed.kill()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.killpg(stopped.pid, number)  # to all, as the terminal and some schedulers do
+            assert stopped.stdout.readline() == "read on\n"
+        assert stopped.communicate(timeout=60) == ("", "")
+        assert stopped.returncode == 0
+        assert wait_until_gone(worker_of_stopped)
+        assert wait_until_gone(worker_of_killed)
+
+
+@contextlib.contextmanager
+def ended_in_the_end(program, environment):
+    with subprocess.Popen(
+        [sys.executable, str(program)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
