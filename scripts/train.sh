@@ -43,5 +43,5 @@ if [ -n "$run_directory" ]; then
   echo
   echo "A sample (python -m maxtext_lite.generate $run_directory prompt=... for more):"
   run_and_forward_signals "$venv_python" -m maxtext_lite.generate "$run_directory" \
-    prompt='"ROMEO:\n"' max_new_tokens=200 temperature=0.8
+    prompt=ROMEO: max_new_tokens=200 temperature=0.8
 fi

@@ -195,6 +195,10 @@ class _Loop:
         self.loss: float | None = None
         self.eval_loss: float | None = None
         self.last_ready = 0.0
+        self.tracing = False
+        # The simulated devices of a CPU share a few threads: with two steps under way, a collective of one can wait
+        # for ever for a device whose thread the other holds. There, a step is finished before the next begins.
+        self.one_at_a_time = jax.default_backend() == "cpu" and jax.local_device_count() > 1
 
     def train_from(self, state: TrainState, counts: Counts) -> RunResult:
         """The steps after `counts`."""
@@ -212,6 +216,8 @@ class _Loop:
             in_flight: _InFlight | None = None
             for step, batch in enumerate(batches, start=counts.step + 1):
                 self._profile(step - counts.step)
+                if self.one_at_a_time:
+                    jax.block_until_ready(state)
                 state, metrics = train_step(state, batch.arrays)
                 self._finish(in_flight)
                 in_flight = _InFlight(step, metrics, batch)
@@ -309,7 +315,7 @@ class _Loop:
         if steps_here == _FIRST_PROFILED_STEP:
             jax.profiler.start_trace(str(self.run.directory / "tensorboard"))
             self.tracing = True
-        elif getattr(self, "tracing", False) and (steps_here is None or steps_here == _FIRST_PROFILED_STEP + count):
+        elif self.tracing and (steps_here is None or steps_here == _FIRST_PROFILED_STEP + count):
             jax.profiler.stop_trace()
             self.tracing = False
 

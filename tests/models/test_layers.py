@@ -1,0 +1,37 @@
+"""A layer's modules declare one logical axis for each dim of each weight."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from maxtext_lite.models.layers import DecoderLayer, DecoderShape, Embedding, Head
+from maxtext_lite.models.ops import rotary_angles
+
+SHAPE = DecoderShape(vocab_size=11, emb_dim=8, num_query_heads=4, num_kv_heads=2, head_dim=4, mlp_dim=12, num_layers=1)
+
+
+def test_every_weight_names_every_dim():
+    for module in (DecoderLayer, Embedding, Head):
+        state = nnx.state(module(SHAPE, rngs=nnx.Rngs(params=0)))
+        for param in jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, nnx.Param)):
+            assert len(param.axes) == param[...].ndim
+
+
+def test_a_layer_with_silent_weights_is_the_identity():
+    layer = DecoderLayer(SHAPE, rngs=nnx.Rngs(params=0))
+    layer.attention.out[...] = jnp.zeros_like(layer.attention.out[...])
+    layer.mlp.down[...] = jnp.zeros_like(layer.mlp.down[...])
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 8)), jnp.float32)
+    rotation = rotary_angles(jnp.zeros((2, 3), jnp.int32), SHAPE.head_dim, 1e4)
+    y, kept = layer(x, rotation, lambda q, k, v: (q, "kept"))
+    np.testing.assert_array_equal(y, x)
+    assert kept == "kept"
+
+
+def test_initial_weights_have_the_asked_deviation():
+    wide = DecoderShape(vocab_size=512, emb_dim=64, num_query_heads=4, num_kv_heads=2, head_dim=16, mlp_dim=256,
+                        num_layers=1, initializer_range=0.05)
+    layer = DecoderLayer(wide, rngs=nnx.Rngs(params=0))
+    assert abs(float(jnp.std(layer.mlp.gate[...])) - 0.05) < 0.002
+    np.testing.assert_array_equal(layer.mlp_norm.scale[...], np.ones(64))

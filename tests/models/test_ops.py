@@ -1,0 +1,74 @@
+"""Hand-written derivatives equal the automatic ones of the plain formulas, in float64; bfloat16 stays close."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxtext_lite.models.ops import project, rms_norm, rotary_angles, rotate, silu_times
+
+B, T, D, N, H = 2, 3, 8, 2, 4
+
+
+def _random(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape))
+
+
+def _rotation():
+    return rotary_angles(jnp.tile(jnp.arange(T), (B, 1)) + 3, H, 100.0)
+
+
+def _plain_rotate(x):
+    position, plane = np.arange(T) + 3, np.arange(H // 2)
+    angle = position[:, None] / 100.0 ** (2 * plane / H)
+    z = (x[..., : H // 2] + 1j * x[..., H // 2 :]) * np.exp(1j * angle)[None, :, None]
+    return jnp.concatenate([z.real, z.imag], -1)
+
+
+CASES = {
+    "project": (lambda x, w: project(x, w), lambda x, w: jnp.einsum("btd,dnh->btnh", x, w), (B, T, D), (D, N, H)),
+    "project two dims": (lambda x, w: project(x, w, 2), lambda x, w: jnp.einsum("btnh,nhd->btd", x, w),
+                         (B, T, N, H), (N, H, D)),
+    "rms_norm": (lambda x, w: rms_norm(x, w, 1e-5), lambda x, w: x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * w,
+                 (B, T, D), (D,)),
+    "silu_times": (silu_times, lambda g, u: g / (1 + jnp.exp(-g)) * u, (B, T, D), (B, T, D)),
+    "rotate": (lambda x, _: rotate(x, _rotation()), lambda x, _: _plain_rotate(x), (B, T, N, H), ()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_value_and_gradients_equal_the_plain_formula(name):
+    ours, plain, *shapes = CASES[name]
+    arguments = [_random(*shape, seed=i).astype(jnp.float32) for i, shape in enumerate(shapes)]
+    weight = _random(*jax.eval_shape(ours, *arguments).shape, seed=9)
+
+    def value_and_gradients(function, arguments):
+        return jax.jit(jax.value_and_grad(lambda *a: jnp.sum(function(*a) * weight), argnums=(0, 1)))(*arguments)
+
+    with jax.default_matmul_precision("highest"):
+        got = value_and_gradients(ours, arguments)
+    with jax.enable_x64(True):
+        want = value_and_gradients(plain, [jnp.asarray(np.asarray(a, np.float64)) for a in arguments])
+        want = jax.tree.map(np.asarray, want)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), got, want)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bfloat16_in_bfloat16_out(name):
+    ours, plain, *shapes = CASES[name]
+    arguments = [_random(*shape, seed=i).astype(jnp.bfloat16) for i, shape in enumerate(shapes)]
+    got = ours(*arguments)
+    assert got.dtype == jnp.bfloat16
+    want = plain(*[jnp.asarray(a, jnp.float32) for a in arguments])
+    np.testing.assert_allclose(np.asarray(got, np.float32), want, rtol=0.02, atol=0.02)
+
+
+def test_a_rotation_depends_on_relative_position_only():
+    q, k = _random(1, 1, 1, H, seed=1), _random(1, 1, 1, H, seed=2)
+
+    def score(i, j):
+        at = lambda p: rotary_angles(jnp.full((1, 1), p), H, 100.0)  # noqa: E731
+        return float(jnp.sum(rotate(q, at(i)) * rotate(k, at(j))))
+
+    assert score(5, 3) == pytest.approx(score(105, 103), rel=1e-4)
+    assert score(5, 3) != pytest.approx(score(5, 4), rel=1e-2)

@@ -1,0 +1,59 @@
+"""Logical axes become PartitionSpecs by one table, which refuses what it does not know."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxtext_lite.parallel import MESH_AXES, constrain, make_mesh, over_replicas, over_shards, sharding
+from maxtext_lite.parallel.axes import MESH_AXES_OF, partition_spec
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return make_mesh({axis: 2 if axis in ("data", "fsdp", "tensor") else 1 for axis in MESH_AXES},
+                     dict.fromkeys(MESH_AXES, 1))
+
+
+def test_every_rule_names_mesh_axes():
+    assert {axis for axes in MESH_AXES_OF.values() for axis in axes} <= set(MESH_AXES)
+
+
+def test_known_axes():
+    assert partition_spec(("layers", "embed", "mlp")) == jax.P(None, "fsdp", "tensor")
+    assert partition_spec(("accumulation", "global_batch", None)) == jax.P(None, ("data", "fsdp", "expert"), None)
+
+
+def test_unknown_axis_is_refused_by_name():
+    with pytest.raises(ValueError, match="unknown logical axis 'embde'"):
+        partition_spec(("embde",))
+
+
+def test_mesh_axis_used_twice_is_refused_by_name():
+    with pytest.raises(ValueError, match="mesh axis 'tensor' is used twice, by 'heads' and 'mlp'"):
+        partition_spec(("heads", "mlp"))
+
+
+def test_constrain_without_a_mesh_changes_nothing():
+    x = jnp.ones((2, 3))
+    assert constrain(x, ("batch", None)) is x
+
+
+def test_over_replicas_gives_each_replica_its_contiguous_rows(mesh):
+    rows = jax.device_put(jnp.arange(8.0).reshape(8, 1), sharding(mesh, ("global_batch", None)))
+    with jax.set_mesh(mesh):
+        sums_R = jax.jit(lambda rows: over_replicas(lambda scale, x: scale * x.sum(), mesh)(10.0, rows))(rows)
+    np.testing.assert_array_equal(sums_R, [10 * (0 + 1 + 2 + 3), 10 * (4 + 5 + 6 + 7)])
+
+
+def test_over_shards_runs_on_each_device_part_inside_over_replicas(mesh):
+    x = jnp.arange(32.0).reshape(8, 4)
+
+    def part_sums(_, rows):  # 4 rows a replica, 2 a device; 2 columns a device
+        local = lambda part: jnp.full_like(part, part.sum())  # noqa: E731
+        return over_shards(local, (("batch", "activation_mlp"),), ("batch", "activation_mlp"))(rows)
+
+    with jax.set_mesh(mesh):
+        got = jax.jit(lambda x: over_replicas(part_sums, mesh)(None, x))(x)
+    blocks = np.asarray(x).reshape(4, 2, 2, 2).sum(axis=(1, 3))
+    np.testing.assert_array_equal(np.asarray(got).reshape(8, 4), np.repeat(np.repeat(blocks, 2, 0), 2, 1))
