@@ -11,7 +11,6 @@ from typing import Any
 
 import rich.console
 import rich.progress
-import tensorboardX
 
 from maxtext_lite.models import DecoderShape
 
@@ -60,6 +59,8 @@ class MetricsLog:
     """
 
     def __init__(self, run_directory: Path, after_step: int):
+        import tensorboardX  # here, because it imports torch, for seconds, wherever that is installed
+
         path = run_directory / "metrics.jsonl"
         kept = _lines_up_to(path, after_step)
         scratch = path.with_suffix(".jsonl.tmp")

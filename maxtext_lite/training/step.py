@@ -45,7 +45,10 @@ def accumulate_gradients(decoder: Decoder, optimizer: GradientAccumulation, mesh
 
         def micro_step(carry: Any, rows: dict[str, jax.Array]) -> tuple[Any, None]:
             accumulator, means = carry
-            (_, micro_means), gradients = per_replica(cast_params, rows)
+            # Tied to the loop's rows, weights that are sharded are gathered when they are used; as constants of the
+            # loop, whole embeddings would be gathered before it and kept until its end.
+            micro_params, rows = jax.lax.optimization_barrier((cast_params, rows))
+            (_, micro_means), gradients = per_replica(micro_params, rows)
             accumulator = optimizer.accumulate(accumulator, gradients)
             accumulator = jax.tree.map(lay_out, accumulator, decoder.axes)
             return (accumulator, jax.tree.map(jnp.add, means, micro_means)), None
@@ -79,8 +82,8 @@ def make_train_step(
         updates, opt_state = optimizer.finish(gradients, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         metrics |= {
-            "grad_norm": optax.global_norm(gradients),
-            "param_norm": optax.global_norm(params),
+            "grad_norm": optax.tree.norm(gradients),
+            "param_norm": optax.tree.norm(params),
             "learning_rate": schedule(state.opt_state.gradient_step),
         }
         return TrainState(params, opt_state, state.step + 1), metrics

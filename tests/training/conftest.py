@@ -1,0 +1,135 @@
+"""A tiny decoder, ragged packed rows, and one way to lay them out and run them on any mesh."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxtext_lite.config import load_config
+from maxtext_lite.models import Decoder
+from maxtext_lite.parallel import MESH_AXES, make_mesh, sharding
+from maxtext_lite.training.accumulate import GradientAccumulation
+from maxtext_lite.training.optimizer import learning_rate_schedule, make_optimizer
+from maxtext_lite.training.state import abstract_state, init_state, make_decoder, state_shardings
+from maxtext_lite.training.step import TRAIN_BATCH_AXES, accumulate_gradients, make_train_step
+
+TINY = (
+    "vocab_size=264", "base_emb_dim=16", "base_num_query_heads=4", "base_num_kv_heads=2", "head_dim=4",
+    "base_mlp_dim=24", "base_num_decoder_layers=2", "max_target_length=32", "steps=10", "warmup_steps=2",
+    "matmul_precision=highest", "learning_rate=1e-2",
+)  # fmt: skip
+ROWS, LENGTH = 16, 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """A config on a mesh, and what training makes of it."""
+
+    config: Any
+    mesh: jax.sharding.Mesh
+    decoder: Decoder
+    optimizer: GradientAccumulation
+
+    @functools.cached_property
+    def initial(self):
+        """The state before the first step, on the host."""
+        return jax.device_get(init_state(self.decoder, self.optimizer, self.mesh, 0))
+
+    def state(self):
+        """A new copy of the initial state, on the mesh: a step gives up the one that it is passed."""
+        return jax.device_put(self.initial, state_shardings(self.decoder, self.optimizer, self.mesh))
+
+    def batch(self, rows, accumulation, slots):
+        """Rows as [A, slots, T]: row j in micro-batch j % A, slot j // A; slots without a row are zeros."""
+        laid_out = {}
+        for name, array in rows.items():
+            full = np.zeros((accumulation, slots, array.shape[1]), array.dtype)
+            for j, row in enumerate(array):
+                full[j % accumulation, j // accumulation] = row
+            laid_out[name] = jax.device_put(full, sharding(self.mesh, TRAIN_BATCH_AXES))
+        return laid_out
+
+    def compile_step(self, batch):
+        step = make_train_step(self.decoder, self.optimizer, self.mesh, config=self.config,
+                               schedule=learning_rate_schedule(self.config))
+        with jax.set_mesh(self.mesh), jax.default_matmul_precision("highest"):
+            return step.lower(abstract_state(self.decoder, self.optimizer, self.mesh), batch).compile()
+
+    def gradients(self, params, batch):
+        with jax.set_mesh(self.mesh), jax.default_matmul_precision("highest"):
+            function = accumulate_gradients(self.decoder, self.optimizer, self.mesh, self.config)
+            return jax.device_get(jax.jit(function)(params, batch))
+
+    def run(self, compiled, batch, steps):
+        """State and metrics of each of `steps` steps on the same batch."""
+        state, metrics = self.state(), []
+        for _ in range(steps):
+            state, step_metrics = compiled(state, batch)
+            metrics.append(jax.device_get(step_metrics))  # waits: see loop.py on simulated devices
+        return jax.device_get(state), metrics
+
+
+@functools.cache
+def make_setup(*overrides, data=1, fsdp=1, tensor=1):
+    config = load_config(None, [*TINY, *overrides])
+    sizes = {axis: {"data": data, "fsdp": fsdp, "tensor": tensor}.get(axis, 1) for axis in MESH_AXES}
+    mesh = make_mesh(sizes, dict.fromkeys(MESH_AXES, 1), jax.devices()[: data * fsdp * tensor])
+    decoder = make_decoder(config, "cpu")
+    return Setup(config, mesh, decoder, make_optimizer(config, decoder.axes))
+
+
+@pytest.fixture(scope="session")
+def setup():
+    return make_setup
+
+
+@pytest.fixture(scope="session")
+def rows():
+    """Ragged, packed rows: documents of many lengths, weights that differ, some rows with one target and one with none."""
+    rng = np.random.default_rng(0)
+    segment = np.cumsum(rng.random((ROWS, LENGTH)) < 0.15, axis=1) + 1
+    used = rng.integers(1, LENGTH + 1, ROWS)
+    used[3], used[5] = 1, LENGTH
+    real = np.arange(LENGTH)[None] < used[:, None]
+    starts = np.concatenate([np.ones((ROWS, 1), bool), segment[:, 1:] != segment[:, :-1]], axis=1)
+    position = np.arange(LENGTH)[None] - np.maximum.accumulate(np.where(starts, np.arange(LENGTH)[None], 0), axis=1)
+    weights = real * rng.choice([0.0, 0.5, 1.0, 1.0], (ROWS, LENGTH))
+    weights[7] = 0
+    return {
+        "tokens": np.where(real, rng.integers(0, 264, (ROWS, LENGTH)), 0).astype(np.int32),
+        "targets": np.where(real, rng.integers(0, 264, (ROWS, LENGTH)), 0).astype(np.int32),
+        "segments": np.where(real, segment, 0).astype(np.int32),
+        "positions": np.where(real, position, 0).astype(np.int32),
+        "weights": weights.astype(np.float32),
+    }
+
+
+@pytest.fixture(scope="session")
+def agrees():
+    """The project's meaning of two runs agreeing, for trees of tensors."""
+
+    def check(a, b):
+        norm = lambda x: float(np.linalg.norm(np.asarray(x, np.float64)))  # noqa: E731
+        whole = np.sqrt(sum(norm(y) ** 2 for y in jax.tree.leaves(b)))
+        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+            difference = norm(np.asarray(x, np.float64) - np.asarray(y, np.float64))
+            assert difference <= 1e-5 * norm(y) + 1e-7 * whole, (difference, norm(y), whole)
+
+    return check
+
+
+@pytest.fixture(scope="session")
+def mean_loss():
+    """sum(weight * nll) / number of targets of all rows at once, by plain log_softmax: differentiable, no kernels."""
+
+    def loss(decoder, params, rows):
+        x = decoder.hidden(params, rows["tokens"], rows["segments"], rows["positions"])
+        log_probability = jax.nn.log_softmax(jnp.einsum("BTD,DV->BTV", x, decoder.head(params)))
+        nll = -jnp.take_along_axis(log_probability, rows["targets"][..., None], -1)[..., 0]
+        return jnp.sum(rows["weights"] * nll) / np.count_nonzero(rows["weights"])
+
+    return loss

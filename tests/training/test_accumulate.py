@@ -1,0 +1,71 @@
+"""The MultiSteps subclass: one inner update a step, sums in float32, no accumulator in its state."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from maxtext_lite.training.accumulate import GradientAccumulation
+
+PARAMS = {"w": jnp.array([1.0, -2.0]), "b": jnp.array(3.0)}
+
+
+def test_is_a_multisteps_and_keeps_no_accumulator():
+    accumulation = GradientAccumulation(optax.adam(0.1))
+    assert isinstance(accumulation, optax.MultiSteps)
+    state = accumulation.init(PARAMS)
+    assert jax.tree.leaves(state.acc_grads) == []
+    assert not accumulation.has_updated(state)
+
+
+def test_equals_the_inner_optimizer_on_the_sum():
+    inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1))
+    accumulation = GradientAccumulation(inner)
+    state, params = accumulation.init(PARAMS), PARAMS
+    inner_state, expected = inner.init(PARAMS), PARAMS
+    rng = np.random.default_rng(0)
+    for _ in range(3):
+        micro = [{"w": jnp.asarray(rng.normal(size=2)), "b": jnp.asarray(rng.normal())} for _ in range(4)]
+        accumulator = accumulation.accumulator(params)
+        for gradients in micro:
+            accumulator = accumulation.accumulate(accumulator, gradients)
+        updates, state = accumulation.finish(accumulator, state, params)
+        params = optax.apply_updates(params, updates)
+        total = jax.tree.map(lambda *g: sum(g), *micro)
+        updates, inner_state = inner.update(total, inner_state, expected)
+        expected = optax.apply_updates(expected, updates)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), params, expected)
+    assert state.gradient_step == 3 and state.mini_step == 0 and accumulation.has_updated(state)
+
+
+def test_512_bfloat16_gradients_sum_to_512():
+    """A bfloat16 sum stops at 256: 256 + 1 rounds to 256."""
+    accumulation = GradientAccumulation(optax.sgd(1.0))
+    ones = {"w": jnp.ones(3, jnp.bfloat16)}
+    total, _ = jax.lax.scan(lambda acc, _: (accumulation.accumulate(acc, ones), None), accumulation.accumulator(ones),
+                            length=512)
+    assert total["w"].dtype == jnp.float32
+    np.testing.assert_array_equal(total["w"], 512.0)
+
+
+def test_leading_dims_hold_one_accumulator_each():
+    accumulator = GradientAccumulation(optax.sgd(1.0)).accumulator(PARAMS, 4)
+    assert accumulator["w"].shape == (4, 2) and accumulator["b"].shape == (4,)
+
+
+def test_works_as_a_plain_transformation():
+    accumulation = GradientAccumulation(optax.sgd(0.5))
+    updates, state = accumulation.gradient_transformation().update(PARAMS, accumulation.init(PARAMS), PARAMS)
+    np.testing.assert_allclose(updates["w"], [-0.5, 1.0])
+    assert state.gradient_step == 1
+
+
+@pytest.mark.parametrize("count", [1, 3, 2])
+def test_the_number_of_micro_batches_may_change_from_step_to_step(count):
+    accumulation = GradientAccumulation(optax.sgd(1.0))
+    total = accumulation.accumulator(PARAMS)
+    for _ in range(count):
+        total = accumulation.accumulate(total, jax.tree.map(lambda p: p / count, PARAMS))
+    updates, _ = accumulation.finish(total, accumulation.init(PARAMS), PARAMS)
+    np.testing.assert_allclose(updates["w"], [-1.0, 2.0], rtol=1e-6)

@@ -1,0 +1,83 @@
+"""The tiled cross-entropy and its hand-made gradient against float64 log-softmax."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxtext_lite.training.loss import cross_entropy, token_losses
+
+B, T, D, V = 3, 12, 8, 20
+Z = 0.01
+
+
+def _inputs():
+    rng = np.random.default_rng(0)
+    x, head = rng.normal(size=(B, T, D)), rng.normal(size=(D, V))
+    return x, head, rng.integers(0, V, (B, T)), rng.choice([0.0, 0.5, 1.0], (B, T))
+
+
+def _by_hand():
+    """Loss, nll and squared log-partition sums, and both gradients, in float64 numpy."""
+    x, head, target, weight = _inputs()
+    logits = x @ head
+    log_partition = np.log(np.exp(logits).sum(-1))
+    nll = log_partition - np.take_along_axis(logits, target[..., None], -1)[..., 0]
+    probability = np.exp(logits - log_partition[..., None])
+    dlogits = weight[..., None] * (probability * (1 + 2 * Z * log_partition[..., None]) - np.eye(V)[target])
+    sums = (weight * nll).sum(), (weight * log_partition**2).sum()
+    return sums[0] + Z * sums[1], sums, dlogits @ head.T, np.einsum("btd,btv->dv", x, dlogits)
+
+
+@pytest.mark.parametrize("num_tiles", [1, 3, 12])
+def test_loss_and_gradients_equal_a_hand_computation(num_tiles):
+    x, head, target, weight = (jnp.asarray(a, jnp.float32 if a.dtype == np.float64 else jnp.int32) for a in _inputs())
+    with jax.default_matmul_precision("highest"):
+        function = jax.jit(jax.value_and_grad(lambda x, head: cross_entropy(x, head, target, weight, Z, num_tiles),
+                                              argnums=(0, 1), has_aux=True))
+        (loss, sums), (dx, dhead) = function(x, head)
+        forward_only = cross_entropy(x, head, target, weight, Z, num_tiles)
+    want_loss, want_sums, want_dx, want_dhead = _by_hand()
+    assert float(loss) == pytest.approx(want_loss, rel=1e-6)
+    np.testing.assert_allclose(sums, want_sums, rtol=1e-6)
+    np.testing.assert_allclose(forward_only[0], loss, rtol=1e-6)
+    np.testing.assert_allclose(dx, want_dx, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(dhead, want_dhead, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_tiles", [1, 4])
+def test_token_losses_are_in_order(num_tiles):
+    x, head, target, _ = _inputs()
+    logits = x @ head
+    want = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, target[..., None], -1)[..., 0]
+    got = token_losses(jnp.asarray(x, jnp.float32), jnp.asarray(head, jnp.float32), jnp.asarray(target), num_tiles)
+    np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-5)
+
+
+def test_large_logits_neither_overflow_nor_lose_the_target():
+    x = jnp.full((1, 1, 1), 1e4)
+    head = jnp.asarray([[1.0, 0.5, -1.0]])
+    loss, _ = cross_entropy(x, head, jnp.array([[1]]), jnp.ones((1, 1)), 0.0, 1)
+    assert float(loss) == pytest.approx(5e3)
+
+
+def test_all_logits_never_exist_at_once():
+    """At V = 4096 the [B, T, V] float32 logits are 64 MB; in 16 tiles, value and gradient need a few tiles of it."""
+    sizes = jax.ShapeDtypeStruct((8, 512, 32), jnp.float32), jax.ShapeDtypeStruct((32, 4096), jnp.float32)
+    rows = jax.ShapeDtypeStruct((8, 512), jnp.int32), jax.ShapeDtypeStruct((8, 512), jnp.float32)
+
+    def temporaries(num_tiles):
+        loss = lambda x, head, target, weight: cross_entropy(x, head, target, weight, 0.0, num_tiles)[0]  # noqa: E731
+        return jax.jit(jax.grad(loss, (0, 1))).lower(*sizes, *rows).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporaries(1) >= 8 * 512 * 4096 * 4
+    assert temporaries(16) < 8 * 512 * 4096 * 4 / 3
+
+
+def test_bfloat16_gradients_come_back_in_bfloat16():
+    x, head, target, weight = _inputs()
+    narrow = jnp.asarray(x, jnp.bfloat16), jnp.asarray(head, jnp.bfloat16)
+    loss = lambda x, head: cross_entropy(x, head, jnp.asarray(target), jnp.asarray(weight, jnp.float32), Z, 2)[0]  # noqa: E731
+    dx, dhead = jax.jit(jax.grad(loss, (0, 1)))(*narrow)
+    assert dx.dtype == dhead.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(dx, np.float32), _by_hand()[2], atol=0.05)

@@ -1,0 +1,105 @@
+"""Schedules at their corners; optimizers against formulas; what weight decay touches."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from maxtext_lite.config import load_config
+from maxtext_lite.training.optimizer import learning_rate_schedule, make_optimizer
+
+
+def _rates(*overrides):
+    config = load_config(None, ["learning_rate=1e-3", "steps=100", "warmup_steps=10", *overrides])
+    schedule = learning_rate_schedule(config)
+    return lambda step: float(schedule(step - 1)) / 1e-3  # of step number `step`, the first being 1
+
+
+@pytest.mark.parametrize("name, expected", [
+    ("cosine", {1: 0.1, 5: 0.5, 10: 1.0, 55: 0.55, 100: 0.1}),  # half-way between 10 and 100: the mean of 1 and 0.1
+    ("linear", {1: 0.1, 10: 1.0, 55: 0.55, 100: 0.1}),
+    ("wsd", {1: 0.1, 10: 1.0, 80: 1.0, 90: 0.55, 100: 0.1}),  # the last fifth decays
+    ("constant", {1: 0.1, 10: 1.0, 100: 1.0}),
+])  # fmt: skip
+def test_schedule_at_its_corners(name, expected):
+    rates = _rates(f"learning_rate_schedule={name}", "learning_rate_final_fraction=0.1", "wsd_decay_steps_fraction=0.2")
+    assert {step: round(rates(step), 6) for step in expected} == expected
+
+
+def test_no_warm_up_starts_at_the_peak_and_one_longer_than_the_run_never_reaches_it():
+    assert _rates("warmup_steps=0", "learning_rate_schedule=constant")(1) == pytest.approx(1)
+    short = load_config(None, ["steps=5", "learning_rate=1e-3"])  # base.yml's warm-up is longer
+    rates = [float(learning_rate_schedule(short)(updates)) for updates in range(5)]
+    np.testing.assert_allclose(rates, [1e-3 * step / short.warmup_steps for step in range(1, 6)], rtol=1e-6)
+
+
+AXES = {
+    "embedding": {"table": ("vocab", "embed")},
+    "head": {"projection": ("embed", "vocab")},
+    "layers": {"norm": {"scale": ("layers", "norm")}, "mlp": {"up": ("layers", "embed", "mlp")}},
+}
+RNG = np.random.default_rng(0)
+PARAMS = {
+    "embedding": {"table": jnp.asarray(RNG.normal(size=(6, 4)), jnp.float32)},
+    "head": {"projection": jnp.asarray(RNG.normal(size=(4, 6)), jnp.float32)},
+    "layers": {"norm": {"scale": jnp.ones((3, 4))}, "mlp": {"up": jnp.asarray(RNG.normal(size=(3, 4, 5)), jnp.float32)}},
+}
+
+
+def _updates(*overrides, gradients=None):
+    config = load_config(None, ["steps=10", "warmup_steps=0", "learning_rate_schedule=constant", "learning_rate=0.1",
+                                "gradient_clipping_threshold=0", *overrides])
+    optimizer = make_optimizer(config, AXES)
+    gradients = jax.tree.map(jnp.ones_like, PARAMS) if gradients is None else gradients
+    return optimizer.finish(gradients, optimizer.init(PARAMS), PARAMS)[0]
+
+
+def test_decay_leaves_norms_and_embeddings_alone_by_default():
+    zero = jax.tree.map(jnp.zeros_like, PARAMS)
+    updates = _updates("optimizer=adamw", "weight_decay=0.5", gradients=zero)
+    np.testing.assert_array_equal(updates["embedding"]["table"], 0)
+    np.testing.assert_array_equal(updates["layers"]["norm"]["scale"], 0)
+    np.testing.assert_allclose(updates["head"]["projection"], -0.05 * PARAMS["head"]["projection"], rtol=1e-6)
+    updates = _updates("optimizer=adamw", "weight_decay=0.5", "weight_decay_on_norms_and_embeddings=true", gradients=zero)
+    np.testing.assert_allclose(updates["embedding"]["table"], -0.05 * PARAMS["embedding"]["table"], rtol=1e-6)
+
+
+def test_sgd_is_the_gradient_times_the_rate():
+    np.testing.assert_allclose(_updates("optimizer=sgd", "weight_decay=0")["head"]["projection"], -0.1, rtol=1e-6)
+
+
+def test_first_adamw_and_lion_steps_are_signs():
+    for optimizer in ("adamw", "lion"):
+        updates = _updates(f"optimizer={optimizer}", "weight_decay=0", gradients=jax.tree.map(lambda p: p * 7, PARAMS))
+        np.testing.assert_allclose(updates["head"]["projection"], -0.1 * np.sign(PARAMS["head"]["projection"]), rtol=1e-4)
+
+
+def test_clipping_bounds_the_global_norm():
+    updates = _updates("optimizer=sgd", "weight_decay=0", "gradient_clipping_threshold=0.5")
+    assert float(optax.tree.norm(updates)) == pytest.approx(0.1 * 0.5, rel=1e-5)
+
+
+def test_muon_orthogonalises_each_layer_and_leaves_ends_to_adam():
+    gradients = jax.tree.map(lambda p: jnp.asarray(RNG.normal(size=p.shape), jnp.float32), PARAMS)
+    updates = _updates("optimizer=muon", "weight_decay=0", gradients=gradients)
+    for layer in np.asarray(updates["layers"]["mlp"]["up"]):
+        singular = np.linalg.svd(layer, compute_uv=False)
+        assert singular.min() > 0.6 * singular.max()  # Newton-Schulz brings them near each other, not together
+    adam = _updates("optimizer=adamw", "weight_decay=0", gradients=gradients)
+    np.testing.assert_array_equal(np.sign(updates["head"]["projection"]), np.sign(adam["head"]["projection"]))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adafactor", "muon", "lion"])
+def test_every_optimizer_goes_downhill(optimizer):
+    config = load_config(None, ["steps=50", "warmup_steps=0", "learning_rate=0.02", f"optimizer={optimizer}"])
+    chosen = make_optimizer(config, AXES)
+    loss = lambda p: sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(p))  # noqa: E731
+
+    def step(carry, _):
+        params, state = carry
+        updates, state = chosen.finish(jax.grad(loss)(params), state, params)
+        return (optax.apply_updates(params, updates), state), loss(params)
+
+    _, losses = jax.lax.scan(step, (PARAMS, chosen.init(PARAMS)), length=50)
+    assert losses[-1] < 0.95 * losses[0]

@@ -1,0 +1,170 @@
+"""The update does not depend on how a batch is split; what is compiled is what was promised."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from maxtext_lite.parallel import sharding
+from maxtext_lite.training.step import EVAL_BATCH_AXES, make_eval_step
+from tests.hlo import collectives, device_groups
+
+# (accumulation, row slots of a micro-batch, mesh); 16 rows in all, so that the last two leave slots empty
+SPLITS = {
+    "A=1 on 1": (1, 16, {}),
+    "A=16 on 1": (16, 1, {}),
+    "A=4, empty slots, on data 8": (4, 8, {"data": 8}),
+    "A=1 on data 2 fsdp 2 tensor 2": (1, 16, {"data": 2, "fsdp": 2, "tensor": 2}),
+    "A=8 on fsdp 2 tensor 2": (8, 2, {"fsdp": 2, "tensor": 2}),
+    "A=2 on data 2 fsdp 4": (2, 8, {"data": 2, "fsdp": 4}),
+    "A=3, empty slots, on fsdp 4 tensor 2": (3, 8, {"fsdp": 4, "tensor": 2}),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def by_hand(setup, rows, mean_loss):
+    """Loss and gradients of all rows at once, without accumulation, replicas or our loss."""
+    one = setup("optimizer=sgd")
+    params = one.initial.params
+    with jax.default_matmul_precision("highest"):
+        loss, gradients = jax.jit(jax.value_and_grad(lambda p: mean_loss(one.decoder, p, rows)))(params)
+    return params, float(loss), jax.device_get(gradients)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_accumulated_gradients_equal_those_of_all_rows_at_once(split, setup, rows, by_hand, agrees):
+    accumulation, slots, mesh = SPLITS[split]
+    it = setup("optimizer=sgd", **mesh)
+    params, loss, gradients = by_hand
+    got, metrics = it.gradients(it.state().params, it.batch(rows, accumulation, slots))
+    agrees(it.initial.params, params)  # initial values do not depend on the mesh
+    agrees(got, gradients)
+    assert metrics["loss"] == pytest.approx(loss, rel=1e-6)
+    assert metrics["target_tokens"] == np.count_nonzero(rows["weights"])
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_five_steps_agree_however_they_are_split(optimizer, setup, rows, agrees):
+    results = []
+    for accumulation, slots, mesh in (SPLITS["A=1 on 1"], SPLITS["A=4, empty slots, on data 8"],
+                                      SPLITS["A=1 on data 2 fsdp 2 tensor 2"]):
+        rate = {"sgd": 0.5, "adamw": 0.01}[optimizer]
+        it = setup(f"optimizer={optimizer}", f"learning_rate={rate}", "num_vocab_tiling=2", "z_loss_multiplier=1e-3", **mesh)
+        batch = it.batch(rows, accumulation, slots)
+        results.append(it.run(it.compile_step(batch), batch, 5))
+    (state, metrics), *others = results
+    losses = [m["loss"] for m in metrics]
+    assert losses[-1] < losses[0] - 0.01
+    for other_state, other_metrics in others:
+        for name in ("loss", "grad_norm", "z_loss", "param_norm", "learning_rate"):
+            np.testing.assert_allclose([m[name] for m in other_metrics], [m[name] for m in metrics], rtol=1e-5)
+        if optimizer == "sgd":
+            agrees(other_state.params, state.params)
+    assert state.step == state.opt_state.gradient_step == 5
+
+
+def test_metrics_are_those_of_the_update(setup, rows, by_hand):
+    it = setup("optimizer=sgd", "gradient_clipping_threshold=0", "weight_decay=0", "warmup_steps=4")
+    batch = it.batch(rows, 2, 8)
+    state, (metrics,) = it.run(it.compile_step(batch), batch, 1)
+    params, _, gradients = by_hand
+    norm = lambda tree: np.sqrt(sum(np.sum(np.square(x, dtype=np.float64)) for x in jax.tree.leaves(tree)))  # noqa: E731
+    assert metrics["learning_rate"] == pytest.approx(1e-2 / 4)  # the first of four steps of warm-up
+    assert metrics["grad_norm"] == pytest.approx(norm(gradients), rel=1e-5)
+    expected = jax.tree.map(lambda p, g: p - 1e-2 / 4 * g, params, gradients)
+    assert metrics["param_norm"] == pytest.approx(norm(expected), rel=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), state.params, expected)
+
+
+def test_a_step_without_targets_has_loss_zero_and_no_gradient(setup, rows):
+    it = setup("optimizer=sgd")
+    blank = rows | {"weights": np.zeros_like(rows["weights"])}
+    gradients, metrics = it.gradients(it.state().params, it.batch(blank, 2, 8))
+    assert metrics["loss"] == metrics["target_tokens"] == 0
+    assert all(np.all(g == 0) for g in jax.tree.leaves(gradients))
+
+
+@pytest.fixture(scope="module")
+def compiled(setup, rows):
+    """The step on data 4 x fsdp 2 for several A; memory wants rows enough for activations to be the same size."""
+    it = setup("optimizer=adamw", "base_emb_dim=64", "base_mlp_dim=256", data=4, fsdp=2)
+    steps = {}
+    for accumulation in (1, 2, 4, 8):
+        many = {name: np.tile(array, (accumulation, 1)) for name, array in rows.items()}
+        steps[accumulation] = it.compile_step(it.batch(many, accumulation, 16))
+    return it, steps
+
+
+def test_gradients_cross_the_data_axis_once_a_step(compiled):
+    it, steps = compiled
+    found = collectives(steps[4].as_text())
+    assert any(c.in_loop and c.crosses(it.mesh, "fsdp") for c in found)  # sharded weights are gathered in the loops
+    assert not [c.line for c in found if c.in_loop and c.crosses(it.mesh, "data")]
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(it.decoder.abstract_params))
+    reduced = sum(
+        np.prod([int(n) for n in sizes.split(",")], dtype=int)
+        for c in found if c.kind in ("all-reduce", "reduce-scatter") and c.crosses(it.mesh, "data")
+        for sizes in re.findall(r"f32\[([\d,]+)\]", c.line.split(c.kind + "(")[0])
+    )  # fmt: skip
+    assert parameters / 2 <= reduced <= parameters + 100  # each device reduces its fsdp half, once
+
+
+def test_memory_is_flat_in_accumulation(compiled):
+    """From A = 2 on nothing grows; A = 2 adds one float32 accumulator, and where weights are sharded, XLA keeps
+    re-laid copies of this device's parts of the embedding and the head through the loop."""
+    it, steps = compiled
+    temporaries = {a: step.memory_analysis().temp_size_in_bytes for a, step in steps.items()}
+    parameters = it.decoder.abstract_params
+    accumulator = 4 * sum(leaf.size for leaf in jax.tree.leaves(parameters)) // 2  # float32, fsdp half
+    ends = 4 * (parameters["embedding"]["table"].size + parameters["head"]["projection"].size) // 2
+    assert temporaries[2] - temporaries[1] <= accumulator + ends
+    for accumulation in (4, 8):
+        assert abs(temporaries[accumulation] - temporaries[2]) <= 0.02 * temporaries[2]
+
+
+def test_accumulation_adds_at_most_one_accumulator(setup, rows):
+    it = setup("optimizer=adamw", data=2)
+    temporaries = [
+        it.compile_step(it.batch({name: np.tile(array, (a, 1)) for name, array in rows.items()}, a, 16))
+        .memory_analysis().temp_size_in_bytes for a in (1, 2)
+    ]  # fmt: skip
+    accumulator = 4 * sum(leaf.size for leaf in jax.tree.leaves(it.decoder.abstract_params))
+    assert temporaries[1] - temporaries[0] <= accumulator
+
+
+def test_the_inner_optimizer_is_compiled_once(compiled):
+    """Adam takes one square root for each parameter: as many outside the loops as parameters, and none inside one."""
+    it, steps = compiled
+    lowered = steps[8].as_text()
+    roots = [line for line in lowered.splitlines() if re.search(r"f32\[[\d,]+\]\S* sqrt\(", line)]
+    assert len(roots) == len(jax.tree.leaves(it.decoder.abstract_params))
+    assert not [line for line in roots if "while/body" in line]
+
+
+def test_the_state_holds_no_accumulator(setup):
+    it = setup("optimizer=adamw")
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(it.decoder.abstract_params))
+    assert sum(leaf.size for leaf in jax.tree.leaves(it.initial)) <= 3 * parameters + 8
+
+
+def test_row_losses_are_exact_for_any_mesh(setup, rows):
+    one, eight = setup(), setup(data=2, fsdp=2, tensor=2)
+    params = one.initial.params
+    results = []
+    for it in (one, eight):
+        batch = {name: jax.device_put(array, sharding(it.mesh, EVAL_BATCH_AXES)) for name, array in rows.items()}
+        with jax.set_mesh(it.mesh), jax.default_matmul_precision("highest"):
+            results.append(jax.device_get(make_eval_step(it.decoder, it.mesh, it.config)(it.state().params, batch)))
+    np.testing.assert_allclose(results[0][0], results[1][0], rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(results[1][1], np.count_nonzero(rows["weights"], axis=1))
+    x = one.decoder.hidden(params, rows["tokens"], rows["segments"], rows["positions"])
+    logits = np.asarray(x, np.float64) @ np.asarray(one.decoder.head(params), np.float64)
+    nll = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, rows["targets"][..., None], -1)[..., 0]
+    np.testing.assert_allclose(results[0][0], (nll * rows["weights"]).sum(-1), rtol=1e-5, atol=1e-5)
+
+
+def test_device_groups_reads_every_form():
+    assert device_groups("{{0,1},{2,3}}") == ((0, 1), (2, 3))
+    assert device_groups("[2,4]<=[4,2]T(1,0)") == ((0, 2, 4, 6), (1, 3, 5, 7))
+    assert device_groups("mesh['axis_0'=2,'axis_1'=4] {'axis_0'}") == ((0, 4), (1, 5), (2, 6), (3, 7))
