@@ -47,8 +47,12 @@ class ArgumentParser(argparse.ArgumentParser):
 
 def config_arguments(parser: ArgumentParser) -> None:
     """Adds `[CONFIG.yml] [key=value ...]`; `ArgumentParser.parse` gives them as `config` and `overrides`."""
-    parser.add_argument("words", nargs="*", metavar="[CONFIG.yml] [key=value ...]",
-                        help="a config (default: configs/base.yml) and values that win over it")
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="[CONFIG.yml] [key=value ...]",
+        help="a config (default: configs/base.yml) and values that win over it",
+    )
 
 
 def run_command(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None) -> int:
@@ -85,7 +89,8 @@ def _dispatch(argv: Sequence[str]) -> int:
         return 0 if argv else EXIT_USER_ERROR
     command, *rest = argv
     if command not in COMMANDS:
-        raise UserError(f"unknown command '{command}'.{did_you_mean(command, COMMANDS)} "
-                        f"There are: {', '.join(COMMANDS)}.")
+        raise UserError(
+            f"unknown command '{command}'.{did_you_mean(command, COMMANDS)} There are: {', '.join(COMMANDS)}."
+        )
     module = importlib.import_module(f"maxtext_lite.{command}")
     return int(module.main(rest))

@@ -85,8 +85,11 @@ def main(argv: Sequence[str]) -> int:
     parser = ArgumentParser(prog="maxtext-lite generate", description=f"{__doc__} Example: {EXAMPLE}")
     parser.add_argument("run_directory", help="a run directory, as `train` names it at its end")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=", ".join(GenerateConfig.model_fields))
-    parser.add_argument("--json", action="store_true",
-                        help="print, for each prompt, its new tokens and their log-probabilities under the model")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print, for each prompt, its new tokens and their log-probabilities under the model",
+    )
     arguments = parser.parse_intermixed_args(argv)
     asked = parse_generate_config(arguments.overrides)
     directory = Path(arguments.run_directory)
@@ -99,6 +102,7 @@ def _generate(directory: Path, config: Config, asked: GenerateConfig, *, as_json
     import jax  # only once the arguments are known to be right
 
     from maxtext_lite.data import check_vocabulary, load_tokenizer
+    from maxtext_lite.parallel import start_devices
     from maxtext_lite.training.sampler import Sampler
 
     tokenizer = None
@@ -110,11 +114,18 @@ def _generate(directory: Path, config: Config, asked: GenerateConfig, *, as_json
         stop = asked.stop_token_ids if asked.stop_token_ids is not None else [tokenizer.end_of_text_id]
     else:
         prompts, stop = asked.prompt_ids, asked.stop_token_ids or []
-    _refuse_impossible(prompts, asked, config, jax.device_count())
+    _refuse_impossible(prompts, asked, config, len(start_devices()))
     with jax.default_matmul_precision(config.matmul_precision):
         sampler = Sampler.from_run(directory, config, tensor_parallelism=asked.ici_tensor_parallelism)
-        texts = sampler.stream(prompts, max_new_tokens=asked.max_new_tokens, temperature=asked.temperature,
-                               top_k=asked.top_k, top_p=asked.top_p, stop_token_ids=stop, seed=asked.seed)
+        texts = sampler.stream(
+            prompts,
+            max_new_tokens=asked.max_new_tokens,
+            temperature=asked.temperature,
+            top_k=asked.top_k,
+            top_p=asked.top_p,
+            stop_token_ids=stop,
+            seed=asked.seed,
+        )
         if as_json or tokenizer is None:
             new: list[dict[str, list[Any]]] = [{"tokens": [], "log_probabilities": []} for _ in prompts]
             for index, token, log_probability in texts:
@@ -135,18 +146,25 @@ def _refuse_impossible(prompts: list[list[int]], asked: GenerateConfig, config: 
     problems = [
         f"{key}: token {token} is not below vocab_size={config.vocab_size}. Nearest that works: "
         f"{min(max(token, 0), config.vocab_size - 1)}."
-        for key, tokens in (("prompt_ids", [t for prompt in prompts for t in prompt]),
-                            ("stop_token_ids", asked.stop_token_ids or []))
+        for key, tokens in (
+            ("prompt_ids", [t for prompt in prompts for t in prompt]),
+            ("stop_token_ids", asked.stop_token_ids or []),
+        )
         for token in tokens
         if not 0 <= token < config.vocab_size
     ]
     tensor = asked.ici_tensor_parallelism
-    works = [n for n in range(1, num_devices + 1)
-             if config.base_num_kv_heads % n == config.base_mlp_dim % n == config.vocab_size % n == 0]
+    works = [
+        n
+        for n in range(1, num_devices + 1)
+        if config.base_num_kv_heads % n == config.base_mlp_dim % n == config.vocab_size % n == 0
+    ]
     if tensor not in works:
         nearest = min(works, key=lambda n: abs(n - tensor))
-        problems.append(f"ici_tensor_parallelism={tensor} does not divide the model's heads, mlp and vocabulary over "
-                        f"{num_devices} devices. Nearest that works: {nearest}.")
+        problems.append(
+            f"ici_tensor_parallelism={tensor} does not divide the model's heads, mlp and vocabulary over "
+            f"{num_devices} devices. Nearest that works: {nearest}."
+        )
     if problems:
         raise UserError(problems)
 

@@ -53,7 +53,9 @@ def _numbers(text: str) -> list[int]:
 
 def collectives(hlo: str) -> list[Collective]:
     """Every collective of a compiled module."""
-    bodies = {match[1]: match[2] for match in re.finditer(r"^(?:ENTRY )?%([\w.\-]+) \(.*?\{\n(.*?)^\}", hlo, re.M | re.S)}
+    bodies = {
+        match[1]: match[2] for match in re.finditer(r"^(?:ENTRY )?%([\w.\-]+) \(.*?\{\n(.*?)^\}", hlo, re.M | re.S)
+    }
     assert bodies, "no computations found"
     looped = set(re.findall(r"(?:body|condition)=%([\w.\-]+)", hlo))
     while True:  # what a loop calls is in the loop

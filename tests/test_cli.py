@@ -80,14 +80,20 @@ def test_every_command_is_a_module_with_a_main(command):
 
 
 def test_python_m_is_the_console_script():
-    done = subprocess.run([sys.executable, "-m", "maxtext_lite", "plan", "steps=x"], capture_output=True, text=True,
-                          check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "maxtext_lite", "plan", "steps=x"], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 2
     assert done.stderr.startswith("error: steps=x is text, not a number.")
 
 
 def test_a_reader_that_has_seen_enough_is_no_error():
-    done = subprocess.run(f"{sys.executable} -m maxtext_lite plan --json | head -1", shell=True, capture_output=True,
-                          text=True, check=False)
+    done = subprocess.run(
+        f"{sys.executable} -m maxtext_lite plan --json | head -1",
+        shell=True,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.stdout == "{\n"
     assert done.stderr == ""

@@ -11,8 +11,24 @@ from maxtext_lite.plan import main
 
 
 def test_a_machine_that_does_not_exist_is_planned(capsys):
-    assert main(["--devices", "256", "--hosts", "64", "--device-memory-gb", "95", "model_name=llama3-8b", "--json",
-                 "per_device_batch_size=1", "max_target_length=8192", "expansion_factor_real_data=4"]) == 0
+    assert (
+        main(
+            [
+                "--devices",
+                "256",
+                "--hosts",
+                "64",
+                "--device-memory-gb",
+                "95",
+                "model_name=llama3-8b",
+                "--json",
+                "per_device_batch_size=1",
+                "max_target_length=8192",
+                "expansion_factor_real_data=4",
+            ]
+        )
+        == 0
+    )
     plan = json.loads(capsys.readouterr().out)
     assert plan["global_batch_to_train"] == 256
     assert plan["tokens_per_step"] == 256 * 8192
@@ -66,6 +82,7 @@ def test_it_imports_no_jax_and_answers_at_once():
 
 
 def test_as_a_module_it_ends_with_the_exit_code():
-    done = subprocess.run([sys.executable, "-m", "maxtext_lite.plan", "steps=0"], capture_output=True, text=True,
-                          check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "maxtext_lite.plan", "steps=0"], capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stderr) == (2, "error: steps=0 must be at least 1. Nearest that works: 1.\n")

@@ -45,10 +45,14 @@ def derive_batch(config: BatchConfig, num_devices: int) -> Batch | Problem:
     if per_device == -1:
         if stated % accumulation:
             below, above = single_edits("gradient_accumulation_steps", divisors(stated), accumulation)
-            return Problem("gradient_accumulation_steps",
-                           f"global_batch_size={stated} / gradient_accumulation_steps={accumulation} = "
-                           f"{_ratio_text(Fraction(stated, accumulation))} examples per micro-batch, "
-                           "not a whole number.", below, above)
+            return Problem(
+                "gradient_accumulation_steps",
+                f"global_batch_size={stated} / gradient_accumulation_steps={accumulation} = "
+                f"{_ratio_text(Fraction(stated, accumulation))} examples per micro-batch, "
+                "not a whole number.",
+                below,
+                above,
+            )
         micro = stated // accumulation
         return Batch(Fraction(micro, num_devices), accumulation, micro)
     micro = per_device * num_devices
@@ -58,18 +62,26 @@ def derive_batch(config: BatchConfig, num_devices: int) -> Batch | Problem:
         if stated % micro:
             below, above = multiples("global_batch_size", int(micro), stated)
             smaller, larger = _per_device_edits([Fraction(rows, num_devices) for rows in divisors(stated)], per_device)
-            return Problem("global_batch_size",
-                           f"global_batch_size={stated} / (per_device_batch_size={number_text(per_device)} x "
-                           f"{num_devices} devices = {micro} examples) = {_ratio_text(stated / micro)} accumulation "
-                           "steps, not a whole number.", below, above, (*smaller, *larger))
+            return Problem(
+                "global_batch_size",
+                f"global_batch_size={stated} / (per_device_batch_size={number_text(per_device)} x "
+                f"{num_devices} devices = {micro} examples) = {_ratio_text(stated / micro)} accumulation "
+                "steps, not a whole number.",
+                below,
+                above,
+                (*smaller, *larger),
+            )
         accumulation = int(stated / micro)
     elif stated and stated != micro * accumulation:
-        return Problem("global_batch_size",
-                       f"global_batch_size={stated} contradicts per_device_batch_size={number_text(per_device)} x "
-                       f"{num_devices} devices x gradient_accumulation_steps={accumulation} = "
-                       f"{micro * accumulation}.",
-                       [{"global_batch_size": int(micro * accumulation)}], [{"per_device_batch_size": Fraction(-1)}],
-                       rule="stated twice")
+        return Problem(
+            "global_batch_size",
+            f"global_batch_size={stated} contradicts per_device_batch_size={number_text(per_device)} x "
+            f"{num_devices} devices x gradient_accumulation_steps={accumulation} = "
+            f"{micro * accumulation}.",
+            [{"global_batch_size": int(micro * accumulation)}],
+            [{"per_device_batch_size": Fraction(-1)}],
+            rule="stated twice",
+        )
     return Batch(per_device, accumulation, int(micro))
 
 
@@ -94,17 +106,33 @@ def _per_device_edits(values: list[Fraction], value: Fraction) -> Edits:
 def _nothing_to_derive_from(per_device: Fraction, accumulation: int, num_devices: int) -> Problem:
     if per_device == -1 and accumulation == -1:
         edit: Edit = {"per_device_batch_size": Fraction(1), "gradient_accumulation_steps": 1}
-        return Problem("per_device_batch_size", "per_device_batch_size=-1 and gradient_accumulation_steps=-1 with "
-                       "global_batch_size=0: nothing states the batch size.", otherwise=(edit,))
-    key, value, alone = (("per_device_batch_size", -1, [Fraction(1), Fraction(1, num_devices)]) if per_device == -1
-                         else ("gradient_accumulation_steps", -1, [1]))
-    return Problem(key, f"{key}={value} is derived from global_batch_size, which is 0: not stated.",
-                   above=[{key: number} for number in alone], rule="underived")
+        return Problem(
+            "per_device_batch_size",
+            "per_device_batch_size=-1 and gradient_accumulation_steps=-1 with "
+            "global_batch_size=0: nothing states the batch size.",
+            otherwise=(edit,),
+        )
+    key, value, alone = (
+        ("per_device_batch_size", -1, [Fraction(1), Fraction(1, num_devices)])
+        if per_device == -1
+        else ("gradient_accumulation_steps", -1, [1])
+    )
+    return Problem(
+        key,
+        f"{key}={value} is derived from global_batch_size, which is 0: not stated.",
+        above=[{key: number} for number in alone],
+        rule="underived",
+    )
 
 
 def not_whole(key: str, per_device: Fraction, num_devices: int) -> Problem:
     """Refuses a per-device size that gives no whole number of examples over all devices."""
     below, above = multiples(key, Fraction(1, num_devices), per_device)
-    return Problem(key, f"{key}={number_text(per_device)} x {num_devices} devices = "
-                   f"{_ratio_text(per_device * num_devices)} examples, not a whole number.", below, above,
-                   rule=f"{key} is whole")
+    return Problem(
+        key,
+        f"{key}={number_text(per_device)} x {num_devices} devices = "
+        f"{_ratio_text(per_device * num_devices)} examples, not a whole number.",
+        below,
+        above,
+        rule=f"{key} is whole",
+    )

@@ -41,11 +41,21 @@ def loading_hosts(config: BatchConfig, num_hosts: int) -> Loading | Problem:
         loads = 1 / factor
         near = [Fraction(1, int(loads) + 1), Fraction(1, int(loads))]
         below, above = single_edits(key, near, factor)
-        return Problem(key, f"{key}={number_text(factor)} is 1/x = {float(loads):.4g} loads per step, "
-                       "not a whole number.", below, above, ({key: Fraction(1)},))
+        return Problem(
+            key,
+            f"{key}={number_text(factor)} is 1/x = {float(loads):.4g} loads per step, not a whole number.",
+            below,
+            above,
+            ({key: Fraction(1)},),
+        )
     hosts = num_hosts / factor
     if hosts.denominator == 1:
         return Loading(factor, tuple(range(int(hosts))), 1)
     below, above = single_edits(key, [Fraction(number) for number in divisors(num_hosts)], factor)
-    return Problem(key, f"{key}={number_text(factor)}: {num_hosts} hosts / {number_text(factor)} = "
-                   f"{float(hosts):.4g} loading hosts, not a whole number.", below, above)
+    return Problem(
+        key,
+        f"{key}={number_text(factor)}: {num_hosts} hosts / {number_text(factor)} = "
+        f"{float(hosts):.4g} loading hosts, not a whole number.",
+        below,
+        above,
+    )

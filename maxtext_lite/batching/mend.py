@@ -13,7 +13,9 @@ from maxtext_lite.config.errors import Refusal, value_text
 from maxtext_lite.config.rules import rule_problems
 
 _PLAIN_PIPELINE: Edit = {
-    "num_pipeline_microbatches": -1, "num_layers_per_pipeline_stage": 1, "num_pipeline_repeats": -1,
+    "num_pipeline_microbatches": -1,
+    "num_layers_per_pipeline_stage": 1,
+    "num_pipeline_repeats": -1,
 }
 _NO_RAMP: Edit = {"enable_rampup_batch_size": False}
 _LAST_RESORTS: tuple[Edit, ...] = (
@@ -24,8 +26,14 @@ _LAST_RESORTS: tuple[Edit, ...] = (
     _NO_RAMP,
     {**PLAINEST_BATCH, **_NO_RAMP},
     {**PLAINEST_BATCH, **DATA_PARALLEL},
-    {**PLAINEST_BATCH, **DATA_PARALLEL, **_PLAIN_PIPELINE, **_NO_RAMP,
-     "eval_per_device_batch_size": Fraction(0), "expansion_factor_real_data": Fraction(-1)},
+    {
+        **PLAINEST_BATCH,
+        **DATA_PARALLEL,
+        **_PLAIN_PIPELINE,
+        **_NO_RAMP,
+        "eval_per_device_batch_size": Fraction(0),
+        "expansion_factor_real_data": Fraction(-1),
+    },
 )
 """Ever larger changes for a problem that no small one mends; the largest suits any machine and any model."""
 

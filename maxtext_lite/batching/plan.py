@@ -89,8 +89,16 @@ class BatchPlan:
 
     @property
     def _only_stage(self) -> BatchStage:
-        return BatchStage(1, None, self.per_device_batch_size, self.gradient_accumulation_steps,
-                          self.micro_batch_to_train, self.global_batch_to_train, 0, None)
+        return BatchStage(
+            1,
+            None,
+            self.per_device_batch_size,
+            self.gradient_accumulation_steps,
+            self.micro_batch_to_train,
+            self.global_batch_to_train,
+            0,
+            None,
+        )
 
     def stage_at(self, examples_seen: int) -> BatchStage:
         """The batch sizes of the next step, when `examples_seen` examples have been consumed.
@@ -270,19 +278,26 @@ def not_yet_trainable(config: Config, plan: BatchPlan) -> list[str]:
 def _warnings(config: Config, sizes: Sizes, slots: int, memory: MemoryEstimate) -> list[str]:
     warnings: list[str] = []
     if config.warmup_steps > config.steps:
-        warnings.append(f"warmup_steps={config.warmup_steps} is more than steps={config.steps}: the run ends in the "
-                        "warm-up.")
+        warnings.append(
+            f"warmup_steps={config.warmup_steps} is more than steps={config.steps}: the run ends in the warm-up."
+        )
     if sizes.rampup and sizes.rampup.total_steps > config.steps:
-        warnings.append(f"the ramp takes {sizes.rampup.total_steps} steps, more than steps={config.steps}: the target "
-                        f"per_device_batch_size={number_text(sizes.batch.per_device_batch_size)} is not reached.")
+        warnings.append(
+            f"the ramp takes {sizes.rampup.total_steps} steps, more than steps={config.steps}: the target "
+            f"per_device_batch_size={number_text(sizes.batch.per_device_batch_size)} is not reached."
+        )
     micro, pieces = sizes.batch.micro_batch_to_train, sizes.num_pipeline_microbatches
     if micro % pieces:
-        warnings.append(f"num_pipeline_microbatches={pieces} does not divide the micro-batch of {micro} examples: "
-                        f"{slots - micro} of {slots} slots stay empty.")
+        warnings.append(
+            f"num_pipeline_microbatches={pieces} does not divide the micro-batch of {micro} examples: "
+            f"{slots - micro} of {slots} slots stay empty."
+        )
     if memory.limit is not None and memory.total > memory.limit:
-        warnings.append(f"about {bytes_text(memory.total)} per device are needed, more than the "
-                        f"{bytes_text(memory.limit)} it has: lower per_device_batch_size, raise "
-                        "gradient_accumulation_steps, or set remat_policy=full.")
+        warnings.append(
+            f"about {bytes_text(memory.total)} per device are needed, more than the "
+            f"{bytes_text(memory.limit)} it has: lower per_device_batch_size, raise "
+            "gradient_accumulation_steps, or set remat_policy=full."
+        )
     return warnings
 
 
@@ -293,8 +308,14 @@ def _json_value(value: object) -> object:
 
 
 def _rampup_json(rampup: RampupBatchManager) -> dict[str, object]:
-    names = ("first_step", "num_steps", "per_device_batch_size", "gradient_accumulation_steps",
-             "global_batch_to_train", "samples")
+    names = (
+        "first_step",
+        "num_steps",
+        "per_device_batch_size",
+        "gradient_accumulation_steps",
+        "global_batch_to_train",
+        "samples",
+    )
     return {
         "num_increments": rampup.num_increments,
         "samples_per_increment": _json_value(rampup.samples_per_increment),

@@ -85,8 +85,9 @@ class RampupBatchManager:
     @property
     def num_increments(self) -> int:
         """The number of stages below the target."""
-        return int((self.per_device_batch_size - self.per_device_batch_size_start)
-                   / self.per_device_batch_size_increment)
+        return int(
+            (self.per_device_batch_size - self.per_device_batch_size_start) / self.per_device_batch_size_increment
+        )
 
     @property
     def samples_per_increment(self) -> Fraction:
@@ -113,8 +114,9 @@ class RampupBatchManager:
         end = self.stages[-1]
         assert end.num_steps is not None
         assert end.samples is not None
-        return self._stage(self.per_device_batch_size, end.first_step + end.num_steps, None,
-                           end.samples_before + end.samples)
+        return self._stage(
+            self.per_device_batch_size, end.first_step + end.num_steps, None, end.samples_before + end.samples
+        )
 
     def _stage(self, size: Fraction, first_step: int, num_steps: int | None, seen: int) -> BatchStage:
         if self.mode == "per_device_batch_size":
@@ -123,8 +125,16 @@ class RampupBatchManager:
             per_device, accumulation = self.per_device_batch_size, int(size * self._unit)
         micro = int(per_device * self.num_devices)
         batch = micro * accumulation
-        return BatchStage(first_step, num_steps, per_device, accumulation, micro, batch, seen,
-                          None if num_steps is None else num_steps * batch)
+        return BatchStage(
+            first_step,
+            num_steps,
+            per_device,
+            accumulation,
+            micro,
+            batch,
+            seen,
+            None if num_steps is None else num_steps * batch,
+        )
 
     @property
     def total_steps(self) -> int:
@@ -196,9 +206,15 @@ def _order_problems(config: BatchConfig, target: Fraction) -> list[Problem]:
     off: Edit = {"enable_rampup_batch_size": False}
     if start >= target:
         starts = [target - number * increment for number in range(1, 65) if target > number * increment]
-        return [Problem(_START, f"{_START}={number_text(start)} is not below the target "
-                        f"per_device_batch_size={number_text(target)}.", [{_START: near} for near in starts],
-                        otherwise=(_single_stage(target / 2, target), off), rule="ramp goes up")]
+        return [
+            Problem(
+                _START,
+                f"{_START}={number_text(start)} is not below the target per_device_batch_size={number_text(target)}.",
+                [{_START: near} for near in starts],
+                otherwise=(_single_stage(target / 2, target), off),
+                rule="ramp goes up",
+            )
+        ]
     steps = (target - start) / increment
     if steps.denominator == 1:
         return []
@@ -206,9 +222,17 @@ def _order_problems(config: BatchConfig, target: Fraction) -> list[Problem]:
     below, above = single_edits(_INCREMENT, near, increment)
     starts = [target - number * increment for number in range(1, 65) if target > number * increment]
     other = [edit for group in single_edits(_START, starts, start) for edit in group]
-    return [Problem(_INCREMENT, f"from {_START}={number_text(start)} to per_device_batch_size={number_text(target)} by "
-                    f"{_INCREMENT}={number_text(increment)} is {float(steps):.4g} increments, not a whole number.",
-                    below, above, (*other, _single_stage(target / 2, target), off), rule="whole increments")]
+    return [
+        Problem(
+            _INCREMENT,
+            f"from {_START}={number_text(start)} to per_device_batch_size={number_text(target)} by "
+            f"{_INCREMENT}={number_text(increment)} is {float(steps):.4g} increments, not a whole number.",
+            below,
+            above,
+            (*other, _single_stage(target / 2, target), off),
+            rule="whole increments",
+        )
+    ]
 
 
 def _whole_problems(config: BatchConfig, batch: Batch, num_devices: int) -> list[Problem]:
@@ -217,15 +241,19 @@ def _whole_problems(config: BatchConfig, batch: Batch, num_devices: int) -> list
     start, increment = config.per_device_batch_size_start, config.per_device_batch_size_increment
     by_device = config.rampup_mode == "per_device_batch_size"
     unit = Fraction(1, num_devices) if by_device else target / accumulation
-    times = f"x {num_devices} devices" if by_device else (
-        f"x gradient_accumulation_steps={accumulation} / per_device_batch_size={number_text(target)}")
+    times = (
+        f"x {num_devices} devices"
+        if by_device
+        else (f"x gradient_accumulation_steps={accumulation} / per_device_batch_size={number_text(target)}")
+    )
     what = "examples" if by_device else "accumulation steps"
     # A start and an increment that are both legal: a number of equal stages of whole units.
     total = target / unit
     pairs: Sequence[Edit] = [
         {_START: first * unit, _INCREMENT: stride * unit}
         for stride in sorted(divisors(int(total)), key=lambda stride: abs(stride * unit - increment))[:16]
-        for first in (stride,) if first < total
+        for first in (stride,)
+        if first < total
     ]
     mends = (*pairs, {"rampup_mode": "per_device_batch_size"}, {"enable_rampup_batch_size": False})
     problems: list[Problem] = []
@@ -234,7 +262,14 @@ def _whole_problems(config: BatchConfig, batch: Batch, num_devices: int) -> list
             continue
         below, above = multiples(key, unit, value)
         more = [{"gradient_accumulation_steps": number} for number in range(accumulation + 1, accumulation + 33)]
-        problems.append(Problem(key, f"{key}={number_text(value)} {times} = {float(value / unit):.4g} {what}, "
-                                "not a whole number.", below, above, (*(() if by_device else more), *mends),
-                                rule=f"{key} is whole"))
+        problems.append(
+            Problem(
+                key,
+                f"{key}={number_text(value)} {times} = {float(value / unit):.4g} {what}, not a whole number.",
+                below,
+                above,
+                (*(() if by_device else more), *mends),
+                rule=f"{key} is whole",
+            )
+        )
     return problems

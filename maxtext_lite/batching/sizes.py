@@ -55,20 +55,30 @@ def work_out(config: Config, topology: Topology) -> Sizes | list[Problem]:
     axes = stated_axes(config) if isinstance(mesh, Problem) else mesh
     problems.extend(_model_problems(config, axes, num_devices))
     problems.extend(_pipeline_problems(config, axes.total["stage"], num_devices))
-    if (problems or isinstance(mesh, Problem) or isinstance(batch, Problem) or isinstance(eval_size, Problem)
-            or isinstance(loading, Problem) or isinstance(rampup, list)):
+    if (
+        problems
+        or isinstance(mesh, Problem)
+        or isinstance(batch, Problem)
+        or isinstance(eval_size, Problem)
+        or isinstance(loading, Problem)
+        or isinstance(rampup, list)
+    ):
         return problems
     stages, pieces = mesh.total["stage"], config.num_pipeline_microbatches
     per_eval = eval_size if eval_size else batch.per_device_batch_size
     return Sizes(
-        topology, mesh, batch,
+        topology,
+        mesh,
+        batch,
         eval_per_device_batch_size=per_eval,
         eval_batch_examples=int(per_eval * num_devices),
         num_pipeline_stages=stages,
         num_pipeline_microbatches=stages if pieces == -1 else pieces,
         num_pipeline_repeats=config.base_num_decoder_layers // (stages * config.num_layers_per_pipeline_stage)
-        if stages > 1 else 1,
-        loading=loading, rampup=rampup,
+        if stages > 1
+        else 1,
+        loading=loading,
+        rampup=rampup,
     )
 
 
@@ -102,10 +112,22 @@ def _model_problems(config: Config, mesh: MeshSizes, num_devices: int) -> list[P
             how += f" x {mesh_key('dcn', axis)}={mesh.dcn[axis]} = {parts}"
         named = any_of([f"{name}={dimension}" for name, dimension in uneven.items()])
         below, above = single_edits(key, divisors(num_devices), size)
-        wider = [edit for name, dimension in uneven.items() for group in reversed(multiples(name, parts, dimension))
-                 for edit in group]
-        problems.append(Problem(key, f"{how} does not divide {named}.", below, above,
-                                (*mesh_edits(key, size, num_devices), *wider), rule=f"{axis} divides the model"))
+        wider = [
+            edit
+            for name, dimension in uneven.items()
+            for group in reversed(multiples(name, parts, dimension))
+            for edit in group
+        ]
+        problems.append(
+            Problem(
+                key,
+                f"{how} does not divide {named}.",
+                below,
+                above,
+                (*mesh_edits(key, size, num_devices), *wider),
+                rule=f"{axis} divides the model",
+            )
+        )
     return problems
 
 
@@ -113,19 +135,29 @@ def _pipeline_problems(config: Config, num_stages: int, num_devices: int) -> lis
     problems: list[Problem] = []
     key, pieces = "num_pipeline_microbatches", config.num_pipeline_microbatches
     if num_stages == 1 and pieces > 1:
-        problems.append(Problem(key, f"{key}={pieces} has no use with 1 pipeline stage "
-                                "(ici_pipeline_parallelism x dcn_pipeline_parallelism).", below=[{key: 1}]))
+        problems.append(
+            Problem(
+                key,
+                f"{key}={pieces} has no use with 1 pipeline stage "
+                "(ici_pipeline_parallelism x dcn_pipeline_parallelism).",
+                below=[{key: 1}],
+            )
+        )
     elif pieces != -1 and pieces % num_stages:
         below, above = multiples(key, num_stages, pieces)
-        problems.append(Problem(key, f"{key}={pieces} is not a multiple of the {num_stages} pipeline stages.",
-                                below, above))
+        problems.append(
+            Problem(key, f"{key}={pieces} is not a multiple of the {num_stages} pipeline stages.", below, above)
+        )
     problems.extend(_layer_problems(config, num_stages, num_devices))
     return problems
 
 
 def _layer_problems(config: Config, num_stages: int, num_devices: int) -> list[Problem]:
-    layers, at_once, repeats = (config.base_num_decoder_layers, config.num_layers_per_pipeline_stage,
-                                config.num_pipeline_repeats)
+    layers, at_once, repeats = (
+        config.base_num_decoder_layers,
+        config.num_layers_per_pipeline_stage,
+        config.num_pipeline_repeats,
+    )
     derived_repeats: Edit = {"num_layers_per_pipeline_stage": 1, "num_pipeline_repeats": -1}
     stage_key = "ici_pipeline_parallelism"
     if num_stages == 1:
@@ -134,20 +166,45 @@ def _layer_problems(config: Config, num_stages: int, num_devices: int) -> list[P
         key = "num_layers_per_pipeline_stage" if at_once != 1 else "num_pipeline_repeats"
         value = at_once if at_once != 1 else repeats
         plain = 1 if at_once != 1 else -1
-        return [Problem(key, f"{key}={value} has no use with 1 pipeline stage "
-                        "(ici_pipeline_parallelism x dcn_pipeline_parallelism).",
-                        below=[{key: plain}], otherwise=(derived_repeats,), rule="layers")]
+        return [
+            Problem(
+                key,
+                f"{key}={value} has no use with 1 pipeline stage "
+                "(ici_pipeline_parallelism x dcn_pipeline_parallelism).",
+                below=[{key: plain}],
+                otherwise=(derived_repeats,),
+                rule="layers",
+            )
+        ]
     fewer, more = multiples("base_num_decoder_layers", num_stages * at_once * max(repeats, 1), layers)
     mend_layers = (derived_repeats, *more, *fewer, *mesh_edits(stage_key, num_stages, num_devices))
     if layers % (num_stages * at_once):
         whole = layers % num_stages == 0
         key = "num_layers_per_pipeline_stage" if whole else "base_num_decoder_layers"
-        below, above = (single_edits(key, divisors(layers // num_stages), at_once) if whole else (fewer, more))
-        return [Problem(key, f"base_num_decoder_layers={layers} is not a multiple of {num_stages} pipeline stages x "
-                        f"num_layers_per_pipeline_stage={at_once}.", below, above, mend_layers, rule="layers")]
+        below, above = single_edits(key, divisors(layers // num_stages), at_once) if whole else (fewer, more)
+        return [
+            Problem(
+                key,
+                f"base_num_decoder_layers={layers} is not a multiple of {num_stages} pipeline stages x "
+                f"num_layers_per_pipeline_stage={at_once}.",
+                below,
+                above,
+                mend_layers,
+                rule="layers",
+            )
+        ]
     if repeats in (-1, layers // (num_stages * at_once)):
         return []
     below, above = single_edits("num_pipeline_repeats", [layers // (num_stages * at_once)], repeats)
-    return [Problem("num_pipeline_repeats", f"num_pipeline_repeats={repeats} x {num_stages} pipeline stages x "
-                    f"num_layers_per_pipeline_stage={at_once} = {repeats * num_stages * at_once} layers, but "
-                    f"base_num_decoder_layers={layers}.", below, above, mend_layers, rule="layers")]
+    return [
+        Problem(
+            "num_pipeline_repeats",
+            f"num_pipeline_repeats={repeats} x {num_stages} pipeline stages x "
+            f"num_layers_per_pipeline_stage={at_once} = {repeats * num_stages * at_once} layers, but "
+            f"base_num_decoder_layers={layers}.",
+            below,
+            above,
+            mend_layers,
+            rule="layers",
+        )
+    ]

@@ -45,16 +45,29 @@ def _batch_rows(plan: BatchPlan) -> list[tuple[str, str]]:
     per_device, accumulation = number_text(plan.per_device_batch_size), plan.gradient_accumulation_steps
     slots = f"{plan.micro_batch_slots} slots over {plan.batch_shards} batch shard{_s(plan.batch_shards)}"
     return [
-        ("micro_batch_to_train", f"{plan.micro_batch_to_train} example{_s(plan.micro_batch_to_train)} = {per_device} "
-         f"per device x {devices}"),
-        ("empty_slots_per_micro_batch", f"{plan.empty_slots_per_micro_batch} = {slots} - {plan.micro_batch_to_train} "
-         f"example{_s(plan.micro_batch_to_train)}"),
-        ("global_batch_to_train", f"{plan.global_batch_to_train} example{_s(plan.global_batch_to_train)} = "
-         f"{per_device} per device x {devices} x {accumulation} accumulation"),
-        ("tokens_per_step", f"{plan.tokens_per_step} = {plan.global_batch_to_train} examples x "
-         f"{plan.max_target_length} tokens"),
-        ("eval batch", f"{plan.eval_batch_examples} example{_s(plan.eval_batch_examples)} = "
-         f"{number_text(plan.eval_per_device_batch_size)} per device x {devices}"),
+        (
+            "micro_batch_to_train",
+            f"{plan.micro_batch_to_train} example{_s(plan.micro_batch_to_train)} = {per_device} per device x {devices}",
+        ),
+        (
+            "empty_slots_per_micro_batch",
+            f"{plan.empty_slots_per_micro_batch} = {slots} - {plan.micro_batch_to_train} "
+            f"example{_s(plan.micro_batch_to_train)}",
+        ),
+        (
+            "global_batch_to_train",
+            f"{plan.global_batch_to_train} example{_s(plan.global_batch_to_train)} = "
+            f"{per_device} per device x {devices} x {accumulation} accumulation",
+        ),
+        (
+            "tokens_per_step",
+            f"{plan.tokens_per_step} = {plan.global_batch_to_train} examples x {plan.max_target_length} tokens",
+        ),
+        (
+            "eval batch",
+            f"{plan.eval_batch_examples} example{_s(plan.eval_batch_examples)} = "
+            f"{number_text(plan.eval_per_device_batch_size)} per device x {devices}",
+        ),
     ]
 
 
@@ -65,10 +78,16 @@ def _loading_rows(plan: BatchPlan) -> list[tuple[str, str]]:
     share = plan.examples_per_loading_host
     about = "" if share.denominator == 1 else " on average"
     return [
-        ("global_batch_to_load", f"{plan.global_batch_to_load} slot{_s(plan.global_batch_to_load)} = "
-         f"{plan.global_batch_to_train} examples x {number_text(factor)} expansion{rounded}"),
-        ("loading_hosts", f"{hosts} of {plan.num_hosts}, each reads {_text(share)} example{_s(share)}{about} "
-         f"in each of {plan.loads_per_step} load{_s(plan.loads_per_step)} per step"),
+        (
+            "global_batch_to_load",
+            f"{plan.global_batch_to_load} slot{_s(plan.global_batch_to_load)} = "
+            f"{plan.global_batch_to_train} examples x {number_text(factor)} expansion{rounded}",
+        ),
+        (
+            "loading_hosts",
+            f"{hosts} of {plan.num_hosts}, each reads {_text(share)} example{_s(share)}{about} "
+            f"in each of {plan.loads_per_step} load{_s(plan.loads_per_step)} per step",
+        ),
     ]
 
 
@@ -78,10 +97,16 @@ def _pipeline_rows(plan: BatchPlan) -> list[tuple[str, str]]:
         return []
     uneven = "" if plan.micro_batch_to_train % pieces == 0 else ", rounded up"
     return [
-        ("pipeline_microbatch_size", f"{plan.pipeline_microbatch_size} example{_s(plan.pipeline_microbatch_size)} = "
-         f"micro-batch {plan.micro_batch_to_train} / {pieces} pipeline microbatches{uneven}"),
-        ("pipeline_bubble_fraction", f"{float(plan.pipeline_bubble_fraction):.4g} = ({stages} stages - 1) / "
-         f"({repeats} repeat{_s(repeats)} x {pieces} microbatches + {stages} stages - 1), in every micro-batch"),
+        (
+            "pipeline_microbatch_size",
+            f"{plan.pipeline_microbatch_size} example{_s(plan.pipeline_microbatch_size)} = "
+            f"micro-batch {plan.micro_batch_to_train} / {pieces} pipeline microbatches{uneven}",
+        ),
+        (
+            "pipeline_bubble_fraction",
+            f"{float(plan.pipeline_bubble_fraction):.4g} = ({stages} stages - 1) / "
+            f"({repeats} repeat{_s(repeats)} x {pieces} microbatches + {stages} stages - 1), in every micro-batch",
+        ),
     ]
 
 
@@ -100,18 +125,27 @@ def _rampup_rows(plan: BatchPlan) -> list[tuple[str, str]]:
         return []
     target, start = number_text(ramp.per_device_batch_size), number_text(ramp.per_device_batch_size_start)
     rows = [
-        ("num_increments", f"{ramp.num_increments} = ({target} - {start}) / "
-         f"{number_text(ramp.per_device_batch_size_increment)}"),
-        ("samples_per_increment", f"{_text(ramp.samples_per_increment)} = {ramp.global_rampup_samples} / "
-         f"{ramp.num_increments}"),
+        (
+            "num_increments",
+            f"{ramp.num_increments} = ({target} - {start}) / {number_text(ramp.per_device_batch_size_increment)}",
+        ),
+        (
+            "samples_per_increment",
+            f"{_text(ramp.samples_per_increment)} = {ramp.global_rampup_samples} / {ramp.num_increments}",
+        ),
         ("ramp-up", f"{ramp.total_steps} step{_s(ramp.total_steps)}; rampup_mode={ramp.mode}"),
     ]
     shown = ramp.stages if len(ramp.stages) <= _MOST_STAGES else ramp.stages[: _MOST_STAGES - 1]
     for stage in shown:
         assert stage.num_steps is not None
-        rows.append(("", f"from step {stage.first_step}: {stage.num_steps} step{_s(stage.num_steps)} of "
-                     f"{stage.global_batch_to_train} = {number_text(stage.per_device_batch_size)} per device x "
-                     f"{plan.num_devices} x {stage.gradient_accumulation_steps}"))
+        rows.append(
+            (
+                "",
+                f"from step {stage.first_step}: {stage.num_steps} step{_s(stage.num_steps)} of "
+                f"{stage.global_batch_to_train} = {number_text(stage.per_device_batch_size)} per device x "
+                f"{plan.num_devices} x {stage.gradient_accumulation_steps}",
+            )
+        )
     if len(shown) < len(ramp.stages):
         rows.append(("", f"... {len(ramp.stages) - len(shown)} more stages (--json has them all)"))
     last = ramp.last_stage
@@ -119,8 +153,13 @@ def _rampup_rows(plan: BatchPlan) -> list[tuple[str, str]]:
 
 
 def _memory_rows(memory: MemoryEstimate) -> list[tuple[str, str]]:
-    parts = (("parameters", memory.params), ("optimizer", memory.optimizer_state), ("gradients", memory.gradients),
-             ("activations (estimate)", memory.activations), ("logits (estimate)", memory.logits))
+    parts = (
+        ("parameters", memory.params),
+        ("optimizer", memory.optimizer_state),
+        ("gradients", memory.gradients),
+        ("activations (estimate)", memory.activations),
+        ("logits (estimate)", memory.logits),
+    )
     limit = "" if memory.limit is None else f" of {bytes_text(memory.limit)}"
     text = f"{bytes_text(memory.total)}{limit} = " + " + ".join(f"{name} {bytes_text(size)}" for name, size in parts)
     return [("memory per device", text)]

@@ -62,8 +62,9 @@ def topology_problems(topology: Topology) -> list[Problem]:
     devices, hosts = topology.num_devices, topology.num_hosts
     problems: list[Problem] = []
     if devices < 1:
-        problems.append(Problem("num_devices", f"num_devices={devices} must be at least 1.",
-                                otherwise=({"num_devices": 1},)))
+        problems.append(
+            Problem("num_devices", f"num_devices={devices} must be at least 1.", otherwise=({"num_devices": 1},))
+        )
     if hosts < 1:
         problems.append(Problem("num_hosts", f"num_hosts={hosts} must be at least 1.", otherwise=({"num_hosts": 1},)))
     if not problems and devices % hosts:
@@ -94,6 +95,7 @@ def resolve_mesh(config: MeshConfig, num_devices: int) -> MeshSizes | Problem:
 
 def stated_axes(config: MeshConfig) -> MeshSizes:
     """The axes as far as the config states them, for finding further problems of a mesh that is wrong; -1 counts 1."""
+
     def sizes(scope: Scope) -> dict[str, int]:
         return {axis: max(int(getattr(config, mesh_key(scope, axis))), 1) for axis in MESH_AXES}
 
@@ -120,16 +122,22 @@ def _too_many_open(open_keys: list[str], num_devices: int) -> Problem:
     why = f"one {open_keys[0][:3]} key" if len(scopes) == 1 else "the number of slices is then open, so one of them"
     named = " and ".join(f"{key}=-1" for key in open_keys)
     _, above = single_edits(last, divisors(num_devices), 0)
-    return Problem(last, f"{named}: {why} may be -1.", above=above,
-                   otherwise=(dict.fromkeys(open_keys[1:], 1), DATA_PARALLEL))
+    return Problem(
+        last, f"{named}: {why} may be -1.", above=above, otherwise=(dict.fromkeys(open_keys[1:], 1), DATA_PARALLEL)
+    )
 
 
 def _not_dividing(fixed: Mapping[str, int], product: int, open_key: str, num_devices: int) -> Problem:
     key, size = max(fixed.items(), key=lambda item: num_devices % item[1] != 0)
     total = "" if len(fixed) == 1 else f" = {product}"
     below, above = single_edits(key, divisors(num_devices), size)
-    others = [edit for other, value in fixed.items() if other != key
-              for near in single_edits(other, divisors(num_devices), value) for edit in near]
+    others = [
+        edit
+        for other, value in fixed.items()
+        if other != key
+        for near in single_edits(other, divisors(num_devices), value)
+        for edit in near
+    ]
     message = f"{_product_text(fixed)}{total} does not divide the {num_devices} devices, so {open_key}=-1 is no number."
     return Problem(key, message, below, above, (*others, *mesh_edits(key, size, num_devices)), "mesh")
 
@@ -138,8 +146,15 @@ def _wrong_product(fixed: Mapping[str, int], product: int, num_devices: int) -> 
     last = list(fixed)[-1] if fixed else "ici_fsdp_parallelism"
     size = fixed.get(last, 1)
     below, above = single_edits(last, divisors(num_devices), size)
-    others = [{other: near} for other in (*fixed, "ici_fsdp_parallelism", "ici_data_parallelism") if other != last
-              for near in sorted(divisors(num_devices), key=lambda near: abs(near - fixed.get(other, 1)))]
-    message = (f"{_product_text(fixed)} = {product} devices, but there are {num_devices}." if fixed
-               else f"{last}=1, as all mesh axes are, covers 1 device, but there are {num_devices}.")
+    others = [
+        {other: near}
+        for other in (*fixed, "ici_fsdp_parallelism", "ici_data_parallelism")
+        if other != last
+        for near in sorted(divisors(num_devices), key=lambda near: abs(near - fixed.get(other, 1)))
+    ]
+    message = (
+        f"{_product_text(fixed)} = {product} devices, but there are {num_devices}."
+        if fixed
+        else f"{last}=1, as all mesh axes are, covers 1 device, but there are {num_devices}."
+    )
     return Problem(last, message, below, above, (*others, *mesh_edits(last, size, num_devices)), "mesh")

@@ -63,8 +63,14 @@ def _whole(minimum: int, special: int | None = None) -> Callable[[object], objec
     return check
 
 
-def _real(minimum: float = -math.inf, maximum: float = math.inf, *, above: float = -math.inf,
-          below: float = math.inf, example: float | None = None) -> Callable[[object], object]:
+def _real(
+    minimum: float = -math.inf,
+    maximum: float = math.inf,
+    *,
+    above: float = -math.inf,
+    below: float = math.inf,
+    example: float | None = None,
+) -> Callable[[object], object]:
     """A finite number in [minimum, maximum] and in (above, below); `example` is what to try instead."""
     bounds = ((minimum, "at least"), (above, "above"), (maximum, "at most"), (below, "below"))
     rule = " and ".join(f"{word} {number_text(bound)}" for bound, word in bounds if math.isfinite(bound))

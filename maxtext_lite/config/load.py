@@ -143,8 +143,10 @@ def _file_layers(name: str, problems: list[Refusal]) -> list[_Layer]:
             break
         origin = _origin(path, name if beside is None else str(beside / name))
         if path.resolve() in seen:
-            _refuse(problems, f"base: {name} in {namer} leads back to {seen[path.resolve()]}: files may not be each "
-                              "other's base.")
+            _refuse(
+                problems,
+                f"base: {name} in {namer} leads back to {seen[path.resolve()]}: files may not be each other's base.",
+            )
             break
         seen[path.resolve()] = origin
         values = _read(path, origin, problems)
@@ -208,8 +210,10 @@ def _model_layer(layers: Sequence[_Layer], problems: list[Refusal]) -> list[_Lay
         path = _find(f"configs/models/{name}.yml", None)
     if path is None:
         choices = ", ".join(["default", *shipped])
-        _refuse(problems, f"model_name={name} has no file in configs/models/. There are: {choices}."
-                          f"{did_you_mean(name, shipped)}")
+        _refuse(
+            problems,
+            f"model_name={name} has no file in configs/models/. There are: {choices}.{did_you_mean(name, shipped)}",
+        )
         return []
     origin = _origin(path, f"configs/models/{name}.yml")
     model = _Layer(origin, _read(path, origin, problems))
@@ -220,9 +224,7 @@ def _model_layer(layers: Sequence[_Layer], problems: list[Refusal]) -> list[_Lay
     return [model]
 
 
-def _refuse_stale_architecture(
-    naming: Sequence[_Layer], root: _Layer, model: _Layer, problems: list[Refusal]
-) -> None:
+def _refuse_stale_architecture(naming: Sequence[_Layer], root: _Layer, model: _Layer, problems: list[Refusal]) -> None:
     """Refuses a lower file's dimensions of another model_name, which would silently win over the new one's."""
     winner = naming[-1]
     name = winner.values["model_name"].text
@@ -235,9 +237,12 @@ def _refuse_stale_architecture(
                 continue
             stale, new = layer.values[key].value, model.values[key].value
             if stale != new:
-                _refuse(problems, f"{key}={value_text(stale)} in {layer.origin} belongs to model_name={other} there, "
-                                  f"but model_name={name} ({winner.origin}) has {value_text(new)}. Remove it there, or "
-                                  f"say {key}= ({winner.origin}) which is meant.")
+                _refuse(
+                    problems,
+                    f"{key}={value_text(stale)} in {layer.origin} belongs to model_name={other} there, "
+                    f"but model_name={name} ({winner.origin}) has {value_text(new)}. Remove it there, or "
+                    f"say {key}= ({winner.origin}) which is meant.",
+                )
 
 
 def _holds_text(key: str) -> bool:
@@ -271,8 +276,11 @@ def _validate(layers: Sequence[_Layer], problems: list[Refusal]) -> Config:
     if warmup and {"warmup_steps", "steps"} <= known:
         broken.append(warmup)
     problems.extend(broken)
-    legal = {refusal.key: refusal.nearest[0] for refusal in broken
-             if refusal.nearest and not isinstance(refusal.nearest[0], str)}
+    legal = {
+        refusal.key: refusal.nearest[0]
+        for refusal in broken
+        if refusal.nearest and not isinstance(refusal.nearest[0], str)
+    }
     return config.model_copy(update=legal)
 
 

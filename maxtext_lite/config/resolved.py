@@ -34,7 +34,9 @@ def describe(config: Config) -> str:
     """A table of the most important keys and of those that differ from configs/base.yml, with their origins."""
     base = _base()
     keys = [
-        key for _, section in SECTIONS for key in section.model_fields
+        key
+        for _, section in SECTIONS
+        for key in section.model_fields
         if key in _ALWAYS_SHOWN or getattr(config, key) != getattr(base, key)
     ]
     values = [value_text(getattr(config, key)) for key in keys]

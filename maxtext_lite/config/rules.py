@@ -44,8 +44,11 @@ def _kv_heads(config: Config) -> Refusal | None:
     heads, kv_heads = config.base_num_query_heads, config.base_num_kv_heads
     if heads % kv_heads == 0:
         return None
-    return Refusal("base_num_kv_heads", f"base_num_kv_heads={kv_heads} does not divide base_num_query_heads={heads}.",
-                   nearest_divisors(kv_heads, heads))
+    return Refusal(
+        "base_num_kv_heads",
+        f"base_num_kv_heads={kv_heads} does not divide base_num_query_heads={heads}.",
+        nearest_divisors(kv_heads, heads),
+    )
 
 
 def _head_dim(config: Config) -> Refusal | None:
@@ -60,40 +63,59 @@ def _vocab_tiling(config: Config) -> Refusal | None:
     pieces, tokens = config.num_vocab_tiling, config.max_target_length
     if tokens % pieces == 0:
         return None
-    return Refusal("num_vocab_tiling", f"num_vocab_tiling={pieces} does not divide max_target_length={tokens}.",
-                   nearest_divisors(pieces, tokens))
+    return Refusal(
+        "num_vocab_tiling",
+        f"num_vocab_tiling={pieces} does not divide max_target_length={tokens}.",
+        nearest_divisors(pieces, tokens),
+    )
 
 
 def _byte_vocabulary(config: Config) -> Refusal | None:
     if config.tokenizer_type != "byte" or config.vocab_size >= _BYTE_TOKENS:
         return None
-    return Refusal("vocab_size", f"vocab_size={config.vocab_size} is less than the {_BYTE_TOKENS} tokens of "
-                   "tokenizer_type=byte.", (_BYTE_TOKENS,))
+    return Refusal(
+        "vocab_size",
+        f"vocab_size={config.vocab_size} is less than the {_BYTE_TOKENS} tokens of tokenizer_type=byte.",
+        (_BYTE_TOKENS,),
+    )
 
 
 def _tokenizer_path(config: Config) -> Refusal | None:
     if config.tokenizer_type == "byte" and config.tokenizer_path:
-        return Refusal("tokenizer_path", f"tokenizer_path={config.tokenizer_path} has no use with tokenizer_type=byte. "
-                       "Set tokenizer_path= (nothing), or tokenizer_type=huggingface or sentencepiece.")
+        return Refusal(
+            "tokenizer_path",
+            f"tokenizer_path={config.tokenizer_path} has no use with tokenizer_type=byte. "
+            "Set tokenizer_path= (nothing), or tokenizer_type=huggingface or sentencepiece.",
+        )
     if config.tokenizer_type != "byte" and not config.tokenizer_path:
-        return Refusal("tokenizer_path", f"tokenizer_path is empty, but tokenizer_type={config.tokenizer_type} reads a "
-                       "file. Set tokenizer_path to it, or tokenizer_type=byte.")
+        return Refusal(
+            "tokenizer_path",
+            f"tokenizer_path is empty, but tokenizer_type={config.tokenizer_type} reads a "
+            "file. Set tokenizer_path to it, or tokenizer_type=byte.",
+        )
     return None
 
 
 def _dataset_path(config: Config) -> Refusal | None:
     if config.dataset_type != "text" or config.dataset_path:
         return None
-    return Refusal("dataset_path", "dataset_path is empty, but dataset_type=text reads files. Set dataset_path to a "
-                   "file, directory or glob, or dataset_type=synthetic.")
+    return Refusal(
+        "dataset_path",
+        "dataset_path is empty, but dataset_type=text reads files. Set dataset_path to a "
+        "file, directory or glob, or dataset_type=synthetic.",
+    )
 
 
 def _eval_data(config: Config) -> Refusal | None:
     needs = config.eval_interval > 0 and config.dataset_type == "text" and not config.eval_dataset_path
     if not needs or config.eval_fraction > 0:
         return None
-    return Refusal("eval_fraction", "eval_fraction=0 and an empty eval_dataset_path leave nothing to evaluate every "
-                   f"eval_interval={config.eval_interval} steps.", ("eval_interval=-1",))
+    return Refusal(
+        "eval_fraction",
+        "eval_fraction=0 and an empty eval_dataset_path leave nothing to evaluate every "
+        f"eval_interval={config.eval_interval} steps.",
+        ("eval_interval=-1",),
+    )
 
 
 def _eval_share(config: Config) -> Refusal | None:
@@ -105,8 +127,11 @@ def _eval_share(config: Config) -> Refusal | None:
 def _cudnn_dtype(config: Config) -> Refusal | None:
     if config.attention != "cudnn_flash" or config.dtype == "bfloat16":
         return None
-    return Refusal("attention", f"attention=cudnn_flash does not compute in dtype={config.dtype}.",
-                   ("dtype=bfloat16", "attention=dot_product"))
+    return Refusal(
+        "attention",
+        f"attention=cudnn_flash does not compute in dtype={config.dtype}.",
+        ("dtype=bfloat16", "attention=dot_product"),
+    )
 
 
 RULES: tuple[Rule, ...] = (

@@ -10,7 +10,6 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 
 from maxtext_lite.parallel import over_shards
 
-
 KERNELS = ("dot_product", "cudnn_flash", "splash")
 """Attention kernels: XLA's matmuls in blocks (any platform), cuDNN's (NVIDIA GPUs), Pallas splash (TPU)."""
 
@@ -19,17 +18,31 @@ _MAX_BLOCKS = 16
 _MASKED = -1e30  # finite: a row without any key inside a block must not give inf - inf
 
 
-def resolve_attention(name: str, platform: str, dtype: Any) -> str:
-    """The kernel that `attention: auto` means on a platform; any other name stands for itself.
+def resolve_attention(name: str, *, platform: str, dtype: Any, num_tokens: int) -> str:
+    """The kernel that `auto` means; any other name stands for itself.
 
     Args:
       platform: "cpu", "gpu" or "tpu".
+      num_tokens: of an example.
+    Raises:
+      ValueError: the named kernel does not run there; says what it needs.
     """
-    if name != "auto":
-        return name
-    if platform == "gpu" and jnp.dtype(dtype).itemsize == 2:
-        return "cudnn_flash"
-    return "splash" if platform == "tpu" else "dot_product"
+    runs = {
+        "dot_product": (True, "nothing"),
+        "cudnn_flash": (platform == "gpu" and jnp.dtype(dtype).itemsize == 2, "an NVIDIA GPU and dtype=bfloat16"),
+        "splash": (
+            platform == "tpu" and num_tokens % _BLOCK == 0,
+            f"a TPU and a max_target_length that is a multiple of {_BLOCK}",
+        ),
+    }
+    if name == "auto":
+        return next(kernel for kernel in reversed(KERNELS) if runs[kernel][0])
+    if not runs[name][0]:
+        raise ValueError(
+            f"attention={name} needs {runs[name][1]}; here are {platform}, {jnp.dtype(dtype).name} and "
+            f"{num_tokens} tokens. Nearest that works: dot_product."
+        )
+    return name
 
 
 def attention(
@@ -55,7 +68,8 @@ def attention(
     if kernel == "cudnn_flash":
         same_document_B1TS = (segment_BT[:, :, None] == segment_BT[:, None, :])[:, None]
         return jax.nn.dot_product_attention(
-            q_BTNH, k_BSKH, v_BSKH, mask=same_document_B1TS, is_causal=True, implementation="cudnn")
+            q_BTNH, k_BSKH, v_BSKH, mask=same_document_B1TS, is_causal=True, implementation="cudnn"
+        )
     if kernel == "splash":
         return splash_attention(q_BTNH, k_BSKH, v_BSKH, segment_BT, interpret=False)
     raise ValueError(f"unknown attention kernel {kernel!r}; known: {', '.join(KERNELS)}")
@@ -133,14 +147,16 @@ def _blockwise_backward(block: int, residuals: Any, g_BTNH: jax.Array) -> Any:
     dk_BKHS, dv_BKHS = jnp.zeros(k_BKHS.shape, jnp.float32), jnp.zeros(v_BKHS.shape, jnp.float32)
     for first, end in _blocks(q_BTNH.shape[1], block):
         score_BKGTS = _dot("BKGTH,BKHS->BKGTS", q_BKGTH[:, :, :, first:end], k_BKHS[..., :end]) * scale
-        weight_BKGTS = jnp.where(_seen(segment_BT, first, end),
-                                 jnp.exp(score_BKGTS - log_partition_BKGT1[:, :, :, first:end]), 0)
+        weight_BKGTS = jnp.where(
+            _seen(segment_BT, first, end), jnp.exp(score_BKGTS - log_partition_BKGT1[:, :, :, first:end]), 0
+        )
         dweight_BKGTS = _dot("BKGTH,BKHS->BKGTS", g_BKGTH[:, :, :, first:end], v_BKHS[..., :end])
         dscore_BKGTS = (weight_BKGTS * (dweight_BKGTS - product_BKGT1[:, :, :, first:end]) * scale).astype(dtype)
         dq_blocks.append(_dot("BKGTS,BKSH->BKGTH", dscore_BKGTS, k_BKSH[:, :, :end]).astype(dtype))
         dk_BKHS = dk_BKHS.at[..., :end].add(_dot("BKHGT,BKGTS->BKHS", q_BKHGT[..., first:end], dscore_BKGTS))
-        dv_BKHS = dv_BKHS.at[..., :end].add(_dot("BKHGT,BKGTS->BKHS", g_BKHGT[..., first:end],
-                                                 weight_BKGTS.astype(dtype)))
+        dv_BKHS = dv_BKHS.at[..., :end].add(
+            _dot("BKHGT,BKGTS->BKHS", g_BKHGT[..., first:end], weight_BKGTS.astype(dtype))
+        )
     dq_BTNH = _ungrouped(jnp.concatenate(dq_blocks, axis=3))
     return dq_BTNH, dk_BKHS.transpose(0, 3, 1, 2).astype(dtype), dv_BKHS.transpose(0, 3, 1, 2).astype(dtype), None
 
@@ -167,11 +183,18 @@ def splash_attention(
         mask = splash_attention_mask.MultiHeadMask([splash_attention_mask.CausalMask((T, T))] * q_BTNH.shape[2])
         edge = max(edge for edge in (128, 256, 512) if T % edge == 0)
         sizes = splash_attention_kernel.BlockSizes(
-            block_q=edge, block_kv=edge, block_kv_compute=edge, block_q_dkv=edge, block_kv_dkv=edge,
-            block_kv_dkv_compute=edge, block_q_dq=edge, block_kv_dq=edge)
+            block_q=edge,
+            block_kv=edge,
+            block_kv_compute=edge,
+            block_q_dkv=edge,
+            block_kv_dkv=edge,
+            block_kv_dkv_compute=edge,
+            block_q_dq=edge,
+            block_kv_dq=edge,
+        )
         kernel = splash_attention_kernel.make_splash_mha_single_device(mask, block_sizes=sizes, interpret=interpret)
 
-        def one_row(q_NTH: jax.Array, k_KSH: jax.Array, v_KSH: jax.Array, segment_T: jax.Array) -> jax.Array:
+        def one_row(q_NTH: jax.Array, k_KSH: jax.Array, v_KSH: jax.Array, segment_T: jax.Array) -> Any:
             return kernel(q_NTH, k_KSH, v_KSH, segment_ids=splash_attention_kernel.SegmentIds(segment_T, segment_T))
 
         scaled_BNTH = (q_BTNH * q_BTNH.shape[-1] ** -0.5).swapaxes(1, 2)

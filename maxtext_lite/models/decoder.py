@@ -42,8 +42,11 @@ class _Modules(nnx.Module):
 
         graph = nnx.graphdef(nnx.eval_shape(lambda: DecoderLayer(shape, rngs=nnx.Rngs(params=0))))
         stacked = jax.vmap(create)(jax.random.split(rngs.params(), shape.num_layers))
-        stacked = jax.tree.map(lambda param: param.replace(axes=("layers", *param.axes)), stacked,
-                               is_leaf=lambda node: isinstance(node, nnx.Param))
+        stacked = jax.tree.map(
+            lambda param: param.replace(axes=("layers", *param.axes)),
+            stacked,
+            is_leaf=lambda node: isinstance(node, nnx.Param),
+        )
         return nnx.merge(graph, stacked)
 
 
@@ -61,8 +64,11 @@ class Decoder:
             self._graph, state = nnx.split(nnx.eval_shape(lambda: _Modules(shape, rngs=nnx.Rngs(params=0))))
             self._layer_graph = nnx.graphdef(nnx.eval_shape(lambda: DecoderLayer(shape, rngs=nnx.Rngs(params=0))))
         self.abstract_params: Params = nnx.to_pure_dict(state)
-        self.axes = nnx.to_pure_dict(jax.tree.map(lambda param: param.replace(param.axes), state,
-                                                  is_leaf=lambda node: isinstance(node, nnx.Param)))
+        self.axes = nnx.to_pure_dict(
+            jax.tree.map(
+                lambda param: param.replace(param.axes), state, is_leaf=lambda node: isinstance(node, nnx.Param)
+            )
+        )
 
     def init(self, key: jax.Array) -> Params:
         """New parameters, normal with standard deviation `initializer_range`, norms 1; the same for any sharding."""
@@ -94,7 +100,9 @@ class Decoder:
 
         return self._run(params, token_BT, position_BT, lambda _: attend, None)[0]
 
-    def decode(self, params: Params, token_BT: jax.Array, start_B: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
+    def decode(
+        self, params: Params, token_BT: jax.Array, start_B: jax.Array, cache: KVCache
+    ) -> tuple[jax.Array, KVCache]:
         """Hidden states [B, T, D] of T more tokens of B sequences, of which `start_B` are in the cache already.
 
         Tokens past a sequence's true length may stand at the end of `token_BT`: what they write is overwritten

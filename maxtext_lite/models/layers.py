@@ -62,6 +62,7 @@ class RMSNorm(nnx.Module):
         self.scale = nnx.Param(jnp.ones((shape.emb_dim,), shape.weight_dtype), axes=("norm",))
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        """The normed vectors, in the dtype of x_BTD."""
         return rms_norm(x_BTD, self.scale[...], self.epsilon)
 
 
@@ -76,6 +77,8 @@ class Attention(nnx.Module):
         self.out = _weight(shape, rngs, (N, H, D), ("heads", "head_dim", "embed"))
 
     def __call__(self, x_BTD: jax.Array, rotation: Rotation, attend: Attend) -> tuple[jax.Array, Any]:
+        """The projected context [B, T, D], and what `attend` keeps."""
+
         def heads(weight: nnx.Param, name: str) -> jax.Array:
             y_BTNH = constrain(project(x_BTD, weight[...]), ("batch", "length", "activation_heads", None))
             return checkpoint_name(y_BTNH, name)
@@ -97,6 +100,7 @@ class GatedMlp(nnx.Module):
         self.down = _weight(shape, rngs, (F, D), ("mlp", "embed"))
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        """The mlp's output [B, T, D], in the dtype of x_BTD."""
         gate_BTF = checkpoint_name(project(x_BTD, self.gate[...]), "mlp_gate")
         up_BTF = checkpoint_name(project(x_BTD, self.up[...]), "mlp_up")
         hidden_BTF = constrain(silu_times(gate_BTF, up_BTF), ("batch", "length", "activation_mlp"))
@@ -113,6 +117,7 @@ class DecoderLayer(nnx.Module):
         self.mlp = GatedMlp(shape, rngs=rngs)
 
     def __call__(self, x_BTD: jax.Array, rotation: Rotation, attend: Attend) -> tuple[jax.Array, Any]:
+        """The residual stream [B, T, D] after the layer, and what `attend` keeps."""
         attended_BTD, kept = self.attention(self.attention_norm(x_BTD), rotation, attend)
         x_BTD = constrain(x_BTD + attended_BTD, ("batch", "length", "activation_embed"))
         x_BTD = x_BTD + self.mlp(self.mlp_norm(x_BTD))
@@ -126,6 +131,7 @@ class Embedding(nnx.Module):
         self.table = _weight(shape, rngs, (shape.vocab_size, shape.emb_dim), ("vocab", "embed"))
 
     def __call__(self, token_BT: jax.Array, dtype: Any) -> jax.Array:
+        """The tokens' vectors [B, T, D], in `dtype`."""
         # Gathered over `embed` first: a look-up in a table split both ways is what partitioners do worst.
         table_VD = constrain(self.table[...], ("vocab", None))
         return constrain(table_VD[token_BT].astype(dtype), ("batch", "length", "activation_embed"))

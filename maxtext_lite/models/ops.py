@@ -92,7 +92,10 @@ silu_times.defvjp(lambda gate, up: (silu_times(gate, up), (gate, up)), _silu_tim
 
 
 def rotary_angles(position_BT: jax.Array, head_dim: int, max_timescale: float) -> Rotation:
-    """The rotation of each position in each plane of a head. Source: Su et al. 2021, arXiv:2104.09864, section 3.4.2."""
+    """The rotation of each position in each plane of a head.
+
+    Source: Su et al. 2021, arXiv:2104.09864, section 3.4.2.
+    """
     exponent = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
     angle_BTH = position_BT[..., None].astype(jnp.float32) / max_timescale**exponent
     return jnp.cos(angle_BTH), jnp.sin(angle_BTH)

@@ -83,8 +83,12 @@ def over_shards(function: Callable[..., jax.Array], in_axes: Sequence[LogicalAxe
     """
     if jax.sharding.get_abstract_mesh().empty:
         return function
-    return jax.shard_map(function, in_specs=tuple(partition_spec(axes) for axes in in_axes),
-                         out_specs=partition_spec(out_axes), check_vma=False)
+    return jax.shard_map(
+        function,
+        in_specs=tuple(partition_spec(axes) for axes in in_axes),
+        out_specs=partition_spec(out_axes),
+        check_vma=False,
+    )
 
 
 def over_replicas(function: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:

@@ -1,6 +1,7 @@
 """The mesh: the devices of the run, arranged along six named axes."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,7 +12,7 @@ MESH_AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
 """Names of the mesh axes, slowest first: neighbours in `tensor` are neighbours in the machine."""
 
 
-def make_mesh(ici: Mapping[str, int], dcn: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(ici: Mapping[str, int], dcn: Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:
     """The mesh over `devices` (default: all), whose axis sizes are `ici[axis] * dcn[axis]`.
 
     Every axis is Auto: the compiler propagates shardings from those of the parameters and the batch.
@@ -27,8 +28,7 @@ def make_mesh(ici: Mapping[str, int], dcn: Mapping[str, int], devices: Sequence[
     dcn_shape = [dcn[axis] for axis in MESH_AXES]
     num_slices = int(np.prod(dcn_shape))
     if int(np.prod(ici_shape)) * num_slices != len(devices):
-        raise ValueError(f"a mesh of {dict(zip(MESH_AXES, ici_shape))} x {dict(zip(MESH_AXES, dcn_shape))} does not "
-                         f"cover {len(devices)} devices")
+        raise ValueError(f"a mesh of {dict(ici)} x {dict(dcn)} does not cover {len(devices)} devices")
     if num_slices == 1:
         grid = mesh_utils.create_device_mesh(ici_shape, devices, allow_split_physical_axes=True)
     else:
@@ -40,5 +40,5 @@ def make_mesh(ici: Mapping[str, int], dcn: Mapping[str, int], devices: Sequence[
             interleaved = np.asarray(devices).reshape(dcn_shape + ici_shape)
             rank = len(MESH_AXES)
             order = [dim for axis in range(rank) for dim in (axis, axis + rank)]
-            grid = interleaved.transpose(order).reshape([i * d for i, d in zip(ici_shape, dcn_shape)])
+            grid = interleaved.transpose(order).reshape([i * d for i, d in zip(ici_shape, dcn_shape, strict=True)])
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))

@@ -23,8 +23,9 @@ class GradientAccumulation(optax.MultiSteps):
     def init(self, params: Any) -> optax.MultiStepsState:
         """State before the first step: the inner optimizer's, and no accumulator."""
         zero = jnp.zeros([], jnp.int32)
-        return optax.MultiStepsState(mini_step=zero, gradient_step=zero, inner_opt_state=self._opt.init(params),
-                                     acc_grads=(), skip_state=())
+        return optax.MultiStepsState(
+            mini_step=zero, gradient_step=zero, inner_opt_state=self._opt.init(params), acc_grads=(), skip_state=()
+        )
 
     def accumulator(self, params: Any, *leading: int) -> Any:
         """Zeros in float32, shaped like `params` with `leading` dims before each."""

@@ -139,19 +139,25 @@ def load_parameters(path: str | Path, abstract_params: Any, key: str) -> Any:
       UserError: there is no checkpoint at `path`, or its parameters have other shapes; names `key`.
     """
     directory = checkpoint_directory(path, key)
-    with ocp.StandardCheckpointer() as checkpointer:
-        saved = checkpointer.metadata(directory / "params").item_metadata.tree
-        problems = _shape_differences(saved, abstract_params)
+    with ocp.CheckpointManager(directory.parent, item_handlers={"params": ocp.StandardCheckpointHandler()}) as manager:
+        step = int(directory.name)
+        problems = _shape_differences(manager.item_metadata(step)["params"], abstract_params)
         if problems:
             raise UserError([f"{key}={path}: {problem}" for problem in problems])
-        return checkpointer.restore(directory / "params", abstract_params)
+        return manager.restore(step, args=ocp.args.Composite(params=ocp.args.StandardRestore(abstract_params)))[
+            "params"
+        ]
 
 
 def _shape_differences(saved: Any, wanted: Any) -> list[str]:
-    saved_shapes = {jax.tree_util.keystr(path): tuple(leaf.shape) for path, leaf in
-                    jax.tree_util.tree_leaves_with_path(saved)}
-    wanted_shapes = {jax.tree_util.keystr(path): tuple(leaf.shape) for path, leaf in
-                     jax.tree_util.tree_leaves_with_path(wanted)}
-    return [f"parameter {name} is {saved_shapes.get(name, 'absent')} there and {wanted_shapes.get(name, 'absent')} here."
-            for name in sorted(saved_shapes.keys() | wanted_shapes.keys())
-            if saved_shapes.get(name) != wanted_shapes.get(name)]
+    saved_shapes = {
+        jax.tree_util.keystr(path): tuple(leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(saved)
+    }
+    wanted_shapes = {
+        jax.tree_util.keystr(path): tuple(leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(wanted)
+    }
+    return [
+        f"parameter {name} is {saved_shapes.get(name, 'absent')} there and {wanted_shapes.get(name, 'absent')} here."
+        for name in sorted(saved_shapes.keys() | wanted_shapes.keys())
+        if saved_shapes.get(name) != wanted_shapes.get(name)
+    ]

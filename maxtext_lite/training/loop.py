@@ -17,11 +17,10 @@ from typing import Any
 
 import jax
 
-from maxtext_lite.batching import BatchPlan, format_plan, make_plan, not_yet_trainable
+from maxtext_lite.batching import format_plan, make_plan, not_yet_trainable
 from maxtext_lite.config import Config, UserError, describe, write_resolved
 from maxtext_lite.data import Batch, ExampleSource, evaluation_batches, examples_hash, open_sources, training_batches
-from maxtext_lite.models import Decoder
-from maxtext_lite.parallel import make_mesh, sharding
+from maxtext_lite.parallel import make_mesh, sharding, start_devices
 from maxtext_lite.training.checkpoint import Checkpointer, Counts, fingerprint, load_parameters
 from maxtext_lite.training.evaluate import evaluate
 from maxtext_lite.training.metrics import MetricsLog, Speed, Terminal, model_flops_per_example, peak_tflops
@@ -107,29 +106,35 @@ class _Run:
 
     def __init__(self, config: Config):
         self.config = config
+        start_devices()
         plan = make_plan(config, num_devices=jax.device_count(), num_hosts=jax.process_count())
         refused = not_yet_trainable(config, plan)
         if refused:
             raise UserError(refused)
         self.source, self.eval_source = open_sources(config, vocab_size=config.vocab_size)
-        self.plan = make_plan(config, num_devices=jax.device_count(), num_hosts=jax.process_count(),
-                              num_examples=len(self.source))
+        self.plan = make_plan(
+            config, num_devices=jax.device_count(), num_hosts=jax.process_count(), num_examples=len(self.source)
+        )
         self.mesh = make_mesh(plan.ici_mesh, plan.dcn_mesh)
         self.decoder = make_decoder(config, jax.default_backend())
         self.optimizer = make_optimizer(config, self.decoder.axes)
         self.is_first = jax.process_index() == 0
         self.directory = Path(config.base_output_directory) / config.run_name
         self.directory.mkdir(parents=True, exist_ok=True)
-        self.checkpointer = Checkpointer(self.directory, config, fingerprint(config, self.source.fingerprint)) \
-            if config.enable_checkpointing else None
+        self.checkpointer = (
+            Checkpointer(self.directory, config, fingerprint(config, self.source.fingerprint))
+            if config.enable_checkpointing
+            else None
+        )
 
     def run(self) -> RunResult:
         """Trains; see `train`."""
         config = self.config
         with jax.set_mesh(self.mesh):
             state, counts = self._restore_or_init()
-            terminal = Terminal(steps=config.steps, first_step=counts.step, log_period=config.log_period,
-                                quiet=not self.is_first)
+            terminal = Terminal(
+                steps=config.steps, first_step=counts.step, log_period=config.log_period, quiet=not self.is_first
+            )
             self._introduce(terminal, counts)
             if counts.step >= config.steps:
                 terminal.say(f"nothing to do: {self.directory} has {counts.step} of steps={config.steps} already")
@@ -168,8 +173,10 @@ class _Run:
         terminal.say("")
         terminal.say(f"attention kernel: {self.decoder.shape.attention} (attention={self.config.attention})")
         parameters = sum(leaf.size for leaf in jax.tree.leaves(self.decoder.abstract_params))
-        terminal.say(f"{parameters:,} parameters on {jax.device_count()} x {jax.devices()[0].device_kind}; "
-                     + _peak_sentence(self.speed))
+        terminal.say(
+            f"{parameters:,} parameters on {jax.device_count()} x {jax.devices()[0].device_kind}; "
+            + _peak_sentence(self.speed)
+        )
         held_out = "nothing" if self.eval_source is None else f"{len(self.eval_source):,} examples"
         terminal.say(f"{len(self.source):,} training examples, {held_out} held out")
         if counts.step:
@@ -205,11 +212,18 @@ class _Loop:
         run, config = self.run, self.config
         self.counts = counts
         train_batch_sharding = sharding(run.mesh, TRAIN_BATCH_AXES)
-        with _watch_signals() as signals, training_batches(
-            run.source, self.plan, sharding=train_batch_sharding, examples_seen=counts.examples_seen,
-            num_steps=config.steps - counts.step, seed=config.data_shuffle_seed,
-            worker_count=config.grain_worker_count,
-        ) as batches:
+        with (
+            _watch_signals() as signals,
+            training_batches(
+                run.source,
+                self.plan,
+                sharding=train_batch_sharding,
+                examples_seen=counts.examples_seen,
+                num_steps=config.steps - counts.step,
+                seed=config.data_shuffle_seed,
+                worker_count=config.grain_worker_count,
+            ) as batches,
+        ):
             train_step = self._compile(state)
             eval_step = make_eval_step(run.decoder, run.mesh, config)
             self.last_ready = time.perf_counter()
@@ -224,8 +238,12 @@ class _Loop:
                 stopping = _all_hosts_stop(signals, step)
                 last = step == config.steps or stopping
                 saves = run.checkpointer is not None and (step % config.checkpoint_period == 0 or last)
-                evaluates = run.eval_source is not None and config.eval_interval > 0 and not stopping and (
-                    step % config.eval_interval == 0 or last)
+                evaluates = (
+                    run.eval_source is not None
+                    and config.eval_interval > 0
+                    and not stopping
+                    and (step % config.eval_interval == 0 or last)
+                )
                 if saves or evaluates or last:
                     # Everything up to this step is on record before its checkpoint is: a restart adds what follows.
                     self._finish(in_flight)
@@ -243,19 +261,24 @@ class _Loop:
         interrupted = self.counts.step < config.steps
         if interrupted:
             saved = "saved" if run.checkpointer else "not saved (enable_checkpointing=false)"
-            self.terminal.say(f"stopped by {signals.received.name if signals.received else 'another host'} after step "
-                              f"{self.counts.step}, {saved}")
+            self.terminal.say(
+                f"stopped by {signals.received.name if signals.received else 'another host'} after step "
+                f"{self.counts.step}, {saved}"
+            )
         return RunResult(run.directory, self.counts.step, self.loss, self.eval_loss, interrupted, state)
 
     def _compile(self, state: TrainState) -> Any:
         """The train step, compiled before the clock of the first step starts."""
         run, plan = self.run, self.plan
-        step = make_train_step(run.decoder, run.optimizer, run.mesh, config=self.config,
-                               schedule=learning_rate_schedule(self.config))
+        step = make_train_step(
+            run.decoder, run.optimizer, run.mesh, config=self.config, schedule=learning_rate_schedule(self.config)
+        )
         sizes = (plan.gradient_accumulation_steps, plan.micro_batch_slots, self.config.max_target_length)
         where = sharding(run.mesh, TRAIN_BATCH_AXES)
-        batch = {name: jax.ShapeDtypeStruct(sizes, "float32" if name == "weights" else "int32", sharding=where)
-                 for name in ("tokens", "targets", "segments", "positions", "weights")}
+        batch = {
+            name: jax.ShapeDtypeStruct(sizes, "float32" if name == "weights" else "int32", sharding=where)
+            for name in ("tokens", "targets", "segments", "positions", "weights")
+        }
         started = time.perf_counter()
         compiled = step.lower(state, batch).compile()
         self.terminal.say(f"compiled the train step in {time.perf_counter() - started:.1f} s")
@@ -269,8 +292,9 @@ class _Loop:
         ready = time.perf_counter()
         step_seconds, self.last_ready = ready - self.last_ready, ready
         counts, batch = self.counts, done.batch
-        self.counts = Counts(done.step, counts.examples_seen + batch.num_examples,
-                             counts.tokens_seen + metrics["target_tokens"])
+        self.counts = Counts(
+            done.step, counts.examples_seen + batch.num_examples, counts.tokens_seen + metrics["target_tokens"]
+        )
         self.loss = metrics["loss"]
         stage = self.plan.stage_at(counts.examples_seen)
         record = {
@@ -293,22 +317,27 @@ class _Loop:
             self.log.write(record)
         self.terminal.step(record)
         if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
-            raise NonFiniteLoss(f"step {done.step} has loss {metrics['loss']} and grad_norm {metrics['grad_norm']}; "
-                                f"the newest checkpoint in {self.run.directory} is of an earlier step")
+            raise NonFiniteLoss(
+                f"step {done.step} has loss {metrics['loss']} and grad_norm {metrics['grad_norm']}; "
+                f"the newest checkpoint in {self.run.directory} is of an earlier step"
+            )
 
     def _evaluate(self, eval_step: Any, state: TrainState, source: ExampleSource | None) -> None:
         assert source is not None
-        with evaluation_batches(source, self.plan, sharding=sharding(self.run.mesh, EVAL_BATCH_AXES),
-                                eval_steps=self.config.eval_steps) as batches:
+        with evaluation_batches(
+            source, self.plan, sharding=sharding(self.run.mesh, EVAL_BATCH_AXES), eval_steps=self.config.eval_steps
+        ) as batches:
             self.eval_loss, tokens = evaluate(eval_step, state.params, batches)
         record = {"step": self.counts.step, "eval_loss": self.eval_loss, "eval_target_tokens": tokens}
         if self.log:
             self.log.write(record)
-        self.terminal.say(f"step {self.counts.step}/{self.config.steps}  held-out loss {self.eval_loss:.4f} nats per "
-                          f"token over {tokens:,} tokens")
+        self.terminal.say(
+            f"step {self.counts.step}/{self.config.steps}  held-out loss {self.eval_loss:.4f} nats per "
+            f"token over {tokens:,} tokens"
+        )
 
     def _profile(self, steps_here: int | None) -> None:
-        """Starts and stops the trace around `profiler_steps` steps; `steps_here` counts this process's, None: the end."""
+        """Starts and ends the trace of `profiler_steps` steps; `steps_here` counts this process's, None: the end."""
         count = self.config.profiler_steps
         if not count or not self.run.is_first:
             return
@@ -342,8 +371,9 @@ def environment() -> dict[str, Any]:
     for package in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True,
-                            check=False)
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    )
     return {
         "python": sys.version.split()[0],
         "platform": platform.platform(),

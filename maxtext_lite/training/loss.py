@@ -24,7 +24,7 @@ def _tile_logits(x_BTD: jax.Array, head_DV: jax.Array) -> jax.Array:
 
 
 class _TileLosses(NamedTuple):
-    """Of one tile: nll and log-partition [B, T], softmax numerators [B, T, V], their sum [B, T], and a mask of targets."""
+    """Of one tile: nll and log-partition, softmax numerators and their sum, and a mask of the targets."""
 
     nll_BT: jax.Array
     log_partition_BT: jax.Array
@@ -80,8 +80,12 @@ def token_losses(x_BTD: jax.Array, head_DV: jax.Array, target_BT: jax.Array, num
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def cross_entropy(
-    x_BTD: jax.Array, head_DV: jax.Array, target_BT: jax.Array, weight_BT: jax.Array,
-    z_loss_multiplier: float, num_tiles: int,
+    x_BTD: jax.Array,
+    head_DV: jax.Array,
+    target_BT: jax.Array,
+    weight_BT: jax.Array,
+    z_loss_multiplier: float,
+    num_tiles: int,
 ) -> tuple[jax.Array, LossSums]:
     """sum(weight * (nll + z_loss_multiplier * log_partition**2)), and its two parts.
 
@@ -106,20 +110,28 @@ def _zero_sums() -> LossSums:
 
 
 def _add_sums(sums: LossSums, losses: _TileLosses, weight_BT: jax.Array) -> LossSums:
-    return LossSums(sums.nll + jnp.sum(weight_BT * losses.nll_BT),
-                    sums.log_partition_squared + jnp.sum(weight_BT * jnp.square(losses.log_partition_BT)))
+    return LossSums(
+        sums.nll + jnp.sum(weight_BT * losses.nll_BT),
+        sums.log_partition_squared + jnp.sum(weight_BT * jnp.square(losses.log_partition_BT)),
+    )
 
 
 def _cross_entropy_forward(
-    x_BTD: jax.Array, head_DV: jax.Array, target_BT: jax.Array, weight_BT: jax.Array,
-    z_loss_multiplier: float, num_tiles: int,
+    x_BTD: jax.Array,
+    head_DV: jax.Array,
+    target_BT: jax.Array,
+    weight_BT: jax.Array,
+    z_loss_multiplier: float,
+    num_tiles: int,
 ) -> Any:
     def tile(carry: Any, arrays: Any) -> Any:
         sums, dhead_DV = carry
         x, target, weight = arrays
         losses = _tile_losses(_tile_logits(x, head_DV), target)
         scale_BT = weight * (1 + 2 * z_loss_multiplier * losses.log_partition_BT) / losses.sum_BT
-        dlogits_BTV = scale_BT[..., None] * losses.exponential_BTV - jnp.where(losses.is_target_BTV, weight[..., None], 0)
+        dlogits_BTV = scale_BT[..., None] * losses.exponential_BTV - jnp.where(
+            losses.is_target_BTV, weight[..., None], 0
+        )
         dlogits_BTV = dlogits_BTV.astype(x.dtype)
         dx_BTD = jnp.einsum("BTV,DV->BTD", dlogits_BTV, head_DV, preferred_element_type=jnp.float32).astype(x.dtype)
         return (_add_sums(sums, losses, weight), dhead_DV + weight_gradient(x, dlogits_BTV)), dx_BTD
@@ -157,7 +169,7 @@ def next_token_loss(
 def row_losses(
     decoder: Decoder, params: Any, rows: dict[str, jax.Array], *, num_tiles: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Summed weighted nll [B] (float32) and number of target tokens [B] (int32) of each row; not for differentiating."""
+    """Summed weighted nll [B] (float32) and target tokens [B] (int32) of each row; not for differentiating."""
     x_BTD = decoder.hidden(params, rows["tokens"], rows["segments"], rows["positions"])
     nll_BT = token_losses(x_BTD, decoder.head(params).astype(x_BTD.dtype), rows["targets"], num_tiles)
     return jnp.sum(nll_BT * rows["weights"], axis=-1), jnp.sum(rows["weights"] > 0, axis=-1, dtype=jnp.int32)

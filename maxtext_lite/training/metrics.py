@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import os
 import sys
 import time
 from pathlib import Path
@@ -65,14 +64,16 @@ class MetricsLog:
         kept = _lines_up_to(path, after_step)
         scratch = path.with_suffix(".jsonl.tmp")
         scratch.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-        os.replace(scratch, path)
+        scratch.replace(path)
         self._file = path.open("a", encoding="utf-8")
         self._board = tensorboardX.SummaryWriter(str(run_directory / "tensorboard"), purge_step=after_step + 1)
 
     def write(self, record: dict[str, Any]) -> None:
         """Appends a record; non-finite numbers become null, as JSON has none."""
-        finite = {key: None if isinstance(value, float) and not math.isfinite(value) else value
-                  for key, value in record.items()}
+        finite = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in record.items()
+        }
         self._file.write(json.dumps(finite) + "\n")
         self._file.flush()
         for key, value in finite.items():
@@ -131,8 +132,10 @@ class Terminal:
         self._bar: rich.progress.Progress | None = None
         if sys.stdout.isatty() and not quiet:
             self._bar = rich.progress.Progress(
-                rich.progress.TextColumn("step {task.completed}/{task.total}"), rich.progress.BarColumn(),
-                rich.progress.TextColumn("{task.fields[line]}"), rich.progress.TimeRemainingColumn(),
+                rich.progress.TextColumn("step {task.completed}/{task.total}"),
+                rich.progress.BarColumn(),
+                rich.progress.TextColumn("{task.fields[line]}"),
+                rich.progress.TimeRemainingColumn(),
                 console=rich.console.Console(),
             )
             self._task = self._bar.add_task("train", total=steps, completed=first_step, line="")
@@ -164,9 +167,11 @@ class Terminal:
 
 def _step_line(record: dict[str, Any]) -> str:
     mfu = "" if record["mfu"] is None else f"  MFU {record['mfu']:.1%}"
-    return (f"loss {record['loss']:.4f}  {record['tokens_per_second']:,.0f} tokens/s  "
-            f"{record['tflops_per_device']:.3g} TFLOP/s/device{mfu}  lr {record['learning_rate']:.3g}  "
-            f"grad {record['grad_norm']:.3g}  batch {record['global_batch_to_train']}")
+    return (
+        f"loss {record['loss']:.4f}  {record['tokens_per_second']:,.0f} tokens/s  "
+        f"{record['tflops_per_device']:.3g} TFLOP/s/device{mfu}  lr {record['learning_rate']:.3g}  "
+        f"grad {record['grad_norm']:.3g}  batch {record['global_batch_to_train']}"
+    )
 
 
 def _duration(seconds: float) -> str:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from maxtext_lite.config import OptimizerConfig, RunConfig
+from maxtext_lite.config import Config, OptimizerConfig
 from maxtext_lite.training.accumulate import GradientAccumulation
 
 UNDECAYED_AXES = (("norm",), ("layers", "norm"), ("vocab", "embed"))
@@ -17,11 +17,7 @@ Schedule = Callable[[Any], Any]
 """Number of updates made before this one (int or traced int) -> learning rate of this one."""
 
 
-class ScheduleConfig(RunConfig, OptimizerConfig):
-    """What the learning rate depends on."""
-
-
-def learning_rate_schedule(config: ScheduleConfig) -> Schedule:
+def learning_rate_schedule(config: Config) -> Schedule:
     """Learning rate of the update that follows `updates` others: update 1 has rate peak/warmup_steps.
 
     With u = updates + 1 it rises as u/warmup_steps, is the peak at u = warmup_steps and the final fraction of it
@@ -64,8 +60,9 @@ def _direction(config: OptimizerConfig, axes: Any) -> optax.GradientTransformati
         case "lion":
             return optax.scale_by_lion(config.adam_b1, config.adam_b2)
         case "adafactor":
-            return optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0),
-                               optax.scale_by_param_block_rms())
+            return optax.chain(
+                optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0), optax.scale_by_param_block_rms()
+            )
         case "muon":
             return _muon(config, axes)
         case name:
@@ -89,15 +86,19 @@ def _muon(config: OptimizerConfig, axes: Any) -> optax.GradientTransformation:
     # The pieces below scale by a learning rate of their own; 1 leaves that to the common tail, -1 undoes their sign.
     return optax.chain(
         optax.contrib.muon(
-            learning_rate=1.0, beta=config.adam_b1, adam_b1=config.adam_b1, adam_b2=config.adam_b2,
-            eps=config.adam_eps, consistent_rms=0.2,
+            learning_rate=1.0,
+            beta=config.adam_b1,
+            adam_b1=config.adam_b1,
+            adam_b2=config.adam_b2,
+            eps=config.adam_eps,
+            consistent_rms=0.2,
             muon_weight_dimension_numbers=jax.tree.map(dimension_numbers, axes, is_leaf=is_axes),
         ),
         optax.scale(-1.0),
     )
 
 
-def make_optimizer(config: ScheduleConfig, axes: Any) -> GradientAccumulation:
+def make_optimizer(config: Config, axes: Any) -> GradientAccumulation:
     """Clipping, the optimizer's direction, decoupled weight decay and the learning rate, in that order.
 
     Args:
@@ -105,7 +106,8 @@ def make_optimizer(config: ScheduleConfig, axes: Any) -> GradientAccumulation:
     """
     decayed = jax.tree.map(
         lambda leaf: config.weight_decay_on_norms_and_embeddings or leaf not in UNDECAYED_AXES,
-        axes, is_leaf=lambda node: isinstance(node, tuple),
+        axes,
+        is_leaf=lambda node: isinstance(node, tuple),
     )
     clipping = config.gradient_clipping_threshold
     return GradientAccumulation(

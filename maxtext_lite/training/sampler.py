@@ -36,14 +36,24 @@ class Sampler:
         decoder = make_decoder(config, jax.default_backend())
         sizes = {axis: tensor_parallelism if axis == "tensor" else 1 for axis in MESH_AXES}
         mesh = make_mesh(sizes, dict.fromkeys(MESH_AXES, 1), jax.devices()[:tensor_parallelism])
-        abstract = jax.tree.map(lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
-                                decoder.abstract_params, tree_shardings(mesh, decoder.axes))
+        abstract = jax.tree.map(
+            lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
+            decoder.abstract_params,
+            tree_shardings(mesh, decoder.axes),
+        )
         with jax.set_mesh(mesh):
             return cls(decoder, load_parameters(run_directory, abstract, "run_directory"), mesh)
 
     def stream(
-        self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, temperature: float, top_k: int = 0,
-        top_p: float = 1.0, stop_token_ids: Sequence[int] = (), seed: int = 0,
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        temperature: float,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        stop_token_ids: Sequence[int] = (),
+        seed: int = 0,
     ) -> Iterator[tuple[int, int, float]]:
         """Yields (prompt number, new token, its log-probability under the model) until all prompts are done.
 
@@ -61,13 +71,17 @@ class Sampler:
         running = [True] * len(prompts)
         with jax.set_mesh(self._mesh):
             token_B, log_probability_B, cache = self._prefill(
-                self._params, token_BT, cache, jnp.asarray(lengths), key_B, sampling=sampling)
+                self._params, token_BT, cache, jnp.asarray(lengths), key_B, sampling=sampling
+            )
             for added in range(max_new_tokens):
                 following = None
                 if added + 1 < max_new_tokens:  # dispatched before this token is looked at: the device never waits
-                    following = self._extend(self._params, token_B, cache, jnp.asarray(lengths + added), key_B,
-                                             sampling=sampling)
-                for number, (token, log_probability) in enumerate(zip(*jax.device_get((token_B, log_probability_B)))):
+                    following = self._extend(
+                        self._params, token_B, cache, jnp.asarray(lengths + added), key_B, sampling=sampling
+                    )
+                for number, (token, log_probability) in enumerate(
+                    zip(*jax.device_get((token_B, log_probability_B)), strict=True)
+                ):
                     if running[number]:
                         yield number, int(token), float(log_probability)
                         running[number] = int(token) not in stop_token_ids
@@ -75,14 +89,30 @@ class Sampler:
                     return
                 token_B, log_probability_B, cache = following
 
-    def _first_token(self, params: Any, token_BT: jax.Array, cache: KVCache, length_B: jax.Array, key_B: jax.Array,
-                     *, sampling: Sampling) -> Any:
+    def _first_token(
+        self,
+        params: Any,
+        token_BT: jax.Array,
+        cache: KVCache,
+        length_B: jax.Array,
+        key_B: jax.Array,
+        *,
+        sampling: Sampling,
+    ) -> Any:
         x_BTD, cache = self._decoder.decode(params, token_BT, jnp.zeros_like(length_B), cache)
         last_BTD = jnp.take_along_axis(x_BTD, (length_B - 1)[:, None, None], axis=1)
         return *self._draw(params, last_BTD, length_B, key_B, sampling), cache
 
-    def _next_token(self, params: Any, token_B: jax.Array, cache: KVCache, length_B: jax.Array, key_B: jax.Array,
-                    *, sampling: Sampling) -> Any:
+    def _next_token(
+        self,
+        params: Any,
+        token_B: jax.Array,
+        cache: KVCache,
+        length_B: jax.Array,
+        key_B: jax.Array,
+        *,
+        sampling: Sampling,
+    ) -> Any:
         """One more token of each sequence, whose `length_B` tokens before token_B are in the cache."""
         x_BTD, cache = self._decoder.decode(params, token_B[:, None], length_B, cache)
         return *self._draw(params, x_BTD, length_B + 1, key_B, sampling), cache

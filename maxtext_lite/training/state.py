@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from maxtext_lite.config import ModelConfig, NumericsConfig
+from maxtext_lite.config import Config, UserError
 from maxtext_lite.models import Decoder, DecoderShape, resolve_attention
 from maxtext_lite.parallel import sharding, tree_shardings
 from maxtext_lite.training.accumulate import GradientAccumulation
@@ -30,13 +30,19 @@ class TrainState:
     step: jax.Array
 
 
-class DecoderConfig(ModelConfig, NumericsConfig):
-    """What a decoder depends on."""
+def make_decoder(config: Config, platform: str) -> Decoder:
+    """The decoder a config describes, with the attention kernel that suits the platform ("cpu", "gpu", "tpu").
 
-
-def make_decoder(config: DecoderConfig, platform: str) -> Decoder:
-    """The decoder a config describes, with the attention kernel that suits the platform ("cpu", "gpu", "tpu")."""
+    Raises:
+      UserError: the attention kernel that the config names does not run there.
+    """
     dtype = jnp.dtype(config.dtype)
+    try:
+        kernel = resolve_attention(
+            config.attention, platform=platform, dtype=dtype, num_tokens=config.max_target_length
+        )
+    except ValueError as error:
+        raise UserError(str(error)) from None
     return Decoder(
         DecoderShape(
             vocab_size=config.vocab_size,
@@ -53,7 +59,7 @@ def make_decoder(config: DecoderConfig, platform: str) -> Decoder:
             dtype=dtype,
             weight_dtype=jnp.dtype(config.weight_dtype),
             remat_policy=config.remat_policy,
-            attention=resolve_attention(config.attention, platform, dtype),
+            attention=kernel,
         )
     )
 
@@ -69,10 +75,14 @@ def state_shardings(decoder: Decoder, optimizer: GradientAccumulation, mesh: Mes
 
     State of another shape (counts, adafactor's row and column sums) is small and stands on every device.
     """
-    everywhere = sharding(mesh)
+    everywhere: Any = sharding(mesh)
     params = tree_shardings(mesh, decoder.axes)
-    where_of = {_names(path): (leaf.shape, where) for (path, leaf), where in zip(
-        jax.tree_util.tree_leaves_with_path(decoder.abstract_params), jax.tree.leaves(params), strict=True)}
+    where_of = {
+        _names(path): (leaf.shape, where)
+        for (path, leaf), where in zip(
+            jax.tree_util.tree_leaves_with_path(decoder.abstract_params), jax.tree.leaves(params), strict=True
+        )
+    }
 
     def lay_out(path: Any, leaf: jax.ShapeDtypeStruct) -> Any:
         names = _names(path)
@@ -94,8 +104,11 @@ def _names(path: Any) -> tuple[str, ...]:
 def abstract_state(decoder: Decoder, optimizer: GradientAccumulation, mesh: Mesh) -> TrainState:
     """Shapes, dtypes and shardings of the state; nothing is allocated."""
     shapes = jax.eval_shape(lambda key: create_state(decoder, optimizer, key), jax.random.key(0))
-    return jax.tree.map(lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
-                        shapes, state_shardings(decoder, optimizer, mesh))
+    return jax.tree.map(
+        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
+        shapes,
+        state_shardings(decoder, optimizer, mesh),
+    )
 
 
 def init_state(decoder: Decoder, optimizer: GradientAccumulation, mesh: Mesh, seed: int) -> TrainState:
@@ -103,7 +116,8 @@ def init_state(decoder: Decoder, optimizer: GradientAccumulation, mesh: Mesh, se
 
     The values depend on the seed alone, not on the mesh.
     """
-    create = jax.jit(lambda key: create_state(decoder, optimizer, key),
-                     out_shardings=state_shardings(decoder, optimizer, mesh))
+    create = jax.jit(
+        lambda key: create_state(decoder, optimizer, key), out_shardings=state_shardings(decoder, optimizer, mesh)
+    )
     with jax.set_mesh(mesh):
         return create(jax.random.key(seed))

@@ -32,8 +32,9 @@ def accumulate_gradients(decoder: Decoder, optimizer: GradientAccumulation, mesh
         inverse_tokens = 1.0 / jnp.maximum(target_tokens, 1).astype(jnp.float32)
 
         def mean_loss_share(params: Any, rows: dict[str, jax.Array]) -> Any:
-            loss, sums = next_token_loss(decoder, params, rows, z_loss_multiplier=config.z_loss_multiplier,
-                                         num_tiles=config.num_vocab_tiling)
+            loss, sums = next_token_loss(
+                decoder, params, rows, z_loss_multiplier=config.z_loss_multiplier, num_tiles=config.num_vocab_tiling
+            )
             return loss * inverse_tokens, jax.tree.map(lambda x: x * inverse_tokens, sums)
 
         def lay_out(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
@@ -89,8 +90,12 @@ def make_train_step(
         return TrainState(params, opt_state, state.step + 1), metrics
 
     shardings = state_shardings(decoder, optimizer, mesh)
-    return jax.jit(train_step, donate_argnums=0, in_shardings=(shardings, sharding(mesh, TRAIN_BATCH_AXES)),
-                   out_shardings=(shardings, sharding(mesh)))
+    return jax.jit(
+        train_step,
+        donate_argnums=0,
+        in_shardings=(shardings, sharding(mesh, TRAIN_BATCH_AXES)),
+        out_shardings=(shardings, sharding(mesh)),
+    )
 
 
 def make_eval_step(decoder: Decoder, mesh: Mesh, config: NumericsConfig) -> Any:
@@ -102,5 +107,8 @@ def make_eval_step(decoder: Decoder, mesh: Mesh, config: NumericsConfig) -> Any:
     def eval_step(params: Any, batch: dict[str, jax.Array]) -> Any:
         return jax.tree.map(lambda x_RB: x_RB.reshape(-1), over_replicas(losses, mesh)(decoder.cast(params), batch))
 
-    return jax.jit(eval_step, in_shardings=(tree_shardings(mesh, decoder.axes), sharding(mesh, EVAL_BATCH_AXES)),
-                   out_shardings=sharding(mesh))
+    return jax.jit(
+        eval_step,
+        in_shardings=(tree_shardings(mesh, decoder.axes), sharding(mesh, EVAL_BATCH_AXES)),
+        out_shardings=sharding(mesh),
+    )

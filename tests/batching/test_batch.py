@@ -12,8 +12,13 @@ BASE = load_config()
 
 
 def derived(num_devices, per_device, accumulation=1, stated=0):
-    config = BASE.model_copy(update={"per_device_batch_size": Fraction(per_device),
-                                     "gradient_accumulation_steps": accumulation, "global_batch_size": stated})
+    config = BASE.model_copy(
+        update={
+            "per_device_batch_size": Fraction(per_device),
+            "gradient_accumulation_steps": accumulation,
+            "global_batch_size": stated,
+        }
+    )
     return derive_batch(config, num_devices)
 
 
@@ -35,7 +40,8 @@ def test_what_is_not_a_whole_number_of_examples_is_refused(per_device, num_devic
     problem = derived(num_devices, per_device)
     assert isinstance(problem, Problem)
     assert problem.message == (
-        f"per_device_batch_size={per_device} x {num_devices} devices = {examples} examples, not a whole number.")
+        f"per_device_batch_size={per_device} x {num_devices} devices = {examples} examples, not a whole number."
+    )
 
 
 @given(st.integers(1, 64), st.integers(1, 16), st.integers(1, 500))

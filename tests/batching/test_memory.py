@@ -24,8 +24,12 @@ def test_parameters_are_counted_by_hand():
 
 @pytest.mark.parametrize(
     ("overrides", "copies"),
-    [(["optimizer=adamw"], 2), (["optimizer=sgd"], 0), (["optimizer=sgd", "sgd_momentum=0.9"], 1),
-     (["optimizer=lion"], 1)],
+    [
+        (["optimizer=adamw"], 2),
+        (["optimizer=sgd"], 0),
+        (["optimizer=sgd", "sgd_momentum=0.9"], 1),
+        (["optimizer=lion"], 1),
+    ],
 )
 def test_optimizer_state_is_counted_exactly(overrides, copies):
     assert estimate(overrides).optimizer_state == 4 * copies * ALL
@@ -60,8 +64,9 @@ def test_estimated_optimizer_state_lies_below_adams(optimizer):
 
 def test_the_total_is_the_sum_and_the_limit_is_in_bytes():
     memory = estimate(limit=95)
-    assert memory.total == sum((memory.params, memory.optimizer_state, memory.gradients, memory.activations,
-                                memory.logits))
+    assert memory.total == sum(
+        (memory.params, memory.optimizer_state, memory.gradients, memory.activations, memory.logits)
+    )
     assert memory.limit == 95_000_000_000
     assert list(memory.to_json()) == [
         "params", "optimizer_state", "gradients", "activations", "logits", "total", "limit"]  # fmt: skip

@@ -91,8 +91,7 @@ def test_one_code_path_with_and_without_a_ramp():
     assert plain.samples_before(3) == 2 * plain.global_batch_to_train
     assert ramped.stages[-1].global_batch_to_train == ramped.global_batch_to_train
     assert ramped.stage_at(0) == ramped.stages[0]
-    assert ramped.total_examples == sum(
-        ramped.rampup.batch_size_at(step) for step in range(1, ramped.steps + 1))
+    assert ramped.total_examples == sum(ramped.rampup.batch_size_at(step) for step in range(1, ramped.steps + 1))
     for plan in (plain, ramped):
         with pytest.raises(ValueError, match="negative"):
             plan.stage_at(-1)
@@ -129,8 +128,12 @@ def test_what_can_be_planned_but_not_trained_is_named_by_its_key():
 
 def test_problems_of_config_and_plan_come_at_once():
     with pytest.raises(UserError) as refused:
-        load_plan(None, ["stps=3", "steps=0", "per_device_batch_size=0.3", "gradient_accumulation_steps=0"],
-                  num_devices=8, num_hosts=3)
+        load_plan(
+            None,
+            ["stps=3", "steps=0", "per_device_batch_size=0.3", "gradient_accumulation_steps=0"],
+            num_devices=8,
+            num_hosts=3,
+        )
     assert refused.value.problems == (
         "unknown key 'stps' (command line). Did you mean 'steps'?",
         "steps=0 must be at least 1. Nearest that works: 1.",
@@ -142,8 +145,9 @@ def test_problems_of_config_and_plan_come_at_once():
 
 def test_a_value_of_the_wrong_kind_is_replaced_by_one_that_the_plan_allows():
     with pytest.raises(UserError) as refused:
-        load_plan(None, ["per_device_batch_size=0", "gradient_accumulation_steps=-1", "global_batch_size=12"],
-                  num_devices=8)
+        load_plan(
+            None, ["per_device_batch_size=0", "gradient_accumulation_steps=-1", "global_batch_size=12"], num_devices=8
+        )
     (problem,) = (problem for problem in refused.value.problems if problem.startswith("per_device_batch_size=0 "))
     assert problem == "per_device_batch_size=0 must be above 0, or -1 (derived). Nearest that works: 1."
     assert "global_batch_size=12 / (per_device_batch_size=1 x 8 devices" in refused.value.problems[1]

@@ -29,8 +29,9 @@ def replay(num_devices, start, target, increment, samples, accumulation, num_ste
 
 
 def manager(num_devices, start, target, increment, samples, accumulation=1, mode="per_device_batch_size"):
-    return RampupBatchManager(num_devices, Fraction(start), Fraction(target), Fraction(increment), samples,
-                              accumulation, mode)
+    return RampupBatchManager(
+        num_devices, Fraction(start), Fraction(target), Fraction(increment), samples, accumulation, mode
+    )
 
 
 def test_the_example_of_the_seeds():

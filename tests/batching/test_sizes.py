@@ -68,10 +68,21 @@ def test_what_the_model_or_the_pipeline_does_not_allow_is_refused(values, messag
 
 
 def test_problems_of_all_parts_come_at_once():
-    messages = messages_of(8, 3, per_device_batch_size=Fraction("0.3"), ici_tensor_parallelism=3,
-                           expansion_factor_real_data=Fraction(2), num_pipeline_microbatches=5)
-    starts = ("num_hosts=3", "ici_tensor_parallelism=3 does not divide the 8", "per_device_batch_size=0.3",
-              "expansion_factor_real_data=2", "ici_tensor_parallelism=3 does not divide base_num_query_heads=8, ",
-              "num_pipeline_microbatches=5")
+    messages = messages_of(
+        8,
+        3,
+        per_device_batch_size=Fraction("0.3"),
+        ici_tensor_parallelism=3,
+        expansion_factor_real_data=Fraction(2),
+        num_pipeline_microbatches=5,
+    )
+    starts = (
+        "num_hosts=3",
+        "ici_tensor_parallelism=3 does not divide the 8",
+        "per_device_batch_size=0.3",
+        "expansion_factor_real_data=2",
+        "ici_tensor_parallelism=3 does not divide base_num_query_heads=8, ",
+        "num_pipeline_microbatches=5",
+    )
     assert len(messages) == len(starts)
     assert all(message.startswith(start) for message, start in zip(messages, starts, strict=True))

@@ -7,7 +7,7 @@ def table_of(overrides=(), **machine):
 
 
 def row(table, name):
-    return next(line[len(name):].strip() for line in table.splitlines() if line.startswith(f"{name} "))
+    return next(line[len(name) :].strip() for line in table.splitlines() if line.startswith(f"{name} "))
 
 
 def test_each_quantity_has_its_formula_filled_in():

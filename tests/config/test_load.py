@@ -187,8 +187,14 @@ def test_shipped_configs_are_found_from_any_directory(tmp_path, layout):
     )
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    done = subprocess.run([sys.executable, "-c", program], cwd=elsewhere, env=os.environ | {"PYTHONPATH": str(root)},
-                          capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=elsewhere,
+        env=os.environ | {"PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout.split() == ["4096", "576", str(root / "maxtext_lite" / "__init__.py")]
 
 

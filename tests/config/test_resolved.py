@@ -8,8 +8,11 @@ from maxtext_lite.config import KEYS, describe, load_config, write_resolved
 def test_config_yml_says_where_each_value_came_from(tmp_path):
     config = load_config(None, ["steps=30", "model_name=smollm2-135m"])
     write_resolved(config, tmp_path / "config.yml")
-    lines = dict(line.split(":", 1) for line in (tmp_path / "config.yml").read_text().splitlines()
-                 if line and not line.startswith("#"))
+    lines = dict(
+        line.split(":", 1)
+        for line in (tmp_path / "config.yml").read_text().splitlines()
+        if line and not line.startswith("#")
+    )
     assert tuple(lines) == KEYS
     assert lines["steps"].split() == ["30", "#", "command", "line"]
     assert lines["base_emb_dim"].split() == ["576", "#", "models/smollm2-135m.yml"]
@@ -17,7 +20,8 @@ def test_config_yml_says_where_each_value_came_from(tmp_path):
 
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(
-    lambda text: text.isprintable() and text.strip())
+    lambda text: text.isprintable() and text.strip()
+)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -105,11 +105,14 @@ def test_the_packaged_text_is_found_by_name_and_tokenized_whole(tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     config = load_config(None, [])
     training, evaluation = open_sources(config, vocab_size=config.vocab_size)
-    text = gzip.decompress(packaged_file("assets", config.dataset_path).read_bytes())
+    lines = gzip.decompress(packaged_file("assets", config.dataset_path).read_bytes()).splitlines()
+    texts = [json.loads(line)["text"].encode() for line in lines]
+    assert training.num_documents == len(texts) == 38
+    text = texts[0]
     # One document or more; each byte but a document's first is a target, and so is each end-of-text.
-    assert training.num_target_tokens + evaluation.num_target_tokens == len(text)
+    assert training.num_target_tokens + evaluation.num_target_tokens == sum(map(len, texts))
     num_rows = len(training) + len(evaluation)
-    assert num_rows == -(-(len(text) + training.num_documents - 1) // 256)
+    assert num_rows == -(-(sum(map(len, texts)) + len(texts) - 1) // 256)
     assert len(evaluation) == num_rows * 2 // 100
     first = training[0]
     assert bytes(first["tokens"].astype(np.uint8)) == text[:256]

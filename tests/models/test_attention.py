@@ -56,7 +56,9 @@ def test_gradients_equal_automatic_ones_of_the_full_square(name):
         return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation="xla")
 
     def gradients(function):
-        return jax.jit(jax.grad(lambda q, k, v: jnp.sum(jnp.sin(function(q, k, v, segment))), argnums=(0, 1, 2)))(q, k, v)
+        return jax.jit(jax.grad(lambda q, k, v: jnp.sum(jnp.sin(function(q, k, v, segment))), argnums=(0, 1, 2)))(
+            q, k, v
+        )
 
     for got, want in zip(gradients(KERNELS[name]), gradients(full_square), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
@@ -66,7 +68,8 @@ def test_bfloat16_runs_and_stays_close():
     q, k, v, segment = _inputs()
     narrow = [jnp.asarray(x, jnp.bfloat16) for x in (q, k, v)]
     got, vjp = jax.vjp(lambda q, k, v: blockwise_attention(q, k, v, segment, 64), *narrow)
-    assert got.dtype == jnp.bfloat16 and all(g.dtype == jnp.bfloat16 for g in vjp(got))
+    assert got.dtype == jnp.bfloat16
+    assert all(g.dtype == jnp.bfloat16 for g in vjp(got))
     np.testing.assert_allclose(np.asarray(got, np.float32), _by_loops(q, k, v, segment), atol=0.05)
 
 
@@ -76,9 +79,18 @@ def test_heads_that_do_not_group_are_refused():
         attention(x, x[:, :, :2], x[:, :, :2], jnp.ones((1, 4), jnp.int32), kernel="dot_product")
 
 
-def test_auto_names_a_kernel_for_each_platform():
-    assert resolve_attention("auto", "cpu", jnp.bfloat16) == "dot_product"
-    assert resolve_attention("auto", "gpu", jnp.bfloat16) == "cudnn_flash"
-    assert resolve_attention("auto", "gpu", jnp.float32) == "dot_product"  # cuDNN's has no float32
-    assert resolve_attention("auto", "tpu", jnp.bfloat16) == "splash"
-    assert resolve_attention("dot_product", "tpu", jnp.bfloat16) == "dot_product"
+@pytest.mark.parametrize(("name", "platform", "dtype", "num_tokens", "kernel"), [
+    ("auto", "cpu", jnp.bfloat16, 256, "dot_product"),
+    ("auto", "gpu", jnp.bfloat16, 256, "cudnn_flash"),
+    ("auto", "gpu", jnp.float32, 256, "dot_product"),  # cuDNN's has no float32
+    ("auto", "tpu", jnp.bfloat16, 256, "splash"),
+    ("auto", "tpu", jnp.bfloat16, 100, "dot_product"),  # splash works in blocks of 128
+    ("dot_product", "tpu", jnp.bfloat16, 256, "dot_product"),
+])  # fmt: skip
+def test_auto_names_a_kernel_that_runs(name, platform, dtype, num_tokens, kernel):
+    assert resolve_attention(name, platform=platform, dtype=dtype, num_tokens=num_tokens) == kernel
+
+
+def test_a_kernel_that_does_not_run_here_is_refused():
+    with pytest.raises(ValueError, match=r"attention=splash needs a TPU .* Nearest that works: dot_product."):
+        resolve_attention("splash", platform="cpu", dtype=jnp.float32, num_tokens=256)

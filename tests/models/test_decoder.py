@@ -10,17 +10,29 @@ import pytest
 from maxtext_lite.models import Decoder, DecoderShape
 from maxtext_lite.models.decoder import REMAT_POLICIES
 
-SHAPE = DecoderShape(vocab_size=97, emb_dim=32, num_query_heads=4, num_kv_heads=2, head_dim=12, mlp_dim=48, num_layers=3)
+SHAPE = DecoderShape(
+    vocab_size=97, emb_dim=32, num_query_heads=4, num_kv_heads=2, head_dim=12, mlp_dim=48, num_layers=3
+)
 
 
 def _llama(shape, params):
     """transformers' Llama holding `params`."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        vocab_size=shape.vocab_size, hidden_size=shape.emb_dim, intermediate_size=shape.mlp_dim,
-        num_hidden_layers=shape.num_layers, num_attention_heads=shape.num_query_heads,
-        num_key_value_heads=shape.num_kv_heads, head_dim=shape.head_dim, rms_norm_eps=shape.norm_epsilon,
-        rope_theta=shape.rope_max_timescale, tie_word_embeddings=shape.tied, attn_implementation="eager")).eval()
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=shape.vocab_size,
+            hidden_size=shape.emb_dim,
+            intermediate_size=shape.mlp_dim,
+            num_hidden_layers=shape.num_layers,
+            num_attention_heads=shape.num_query_heads,
+            num_key_value_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            rms_norm_eps=shape.norm_epsilon,
+            rope_theta=shape.rope_max_timescale,
+            tie_word_embeddings=shape.tied,
+            attn_implementation="eager",
+        )
+    ).eval()
     D, weights = shape.emb_dim, {}
 
     def put(name, array):
@@ -103,8 +115,11 @@ def _loss_and_gradients(policy):
 
 @pytest.mark.parametrize("policy", [policy for policy in REMAT_POLICIES if policy != "none"])
 def test_remat_changes_no_gradient(policy, gradients_without_remat):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * np.abs(b).max()),
-                 _loss_and_gradients(policy), gradients_without_remat)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * np.abs(b).max()),
+        _loss_and_gradients(policy),
+        gradients_without_remat,
+    )
 
 
 def test_full_remat_saves_memory():
@@ -141,9 +156,14 @@ def test_bfloat16_is_close_to_float32_and_its_gradients_run(tied):
 def test_axes_mirror_the_parameters():
     decoder = Decoder(SHAPE)
     params = jax.eval_shape(decoder.init, jax.random.key(0))
-    assert jax.tree.map(lambda leaf: leaf.shape, params) == jax.tree.map(lambda leaf: leaf.shape, decoder.abstract_params)
-    for axes, leaf in zip(jax.tree.leaves(decoder.axes, is_leaf=lambda node: isinstance(node, tuple)),
-                          jax.tree.leaves(params), strict=True):
+    assert jax.tree.map(lambda leaf: leaf.shape, params) == jax.tree.map(
+        lambda leaf: leaf.shape, decoder.abstract_params
+    )
+    for axes, leaf in zip(
+        jax.tree.leaves(decoder.axes, is_leaf=lambda node: isinstance(node, tuple)),
+        jax.tree.leaves(params),
+        strict=True,
+    ):
         assert len(axes) == leaf.ndim
 
 

@@ -41,7 +41,7 @@ def _frequencies(sampling, draws=20_000):
     return np.bincount(tokens, minlength=4) / draws
 
 
-@pytest.mark.parametrize("sampling, expected", [
+@pytest.mark.parametrize(("sampling", "expected"), [
     (Sampling(temperature=0), [1, 0, 0, 0]),
     (Sampling(temperature=1), [0.5, 0.25, 0.15, 0.1]),
     (Sampling(temperature=0.5), [0.25 / 0.345, 0.0625 / 0.345, 0.0225 / 0.345, 0.01 / 0.345]),  # p^2, normalised

@@ -30,8 +30,16 @@ def test_a_layer_with_silent_weights_is_the_identity():
 
 
 def test_initial_weights_have_the_asked_deviation():
-    wide = DecoderShape(vocab_size=512, emb_dim=64, num_query_heads=4, num_kv_heads=2, head_dim=16, mlp_dim=256,
-                        num_layers=1, initializer_range=0.05)
+    wide = DecoderShape(
+        vocab_size=512,
+        emb_dim=64,
+        num_query_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        mlp_dim=256,
+        num_layers=1,
+        initializer_range=0.05,
+    )
     layer = DecoderLayer(wide, rngs=nnx.Rngs(params=0))
     assert abs(float(jnp.std(layer.mlp.gate[...])) - 0.05) < 0.002
     np.testing.assert_array_equal(layer.mlp_norm.scale[...], np.ones(64))

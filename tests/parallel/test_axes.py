@@ -11,8 +11,9 @@ from maxtext_lite.parallel.axes import MESH_AXES_OF, partition_spec
 
 @pytest.fixture(scope="module")
 def mesh():
-    return make_mesh({axis: 2 if axis in ("data", "fsdp", "tensor") else 1 for axis in MESH_AXES},
-                     dict.fromkeys(MESH_AXES, 1))
+    return make_mesh(
+        {axis: 2 if axis in ("data", "fsdp", "tensor") else 1 for axis in MESH_AXES}, dict.fromkeys(MESH_AXES, 1)
+    )
 
 
 def test_every_rule_names_mesh_axes():

@@ -22,7 +22,8 @@ def test_slices_are_the_outer_part_of_an_axis():
     mesh = make_mesh(_sizes(data=2, tensor=2), _sizes(data=2))
     ids = np.vectorize(lambda device: device.id)(mesh.devices).reshape(4, 2)
     # The first slice holds devices 0-3: the first half of `data`.
-    assert sorted(ids[:2].ravel()) == [0, 1, 2, 3] and sorted(ids[2:].ravel()) == [4, 5, 6, 7]
+    assert sorted(ids[:2].ravel()) == [0, 1, 2, 3]
+    assert sorted(ids[2:].ravel()) == [4, 5, 6, 7]
 
 
 def test_a_mesh_that_does_not_cover_the_devices_is_refused():

@@ -54,8 +54,9 @@ class Setup:
         return laid_out
 
     def compile_step(self, batch):
-        step = make_train_step(self.decoder, self.optimizer, self.mesh, config=self.config,
-                               schedule=learning_rate_schedule(self.config))
+        step = make_train_step(
+            self.decoder, self.optimizer, self.mesh, config=self.config, schedule=learning_rate_schedule(self.config)
+        )
         with jax.set_mesh(self.mesh), jax.default_matmul_precision("highest"):
             return step.lower(abstract_state(self.decoder, self.optimizer, self.mesh), batch).compile()
 
@@ -89,7 +90,7 @@ def setup():
 
 @pytest.fixture(scope="session")
 def rows():
-    """Ragged, packed rows: documents of many lengths, weights that differ, some rows with one target and one with none."""
+    """Ragged, packed rows: documents of many lengths, uneven weights, a row with one target and one with none."""
     rng = np.random.default_rng(0)
     segment = np.cumsum(rng.random((ROWS, LENGTH)) < 0.15, axis=1) + 1
     used = rng.integers(1, LENGTH + 1, ROWS)

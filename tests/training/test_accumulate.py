@@ -36,22 +36,26 @@ def test_equals_the_inner_optimizer_on_the_sum():
         updates, inner_state = inner.update(total, inner_state, expected)
         expected = optax.apply_updates(expected, updates)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), params, expected)
-    assert state.gradient_step == 3 and state.mini_step == 0 and accumulation.has_updated(state)
+    assert state.gradient_step == 3
+    assert state.mini_step == 0
+    assert accumulation.has_updated(state)
 
 
 def test_512_bfloat16_gradients_sum_to_512():
     """A bfloat16 sum stops at 256: 256 + 1 rounds to 256."""
     accumulation = GradientAccumulation(optax.sgd(1.0))
     ones = {"w": jnp.ones(3, jnp.bfloat16)}
-    total, _ = jax.lax.scan(lambda acc, _: (accumulation.accumulate(acc, ones), None), accumulation.accumulator(ones),
-                            length=512)
+    total, _ = jax.lax.scan(
+        lambda acc, _: (accumulation.accumulate(acc, ones), None), accumulation.accumulator(ones), length=512
+    )
     assert total["w"].dtype == jnp.float32
     np.testing.assert_array_equal(total["w"], 512.0)
 
 
 def test_leading_dims_hold_one_accumulator_each():
     accumulator = GradientAccumulation(optax.sgd(1.0)).accumulator(PARAMS, 4)
-    assert accumulator["w"].shape == (4, 2) and accumulator["b"].shape == (4,)
+    assert accumulator["w"].shape == (4, 2)
+    assert accumulator["b"].shape == (4,)
 
 
 def test_works_as_a_plain_transformation():

@@ -33,8 +33,11 @@ def _by_hand():
 def test_loss_and_gradients_equal_a_hand_computation(num_tiles):
     x, head, target, weight = (jnp.asarray(a, jnp.float32 if a.dtype == np.float64 else jnp.int32) for a in _inputs())
     with jax.default_matmul_precision("highest"):
-        function = jax.jit(jax.value_and_grad(lambda x, head: cross_entropy(x, head, target, weight, Z, num_tiles),
-                                              argnums=(0, 1), has_aux=True))
+        function = jax.jit(
+            jax.value_and_grad(
+                lambda x, head: cross_entropy(x, head, target, weight, Z, num_tiles), argnums=(0, 1), has_aux=True
+            )
+        )
         (loss, sums), (dx, dhead) = function(x, head)
         forward_only = cross_entropy(x, head, target, weight, Z, num_tiles)
     want_loss, want_sums, want_dx, want_dhead = _by_hand()

@@ -16,7 +16,7 @@ def _rates(*overrides):
     return lambda step: float(schedule(step - 1)) / 1e-3  # of step number `step`, the first being 1
 
 
-@pytest.mark.parametrize("name, expected", [
+@pytest.mark.parametrize(("name", "expected"), [
     ("cosine", {1: 0.1, 5: 0.5, 10: 1.0, 55: 0.55, 100: 0.1}),  # half-way between 10 and 100: the mean of 1 and 0.1
     ("linear", {1: 0.1, 10: 1.0, 55: 0.55, 100: 0.1}),
     ("wsd", {1: 0.1, 10: 1.0, 80: 1.0, 90: 0.55, 100: 0.1}),  # the last fifth decays
@@ -43,13 +43,25 @@ RNG = np.random.default_rng(0)
 PARAMS = {
     "embedding": {"table": jnp.asarray(RNG.normal(size=(6, 4)), jnp.float32)},
     "head": {"projection": jnp.asarray(RNG.normal(size=(4, 6)), jnp.float32)},
-    "layers": {"norm": {"scale": jnp.ones((3, 4))}, "mlp": {"up": jnp.asarray(RNG.normal(size=(3, 4, 5)), jnp.float32)}},
+    "layers": {
+        "norm": {"scale": jnp.ones((3, 4))},
+        "mlp": {"up": jnp.asarray(RNG.normal(size=(3, 4, 5)), jnp.float32)},
+    },
 }
 
 
 def _updates(*overrides, gradients=None):
-    config = load_config(None, ["steps=10", "warmup_steps=0", "learning_rate_schedule=constant", "learning_rate=0.1",
-                                "gradient_clipping_threshold=0", *overrides])
+    config = load_config(
+        None,
+        [
+            "steps=10",
+            "warmup_steps=0",
+            "learning_rate_schedule=constant",
+            "learning_rate=0.1",
+            "gradient_clipping_threshold=0",
+            *overrides,
+        ],
+    )
     optimizer = make_optimizer(config, AXES)
     gradients = jax.tree.map(jnp.ones_like, PARAMS) if gradients is None else gradients
     return optimizer.finish(gradients, optimizer.init(PARAMS), PARAMS)[0]
@@ -61,7 +73,9 @@ def test_decay_leaves_norms_and_embeddings_alone_by_default():
     np.testing.assert_array_equal(updates["embedding"]["table"], 0)
     np.testing.assert_array_equal(updates["layers"]["norm"]["scale"], 0)
     np.testing.assert_allclose(updates["head"]["projection"], -0.05 * PARAMS["head"]["projection"], rtol=1e-6)
-    updates = _updates("optimizer=adamw", "weight_decay=0.5", "weight_decay_on_norms_and_embeddings=true", gradients=zero)
+    updates = _updates(
+        "optimizer=adamw", "weight_decay=0.5", "weight_decay_on_norms_and_embeddings=true", gradients=zero
+    )
     np.testing.assert_allclose(updates["embedding"]["table"], -0.05 * PARAMS["embedding"]["table"], rtol=1e-6)
 
 
@@ -72,7 +86,9 @@ def test_sgd_is_the_gradient_times_the_rate():
 def test_first_adamw_and_lion_steps_are_signs():
     for optimizer in ("adamw", "lion"):
         updates = _updates(f"optimizer={optimizer}", "weight_decay=0", gradients=jax.tree.map(lambda p: p * 7, PARAMS))
-        np.testing.assert_allclose(updates["head"]["projection"], -0.1 * np.sign(PARAMS["head"]["projection"]), rtol=1e-4)
+        np.testing.assert_allclose(
+            updates["head"]["projection"], -0.1 * np.sign(PARAMS["head"]["projection"]), rtol=1e-4
+        )
 
 
 def test_clipping_bounds_the_global_norm():

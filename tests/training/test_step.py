@@ -47,10 +47,15 @@ def test_accumulated_gradients_equal_those_of_all_rows_at_once(split, setup, row
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_five_steps_agree_however_they_are_split(optimizer, setup, rows, agrees):
     results = []
-    for accumulation, slots, mesh in (SPLITS["A=1 on 1"], SPLITS["A=4, empty slots, on data 8"],
-                                      SPLITS["A=1 on data 2 fsdp 2 tensor 2"]):
+    for accumulation, slots, mesh in (
+        SPLITS["A=1 on 1"],
+        SPLITS["A=4, empty slots, on data 8"],
+        SPLITS["A=1 on data 2 fsdp 2 tensor 2"],
+    ):
         rate = {"sgd": 0.5, "adamw": 0.01}[optimizer]
-        it = setup(f"optimizer={optimizer}", f"learning_rate={rate}", "num_vocab_tiling=2", "z_loss_multiplier=1e-3", **mesh)
+        it = setup(
+            f"optimizer={optimizer}", f"learning_rate={rate}", "num_vocab_tiling=2", "z_loss_multiplier=1e-3", **mesh
+        )
         batch = it.batch(rows, accumulation, slots)
         results.append(it.run(it.compile_step(batch), batch, 5))
     (state, metrics), *others = results

@@ -1,0 +1,81 @@
+"""The command: text to the terminal, tokens as JSON, mistakes in one line each."""
+
+import json
+
+import pytest
+
+from maxtext_lite.config import UserError, load_config
+from maxtext_lite.generate import GenerateConfig, main, parse_generate_config
+from maxtext_lite.training import train
+from tests.training.conftest import TINY
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("runs")
+    return train(
+        load_config(
+            None,
+            [*TINY, "steps=2", "eval_interval=-1", "per_device_batch_size=1", f"base_output_directory={directory}"],
+        )
+    ).run_directory
+
+
+def test_text_goes_on_from_the_prompt(run, capsys):
+    assert main([str(run), "prompt=To be: or", "max_new_tokens=12", "seed=1"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("To be: or")
+    assert len(text) > len("To be: or\n")
+    assert main([str(run), "prompt=To be: or", "max_new_tokens=12", "seed=1"]) == 0
+    assert capsys.readouterr().out == text
+
+
+def test_json_of_prompt_ids_needs_no_tokenizer(run, capsys, monkeypatch):
+    monkeypatch.setattr("maxtext_lite.data.load_tokenizer", None)
+    assert main([str(run), "prompt_ids=[[1,2,3],[4]]", "temperature=0", "max_new_tokens=4", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert [len(text["tokens"]) for text in answer] == [4, 4]
+    assert all(len(text["log_probabilities"]) == 4 and max(text["log_probabilities"]) < 0 for text in answer)
+    stop = answer[0]["tokens"][0]
+    main(
+        [
+            str(run),
+            "prompt_ids=[[1,2,3],[4]]",
+            "temperature=0",
+            "max_new_tokens=4",
+            f"stop_token_ids=[{stop}]",
+            "--json",
+        ]
+    )
+    assert json.loads(capsys.readouterr().out)[0]["tokens"] == [stop]
+
+
+def test_an_empty_prompt_starts_a_new_document(run, capsys):
+    assert main([str(run), "max_new_tokens=3"]) == 0
+    assert capsys.readouterr().out.endswith("\n")
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["prompt_idz=[[1]]"], "unknown key 'prompt_idz' (command line). Did you mean 'prompt_ids'?"),
+    (["temperature=-1"], "temperature=-1"),
+    (["top_p=0"], "top_p=0"),
+    (["max_new_tokens=1.5"], "max_new_tokens=1.5"),
+    (["prompt_ids=[[1],[]]"], "prompt_ids holds an empty prompt"),
+    (["prompt=x", "prompt_ids=[[1]]"], "prompt and prompt_ids contradict each other"),
+    (["prompt_ids=[[1,999]]"], "prompt_ids: token 999 is not below vocab_size=264. Nearest that works: 263."),
+    (["ici_tensor_parallelism=3"], "ici_tensor_parallelism=3 does not divide"),
+])  # fmt: skip
+def test_mistakes_are_named(arguments, message, run):
+    with pytest.raises(UserError) as refusal:
+        main([str(run), *arguments])
+    assert any(message in problem for problem in refusal.value.problems)
+
+
+def test_a_directory_without_a_run_is_refused(tmp_path):
+    with pytest.raises(UserError, match="is not a run directory"):
+        main([str(tmp_path)])
+
+
+def test_prompts_are_text_and_other_values_are_yaml():
+    config = parse_generate_config(["prompt=1e3", "temperature=1e-1", "stop_token_ids=[1, 2]", "top_k=3", "top_k=4"])
+    assert config == GenerateConfig(prompt="1e3", temperature=0.1, stop_token_ids=[1, 2], top_k=4)

@@ -1,0 +1,164 @@
+"""The command: exit codes, one clear line for each mistake, and a run killed at any moment."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from tests.training.conftest import TINY
+
+RUN = [
+    *TINY,
+    "steps=20",
+    "eval_interval=10",
+    "eval_steps=1",
+    "checkpoint_period=4",
+    "per_device_batch_size=1",
+    "log_period=1",
+]
+
+
+def _command(directory, *overrides):
+    return [
+        sys.executable,
+        "-m",
+        "maxtext_lite.train",
+        "base.yml",
+        *RUN,
+        f"base_output_directory={directory}",
+        *overrides,
+    ]
+
+
+def _environment():
+    """Two devices and no help from conftest: what a user's machine has."""
+    kept = {key: value for key, value in os.environ.items() if key not in ("NPROC", "OMP_NUM_THREADS")}
+    return kept | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"}
+
+
+def _train(directory, *overrides):
+    return subprocess.run(
+        _command(directory, *overrides),
+        env=_environment(),
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def _steps(run):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "loss" in line]
+
+
+def _parameters(run):
+    with ocp.StandardCheckpointer() as checkpointer:
+        return checkpointer.restore((run / "checkpoints" / "20" / "params").absolute())
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("uninterrupted")
+    result = _train(directory)
+    assert result.returncode == 0, result.stderr
+    return directory / "default", result.stdout
+
+
+def test_a_run_shows_its_config_plan_and_progress(uninterrupted):
+    _, output = uninterrupted
+    for part in (
+        "global_batch_to_train",
+        "attention kernel: dot_product",
+        "step 20/20",
+        "held-out loss",
+        "20 steps done",
+    ):
+        assert part in output
+
+
+@pytest.mark.parametrize("kill_at", [1, 6, 13])
+def test_killed_at_any_step_the_same_command_ends_in_the_same_bits(kill_at, uninterrupted, tmp_path):
+    run = tmp_path / "default"
+    process = subprocess.Popen(
+        _command(tmp_path),
+        env=_environment(),
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 200
+    while time.monotonic() < deadline and process.poll() is None:
+        if (run / "metrics.jsonl").exists() and f'"step": {kill_at},' in (run / "metrics.jsonl").read_text():
+            break
+        time.sleep(0.002)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    result = _train(tmp_path)
+    assert result.returncode == 0, result.stderr
+    want, got = _steps(uninterrupted[0]), _steps(run)
+    assert [record["step"] for record in got] == list(range(1, 21))
+    same = ("loss", "grad_norm", "examples_hash", "tokens_seen")
+    assert [[record[key] for key in same] for record in got] == [[record[key] for key in same] for record in want]
+    a, b = _parameters(uninterrupted[0]), _parameters(run)
+    for path in (
+        ("embedding", "table"),
+        ("head", "projection"),
+        ("layers", "mlp", "up"),
+        ("layers", "attention", "key"),
+    ):
+        x, y = a, b
+        for name in path:
+            x, y = x[name], y[name]
+        np.testing.assert_array_equal(x, y)
+
+
+def test_a_signal_ends_with_75_after_saving(tmp_path):
+    with subprocess.Popen(
+        _command(tmp_path, "steps=100000", "checkpoint_period=100000", "eval_interval=-1"),
+        env=_environment(),
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("step 2/"):
+                process.send_signal(signal.SIGINT)
+                break
+        rest = process.stdout.read()
+    assert process.returncode == 75
+    assert "stopped by SIGINT after step" in rest
+    assert "saved" in rest
+    assert len(list((tmp_path / "default" / "checkpoints").iterdir())) == 1
+
+
+def test_a_loss_that_is_no_number_ends_with_3(tmp_path):
+    result = _train(tmp_path, "optimizer=sgd", "learning_rate=1e30", "gradient_clipping_threshold=0", "warmup_steps=0")
+    assert result.returncode == 3
+    assert result.stderr.splitlines()[-1].startswith("error: step ")
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(("overrides", "message"), [
+    (["per_device_batchsize=3"],
+     "unknown key 'per_device_batchsize' (command line). Did you mean 'per_device_batch_size'?"),
+    (["dataset_path=nowhere.txt"], "dataset_path='nowhere.txt': there is no such file"),
+    (["vocab_size=100", "ici_tensor_parallelism=1"], "vocab_size=100"),
+    (["per_device_batch_size=0.3"], "per_device_batch_size=0.3 x 2 devices = 0.6 examples, not a whole number."),
+])  # fmt: skip
+def test_mistakes_end_with_2_and_name_key_and_value(overrides, message, tmp_path):
+    result = _train(tmp_path, *overrides)
+    assert result.returncode == 2
+    assert any(line.startswith("error: ") and message in line for line in result.stderr.splitlines()), result.stderr
+    assert "Traceback" not in result.stderr
+    assert "compiled" not in result.stdout
+    assert not (tmp_path / "default").exists()

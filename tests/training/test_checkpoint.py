@@ -1,0 +1,117 @@
+"""Checkpoints come back to the bit on any mesh; another run's are refused with what differs."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from maxtext_lite.config import UserError, load_config
+from maxtext_lite.training.checkpoint import Checkpointer, Counts, checkpoint_directory, fingerprint, load_parameters
+from maxtext_lite.training.state import abstract_state
+from tests.training.conftest import TINY
+
+COUNTS = Counts(step=7, examples_seen=112, tokens_seen=3_000_000_000)
+
+
+def _config(*overrides):
+    return load_config(None, [*TINY, "optimizer=adamw", *overrides])
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory, setup):
+    """A run directory with checkpoints of steps 5, 6 and 7, of which two are kept."""
+    directory = tmp_path_factory.mktemp("run")
+    it = setup("optimizer=adamw", data=2, fsdp=2, tensor=2)
+    checkpointer = Checkpointer(directory, _config("max_num_checkpoints_to_keep=2"), fingerprint(_config(), "text"))
+    assert checkpointer.latest_step() is None
+    for step in (5, 6, 7):
+        checkpointer.save(it.state(), dataclasses.replace(COUNTS, step=step))
+    checkpointer.close()
+    return directory, it
+
+
+def _open(directory, *overrides, data="text"):
+    config = _config(*overrides)
+    return Checkpointer(directory, config, fingerprint(config, data))
+
+
+@pytest.mark.parametrize("mesh", [{}, {"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 8}], ids=str)
+def test_restores_to_the_bit_on_any_mesh(mesh, saved, setup):
+    directory, it = saved
+    other = setup("optimizer=adamw", **mesh)
+    checkpointer = _open(directory)
+    state, counts = checkpointer.restore(abstract_state(other.decoder, other.optimizer, other.mesh))
+    checkpointer.close()
+    assert counts == COUNTS
+    assert int(state.step) == 7
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        jax.device_get((state.params, state.opt_state)),
+        (it.initial.params, it.initial.opt_state),
+    )
+    assert state.params["head"]["projection"].sharding.mesh == other.mesh
+
+
+def test_keeps_the_newest(saved):
+    assert sorted(path.name for path in (saved[0] / "checkpoints").iterdir()) == ["6", "7"]
+
+
+@pytest.mark.parametrize(("overrides", "data", "differs"), [
+    (["base_mlp_dim=48"], "text", "base_mlp_dim=48 contradicts the checkpoint of step 7"),
+    (["data_shuffle_seed=3"], "text", "data_shuffle_seed=3 contradicts"),
+    (["optimizer=lion"], "text", "optimizer=lion contradicts"),
+    ([], "other text", "data=other text contradicts"),
+])  # fmt: skip
+def test_refuses_another_run(overrides, data, differs, saved):
+    directory, it = saved
+    checkpointer = _open(directory, *overrides, data=data)
+    with pytest.raises(UserError, match=differs) as refusal:
+        checkpointer.restore(abstract_state(it.decoder, it.optimizer, it.mesh))
+    checkpointer.close()
+    assert "or another run_name" in str(refusal.value)
+    assert len(refusal.value.problems) == 1
+
+
+@pytest.mark.parametrize("override", ["steps=99", "learning_rate=1e-5", "checkpoint_period=3",
+                                      "gradient_accumulation_steps=2",
+                                      "attention=dot_product", "run_name=elsewhere", "seed=5"])  # fmt: skip
+def test_what_does_not_change_the_model_may_change(override, saved, setup):
+    directory, it = saved
+    checkpointer = _open(directory, override)
+    assert checkpointer.restore(abstract_state(it.decoder, it.optimizer, it.mesh))[1] == COUNTS
+    checkpointer.close()
+
+
+def test_parameters_load_into_a_new_run(saved, setup):
+    directory, it = saved
+    wanted = abstract_state(it.decoder, it.optimizer, it.mesh).params
+    for path in (directory, directory / "checkpoints" / "6"):
+        jax.tree.map(
+            np.testing.assert_array_equal, jax.device_get(load_parameters(path, wanted, "key")), it.initial.params
+        )
+
+
+def test_parameters_of_another_shape_are_refused_by_name(saved, setup):
+    other = setup("optimizer=adamw", "base_mlp_dim=48")
+    with pytest.raises(
+        UserError,
+        match=r"load_parameters_path=.*\['layers'\]\['mlp'\]\['up'\] is \(2, 16, 24\) there and "
+        r"\(2, 16, 48\) here",
+    ):
+        load_parameters(
+            saved[0], abstract_state(other.decoder, other.optimizer, other.mesh).params, "load_parameters_path"
+        )
+
+
+def test_no_checkpoint_is_refused_by_key(tmp_path):
+    with pytest.raises(UserError, match=r"load_parameters_path=.* is neither a run directory with a checkpoint nor"):
+        checkpoint_directory(tmp_path, "load_parameters_path")
+
+
+def test_a_half_written_checkpoint_is_not_seen(saved):
+    directory, _ = saved
+    (directory / "checkpoints" / "9.orbax-checkpoint-tmp").mkdir()
+    checkpointer = _open(directory)
+    assert checkpointer.latest_step() == 7
+    checkpointer.close()
