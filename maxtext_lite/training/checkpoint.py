@@ -132,6 +132,12 @@ def checkpoint_directory(path: str | Path, key: str) -> Path:
     raise UserError(f"{key}={path} is neither a run directory with a checkpoint nor a checkpoint.")
 
 
+def _handlers() -> dict[str, Any]:
+    """What reads each part of a checkpoint: Orbax warns of parts that it does not know how to read."""
+    state = ocp.StandardCheckpointHandler
+    return {"params": state(), "opt_state": state(), "about": ocp.JsonCheckpointHandler()}
+
+
 def load_parameters(path: str | Path, abstract_params: Any, key: str) -> Any:
     """The parameters of a checkpoint, laid out as `abstract_params` says.
 
@@ -139,7 +145,7 @@ def load_parameters(path: str | Path, abstract_params: Any, key: str) -> Any:
       UserError: there is no checkpoint at `path`, or its parameters have other shapes; names `key`.
     """
     directory = checkpoint_directory(path, key)
-    with ocp.CheckpointManager(directory.parent, item_handlers={"params": ocp.StandardCheckpointHandler()}) as manager:
+    with ocp.CheckpointManager(directory.parent, item_handlers=_handlers()) as manager:
         step = int(directory.name)
         problems = _shape_differences(manager.item_metadata(step)["params"], abstract_params)
         if problems:

@@ -128,7 +128,8 @@ class Terminal:
 
     def __init__(self, *, steps: int, first_step: int, log_period: int, quiet: bool):
         self._steps, self._log_period, self._quiet = steps, log_period, quiet
-        self._started, self._first_step = time.perf_counter(), first_step
+        self._first_step = first_step
+        self._started: float | None = None
         self._bar: rich.progress.Progress | None = None
         if sys.stdout.isatty() and not quiet:
             self._bar = rich.progress.Progress(
@@ -153,6 +154,8 @@ class Terminal:
     def step(self, record: dict[str, Any]) -> None:
         """Shows a step: on the bar, or as a line every `log_period` steps and at the last."""
         step = record["step"]
+        if self._started is None:  # compiling is over
+            self._started = time.perf_counter() - record["step_seconds"]
         if self._bar:
             self._bar.update(self._task, completed=step, line=_step_line(record))
         if (step % self._log_period == 0 or step == self._steps) and not self._bar:

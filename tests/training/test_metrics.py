@@ -63,6 +63,7 @@ def test_plain_lines_every_period_and_at_the_end(capsys):
     terminal = Terminal(steps=5, first_step=0, log_period=2, quiet=False)
     record = {
         "loss": 1.5,
+        "step_seconds": 0.5,
         "tokens_per_second": 1234.5,
         "tflops_per_device": 0.25,
         "mfu": 0.5,
