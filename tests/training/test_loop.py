@@ -45,12 +45,13 @@ def _records(result):
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, documents):
     """An uninterrupted run on the 8 devices."""
-    return _train(tmp_path_factory.mktemp("runs"), documents, "run_name=whole")
+    return _train(tmp_path_factory.mktemp("runs"), documents, "run_name=whole", "profiler_steps=1")
 
 
 def test_writes_what_the_interface_promises(whole):
     names = {path.name for path in whole.run_directory.iterdir()}
     assert names == {"config.yml", "plan.json", "metrics.jsonl", "tensorboard", "checkpoints", "environment.json"}
+    assert list((whole.run_directory / "tensorboard" / "plugins" / "profile").rglob("*.xplane.pb"))  # the traced step
     steps, evaluations = _records(whole)
     assert [record["step"] for record in steps] == [1, 2, 3, 4, 5, 6]
     assert [record["step"] for record in evaluations] == [3, 6]
@@ -104,6 +105,19 @@ def test_stopped_and_resumed_equals_whole_to_the_bit(whole, tmp_path, documents,
     before = (resumed.run_directory / "metrics.jsonl").read_text()
     assert _train(tmp_path, documents, "learning_rate_schedule=constant").step == 6
     assert (resumed.run_directory / "metrics.jsonl").read_text() == before
+
+
+def test_resumed_on_another_mesh_and_accumulation_the_run_goes_on_as_it_would_have(whole, tmp_path, documents):
+    """Three steps as A = 1 on 8 devices, three more as A = 2 on data 2, fsdp 2, tensor 2."""
+    constant = "learning_rate_schedule=constant"
+    _train(tmp_path, documents, "steps=3", constant)
+    moved = _train(tmp_path, documents, constant, "per_device_batch_size=0.5", "ici_fsdp_parallelism=2",
+                   "ici_tensor_parallelism=2", "ici_data_parallelism=2")  # fmt: skip
+    straight = _train(tmp_path, documents, constant, "run_name=straight")
+    got, want = (_records(result)[0] for result in (moved, straight))
+    assert [record["gradient_accumulation_steps"] for record in got] == [1, 1, 1, 2, 2, 2]
+    assert [record["examples_hash"] for record in got] == [record["examples_hash"] for record in want]
+    np.testing.assert_allclose([r["loss"] for r in got], [r["loss"] for r in want], rtol=1e-5)
 
 
 def test_resuming_another_model_is_refused(whole, documents):
