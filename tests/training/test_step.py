@@ -9,6 +9,7 @@ import pytest
 from maxtext_lite.parallel import sharding
 from maxtext_lite.training.step import EVAL_BATCH_AXES, make_eval_step
 from tests.hlo import collectives, device_groups
+from tests.training.conftest import ROWS
 
 # (accumulation, row slots of a micro-batch, mesh); 16 rows in all, so that the last two leave slots empty
 SPLITS = {
@@ -173,3 +174,23 @@ def test_device_groups_reads_every_form():
     assert device_groups("{{0,1},{2,3}}") == ((0, 1), (2, 3))
     assert device_groups("[2,4]<=[4,2]T(1,0)") == ((0, 2, 4, 6), (1, 3, 5, 7))
     assert device_groups("mesh['axis_0'=2,'axis_1'=4] {'axis_0'}") == ((0, 4), (1, 5), (2, 6), (3, 7))
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "mesh", "overrides"),
+    [
+        (1, {}, ()),
+        (2, {"data": 2, "fsdp": 2, "tensor": 2}, ("logits_via_embedding=true",)),
+        (4, {"fsdp": 4}, ("remat_policy=minimal",)),
+    ],
+    ids=str,
+)
+def test_bfloat16_steps_run_and_stay_close_to_float32(accumulation, mesh, overrides, setup, rows):
+    """Compiled and run: some bfloat16 matmuls that compile on a CPU fail when they run (docs/performance.md)."""
+    losses = []
+    for dtype in ("bfloat16", "float32"):
+        it = setup("optimizer=adamw", "num_vocab_tiling=2", f"dtype={dtype}", *overrides, **mesh)
+        batch = it.batch(rows, accumulation, ROWS // accumulation)
+        losses.append([metrics["loss"] for metrics in it.run(it.compile_step(batch), batch, 2)[1]])
+    np.testing.assert_allclose(losses[0], losses[1], rtol=5e-3)
+    assert losses[0] != losses[1]
