@@ -79,6 +79,8 @@ class Checkout:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
+            # A shell's background job ignores SIGINT, and so does all that it starts; bash cannot undo that.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
     def run(self, script: str, *arguments: str, **environment: str) -> tuple[int, str]:

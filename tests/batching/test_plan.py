@@ -100,7 +100,7 @@ def test_one_code_path_with_and_without_a_ramp():
 
 
 def test_epochs_follow_from_the_data():
-    plan = plan_of(num_examples=256)
+    plan = plan_of("steps=400", num_examples=256)
     assert (plan.steps_per_epoch, plan.epochs) == (2, 200)
     assert plan_of().epochs is None
     with pytest.raises(UserError, match="no training example"):

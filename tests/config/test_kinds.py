@@ -8,15 +8,15 @@ from maxtext_lite.config.kinds import exact
 
 REFUSED = {
     "steps=0": "steps=0 must be at least 1. Nearest that works: 1.",
-    "steps=true": "steps=true is true or false, not a number. Nearest that works: 400.",
+    "steps=true": "steps=true is true or false, not a number. Nearest that works: 250.",
     "steps=3.5": "steps=3.5 is not an integer. Nearest that work: 3 or 4.",
     "steps=0.5": "steps=0.5 is not an integer. Nearest that works: 1.",
     "steps=1e2": "steps=100 is not an integer. Nearest that works: 100.",
-    "steps=many": "steps=many is text, not a number. Nearest that works: 400.",
-    "steps='5'": "steps=5 is text, not a number. Nearest that works: 400.",
-    "steps=": "steps=null is empty, not a number. Nearest that works: 400.",
-    "steps=.nan": "steps=nan is not a finite number. Nearest that works: 400.",
-    "steps=[5]": "steps=[5] is a list or a mapping, not a number. Nearest that works: 400.",
+    "steps=many": "steps=many is text, not a number. Nearest that works: 250.",
+    "steps='5'": "steps=5 is text, not a number. Nearest that works: 250.",
+    "steps=": "steps=null is empty, not a number. Nearest that works: 250.",
+    "steps=.nan": "steps=nan is not a finite number. Nearest that works: 250.",
+    "steps=[5]": "steps=[5] is a list or a mapping, not a number. Nearest that works: 250.",
     "steps=9223372036854775808":
         "steps=9223372036854775808 must be below 2**63. Nearest that works: 9223372036854775807.",
     "eval_interval=0": "eval_interval=0 must be at least 1, or -1. Nearest that works: 1.",

@@ -98,7 +98,7 @@ def test_all_problems_are_reported_at_once(here):
         "key 'seed' stands twice in my.yml. Keep one of them.",
         "'nonsense' (command line) is not of the form key=value.",
         "unknown key 'stps' (my.yml). Did you mean 'steps'?",
-        "steps=many is text, not a number. Nearest that works: 400.",
+        "steps=many is text, not a number. Nearest that works: 250.",
         "seed=2.5 is not an integer. Nearest that work: 2 or 3.",
         "optimizer=adam is not one of adamw, sgd, adafactor, muon, lion. Nearest that works: adamw.",
         "base_num_kv_heads=3 does not divide base_num_query_heads=8. Nearest that work: 2 or 4.",
@@ -165,7 +165,7 @@ def test_base_is_no_key_of_the_command_line():
 def test_environment_variables_are_not_consulted(monkeypatch):
     for name in ("STEPS", "steps", "M_STEPS", "MAXTEXT_STEPS", "MAXTEXT_LITE_STEPS"):
         monkeypatch.setenv(name, "7")
-    assert load_config().steps == 400
+    assert load_config().steps == 250
 
 
 def test_only_files_inside_the_shipped_directory_are_shipped_files():

@@ -4,7 +4,7 @@ from maxtext_lite.config import UserError, load_config
 from maxtext_lite.config.rules import nearest_divisors
 
 REFUSED = {
-    "warmup_steps=500": "warmup_steps=500 is more than steps=400. Nearest that works: 400.",
+    "warmup_steps=500": "warmup_steps=500 is more than steps=250. Nearest that works: 250.",
     "base_num_kv_heads=3": "base_num_kv_heads=3 does not divide base_num_query_heads=8. Nearest that work: 2 or 4.",
     "base_num_kv_heads=16": "base_num_kv_heads=16 does not divide base_num_query_heads=8. Nearest that works: 8.",
     "head_dim=15": "head_dim=15 must be even for rotary positions. Nearest that work: 14 or 16.",
