@@ -71,7 +71,8 @@ class Checkout:
     def start(self, script: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
         path = f"{self.stub_directory}:/usr/bin:/bin"
         return subprocess.Popen(
-            [str(self.root / script), *arguments],
+            # A shell's background job ignores SIGINT, and so does all that it starts; bash cannot undo that, env can.
+            ["/usr/bin/env", "--default-signal=INT", str(self.root / script), *arguments],
             cwd=self.stub_directory,
             env={"PATH": path, "HOME": "/nonexistent", "STUB_DIRECTORY": str(self.stub_directory), **environment},
             stdin=subprocess.DEVNULL,
@@ -79,8 +80,6 @@ class Checkout:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
-            # A shell's background job ignores SIGINT, and so does all that it starts; bash cannot undo that.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
     def run(self, script: str, *arguments: str, **environment: str) -> tuple[int, str]:
