@@ -30,15 +30,18 @@ class Collective:
 def device_groups(text: str) -> tuple[tuple[int, ...], ...]:
     """The groups that HLO writes as {{0,1},{2,3}}, as [2,4]<=[4,2]T(1,0), or by the axes of a mesh."""
     if text.startswith("mesh["):
-        sizes = [int(size) for size in re.findall(r"'axis_\d+'=(\d+)", text)]
+        axes, chosen = text[: text.index("]")], text[text.rindex("{") :]
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", axes)}
         device_ids = re.search(r"device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\)", text)
-        ids = np.arange(np.prod(sizes))
+        ids = np.arange(np.prod([*sizes.values()]))
         if device_ids:
             ids = ids.reshape(_numbers(device_ids[1]))
             ids = ids.transpose(_numbers(device_ids[2])) if device_ids[2] else ids
-        chosen = [int(number) for number in re.findall(r"'axis_(\d+)'", text[text.rindex("{") :])]
-        moved = np.moveaxis(ids.reshape(sizes), chosen, range(-len(chosen), 0))
-        return tuple(map(tuple, moved.reshape(-1, np.prod([sizes[axis] for axis in chosen], dtype=int)).tolist()))
+        assert re.fullmatch(r"\{'\w+'(, ?'\w+')*\}", chosen), f"cannot read {text}"
+        names = re.findall(r"'(\w+)'", chosen)
+        dims = [list(sizes).index(name) for name in names]
+        moved = np.moveaxis(ids.reshape([*sizes.values()]), dims, range(-len(dims), 0))
+        return tuple(map(tuple, moved.reshape(-1, np.prod([sizes[name] for name in names], dtype=int)).tolist()))
     iota = re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
     if iota:
         ids = np.arange(np.prod(_numbers(iota[2]))).reshape(_numbers(iota[2]))

@@ -174,6 +174,9 @@ def test_device_groups_reads_every_form():
     assert device_groups("{{0,1},{2,3}}") == ((0, 1), (2, 3))
     assert device_groups("[2,4]<=[4,2]T(1,0)") == ((0, 2, 4, 6), (1, 3, 5, 7))
     assert device_groups("mesh['axis_0'=2,'axis_1'=4] {'axis_0'}") == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert device_groups("mesh['data'=2,'fsdp'=1,'tensor'=4] {'data','fsdp'}") == ((0, 4), (1, 5), (2, 6), (3, 7))
+    with pytest.raises(AssertionError, match="cannot read"):
+        device_groups("mesh['data'=8] {'data':(2)4}")
 
 
 @pytest.mark.parametrize(
