@@ -59,7 +59,10 @@ def parse_generate_config(overrides: Sequence[str]) -> GenerateConfig:
         elif key not in GenerateConfig.model_fields:
             problems.append(f"unknown key '{key}' (command line).{did_you_mean(key, GenerateConfig.model_fields)}")
         else:
-            values[key] = text if key == "prompt" else parse_value(text).value
+            try:
+                values[key] = text if key == "prompt" else parse_value(text).value
+            except ValueError as error:
+                problems.append(f"{key}={text} {error}.")
     try:
         config = GenerateConfig.model_validate(values)
     except ValidationError as error:
@@ -69,8 +72,10 @@ def parse_generate_config(overrides: Sequence[str]) -> GenerateConfig:
         raise UserError(problems) from None
     if "prompt" in values and config.prompt_ids is not None:
         problems.append("prompt and prompt_ids contradict each other; give one of them.")
-    if config.prompt_ids is not None and not all(config.prompt_ids):
+    if config.prompt_ids is not None and not (config.prompt_ids and all(config.prompt_ids)):
         problems.append("prompt_ids holds an empty prompt; each needs at least one token. Nearest that works: [[0]].")
+    if any("\ud800" <= character <= "\udfff" for character in config.prompt):
+        problems.append("prompt is not UTF-8 text.")
     if problems:
         raise UserError(problems)
     return config
@@ -144,7 +149,7 @@ def _generate(directory: Path, config: Config, asked: GenerateConfig, *, as_json
 
 def _refuse_impossible(prompts: list[list[int]], asked: GenerateConfig, config: Config, num_devices: int) -> None:
     problems = [
-        f"{key}: token {token} is not below vocab_size={config.vocab_size}. Nearest that works: "
+        f"{key}: token {token} is not in 0..{config.vocab_size - 1} (vocab_size). Nearest that works: "
         f"{min(max(token, 0), config.vocab_size - 1)}."
         for key, tokens in (
             ("prompt_ids", [t for prompt in prompts for t in prompt]),

@@ -62,7 +62,7 @@ def test_an_empty_prompt_starts_a_new_document(run, capsys):
     (["max_new_tokens=1.5"], "max_new_tokens=1.5"),
     (["prompt_ids=[[1],[]]"], "prompt_ids holds an empty prompt"),
     (["prompt=x", "prompt_ids=[[1]]"], "prompt and prompt_ids contradict each other"),
-    (["prompt_ids=[[1,999]]"], "prompt_ids: token 999 is not below vocab_size=264. Nearest that works: 263."),
+    (["prompt_ids=[[1,999]]"], "prompt_ids: token 999 is not in 0..263 (vocab_size). Nearest that works: 263."),
     (["ici_tensor_parallelism=3"], "ici_tensor_parallelism=3 does not divide"),
 ])  # fmt: skip
 def test_mistakes_are_named(arguments, message, run):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 
+import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -15,10 +16,10 @@ from tests.training.conftest import TINY
 
 RUN = [
     *TINY,
-    "steps=20",
+    "steps=60",
     "eval_interval=10",
     "eval_steps=1",
-    "checkpoint_period=4",
+    "checkpoint_period=10",
     "per_device_batch_size=1",
     "log_period=1",
 ]
@@ -59,9 +60,14 @@ def _steps(run):
     return [line for line in lines if "loss" in line]
 
 
+def _evaluations(run):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "eval_loss" in line]
+
+
 def _parameters(run):
     with ocp.StandardCheckpointer() as checkpointer:
-        return checkpointer.restore((run / "checkpoints" / "20" / "params").absolute())
+        return checkpointer.restore((run / "checkpoints" / "60" / "params").absolute())
 
 
 @pytest.fixture(scope="module")
@@ -77,14 +83,14 @@ def test_a_run_shows_its_config_plan_and_progress(uninterrupted):
     for part in (
         "global_batch_to_train",
         "attention kernel: dot_product",
-        "step 20/20",
+        "step 60/60",
         "held-out loss",
-        "20 steps done",
+        "60 steps done",
     ):
         assert part in output
 
 
-@pytest.mark.parametrize("kill_at", [1, 6, 13])
+@pytest.mark.parametrize("kill_at", [0, 5, 33])
 def test_killed_at_any_step_the_same_command_ends_in_the_same_bits(kill_at, uninterrupted, tmp_path):
     run = tmp_path / "default"
     process = subprocess.Popen(
@@ -99,26 +105,21 @@ def test_killed_at_any_step_the_same_command_ends_in_the_same_bits(kill_at, unin
     while time.monotonic() < deadline and process.poll() is None:
         if (run / "metrics.jsonl").exists() and f'"step": {kill_at},' in (run / "metrics.jsonl").read_text():
             break
+        if kill_at == 0 and (run / "config.yml").exists():  # before its first step
+            break
         time.sleep(0.002)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert not (run / "checkpoints" / "60").exists()
     result = _train(tmp_path)
     assert result.returncode == 0, result.stderr
     want, got = _steps(uninterrupted[0]), _steps(run)
-    assert [record["step"] for record in got] == list(range(1, 21))
+    assert [record["step"] for record in got] == list(range(1, 61))
     same = ("loss", "grad_norm", "examples_hash", "tokens_seen")
     assert [[record[key] for key in same] for record in got] == [[record[key] for key in same] for record in want]
-    a, b = _parameters(uninterrupted[0]), _parameters(run)
-    for path in (
-        ("embedding", "table"),
-        ("head", "projection"),
-        ("layers", "mlp", "up"),
-        ("layers", "attention", "key"),
-    ):
-        x, y = a, b
-        for name in path:
-            x, y = x[name], y[name]
-        np.testing.assert_array_equal(x, y)
+    assert _evaluations(run) == _evaluations(uninterrupted[0])
+    jax.tree.map(np.testing.assert_array_equal, _parameters(run), _parameters(uninterrupted[0]))
 
 
 def test_a_signal_ends_with_75_after_saving(tmp_path):
@@ -162,3 +163,12 @@ def test_mistakes_end_with_2_and_name_key_and_value(overrides, message, tmp_path
     assert "Traceback" not in result.stderr
     assert "compiled" not in result.stdout
     assert not (tmp_path / "default").exists()
+
+
+def test_a_directory_that_cannot_be_made_ends_with_2(tmp_path):
+    (tmp_path / "file").write_text("")
+    result = _train(tmp_path, f"base_output_directory={tmp_path}/file")
+    assert result.returncode == 2
+    assert result.stderr.startswith(
+        f"error: base_output_directory={tmp_path}/file with run_name=default cannot be made"
+    )

@@ -88,7 +88,7 @@ def estimate_memory(
     count = count_parameters(config, fsdp=mesh["fsdp"], tensor=mesh["tensor"], stage=mesh["stage"])
     weight_bytes = _BYTES[config.weight_dtype]
     params = count.total * weight_bytes
-    state = _optimizer_elements(config, count) * weight_bytes
+    state = _optimizer_elements(config, count) * 4  # float32, whatever the weights are
     # With A > 1 a micro-batch's gradient stands beside the float32 sum of the earlier ones.
     gradients = count.total * (4 if gradient_accumulation_steps == 1 else 4 + weight_bytes)
     rows = micro_batch_slots // (mesh["data"] * mesh["fsdp"] * mesh["expert"])

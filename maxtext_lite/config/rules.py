@@ -124,6 +124,12 @@ def _eval_share(config: Config) -> Refusal | None:
     return Refusal("eval_fraction", "eval_fraction=1 leaves nothing to train on.", (0.5,))
 
 
+def _run_name(config: Config) -> Refusal | None:
+    if "/" not in config.run_name and config.run_name not in (".", ".."):
+        return None
+    return Refusal("run_name", f"run_name={config.run_name} is not the name of a directory.", ("default",))
+
+
 def _cudnn_dtype(config: Config) -> Refusal | None:
     if config.attention != "cudnn_flash" or config.dtype == "bfloat16":
         return None
@@ -144,5 +150,6 @@ RULES: tuple[Rule, ...] = (
     Rule(("eval_fraction", "eval_dataset_path", "eval_interval", "dataset_type"), _eval_data),
     Rule(("eval_fraction", "eval_dataset_path"), _eval_share),
     Rule(("attention", "dtype"), _cudnn_dtype),
+    Rule(("run_name",), _run_name),
 )
 """Every rule. A rule about a key of the wrong kind is not tried: the kind is the problem."""

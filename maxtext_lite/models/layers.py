@@ -86,7 +86,6 @@ class Attention(nnx.Module):
         q_BTNH = rotate(heads(self.query, "query_proj"), rotation)
         k_BTKH = rotate(heads(self.key, "key_proj"), rotation)
         context_BTNH, kept = attend(q_BTNH, k_BTKH, heads(self.value, "value_proj"))
-        context_BTNH = checkpoint_name(context_BTNH, "context")
         return project(context_BTNH, self.out[...], 2), kept
 
 
@@ -101,8 +100,8 @@ class GatedMlp(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """The mlp's output [B, T, D], in the dtype of x_BTD."""
-        gate_BTF = checkpoint_name(project(x_BTD, self.gate[...]), "mlp_gate")
-        up_BTF = checkpoint_name(project(x_BTD, self.up[...]), "mlp_up")
+        gate_BTF = project(x_BTD, self.gate[...])
+        up_BTF = project(x_BTD, self.up[...])
         hidden_BTF = constrain(silu_times(gate_BTF, up_BTF), ("batch", "length", "activation_mlp"))
         return project(hidden_BTF, self.down[...])
 

@@ -21,11 +21,16 @@ class GradientAccumulation(optax.MultiSteps):
         super().__init__(inner, every_k_schedule=1, use_grad_mean=False, accumulator_dtype=jnp.float32)
 
     def init(self, params: Any) -> optax.MultiStepsState:
-        """State before the first step: the inner optimizer's, and no accumulator."""
+        """State before the first step: the inner optimizer's, in float32 as its gradients are, and no accumulator."""
         zero = jnp.zeros([], jnp.int32)
+        params = self._wide(params)
         return optax.MultiStepsState(
             mini_step=zero, gradient_step=zero, inner_opt_state=self._opt.init(params), acc_grads=(), skip_state=()
         )
+
+    def _wide(self, params: Any) -> Any:
+        """The parameters in float32: the inner optimizer's state then has one dtype, whatever theirs is."""
+        return jax.tree.map(lambda p: p.astype(self._accumulator_dtype), params)
 
     def accumulator(self, params: Any, *leading: int) -> Any:
         """Zeros in float32, shaped like `params` with `leading` dims before each."""
@@ -37,7 +42,7 @@ class GradientAccumulation(optax.MultiSteps):
 
     def finish(self, gradients: Any, state: optax.MultiStepsState, params: Any) -> tuple[Any, optax.MultiStepsState]:
         """Updates to add to `params`, from the whole step's float32 gradients, and the next state."""
-        updates, inner_opt_state = self._opt.update(gradients, state.inner_opt_state, params)
+        updates, inner_opt_state = self._opt.update(gradients, state.inner_opt_state, self._wide(params))
         return updates, state._replace(gradient_step=state.gradient_step + 1, inner_opt_state=inner_opt_state)
 
     def update(self, updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:

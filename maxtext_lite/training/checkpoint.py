@@ -11,6 +11,7 @@ from maxtext_lite.config import Config, ModelConfig, RunConfig, UserError
 from maxtext_lite.training.state import TrainState
 
 _FORMAT = 1
+_DATA = "dataset_path"  # whose content, not whose name, a continuation must share
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,11 +36,14 @@ def fingerprint(config: Config, data: str) -> dict[str, Any]:
       data: the training source's own fingerprint (content, tokenizer, length, packing, split).
     """
     keys = [key for key in ModelConfig.model_fields if key not in ("model_name", "initializer_range")]
-    keys += ["weight_dtype", "optimizer", "data_shuffle_seed"]
+    keys += ["weight_dtype", "optimizer", "data_shuffle_seed", "dataset_type", "tokenizer_type", "max_target_length"]
+    keys += ["packing"]
     values = {key: getattr(config, key) for key in keys}
     if config.optimizer == "sgd":
         values["sgd_momentum is 0"] = config.sgd_momentum == 0
-    return values | {"data": data}
+    # A held-out text of its own leaves the whole of the training text to train on, as no evaluation does.
+    values["eval_fraction"] = 0.0 if config.eval_dataset_path else config.eval_fraction
+    return values | {_DATA: data}
 
 
 class Checkpointer:
@@ -98,12 +102,20 @@ class Checkpointer:
         return TrainState(restored["params"], restored["opt_state"], steps_done), counts
 
     def _refuse_other_run(self, step: int, saved: dict[str, Any]) -> None:
+        here = self._fingerprint
+        keys = sorted(key for key in saved.keys() | here.keys() if saved.get(key) != here.get(key))
+        where = f"the checkpoint of step {step} in {self._directory}"
         differing = [
-            f"{key}={self._fingerprint.get(key)} contradicts the checkpoint of step {step} in {self._directory}, which "
-            f"has {key}={saved.get(key)}. Use {key}={saved.get(key)}, or another run_name."
-            for key in sorted(saved.keys() | self._fingerprint.keys())
-            if saved.get(key) != self._fingerprint.get(key)
+            f"{key}={here.get(key)} contradicts {where}, which has {key}={saved.get(key)}. "
+            f"Use {key}={saved.get(key)}, or another run_name."
+            for key in keys
+            if key != _DATA
         ]
+        if keys == [_DATA]:  # where a key differs, the content does too
+            differing = [
+                f"{_DATA}: its content or its tokenizer is not that of {where}. Use the text and the tokenizer that "
+                "the run began with, or another run_name."
+            ]
         if differing:
             raise UserError(differing)
 
@@ -145,14 +157,12 @@ def load_parameters(path: str | Path, abstract_params: Any, key: str) -> Any:
       UserError: there is no checkpoint at `path`, or its parameters have other shapes; names `key`.
     """
     directory = checkpoint_directory(path, key)
-    with ocp.CheckpointManager(directory.parent, item_handlers=_handlers()) as manager:
-        step = int(directory.name)
-        problems = _shape_differences(manager.item_metadata(step)["params"], abstract_params)
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler(**_handlers())) as checkpointer:
+        problems = _shape_differences(checkpointer.metadata(directory).item_metadata["params"], abstract_params)
         if problems:
             raise UserError([f"{key}={path}: {problem}" for problem in problems])
-        return manager.restore(step, args=ocp.args.Composite(params=ocp.args.StandardRestore(abstract_params)))[
-            "params"
-        ]
+        wanted = ocp.args.Composite(params=ocp.args.StandardRestore(abstract_params))
+        return checkpointer.restore(directory, args=wanted)["params"]
 
 
 def _shape_differences(saved: Any, wanted: Any) -> list[str]:

@@ -21,7 +21,7 @@ from maxtext_lite.batching import format_plan, make_plan, not_yet_trainable
 from maxtext_lite.config import Config, UserError, describe, write_resolved
 from maxtext_lite.data import Batch, ExampleSource, evaluation_batches, examples_hash, open_sources, training_batches
 from maxtext_lite.parallel import make_mesh, sharding, start_devices
-from maxtext_lite.training.checkpoint import Checkpointer, Counts, fingerprint, load_parameters
+from maxtext_lite.training.checkpoint import Checkpointer, Counts, checkpoint_directory, fingerprint, load_parameters
 from maxtext_lite.training.evaluate import evaluate
 from maxtext_lite.training.metrics import MetricsLog, Speed, Terminal, model_flops_per_example, peak_tflops
 from maxtext_lite.training.optimizer import learning_rate_schedule, make_optimizer
@@ -120,29 +120,39 @@ class _Run:
         self.optimizer = make_optimizer(config, self.decoder.axes)
         self.is_first = jax.process_index() == 0
         self.directory = Path(config.base_output_directory) / config.run_name
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self.checkpointer = (
-            Checkpointer(self.directory, config, fingerprint(config, self.source.fingerprint))
-            if config.enable_checkpointing
-            else None
-        )
+        if config.load_parameters_path:
+            checkpoint_directory(config.load_parameters_path, "load_parameters_path")
+        if not config.enable_checkpointing and any((self.directory / "checkpoints").glob("*")):
+            raise UserError(
+                f"enable_checkpointing=false would start {self.directory} over, which holds checkpoints. "
+                "Nearest that work: enable_checkpointing=true, or another run_name."
+            )
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"base_output_directory={config.base_output_directory} with run_name={config.run_name} cannot be made "
+                f"a directory: {error.strerror}."
+            ) from None
+        self.checkpointer = None
+        if config.enable_checkpointing:
+            self.checkpointer = Checkpointer(self.directory, config, fingerprint(config, self.source.fingerprint))
 
     def run(self) -> RunResult:
         """Trains; see `train`."""
         config = self.config
-        with jax.set_mesh(self.mesh):
-            state, counts = self._restore_or_init()
-            terminal = Terminal(
-                steps=config.steps, first_step=counts.step, log_period=config.log_period, quiet=not self.is_first
-            )
-            self._introduce(terminal, counts)
-            if counts.step >= config.steps:
-                terminal.say(f"nothing to do: {self.directory} has {counts.step} of steps={config.steps} already")
-                terminal.close()
-                return RunResult(self.directory, counts.step, None, None, False, state)
-            log = MetricsLog(self.directory, counts.step) if self.is_first else None
+        with jax.set_mesh(self.mesh), _watch_signals() as signals:
+            terminal = Terminal(steps=config.steps, log_period=config.log_period, quiet=not self.is_first)
+            log = None
             try:
-                return _Loop(self, terminal, log).train_from(state, counts)
+                state, counts = self._restore_or_init()
+                if counts.step >= config.steps:
+                    terminal.say(f"nothing to do: {self.directory} has {counts.step} of steps={config.steps} already")
+                    return RunResult(self.directory, counts.step, None, None, False, state)
+                self._introduce(terminal, counts)
+                log = MetricsLog(self.directory, counts.step) if self.is_first else None
+                terminal.start(counts.step)
+                return _Loop(self, terminal, log).train_from(state, counts, signals)
             finally:
                 terminal.close()
                 if log:
@@ -153,12 +163,12 @@ class _Run:
     def _restore_or_init(self) -> tuple[TrainState, Counts]:
         if self.checkpointer and self.checkpointer.latest_step() is not None:
             return self.checkpointer.restore(abstract_state(self.decoder, self.optimizer, self.mesh))
-        state = init_state(self.decoder, self.optimizer, self.mesh, self.config.seed)
-        if self.config.load_parameters_path:
+        params = None
+        if self.config.load_parameters_path:  # before anything is compiled: it may not be there, or not fit
             abstract = abstract_state(self.decoder, self.optimizer, self.mesh)
             params = load_parameters(self.config.load_parameters_path, abstract.params, "load_parameters_path")
-            state = dataclasses.replace(state, params=params)
-        return state, Counts()
+        state = init_state(self.decoder, self.optimizer, self.mesh, self.config.seed)
+        return (state if params is None else dataclasses.replace(state, params=params)), Counts()
 
     def _introduce(self, terminal: Terminal, counts: Counts) -> None:
         """Prints the config and the plan, and writes them into the run directory."""
@@ -207,23 +217,20 @@ class _Loop:
         # for ever for a device whose thread the other holds. There, a step is finished before the next begins.
         self.one_at_a_time = jax.default_backend() == "cpu" and jax.local_device_count() > 1
 
-    def train_from(self, state: TrainState, counts: Counts) -> RunResult:
-        """The steps after `counts`."""
+    def train_from(self, state: TrainState, counts: Counts, signals: _Signals) -> RunResult:
+        """The steps after `counts`, until the last or a signal."""
         run, config = self.run, self.config
         self.counts = counts
         train_batch_sharding = sharding(run.mesh, TRAIN_BATCH_AXES)
-        with (
-            _watch_signals() as signals,
-            training_batches(
-                run.source,
-                self.plan,
-                sharding=train_batch_sharding,
-                examples_seen=counts.examples_seen,
-                num_steps=config.steps - counts.step,
-                seed=config.data_shuffle_seed,
-                worker_count=config.grain_worker_count,
-            ) as batches,
-        ):
+        with training_batches(
+            run.source,
+            self.plan,
+            sharding=train_batch_sharding,
+            examples_seen=counts.examples_seen,
+            num_steps=config.steps - counts.step,
+            seed=config.data_shuffle_seed,
+            worker_count=config.grain_worker_count,
+        ) as batches:
             train_step = self._compile(state)
             eval_step = make_eval_step(run.decoder, run.mesh, config)
             self.last_ready = time.perf_counter()
@@ -241,13 +248,15 @@ class _Loop:
                 evaluates = (
                     run.eval_source is not None
                     and config.eval_interval > 0
-                    and not stopping
-                    and (step % config.eval_interval == 0 or last)
+                    and (step % config.eval_interval == 0 or step == config.steps)
                 )
                 if saves or evaluates or last:
                     # Everything up to this step is on record before its checkpoint is: a restart adds what follows.
                     self._finish(in_flight)
                     in_flight = None
+                    # A checkpoint after its evaluation: a kill between them repeats both. Asked to stop, save first.
+                    if stopping and run.checkpointer:
+                        run.checkpointer.save(state, self.counts)
                     if evaluates:
                         self._evaluate(eval_step, state, run.eval_source)
                     if saves and run.checkpointer:
@@ -316,10 +325,10 @@ class _Loop:
         if self.log:
             self.log.write(record)
         self.terminal.step(record)
-        if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
+        if not all(math.isfinite(metrics[name]) for name in ("loss", "grad_norm", "param_norm")):
             raise NonFiniteLoss(
-                f"step {done.step} has loss {metrics['loss']} and grad_norm {metrics['grad_norm']}; "
-                f"the newest checkpoint in {self.run.directory} is of an earlier step"
+                f"step {done.step} has loss {metrics['loss']}, grad_norm {metrics['grad_norm']} and param_norm "
+                f"{metrics['param_norm']}; nothing was saved at or after it"
             )
 
     def _evaluate(self, eval_step: Any, state: TrainState, source: ExampleSource | None) -> None:

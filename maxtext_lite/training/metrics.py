@@ -126,12 +126,16 @@ class Speed:
 class Terminal:
     """A progress bar on a terminal, plain lines elsewhere; silent on all processes but the first."""
 
-    def __init__(self, *, steps: int, first_step: int, log_period: int, quiet: bool):
+    def __init__(self, *, steps: int, log_period: int, quiet: bool):
         self._steps, self._log_period, self._quiet = steps, log_period, quiet
-        self._first_step = first_step
+        self._first_step = 0
         self._started: float | None = None
         self._bar: rich.progress.Progress | None = None
-        if sys.stdout.isatty() and not quiet:
+
+    def start(self, first_step: int) -> None:
+        """Shows the bar, on a terminal: `first_step` steps are done already."""
+        self._first_step = first_step
+        if sys.stdout.isatty() and not self._quiet:
             self._bar = rich.progress.Progress(
                 rich.progress.TextColumn("step {task.completed}/{task.total}"),
                 rich.progress.BarColumn(),
@@ -139,7 +143,7 @@ class Terminal:
                 rich.progress.TimeRemainingColumn(),
                 console=rich.console.Console(),
             )
-            self._task = self._bar.add_task("train", total=steps, completed=first_step, line="")
+            self._task = self._bar.add_task("train", total=self._steps, completed=first_step, line="")
             self._bar.start()
 
     def say(self, text: str) -> None:
@@ -154,12 +158,12 @@ class Terminal:
     def step(self, record: dict[str, Any]) -> None:
         """Shows a step: on the bar, or as a line every `log_period` steps and at the last."""
         step = record["step"]
-        if self._started is None:  # compiling is over
-            self._started = time.perf_counter() - record["step_seconds"]
+        now = time.perf_counter()
+        started = self._started = self._started or now - record["step_seconds"]  # compiling does not count
         if self._bar:
             self._bar.update(self._task, completed=step, line=_step_line(record))
         if (step % self._log_period == 0 or step == self._steps) and not self._bar:
-            left = (time.perf_counter() - self._started) / (step - self._first_step) * (self._steps - step)
+            left = (now - started) / (step - self._first_step) * (self._steps - step)
             self.say(f"step {step}/{self._steps}  {_step_line(record)}  ETA {_duration(left)}")
 
     def close(self) -> None:

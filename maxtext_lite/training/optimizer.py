@@ -114,7 +114,7 @@ def make_optimizer(config: Config, axes: Any) -> GradientAccumulation:
         optax.chain(
             optax.clip_by_global_norm(clipping) if clipping else optax.identity(),
             _direction(config, axes),
-            optax.add_decayed_weights(config.weight_decay, decayed) if config.weight_decay else optax.identity(),
+            optax.add_decayed_weights(config.weight_decay, decayed),  # also at 0: the state keeps its shape
             optax.scale_by_learning_rate(learning_rate_schedule(config)),
         )
     )

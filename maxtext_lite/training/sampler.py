@@ -33,7 +33,8 @@ class Sampler:
         Raises:
           UserError: the run has no checkpoint, or one of another model.
         """
-        decoder = make_decoder(config, jax.default_backend())
+        # Decoding attends over its cache; a kernel named for training need not run here.
+        decoder = make_decoder(config.model_copy(update={"attention": "dot_product"}), jax.default_backend())
         sizes = {axis: tensor_parallelism if axis == "tensor" else 1 for axis in MESH_AXES}
         mesh = make_mesh(sizes, dict.fromkeys(MESH_AXES, 1), jax.devices()[:tensor_parallelism])
         abstract = jax.tree.map(

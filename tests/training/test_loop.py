@@ -125,6 +125,24 @@ def test_resuming_another_model_is_refused(whole, documents):
         _train(whole.run_directory.parent, documents, "run_name=whole", "base_mlp_dim=48", "steps=9")
 
 
+def test_a_run_with_checkpoints_is_not_started_over_without_them(whole, documents):
+    with pytest.raises(UserError, match=r"enable_checkpointing=false would start .* over, which holds checkpoints"):
+        _train(whole.run_directory.parent, documents, "run_name=whole", "enable_checkpointing=false")
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "lion", "muon", "adafactor"])
+def test_bfloat16_weights_train_and_resume(optimizer, tmp_path, documents):
+    narrow = ("weight_dtype=bfloat16", "dtype=bfloat16", f"optimizer={optimizer}", "eval_interval=-1")
+    _train(tmp_path, documents, *narrow, "steps=3")
+    resumed = _train(tmp_path, documents, *narrow)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(resumed.state.params)} == {"bfloat16"}
+    wide = {leaf.dtype.name for leaf in jax.tree.leaves(resumed.state.opt_state) if leaf.size > 1}
+    assert wide == {"float32"}
+    losses = [record["loss"] for record in _records(resumed)[0]]
+    assert len(losses) == 6
+    assert losses[-1] < losses[0]
+
+
 def test_a_signal_stops_after_the_step_and_saves(tmp_path, documents):
     run = tmp_path / "default"
 
