@@ -124,7 +124,7 @@ class Speed:
 
 
 class Terminal:
-    """A progress bar on a terminal, plain lines elsewhere; silent on all processes but the first."""
+    """Plain lines, on a terminal above a progress bar; silent on all processes but the first."""
 
     def __init__(self, *, steps: int, log_period: int, quiet: bool):
         self._steps, self._log_period, self._quiet = steps, log_period, quiet
@@ -138,12 +138,12 @@ class Terminal:
         if sys.stdout.isatty() and not self._quiet:
             self._bar = rich.progress.Progress(
                 rich.progress.TextColumn("step {task.completed}/{task.total}"),
-                rich.progress.BarColumn(),
-                rich.progress.TextColumn("{task.fields[line]}"),
+                rich.progress.BarColumn(bar_width=20),
+                rich.progress.TextColumn("loss {task.fields[loss]}"),
                 rich.progress.TimeRemainingColumn(),
                 console=rich.console.Console(),
             )
-            self._task = self._bar.add_task("train", total=self._steps, completed=first_step, line="")
+            self._task = self._bar.add_task("train", total=self._steps, completed=first_step, loss="-")
             self._bar.start()
 
     def say(self, text: str) -> None:
@@ -156,13 +156,13 @@ class Terminal:
             print(text, flush=True)
 
     def step(self, record: dict[str, Any]) -> None:
-        """Shows a step: on the bar, or as a line every `log_period` steps and at the last."""
+        """Shows a step: on the bar, and as a line every `log_period` steps and at the last."""
         step = record["step"]
         now = time.perf_counter()
         started = self._started = self._started or now - record["step_seconds"]  # compiling does not count
         if self._bar:
-            self._bar.update(self._task, completed=step, line=_step_line(record))
-        if (step % self._log_period == 0 or step == self._steps) and not self._bar:
+            self._bar.update(self._task, completed=step, loss=f"{record['loss']:.4f}")
+        if step % self._log_period == 0 or step == self._steps:
             left = (now - started) / (step - self._first_step) * (self._steps - step)
             self.say(f"step {step}/{self._steps}  {_step_line(record)}  ETA {_duration(left)}")
 
