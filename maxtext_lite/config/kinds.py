@@ -166,5 +166,7 @@ ExactOrDerived = Annotated[Fraction, BeforeValidator(_positive(-1, "derived")), 
 """An exact rational above 0, or -1: derived."""
 ExactOrSame = Annotated[Fraction, BeforeValidator(_positive(0, "the same as in training")), _exactly]
 """An exact rational above 0, or 0: as in training."""
+ExactOrZero = Annotated[Fraction, BeforeValidator(_positive(0, "not stated")), _exactly]
+"""An exact rational above 0, or 0: not stated."""
 ExactOrOne = Annotated[Fraction, BeforeValidator(_positive(-1, "which means 1")), _exactly]
 """An exact rational above 0, or -1, which means 1."""

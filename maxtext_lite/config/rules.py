@@ -35,7 +35,7 @@ def rule_problems(config: Config, known: Collection[str]) -> list[Refusal]:
 def warmup_problem(config: Config, default_warmup_steps: object) -> Refusal | None:
     """Refuses a warm-up that is longer than the run, unless it is the default one, which a short run may cut off."""
     warmup, steps = config.warmup_steps, config.steps
-    if warmup <= steps or warmup == default_warmup_steps:
+    if steps == -1 or warmup <= steps or warmup == default_warmup_steps:
         return None
     return Refusal("warmup_steps", f"warmup_steps={warmup} is more than steps={steps}.", (steps,))
 
@@ -131,7 +131,7 @@ def _run_name(config: Config) -> Refusal | None:
 
 
 def _cudnn_dtype(config: Config) -> Refusal | None:
-    if config.attention != "cudnn_flash" or config.dtype == "bfloat16":
+    if config.attention != "cudnn_flash" or config.dtype != "float32":
         return None
     return Refusal(
         "attention",

@@ -15,6 +15,7 @@ from maxtext_lite.config.kinds import (
     ExactOrDerived,
     ExactOrOne,
     ExactOrSame,
+    ExactOrZero,
     Flag,
     Name,
     NotNegative,
@@ -38,7 +39,9 @@ class RunConfig(Section):
 
     run_name: Name
     base_output_directory: Name
-    steps: Count
+    steps: CountOrMinusOne
+    num_epochs: ExactOrZero
+    last_batch: Literal["drop", "train"]
     seed: Seed
     log_period: Count
     enable_checkpointing: Flag
@@ -75,6 +78,10 @@ class OptimizerConfig(Section):
     learning_rate_schedule: Literal["cosine", "wsd", "linear", "constant"]
     learning_rate_final_fraction: Share
     warmup_steps: CountOrZero
+    schedule_unit: Literal["steps", "examples", "tokens"]
+    learning_rate_scaling: Literal["none", "linear", "sqrt"]
+    base_global_batch_size: CountOrZero
+    scale_adam_with_batch: Flag
     wsd_decay_steps_fraction: Share
     adam_b1: Decay
     adam_b2: Decay
@@ -83,6 +90,18 @@ class OptimizerConfig(Section):
     weight_decay: NotNegative
     weight_decay_on_norms_and_embeddings: Flag
     gradient_clipping_threshold: NotNegative
+    skip_nonfinite_updates: Flag
+    max_skipped_updates: Count
+
+
+class LocalUpdatesConfig(Section):
+    """DiLoCo: replicas that update copies of their own between synchronisations."""
+
+    enable_diloco: Flag
+    diloco_num_replicas: CountOrMinusOne
+    diloco_sync_period: Count
+    diloco_outer_lr: NotNegative
+    diloco_outer_momentum: Decay
 
 
 class MeshConfig(Section):
@@ -124,8 +143,11 @@ class ModelConfig(Section):
 class NumericsConfig(Section):
     """Number formats, kernels and what the backward pass recomputes."""
 
-    dtype: Literal["float32", "bfloat16"]
+    dtype: Literal["float32", "bfloat16", "float16"]
     weight_dtype: Literal["float32", "bfloat16"]
+    grad_dtype: Literal["float32", "bfloat16"]
+    loss_scale: NotNegative
+    loss_scale_growth_interval: Count
     matmul_precision: Literal["default", "high", "highest"]
     remat_policy: Literal["none", "minimal", "save_dot_products", "save_qkv_proj", "full"]
     attention: Literal["auto", "dot_product", "cudnn_flash", "splash"]
@@ -148,7 +170,16 @@ class DataConfig(Section):
     grain_worker_count: CountOrZero
 
 
-class Config(RunConfig, BatchConfig, OptimizerConfig, MeshConfig, ModelConfig, NumericsConfig, DataConfig):
+class Config(
+    RunConfig,
+    BatchConfig,
+    OptimizerConfig,
+    LocalUpdatesConfig,
+    MeshConfig,
+    ModelConfig,
+    NumericsConfig,
+    DataConfig,
+):
     """Every key of a run. Made by `load_config`, which also knows where each value came from.
 
     Two configs are equal when their values are, wherever they came from.
@@ -185,6 +216,7 @@ SECTIONS: tuple[tuple[str, type[Section]], ...] = (
     ("Run", RunConfig),
     ("Batch size", BatchConfig),
     ("Optimizer", OptimizerConfig),
+    ("Local updates", LocalUpdatesConfig),
     ("Mesh", MeshConfig),
     ("Model", ModelConfig),
     ("Numerics", NumericsConfig),

@@ -7,7 +7,7 @@ from maxtext_lite.config.errors import WrongKind
 from maxtext_lite.config.kinds import exact
 
 REFUSED = {
-    "steps=0": "steps=0 must be at least 1. Nearest that works: 1.",
+    "steps=0": "steps=0 must be at least 1, or -1. Nearest that works: 1.",
     "steps=true": "steps=true is true or false, not a number. Nearest that works: 250.",
     "steps=3.5": "steps=3.5 is not an integer. Nearest that work: 3 or 4.",
     "steps=0.5": "steps=0.5 is not an integer. Nearest that works: 1.",
