@@ -1,6 +1,6 @@
 """The device mesh and the one table that says over which of its axes an array is laid out."""
 
-from maxtext_lite.parallel.axes import constrain, over_replicas, over_shards, sharding, tree_shardings
+from maxtext_lite.parallel.axes import constrain, over_replicas, over_shards, per_replica, sharding, tree_shardings
 from maxtext_lite.parallel.distributed import start_devices
 from maxtext_lite.parallel.mesh import MESH_AXES, make_mesh
 
@@ -10,6 +10,7 @@ __all__ = [
     "make_mesh",
     "over_replicas",
     "over_shards",
+    "per_replica",
     "sharding",
     "start_devices",
     "tree_shardings",
