@@ -1,9 +1,14 @@
 """Examples in a fixed order, read by Grain, laid out for the devices: sources, tokenizer, packing, order, feed."""
 
-from maxtext_lite.data.feed import Batch, BatchIterator, evaluation_batches, training_batches
-from maxtext_lite.data.order import example_ids, examples_hash
+import importlib
+from typing import TYPE_CHECKING
+
 from maxtext_lite.data.sources import ExampleSource, open_sources
 from maxtext_lite.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+
+if TYPE_CHECKING:
+    from maxtext_lite.data.feed import Batch, BatchIterator, evaluation_batches, training_batches
+    from maxtext_lite.data.order import example_ids, examples_hash
 
 __all__ = [
     "Batch",
@@ -18,3 +23,19 @@ __all__ = [
     "open_sources",
     "training_batches",
 ]
+
+_WITH_JAX = {
+    "Batch": "feed",
+    "BatchIterator": "feed",
+    "evaluation_batches": "feed",
+    "training_batches": "feed",
+    "example_ids": "order",
+    "examples_hash": "order",
+}
+"""Names whose modules bring jax in, itself or through grain; imported when asked for, so that `plan` is without it."""
+
+
+def __getattr__(name: str) -> object:
+    if name not in _WITH_JAX:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_WITH_JAX[name]}"), name)
