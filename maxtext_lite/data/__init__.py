@@ -8,6 +8,7 @@ from maxtext_lite.data.tokenizer import Tokenizer, check_vocabulary, load_tokeni
 
 if TYPE_CHECKING:
     from maxtext_lite.data.feed import Batch, BatchIterator, evaluation_batches, training_batches
+    from maxtext_lite.data.hosts import open_sources_on_hosts, target_tokens_of_run
     from maxtext_lite.data.order import example_ids, examples_hash
 
 __all__ = [
@@ -21,6 +22,8 @@ __all__ = [
     "examples_hash",
     "load_tokenizer",
     "open_sources",
+    "open_sources_on_hosts",
+    "target_tokens_of_run",
     "training_batches",
 ]
 
@@ -29,6 +32,8 @@ _WITH_JAX = {
     "BatchIterator": "feed",
     "evaluation_batches": "feed",
     "training_batches": "feed",
+    "open_sources_on_hosts": "hosts",
+    "target_tokens_of_run": "hosts",
     "example_ids": "order",
     "examples_hash": "order",
 }

@@ -2,11 +2,14 @@
 
 from maxtext_lite.parallel.axes import constrain, over_replicas, over_shards, per_replica, sharding, tree_shardings
 from maxtext_lite.parallel.distributed import start_devices
+from maxtext_lite.parallel.hosts import exchange, make_any_host
 from maxtext_lite.parallel.mesh import MESH_AXES, make_mesh
 
 __all__ = [
     "MESH_AXES",
     "constrain",
+    "exchange",
+    "make_any_host",
     "make_mesh",
     "over_replicas",
     "over_shards",
