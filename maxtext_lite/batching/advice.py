@@ -4,8 +4,8 @@ _CLEARLY = 2  # batch and noise scale differ when even the ends of the error bar
 _STANDARD_ERRORS = 2
 _TOO_UNCERTAIN = 0.5  # the relative standard error at which zero is within two standard errors
 _LIMITS = (
-    "This is a guide to the order of magnitude, for a learning rate that suits the batch; it knows nothing of memory or "
-    "of speed, and the noise scale usually grows while the loss falls."
+    "This is a guide to the order of magnitude, for a learning rate that suits the batch; it knows nothing of memory "
+    "or of speed, and the noise scale usually grows while the loss falls."
 )
 
 
