@@ -3,6 +3,7 @@
 No other package multiplies or divides batch sizes.
 """
 
+from maxtext_lite.batching.advice import batch_size_advice
 from maxtext_lite.batching.length import RunLength
 from maxtext_lite.batching.memory import MemoryEstimate, ParameterCount, count_parameters
 from maxtext_lite.batching.plan import BatchPlan, load_plan, make_plan, not_yet_trainable, row_slots, scaled_optimizer
@@ -21,6 +22,7 @@ __all__ = [
     "RampupBatchManager",
     "RunLength",
     "Topology",
+    "batch_size_advice",
     "count_parameters",
     "format_plan",
     "load_plan",

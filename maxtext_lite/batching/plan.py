@@ -102,6 +102,11 @@ class BatchPlan:
         """All stages of the run, the one at the target last; a single one without a ramp."""
         return self.length.stages
 
+    @property
+    def ramps_accumulation(self) -> bool:
+        """Whether the number of micro-batches changes during the run; the target's is then the largest."""
+        return any(stage.gradient_accumulation_steps != self.gradient_accumulation_steps for stage in self.stages)
+
     def stage_at(self, examples_seen: int) -> BatchStage:
         """The batch sizes of the next step, when `examples_seen` examples have been consumed.
 

@@ -74,9 +74,7 @@ def _facts(source: ExampleSource) -> UnreadSource:
     return UnreadSource(len(source), source.num_tokens, source.num_target_tokens, source.fingerprint)
 
 
-def target_tokens_of_run(
-    source: ExampleSource, *, total_examples: int, seed: int, loading_hosts: Sequence[int]
-) -> int:
+def target_tokens_of_run(source: ExampleSource, *, total_examples: int, seed: int, loading_hosts: Sequence[int]) -> int:
     """Target tokens of the first `total_examples` examples of a run, exactly. All hosts call it."""
     tokens = 0
     if jax.process_index() == loading_hosts[0]:
@@ -85,7 +83,5 @@ def target_tokens_of_run(
         if source.num_target_tokens == len(source) * source.num_tokens:  # every row is full
             tokens += part * source.num_tokens
         else:
-            tokens += source.count_targets(
-                example_ids(epochs * len(source), part, num_examples=len(source), seed=seed)
-            )
+            tokens += source.count_targets(example_ids(epochs * len(source), part, num_examples=len(source), seed=seed))
     return exchange(tokens)[loading_hosts[0]]

@@ -159,7 +159,6 @@ class TextSource:
             self.stream, self.document_starts, start=start, stop=stop, num_tokens=self.row_layout.num_tokens
         )
 
-
     def count_targets(self, example_ids: np.ndarray) -> int:
         """Target tokens of these examples, each counted as often as it stands there."""
         spans = (self.row_layout.span(self.first_row + int(example_id)) for example_id in example_ids)
@@ -201,7 +200,6 @@ class SyntheticSource:
             "positions": np.arange(self.num_tokens, dtype=np.int32),
             "weights": np.ones(self.num_tokens, np.float32),
         }
-
 
     def count_targets(self, example_ids: np.ndarray) -> int:
         """Target tokens of these examples: all of their tokens."""

@@ -39,6 +39,11 @@ class GradientAccumulation(optax.MultiSteps):
             skip_state=self.loss_scaling.init() if self.loss_scaling else (),
         )
 
+    def loss_scale(self, state: optax.MultiStepsState) -> Any:
+        """What the loss is multiplied by in the next backward pass; None where it is not."""
+        skip_state: Any = state.skip_state
+        return skip_state.scale if self.loss_scaling else None
+
     def _wide(self, params: Any) -> Any:
         """The parameters in float32: the inner optimizer's state then has one dtype, whatever theirs is."""
         return jax.tree.map(lambda p: p.astype(self._accumulator_dtype), params)

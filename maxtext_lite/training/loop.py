@@ -1,28 +1,18 @@
 """The loop: from a config to a trained state, through interruptions."""
 
-import concurrent.futures
 import contextlib
 import dataclasses
-import importlib.metadata
 import json
 import math
-import platform
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from maxtext_lite.batching import (
-    BatchPlan,
     BatchStage,
     batch_size_advice,
     format_plan,
@@ -40,9 +30,11 @@ from maxtext_lite.data import (
     target_tokens_of_run,
     training_batches,
 )
-from maxtext_lite.parallel import make_any_host, make_mesh, sharding, start_devices
+from maxtext_lite.parallel import make_mesh, sharding, start_devices
 from maxtext_lite.training.checkpoint import Checkpointer, Counts, checkpoint_directory, fingerprint, load_parameters
+from maxtext_lite.training.environment import environment
 from maxtext_lite.training.evaluate import evaluate
+from maxtext_lite.training.executables import Executables
 from maxtext_lite.training.local_updates import local_updates
 from maxtext_lite.training.metrics import MetricsLog, Speed, Terminal, model_flops_per_example, peak_tflops
 from maxtext_lite.training.noise import why_unknown
@@ -58,6 +50,7 @@ from maxtext_lite.training.step import (
     make_synchronise,
     make_train_step,
 )
+from maxtext_lite.training.stopping import Signals, Stop, watch_signals
 
 _NOTHING_SAVED = "nothing was saved at or after it"
 _FIRST_PROFILED_STEP = 3  # of this process: the first two fill caches
@@ -96,32 +89,6 @@ class _InFlight:
     batch: Batch
 
 
-class _Signals:
-    """Turns the first SIGTERM or SIGINT into a request to stop after the step; the second acts as usual."""
-
-    def __init__(self) -> None:
-        self.received: signal.Signals | None = None
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        del frame
-        self.received = signal.Signals(number)
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-
-
-@contextlib.contextmanager
-def _watch_signals() -> Iterator[_Signals]:
-    signals = _Signals()
-    try:
-        previous = {number: signal.signal(number, signals) for number in (signal.SIGTERM, signal.SIGINT)}
-    except ValueError:  # not the main thread: whoever runs us there handles signals
-        previous = {}
-    try:
-        yield signals
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
 def train(config: Config) -> RunResult:
     """Trains to `config.steps`, from the newest checkpoint of the run directory where there is one.
 
@@ -138,15 +105,17 @@ class _Run:
 
     def __init__(self, config: Config):
         start_devices()
-        machine = {"num_devices": jax.device_count(), "num_hosts": jax.process_count()}
-        plan = make_plan(_before_data(config), **machine)
+        num_devices, num_hosts = jax.device_count(), jax.process_count()
+        plan = make_plan(_before_data(config), num_devices=num_devices, num_hosts=num_hosts)
         refused = not_yet_trainable(config, plan)
         if refused:
             raise UserError(refused)
         self.source, self.eval_source = open_sources_on_hosts(
             config, vocab_size=config.vocab_size, loading_hosts=plan.loading_hosts
         )
-        self.plan = plan = make_plan(config, num_examples=len(self.source), **machine)
+        self.plan = plan = make_plan(
+            config, num_devices=num_devices, num_hosts=num_hosts, num_examples=len(self.source)
+        )
         self.stated_config = config
         self.config = config = scaled_optimizer(config, plan)
         self.mesh = make_mesh(plan.ici_mesh, plan.dcn_mesh)
@@ -202,7 +171,7 @@ class _Run:
 
     def run(self) -> RunResult:
         """Trains; see `train`."""
-        with jax.set_mesh(self.mesh), _watch_signals() as signals:
+        with jax.set_mesh(self.mesh), watch_signals() as signals:
             terminal = Terminal(log_period=self.config.log_period, quiet=not self.is_first)
             log = None
             try:
@@ -271,57 +240,6 @@ class _Run:
         )
 
 
-class _Executables:
-    """The train step, compiled for each batch shape of the run; the next shape in the background, before it is needed."""
-
-    def __init__(self, run: _Run):
-        self._run, self._plan = run, run.plan
-        self._step = make_train_step(
-            run.decoder, run.optimizer, run.mesh, config=run.config, schedule=run.schedule, local=run.local
-        )
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="compile")
-        self._compiled: dict[int, concurrent.futures.Future[tuple[Any, float]]] = {}
-
-    def slots(self, stage: BatchStage) -> int:
-        """Row slots of a stage's micro-batches, by which executables differ: the accumulation is an argument."""
-        return self._plan.slots_for(stage.micro_batch_to_train)
-
-    def request(self, stage: BatchStage) -> None:
-        """Starts compiling for a stage in the background, unless that has been done."""
-        slots = self.slots(stage)
-        if slots not in self._compiled:
-            self._compiled[slots] = self._thread.submit(self._compile, slots)
-
-    def of(self, stage: BatchStage) -> tuple[Any, float]:
-        """The compiled step of a stage, and the seconds that compiling took; waits for it."""
-        self.request(stage)
-        return self._compiled[self.slots(stage)].result()
-
-    def close(self) -> None:
-        """Starts nothing more."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
-
-    def _compile(self, slots: int) -> tuple[Any, float]:
-        run, plan = self._run, self._plan
-        sizes = (plan.gradient_accumulation_steps, slots, run.config.max_target_length)
-        where = sharding(run.mesh, TRAIN_BATCH_AXES)
-        batch = {
-            name: jax.ShapeDtypeStruct(sizes, "float32" if name == "weights" else "int32", sharding=where)
-            for name in ("tokens", "targets", "segments", "positions", "weights")
-        }
-        started = time.perf_counter()
-        # What is set for the main thread is set for it alone.
-        with jax.set_mesh(run.mesh), jax.default_matmul_precision(run.config.matmul_precision):
-            number = jax.ShapeDtypeStruct((), "int32", sharding=sharding(run.mesh)) if ramps_accumulation(plan) else None
-            compiled = self._step.lower(run.abstract_state, batch, number).compile()
-        return compiled, time.perf_counter() - started
-
-
-def ramps_accumulation(plan: BatchPlan) -> bool:
-    """Whether the number of micro-batches changes during the run, so that the step takes it as an argument."""
-    return len({stage.gradient_accumulation_steps for stage in plan.stages}) > 1
-
-
 class _Loop:
     """The steps: one is always on its way while the one before is logged, so that devices never wait for the host."""
 
@@ -336,19 +254,22 @@ class _Loop:
         # The simulated devices of a CPU share a few threads: with two steps under way, a collective of one can wait
         # for ever for a device whose thread the other holds. There, a step is finished before the next begins.
         self.one_at_a_time = jax.default_backend() == "cpu" and jax.device_count() > 1
-        self.executables = _Executables(run)
+        train_step = make_train_step(
+            run.decoder, run.optimizer, run.mesh, config=run.config, schedule=run.schedule, local=run.local
+        )
+        self.executables = Executables(train_step, run.abstract_state, run.plan, run.mesh, config=run.config)
         self.stage: BatchStage | None = None
         if run.local:
             self.synchronise = make_synchronise(run.decoder, run.optimizer, run.mesh, run.local)
             self.summarise = make_summarise(run.mesh)
 
-    def train_from(self, state: TrainState, counts: Counts, signals: _Signals) -> RunResult:
+    def train_from(self, state: TrainState, counts: Counts, signals: Signals) -> RunResult:
         """The steps after `counts`, until the last or a signal."""
         run, config, plan = self.run, self.config, self.plan
         self.counts = counts
         steps_left = plan.steps_left(counts.step, counts.examples_seen)
         last_step = counts.step + steps_left
-        stopping = _Stop(run.mesh, signals)
+        stopping = Stop(run.mesh, signals)
         with (
             contextlib.closing(self.executables),
             training_batches(
@@ -435,7 +356,7 @@ class _Loop:
 
     def _take(self, train_step: Any, state: TrainState, batch: Batch, step: int) -> tuple[TrainState, Any]:
         """One step; with local updates, also what follows it: scalars for the log, and the replicas' meeting."""
-        number = np.int32(batch.num_micro_batches) if ramps_accumulation(self.plan) else None
+        number = np.int32(batch.num_micro_batches) if self.plan.ramps_accumulation else None
         state, metrics = train_step(state, batch.arrays, number)
         if self.run.local:
             metrics = self._alone(self.summarise, metrics)
@@ -444,7 +365,7 @@ class _Loop:
         return state, metrics
 
     def _alone(self, function: Any, argument: Any) -> Any:
-        """A function on the devices, once they have finished what they do where they can do only one thing at a time."""
+        """A function on the devices; where they can do only one thing at a time, once they have done what they do."""
         return function(jax.block_until_ready(argument) if self.one_at_a_time else argument)
 
     def _finish(self, done: _InFlight | None, state: TrainState) -> None:
@@ -520,7 +441,7 @@ class _Loop:
             done.batch.arrays,
             done.batch.example_ids,
             micro_batches=done.batch.num_micro_batches,
-            loss_scale=state.opt_state.skip_state.scale if run.optimizer.loss_scaling else None,
+            loss_scale=run.optimizer.loss_scale(state.opt_state),
         )
         skipped = f", after {in_a_row} skipped steps in a row" if config.skip_nonfinite_updates else ""
         where = "no part of it is not finite by itself" if cause is None else str(cause)
@@ -563,28 +484,6 @@ class _Loop:
             self.tracing = False
 
 
-class _Stop:
-    """Whether to stop after a step: all hosts answer alike, though a signal may reach only one.
-
-    With several hosts the answer is one step late: waiting for this step's would leave the devices without work.
-    """
-
-    def __init__(self, mesh: Mesh, signals: _Signals):
-        self._signals = signals
-        self._any_host = make_any_host(mesh) if jax.process_count() > 1 else None
-        self._asked: jax.Array | None = None
-
-    def after_this_step(self) -> bool:
-        """All hosts call it, once a step."""
-        received = self._signals.received is not None
-        if self._any_host is None:
-            return received
-        before, self._asked = self._asked, self._any_host(received)
-        if jax.default_backend() == "cpu":
-            jax.block_until_ready(self._asked)
-        return before is not None and bool(before)
-
-
 def _before_data(config: Config) -> Config:
     """The config with a length that does not depend on the data, for what can be refused before data are opened."""
     if not config.num_epochs:
@@ -597,26 +496,6 @@ def _peak_sentence(speed: Speed) -> str:
     if speed.peak is None:
         return "no MFU, as their peak is not known"
     return f"MFU is taken against {speed.peak:g} TFLOP/s each"
-
-
-def environment() -> dict[str, Any]:
-    """Versions, devices and the git commit, for environment.json."""
-    packages = ("maxtext-lite", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
-    versions = {}
-    for package in packages:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-    )
-    return {
-        "python": sys.version.split()[0],
-        "platform": platform.platform(),
-        "packages": versions,
-        "devices": [device.device_kind for device in jax.devices()],
-        "num_processes": jax.process_count(),
-        "git_commit": commit.stdout.strip() or None,
-    }
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -54,7 +54,7 @@ class Schedule:
     units_per_step: float
     rate: Rate
 
-    def __call__(self, updates: jax.Array, progress: Progress) -> jax.Array:
+    def __call__(self, updates: Any, progress: Progress) -> jax.Array:
         """The learning rate of the update with which both counts are reached."""
         if self.unit == "steps":
             return self.rate(updates.astype(jnp.float32))

@@ -90,8 +90,13 @@ def state_of(params: Any, optimizer: GradientAccumulation, local: LocalUpdates |
     opt_state, step = optimizer.init(params), jnp.zeros([], jnp.int32)
     if local is None:
         return TrainState(params, opt_state, Progress.start(), step)
-    own = (local.copies(tree) for tree in (params, opt_state, Progress.start()))
-    return TrainState(*own, step, local.outer_state(params))
+    return TrainState(
+        local.copies(params),
+        local.copies(opt_state),
+        local.copies(Progress.start()),
+        step,
+        local.outer_state(params),
+    )
 
 
 def state_shardings(
@@ -123,8 +128,10 @@ def state_shardings(
     progress = Progress(everywhere, everywhere)
     if local is None:
         return TrainState(params, opt_state, progress, everywhere)
-    own = (jax.tree.map(per_replica, tree) for tree in (params, opt_state, progress))
-    return TrainState(*own, everywhere, OuterState(params, params))
+    replica_params, replica_opt_state, replica_progress = (
+        jax.tree.map(per_replica, tree) for tree in (params, opt_state, progress)
+    )
+    return TrainState(replica_params, replica_opt_state, replica_progress, everywhere, OuterState(params, params))
 
 
 def _names(path: Any) -> tuple[str, ...]:

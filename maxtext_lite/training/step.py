@@ -215,8 +215,9 @@ def make_train_step(
         if config.z_loss_multiplier:
             metrics["z_loss"] = config.z_loss_multiplier * step.z_loss
         if optimizer.loss_scaling:
-            metrics["loss_scale"] = opt_state.skip_state.scale
-            opt_state = opt_state._replace(skip_state=optimizer.loss_scaling.next(opt_state.skip_state, finite))
+            metrics["loss_scale"] = optimizer.loss_scale(opt_state)
+            skip_state: Any = opt_state.skip_state
+            opt_state = opt_state._replace(skip_state=optimizer.loss_scaling.next(skip_state, finite))
         return params, opt_state, progress, metrics
 
     if local:
@@ -225,8 +226,7 @@ def make_train_step(
     def train_step(
         state: TrainState, batch: dict[str, jax.Array], num_micro_batches: jax.Array | None = None
     ) -> tuple[TrainState, dict[str, jax.Array]]:
-        scale = state.opt_state.skip_state.scale if optimizer.loss_scaling else None
-        step = step_gradients(state.params, batch, num_micro_batches, scale)
+        step = step_gradients(state.params, batch, num_micro_batches, optimizer.loss_scale(state.opt_state))
         params, opt_state, progress, metrics = update(state.params, state.opt_state, state.progress, step)
         return TrainState(params, opt_state, progress, state.step + 1, state.outer), metrics
 

@@ -15,13 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxtext_lite.batching import make_plan
 from maxtext_lite.config import load_config
-from maxtext_lite.data.feed import (
-    EvaluationReads,
-    TrainingReads,
-    evaluation_batches,
-    slots_of,
-    training_batches,
-)
+from maxtext_lite.data.feed import EvaluationReads, TrainingReads, evaluation_batches, training_batches
 from maxtext_lite.data.order import example_ids, examples_hash
 
 T = 8
@@ -161,30 +155,66 @@ def test_a_row_that_several_devices_hold_is_read_once():
     assert sorted(source.read) == sorted(batch.example_ids)
 
 
-@pytest.mark.parametrize("num_hosts", [1, 2, 4, 8])
-@pytest.mark.parametrize("tensor", [1, 2])
-def test_each_host_reads_the_rows_of_its_devices_and_no_others(num_hosts, tensor):
-    sharding = row_sharding(8, tensor=tensor)
-    shape = (3, 16, T)
-    parts = list(sharding.devices_indices_map(shape).items())
-    per_host = 8 // num_hosts
-    reads = {"first_example": 30, "num_steps": 2, "step_examples": 39, "micro_batches": 3, "micro_batch_slots": 16}
-    whole = TrainingReads(NumberedSource(100), host_slots=np.arange(16), seed=4, **reads)[1]
-    assert whole.rows["tokens"].shape == shape
-    for host in range(num_hosts):
-        of_host = [index for _, index in parts[host * per_host : (host + 1) * per_host]]
-        slots = slots_of(of_host, slot_dim=1, num_slots=16)
-        # Rows are shared out in order, so the slots of a host are known by hand.
-        width = 16 * tensor // 8  # slots of a device
-        first, last = host * per_host // tensor, ((host + 1) * per_host - 1) // tensor
-        assert slots.tolist() == list(range(first * width, (last + 1) * width))
+def reads_of(source, host_slots, **changes):
+    """Steps of 39 examples in 3 micro-batches: 13 of 16 slots."""
+    keys = {"first_example": 30, "num_steps": 2, "step_examples": 39, "micro_batches": 3, "loads_per_step": 1}
+    return TrainingReads(source, host_slots=np.asarray(host_slots), seed=4, **keys | changes)
+
+
+def test_a_host_reads_the_rows_of_its_slots_and_no_others():
+    for host_slots in ([], [0], [3, 4, 5], [12, 13, 14, 15], range(16)):
         source = NumberedSource(100)
-        part = TrainingReads(source, host_slots=slots, seed=4, **reads)[1]
-        np.testing.assert_array_equal(part.example_ids, whole.example_ids)
-        assert len(part.example_ids) == 39
-        for name, rows in part.rows.items():
-            np.testing.assert_array_equal(rows, whole.rows[name][:, slots])
-        assert len(source.read) == 3 * sum(slot < 13 for slot in slots)  # 13 examples a micro-batch, 3 empty slots
+        part = reads_of(source, host_slots)[1]
+        expected = example_ids(69, 39, num_examples=100, seed=4)
+        np.testing.assert_array_equal(part.example_ids, expected)
+        own = [(j % 3, host_slots.index(j // 3), expected[j]) for j in range(39) if j // 3 in host_slots]
+        assert source.read == [example for _, _, example in own]
+        assert part.cells.T.tolist() == [[micro, place] for micro, place, _ in own]
+        assert slot_numbers(part.rows["tokens"]).tolist() == source.read
+
+
+@pytest.mark.parametrize("loads", [1, 2, 3, 8])
+def test_the_loads_of_a_step_share_its_examples_out_in_order(loads):
+    """39 examples in 2 loads: 20 and 19. No load changes where an example belongs."""
+    whole = reads_of(NumberedSource(100), range(2, 14))[1]
+    source = NumberedSource(100)
+    split = reads_of(source, range(2, 14), loads_per_step=loads)
+    assert len(split) == 2 * loads
+    parts = [split[loads + load] for load in range(loads)]
+    np.testing.assert_array_equal(np.concatenate([part.cells for part in parts], axis=1), whole.cells)
+    np.testing.assert_array_equal(np.concatenate([part.rows["tokens"] for part in parts]), whole.rows["tokens"])
+    ids = whole.example_ids.tolist()
+    for load, part in enumerate(parts):
+        size = -(-39 // loads)
+        assert set(slot_numbers(part.rows["tokens"])) <= set(ids[load * size : (load + 1) * size])
+
+
+@pytest.mark.parametrize("factor", ["0.5", "0.25", "1/3"])
+def test_several_loads_give_the_batches_of_one(factor):
+    keys = {"per_device_batch_size": 1.5, "gradient_accumulation_steps": 3}
+    one = batches(NumberedSource(50), plan_for(8, **keys), 8)
+    several = batches(NumberedSource(50), plan_for(8, **keys, expansion_factor_real_data=factor), 8)
+    for a, b in zip(one, several, strict=True):
+        for name in FIELDS:
+            np.testing.assert_array_equal(np.asarray(a.arrays[name]), np.asarray(b.arrays[name]))
+
+
+def test_a_short_last_batch_holds_what_is_left_and_nothing_else():
+    """23 examples twice in batches of 2 x 2 x 2 = 8: five whole ones and one of 6, in the same slots."""
+    config = load_config(None, [f"max_target_length={T}", "per_device_batch_size=2", "gradient_accumulation_steps=2",
+                                "num_epochs=2", "last_batch=train", "warmup_steps=0"])  # fmt: skip
+    plan = make_plan(config, num_devices=2, num_examples=23)
+    found = batches(NumberedSource(23), plan, 2, num_steps=plan.steps_left(0, 0))
+    assert [batch.num_examples for batch in found] == [8] * 5 + [6]
+    ids = [example for batch in found for example in batch.example_ids.tolist()]
+    assert ids == example_ids(0, 46, num_examples=23, seed=0).tolist()
+    last = slot_numbers(found[-1].arrays["tokens"])
+    assert last.tolist() == [[*found[-1].example_ids[0::2], -1], [*found[-1].example_ids[1::2], -1]]
+    # Resumed before its end, also with a batch of another size.
+    assert [batch.num_examples for batch in batches(NumberedSource(23), plan, 2, examples_seen=35, num_steps=2)] == [
+        8,
+        3,
+    ]
 
 
 def test_a_run_resumes_at_any_number_of_examples_with_any_batch():
@@ -220,9 +250,12 @@ def test_a_ramp_changes_the_batch_and_not_the_order(mode):
         for start, size, batch in zip(starts[first_step:], sizes[first_step:], found, strict=True):
             expected = example_ids(start, size, num_examples=90, seed=0)
             np.testing.assert_array_equal(batch.example_ids, expected)
-            assert sorted(slot_numbers(batch.arrays["tokens"]).ravel()) == sorted(expected)
+            slots = slot_numbers(batch.arrays["tokens"])
+            assert sorted(slots[slots >= 0]) == sorted(expected)
             a, b = (4, size // 4) if mode == "per_device_batch_size" else (size // 8, 8)
-            assert batch.arrays["tokens"].shape == (a, b, T)
+            assert batch.num_micro_batches == a
+            assert batch.arrays["tokens"].shape == (4, b, T)  # one shape, whatever the accumulation
+            assert (slot_numbers(batch.arrays["tokens"])[a:] == -1).all()
     # From within a stage, after another batch size: the stage lasts until its end is reached.
     found = batches(NumberedSource(90), plan, 2, examples_seen=60, num_steps=5)
     assert [batch.num_examples for batch in found] == [16, 24, 24, 24, 32]
@@ -270,11 +303,12 @@ def test_an_evaluation_stops_after_eval_steps():
 def test_hosts_share_out_an_evaluation():
     source = NumberedSource(21)
     halves = [
-        EvaluationReads(source, host_slots=slots, batch_examples=8, batch_slots=8, max_batches=-1)[2]
+        EvaluationReads(source, host_slots=slots, batch_examples=8, max_batches=-1)[2]
         for slots in (np.arange(4), np.arange(4, 8))
     ]
     assert slot_numbers(halves[0].rows["tokens"]).tolist() == [16, 17, 18, 19]
-    assert slot_numbers(halves[1].rows["tokens"]).tolist() == [20, -1, -1, -1]
+    assert slot_numbers(halves[1].rows["tokens"]).tolist() == [20]
+    assert halves[1].cells.tolist() == [[0], [0]]
     assert halves[0].example_ids.tolist() == halves[1].example_ids.tolist() == [16, 17, 18, 19, 20]
 
 

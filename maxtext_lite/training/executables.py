@@ -1,0 +1,64 @@
+"""The train step's executables: one for each batch shape of a run, the next one compiled before it is needed."""
+
+import concurrent.futures
+import time
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from maxtext_lite.batching import BatchPlan, BatchStage
+from maxtext_lite.config import Config
+from maxtext_lite.parallel import sharding
+from maxtext_lite.training.state import TrainState
+from maxtext_lite.training.step import TRAIN_BATCH_AXES
+
+
+class Executables:
+    """The train step compiled for each batch shape, in a thread of its own.
+
+    Args:
+      train_step: as `step.make_train_step` makes it.
+      abstract: shapes and shardings of the state.
+    """
+
+    def __init__(self, train_step: Any, abstract: TrainState, plan: BatchPlan, mesh: Mesh, *, config: Config):
+        self._step, self._abstract, self._plan, self._mesh = train_step, abstract, plan, mesh
+        self._config = config
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="compile")
+        self._compiled: dict[int, concurrent.futures.Future[tuple[Any, float]]] = {}
+
+    def slots(self, stage: BatchStage) -> int:
+        """Row slots of a stage's micro-batches, by which executables differ: the accumulation is an argument."""
+        return self._plan.slots_for(stage.micro_batch_to_train)
+
+    def request(self, stage: BatchStage) -> None:
+        """Starts compiling for a stage in the background, unless that has been done."""
+        slots = self.slots(stage)
+        if slots not in self._compiled:
+            self._compiled[slots] = self._thread.submit(self._compile, slots)
+
+    def of(self, stage: BatchStage) -> tuple[Any, float]:
+        """The compiled step of a stage, and the seconds that compiling took; waits for it."""
+        self.request(stage)
+        return self._compiled[self.slots(stage)].result()
+
+    def close(self) -> None:
+        """Starts nothing more."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _compile(self, slots: int) -> tuple[Any, float]:
+        sizes = (self._plan.gradient_accumulation_steps, slots, self._config.max_target_length)
+        where = sharding(self._mesh, TRAIN_BATCH_AXES)
+        batch = {
+            name: jax.ShapeDtypeStruct(sizes, "float32" if name == "weights" else "int32", sharding=where)
+            for name in ("tokens", "targets", "segments", "positions", "weights")
+        }
+        number = None
+        if self._plan.ramps_accumulation:
+            number = jax.ShapeDtypeStruct((), "int32", sharding=sharding(self._mesh))
+        started = time.perf_counter()
+        # What is set for the main thread is set for it alone.
+        with jax.set_mesh(self._mesh), jax.default_matmul_precision(self._config.matmul_precision):
+            compiled = self._step.lower(self._abstract, batch, number).compile()
+        return compiled, time.perf_counter() - started

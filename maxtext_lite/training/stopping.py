@@ -1,0 +1,61 @@
+"""Stopping in good order: a signal becomes a request, to which all hosts answer after the same step."""
+
+import contextlib
+import signal
+from collections.abc import Iterator
+from types import FrameType
+
+import jax
+from jax.sharding import Mesh
+
+from maxtext_lite.parallel import make_any_host
+
+
+class Signals:
+    """Turns the first SIGTERM or SIGINT into a request to stop after the step; the second acts as usual."""
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Handles a signal."""
+        del frame
+        self.received = signal.Signals(number)
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def watch_signals() -> Iterator[Signals]:
+    """Handles SIGTERM and SIGINT as `Signals` does, and hands them back at the end."""
+    signals = Signals()
+    try:
+        previous = {number: signal.signal(number, signals) for number in (signal.SIGTERM, signal.SIGINT)}
+    except ValueError:  # not the main thread: whoever runs us there handles signals
+        previous = {}
+    try:
+        yield signals
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+class Stop:
+    """Whether to stop after a step: all hosts answer alike, though a signal may reach only one.
+
+    With several hosts the answer is one step late: waiting for this step's would leave the devices without work.
+    """
+
+    def __init__(self, mesh: Mesh, signals: Signals):
+        self._signals = signals
+        self._any_host = make_any_host(mesh) if jax.process_count() > 1 else None
+        self._asked: jax.Array | None = None
+
+    def after_this_step(self) -> bool:
+        """All hosts call it, once a step."""
+        received = self._signals.received is not None
+        if self._any_host is None:
+            return received
+        before, self._asked = self._asked, self._any_host(received)
+        if jax.default_backend() == "cpu":
+            jax.block_until_ready(self._asked)
+        return before is not None and bool(before)
