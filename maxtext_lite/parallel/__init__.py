@@ -1,12 +1,13 @@
 """The device mesh and the one table that says over which of its axes an array is laid out."""
 
 from maxtext_lite.parallel.axes import constrain, over_replicas, over_shards, sharding, tree_shardings
-from maxtext_lite.parallel.distributed import start_devices
+from maxtext_lite.parallel.distributed import end_soon, start_devices
 from maxtext_lite.parallel.mesh import MESH_AXES, make_mesh
 
 __all__ = [
     "MESH_AXES",
     "constrain",
+    "end_soon",
     "make_mesh",
     "over_replicas",
     "over_shards",
