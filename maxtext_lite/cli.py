@@ -14,6 +14,7 @@ COMMANDS: dict[str, str] = {
     "train": "pre-training; resumes by itself",
     "plan": "batch sizes, pipeline, ramp-up and memory for a machine that need not exist",
     "generate": "text from a run directory",
+    "report": "one HTML page of a run, or of several over each other",
 }
 """Each command, the module maxtext_lite.COMMAND, and what it does."""
 

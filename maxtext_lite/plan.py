@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from maxtext_lite.batching import format_plan, load_plan, not_yet_trainable
 from maxtext_lite.cli import ArgumentParser, config_arguments, run_command
+from maxtext_lite.config import Config
 
 
 def main(argv: Sequence[str]) -> int:
@@ -20,6 +21,7 @@ def main(argv: Sequence[str]) -> int:
     config_arguments(parser)
     parser.add_argument("--devices", type=int, default=1, help="devices of the mesh, all of them (default 1)")
     parser.add_argument("--hosts", type=int, default=1, help="hosts that they are attached to (default 1)")
+    parser.add_argument("--examples", type=int, help="training examples in the data (default: counted for num_epochs)")
     parser.add_argument("--device-memory-gb", type=_gigabytes, help="memory of a device in GB (1e9 bytes)")
     parser.add_argument("--json", action="store_true", help="print plan.json")
     arguments = parser.parse(argv)
@@ -28,6 +30,7 @@ def main(argv: Sequence[str]) -> int:
         arguments.overrides,
         num_devices=arguments.devices,
         num_hosts=arguments.hosts,
+        num_examples=_count_examples if arguments.examples is None else arguments.examples,
         device_memory_gb=arguments.device_memory_gb,
     )
     if arguments.json:
@@ -37,6 +40,12 @@ def main(argv: Sequence[str]) -> int:
     for problem in not_yet_trainable(config, plan):
         print(f"note: {problem}")
     return 0
+
+
+def _count_examples(config: Config) -> int:
+    from maxtext_lite.data import open_sources  # numpy and tokenizers, only where the data is asked for
+
+    return len(open_sources(config, vocab_size=config.vocab_size)[0])
 
 
 def _gigabytes(text: str) -> float:

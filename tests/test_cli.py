@@ -59,7 +59,7 @@ def test_the_console_script_runs_a_command(capsys):
     assert main(["plan", "--devices", "2"]) == 0
     assert "global_batch_to_train" in capsys.readouterr().out
     assert main(["plan", "steps=0"]) == 2
-    assert capsys.readouterr().err == "error: steps=0 must be at least 1. Nearest that works: 1.\n"
+    assert capsys.readouterr().err == "error: steps=0 must be at least 1, or -1. Nearest that works: 1.\n"
 
 
 def test_an_unknown_command_is_refused(capsys):

@@ -11,6 +11,7 @@ LAYERS = {
     "config": 0,
     "batching": 1,
     "parallel": 2,
+    "reporting": 2,
     "models": 3,
     "data": 3,
     "training": 4,
@@ -95,18 +96,19 @@ def imported_with(name: str) -> set[str]:
 WITHOUT_JAX = [
     name
     for name, module in modules().items()
-    if module.package in ("config", "batching") or name in ("maxtext_lite", "maxtext_lite.cli", "maxtext_lite.plan")
+    if module.package in ("config", "batching", "reporting")
+    or name in ("maxtext_lite", "maxtext_lite.cli", "maxtext_lite.plan", "maxtext_lite.report")
 ]
 
 
-def test_config_batching_and_plan_import_no_jax_by_their_source():
+def test_config_batching_plan_and_report_import_no_jax_by_their_source():
     for name in WITHOUT_JAX:
         assert not imported_with(name) & HEAVY, name
-        if modules()[name].package in ("config", "batching"):
+        if modules()[name].package in ("config", "batching", "reporting"):
             assert not lines_importing(modules()[name], HEAVY), "not even inside a function"
 
 
-def test_config_batching_and_plan_import_no_jax_when_run():
+def test_config_batching_plan_and_report_import_no_jax_when_run():
     assert "maxtext_lite.plan" in WITHOUT_JAX
     program = f"import sys\nimport {', '.join(WITHOUT_JAX)}\nprint(sorted({HEAVY!r} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=REPOSITORY)

@@ -51,7 +51,7 @@ HELP = "`maxtext-lite plan --help` lists what there is."
     ("argv", "errors"),
     [
         (["stps=3", "steps=0"], ["unknown key 'stps' (command line). Did you mean 'steps'?",
-                                 "steps=0 must be at least 1. Nearest that works: 1."]),
+                                 "steps=0 must be at least 1, or -1. Nearest that works: 1."]),
         (["--device", "3"], [f"unrecognized arguments: --device. {HELP}"]),
         (["--devices", "0"], ["num_devices=0 must be at least 1. Nearest that works: 1."]),
         (["--devices", "x"], [f"argument --devices: invalid int value: 'x'. {HELP}"]),
@@ -85,4 +85,4 @@ def test_as_a_module_it_ends_with_the_exit_code():
     done = subprocess.run(
         [sys.executable, "-m", "maxtext_lite.plan", "steps=0"], capture_output=True, text=True, check=False
     )
-    assert (done.returncode, done.stderr) == (2, "error: steps=0 must be at least 1. Nearest that works: 1.\n")
+    assert (done.returncode, done.stderr) == (2, "error: steps=0 must be at least 1, or -1. Nearest that works: 1.\n")

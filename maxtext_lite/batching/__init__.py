@@ -3,9 +3,11 @@
 No other package multiplies or divides batch sizes.
 """
 
+from maxtext_lite.batching.length import RunLength
 from maxtext_lite.batching.memory import MemoryEstimate, ParameterCount, count_parameters
-from maxtext_lite.batching.plan import BatchPlan, load_plan, make_plan, not_yet_trainable, row_slots
+from maxtext_lite.batching.plan import BatchPlan, load_plan, make_plan, not_yet_trainable, row_slots, scaled_optimizer
 from maxtext_lite.batching.rampup import BatchStage, RampupBatchManager
+from maxtext_lite.batching.scaling import OptimizerScaling
 from maxtext_lite.batching.table import format_plan
 from maxtext_lite.batching.topology import MESH_AXES, Topology
 
@@ -14,8 +16,10 @@ __all__ = [
     "BatchPlan",
     "BatchStage",
     "MemoryEstimate",
+    "OptimizerScaling",
     "ParameterCount",
     "RampupBatchManager",
+    "RunLength",
     "Topology",
     "count_parameters",
     "format_plan",
@@ -23,4 +27,5 @@ __all__ = [
     "make_plan",
     "not_yet_trainable",
     "row_slots",
+    "scaled_optimizer",
 ]

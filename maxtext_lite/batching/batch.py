@@ -14,6 +14,8 @@ PLAINEST_BATCH: Edit = {
 }
 """A batch that suits any machine."""
 
+_MOST_TRIED = 16
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -91,6 +93,38 @@ def stated_batch(config: BatchConfig, num_devices: int) -> Batch | None:
     if per_device == -1 or (per_device * num_devices).denominator != 1:
         return None
     return Batch(per_device, max(config.gradient_accumulation_steps, 1), int(per_device * num_devices))
+
+
+def smaller_batches(config: BatchConfig, batch: Batch, num_devices: int, most: int) -> list[Edit]:
+    """Changes to a batch of at most `most` examples, the largest first, each of as few keys as it takes."""
+    micro, accumulation = batch.micro_batch_to_train, batch.gradient_accumulation_steps
+    sized: list[tuple[int, Edit]] = []
+    if config.global_batch_size:
+        if config.per_device_batch_size == -1 or config.gradient_accumulation_steps == -1:
+            unit = accumulation if config.per_device_batch_size == -1 else micro
+            sized += [(unit * times, {"global_batch_size": unit * times}) for times in _down_from(most // unit)]
+        else:
+            sized += [
+                (rows * accumulation, {
+                    "per_device_batch_size": Fraction(rows, num_devices), "global_batch_size": rows * accumulation,
+                })
+                for rows in _down_from(most // accumulation)
+            ]  # fmt: skip
+    else:
+        for rows in _down_from(most // accumulation):
+            sized.append((rows * accumulation, {"per_device_batch_size": Fraction(rows, num_devices)}))
+        for times in _down_from(most // micro):
+            sized.append((micro * times, {"gradient_accumulation_steps": times}))
+    for rows in _down_from(most):
+        edit: Edit = {"per_device_batch_size": Fraction(rows, num_devices), "gradient_accumulation_steps": 1}
+        sized.append((rows, {**edit, **({"global_batch_size": 0} if config.global_batch_size else {})}))
+    fewest_keys_first = sorted(sized, key=lambda pair: (len(pair[1]), -pair[0]))
+    return [edit for _, edit in fewest_keys_first]
+
+
+def _down_from(largest: int) -> range:
+    """The positive numbers up to `largest`, descending, as many as are worth trying."""
+    return range(largest, max(largest - _MOST_TRIED, 0), -1)
 
 
 def _ratio_text(value: Fraction) -> str:

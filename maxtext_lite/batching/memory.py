@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from maxtext_lite.config import Config
 
-_BYTES = {"float32": 4, "bfloat16": 2}
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,7 @@ def estimate_memory(
     gradient_accumulation_steps: int,
     num_pipeline_microbatches: int,
     device_memory_gb: float | None,
+    diloco_num_replicas: int | None = None,
 ) -> MemoryEstimate:
     """Bytes per device during a training step on this mesh.
 
@@ -84,6 +85,8 @@ def estimate_memory(
       mesh: size of each mesh axis.
       micro_batch_slots: rows of one micro-batch over all devices.
       device_memory_gb: memory of a device in GB (1e9 bytes), or None.
+      diloco_num_replicas: copies of local updates, or None. A device then holds replicas / data copies of parameters,
+        optimizer state and gradients, and beside them the outer parameters and their float32 momentum.
     """
     count = count_parameters(config, fsdp=mesh["fsdp"], tensor=mesh["tensor"], stage=mesh["stage"])
     weight_bytes = _BYTES[config.weight_dtype]
@@ -91,6 +94,10 @@ def estimate_memory(
     state = _optimizer_elements(config, count) * 4  # float32, whatever the weights are
     # With A > 1 a micro-batch's gradient stands beside the float32 sum of the earlier ones.
     gradients = count.total * (4 if gradient_accumulation_steps == 1 else 4 + weight_bytes)
+    if diloco_num_replicas is not None:
+        copies = diloco_num_replicas // mesh["data"]
+        outer_momentum = count.total * 4 if config.diloco_outer_momentum else 0
+        params, state, gradients = (copies + 1) * params, copies * state + outer_momentum, copies * gradients
     rows = micro_batch_slots // (mesh["data"] * mesh["fsdp"] * mesh["expert"])
     tokens = rows * config.max_target_length // mesh["context"]
     activations = _activation_bytes(config, mesh, tokens, num_pipeline_microbatches)

@@ -33,15 +33,20 @@ _LAST_RESORTS: tuple[Edit, ...] = (
         **_NO_RAMP,
         "eval_per_device_batch_size": Fraction(0),
         "expansion_factor_real_data": Fraction(-1),
+        "diloco_num_replicas": -1,
+        "scale_adam_with_batch": False,
     },
 )
 """Ever larger changes for a problem that no small one mends; the largest suits any machine and any model."""
+_ANY_EPOCHS: Edit = {"last_batch": "train"}
+"""Makes the largest of them suit any number of epochs too."""
 
 
 @dataclass(frozen=True)
 class _Request:
     config: Config
     topology: Topology
+    num_examples: int | None
 
     def edited(self, edit: Edit) -> "_Request":
         machine = {key: value for key, value in edit.items() if key in ("num_devices", "num_hosts")}
@@ -50,22 +55,27 @@ class _Request:
         hosts = machine.get("num_hosts", self.topology.num_hosts)
         assert isinstance(devices, int)
         assert isinstance(hosts, int)
-        return _Request(config, Topology(devices, hosts))
+        return _Request(config, Topology(devices, hosts), self.num_examples)
 
     def broken(self) -> set[str]:
         """Identities of the broken rules; those of the config alone too, which a candidate may break."""
-        outcome = work_out(self.config, self.topology)
+        outcome = work_out(self.config, self.topology, self.num_examples)
         problems = [] if isinstance(outcome, Sizes) else outcome
         ruled = {str(problem) for problem in rule_problems(self.config, KEYS)}
         return ruled | {problem.identity for problem in problems}
 
 
-def refusals(config: Config, topology: Topology, problems: Sequence[Problem]) -> list[Refusal]:
+def refusals(
+    config: Config, topology: Topology, problems: Sequence[Problem], num_examples: int | None = None
+) -> list[Refusal]:
     """One refusal per problem, each with values that work.
 
     The first of every refusal, all taken together, make a config that can be planned.
+
+    Args:
+      num_examples: training examples in the data, where known.
     """
-    request = _Request(config, topology)
+    request = _Request(config, topology, num_examples)
     mended_by: dict[str, Edit] = {}
     found: list[Refusal] = []
     for problem in problems:
@@ -95,7 +105,10 @@ def _working(problem: Problem, request: _Request) -> list[Edit]:
     if not found:
         nothing: Edit = {}
         single = (*problem.below[:1], *problem.above[:1], *problem.otherwise, nothing)
-        larger: Iterator[Edit] = ({**edit, **resort} for resort in _LAST_RESORTS for edit in single)
+        resorts = _LAST_RESORTS
+        if request.config.num_epochs:
+            resorts = (*resorts, *({**resort, **_ANY_EPOCHS} for resort in resorts))
+        larger: Iterator[Edit] = ({**edit, **resort} for resort in resorts for edit in single)
         edit = next((edit for edit in (*problem.otherwise, *larger) if works(edit)), None)
         found = [] if edit is None else [_needed(edit, request)]
     return found

@@ -2,14 +2,16 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
+from maxtext_lite.batching.length import RunLength
 from maxtext_lite.batching.memory import MemoryEstimate, bytes_text, estimate_memory
 from maxtext_lite.batching.mend import refusals
-from maxtext_lite.batching.rampup import BatchStage, RampupBatchManager
+from maxtext_lite.batching.rampup import BatchStage, RampupBatchManager, samples_before, stage_at
+from maxtext_lite.batching.scaling import OptimizerScaling, scaling_warnings
 from maxtext_lite.batching.sizes import Sizes, work_out
 from maxtext_lite.batching.topology import Topology
 from maxtext_lite.config import Config, ConfigError, Refusal, UserError, load_config
@@ -25,8 +27,13 @@ class BatchPlan:
       empty_slots_per_micro_batch: slots of a micro-batch without an example: rows are laid out in equal shares.
       examples_per_loading_host: examples that one loading host reads in one load, on average.
       pipeline_microbatch_size: the most examples in one pipeline microbatch.
+      steps: optimizer steps in the whole run, stated or derived from num_epochs.
+      num_examples: training examples in the data; None where not known.
       epochs: passes over the data in the whole run; null without a data index, as is steps_per_epoch.
+      length: the steps of the run and their examples.
+      scaling: the optimizer's settings for this batch.
       rampup: the ramp, or None.
+      diloco_num_replicas: copies of local updates; None where they are off, as is diloco_sync_period.
       warnings: what works but is probably not meant.
     """
 
@@ -53,10 +60,13 @@ class BatchPlan:
     pipeline_microbatch_size: int
     pipeline_bubble_fraction: Fraction
     steps: int
+    num_examples: int | None
     epochs: Fraction | None
     steps_per_epoch: Fraction | None
-    learning_rate: float
-    learning_rate_multiplier: float
+    length: RunLength
+    scaling: OptimizerScaling
+    diloco_num_replicas: int | None
+    diloco_sync_period: int | None
     max_target_length: int
     expansion_factor_real_data: Fraction
     rampup: RampupBatchManager | None
@@ -68,9 +78,14 @@ class BatchPlan:
         """The parts into which the rows of a micro-batch are split over devices: data x fsdp x expert."""
         return self.mesh["data"] * self.mesh["fsdp"] * self.mesh["expert"]
 
+    @property
+    def layout_shards(self) -> int:
+        """The equal shares of rows: the batch shards, or with local updates replicas x fsdp x expert."""
+        return _layout_shards(self.mesh, self.diloco_num_replicas)
+
     def slots_for(self, examples: int) -> int:
-        """Row slots of a pass over `examples` rows: rounded up to the batch shards, hosts and pipeline microbatches."""
-        return row_slots(examples, self.batch_shards, self.num_hosts, self.num_pipeline_microbatches)
+        """Row slots of a pass over `examples` rows: a multiple of the layout shards, hosts and pipeline pieces."""
+        return row_slots(examples, self.layout_shards, self.num_hosts, self.num_pipeline_microbatches)
 
     @property
     def micro_batch_slots(self) -> int:
@@ -85,20 +100,7 @@ class BatchPlan:
     @property
     def stages(self) -> tuple[BatchStage, ...]:
         """All stages of the run, the one at the target last; a single one without a ramp."""
-        return (*self.rampup.stages, self.rampup.last_stage) if self.rampup else (self._only_stage,)
-
-    @property
-    def _only_stage(self) -> BatchStage:
-        return BatchStage(
-            1,
-            None,
-            self.per_device_batch_size,
-            self.gradient_accumulation_steps,
-            self.micro_batch_to_train,
-            self.global_batch_to_train,
-            0,
-            None,
-        )
+        return self.length.stages
 
     def stage_at(self, examples_seen: int) -> BatchStage:
         """The batch sizes of the next step, when `examples_seen` examples have been consumed.
@@ -106,28 +108,71 @@ class BatchPlan:
         Raises:
           ValueError: examples_seen is negative.
         """
-        if self.rampup:
-            return self.rampup.stage_at(examples_seen)
-        if examples_seen < 0:
-            raise ValueError(f"examples_seen={examples_seen} is negative")
-        return self._only_stage
+        return stage_at(self.stages, examples_seen)
 
     def samples_before(self, step: int) -> int:
-        """Examples consumed when step number `step` (the first is 1) begins.
+        """Examples consumed when step number `step` (the first is 1) begins, all batches before it being whole.
 
         Raises:
           ValueError: step is below 1.
         """
-        if self.rampup:
-            return self.rampup.samples_before(step)
-        if step < 1:
-            raise ValueError(f"step={step}: the first step is 1")
-        return (step - 1) * self.global_batch_to_train
+        return samples_before(self.stages, step)
+
+    def step_examples(self, examples_seen: int) -> int:
+        """Examples of the next step: its stage's batch, what is left for a short last one, or 0 after the end.
+
+        Raises:
+          ValueError: examples_seen is negative.
+        """
+        return self.length.step_examples(examples_seen)
+
+    def steps_left(self, step: int, examples_seen: int) -> int:
+        """Steps that remain after `step` steps that consumed `examples_seen` examples; see `RunLength.steps_left`.
+
+        Raises:
+          ValueError: step or examples_seen is negative.
+        """
+        return self.length.steps_left(step, examples_seen)
 
     @property
     def total_examples(self) -> int:
-        """Examples of the whole run."""
-        return self.samples_before(self.steps + 1)
+        """Examples of the whole run, those of a short last batch included."""
+        return self.length.total_examples
+
+    @property
+    def last_batch_examples(self) -> int | None:
+        """Examples of the last step where it is a short one (last_batch=train); None where all batches are whole."""
+        return (self.length.short_batch_examples or None) if self.length.trains_short_batch else None
+
+    @property
+    def dropped_examples(self) -> int:
+        """Examples at the end of the epochs that fill no batch and are not trained on (last_batch=drop)."""
+        return 0 if self.length.trains_short_batch else self.length.short_batch_examples
+
+    @property
+    def learning_rate(self) -> float:
+        """The peak learning rate as configured, without `learning_rate_multiplier`."""
+        return self.scaling.configured["learning_rate"]
+
+    @property
+    def learning_rate_multiplier(self) -> float:
+        """What the batch multiplies the learning rate by."""
+        return self.scaling.learning_rate_multiplier
+
+    @property
+    def adam_b1(self) -> float:
+        """The decay of the first moment, scaled where scale_adam_with_batch is set."""
+        return self.scaling.scaled["adam_b1"]
+
+    @property
+    def adam_b2(self) -> float:
+        """The decay of the second moment, scaled where scale_adam_with_batch is set."""
+        return self.scaling.scaled["adam_b2"]
+
+    @property
+    def adam_eps(self) -> float:
+        """Adam's epsilon, scaled where scale_adam_with_batch is set."""
+        return self.scaling.scaled["adam_eps"]
 
     def to_json(self) -> dict[str, object]:
         """The keys of plan.json, fractions as numbers."""
@@ -137,7 +182,8 @@ class BatchPlan:
             "global_batch_to_load", "loads_per_step", "loading_hosts", "examples_per_loading_host", "tokens_per_step",
             "eval_per_device_batch_size", "eval_batch_examples", "num_pipeline_stages", "num_pipeline_microbatches",
             "pipeline_microbatch_size", "pipeline_bubble_fraction", "steps", "epochs", "steps_per_epoch",
-            "learning_rate", "learning_rate_multiplier",
+            "num_examples", "total_examples", "last_batch_examples", "dropped_examples", "learning_rate",
+            "learning_rate_multiplier", "adam_b1", "adam_b2", "adam_eps", "diloco_num_replicas", "diloco_sync_period",
         )  # fmt: skip
         plain = {name: _json_value(getattr(self, name)) for name in names}
         return plain | {
@@ -149,10 +195,15 @@ class BatchPlan:
         }
 
 
-def row_slots(examples: int, batch_shards: int, num_hosts: int, num_pipeline_microbatches: int) -> int:
+def _layout_shards(mesh: Mapping[str, int], diloco_num_replicas: int | None) -> int:
+    copies = mesh["data"] if diloco_num_replicas is None else diloco_num_replicas
+    return copies * mesh["fsdp"] * mesh["expert"]
+
+
+def row_slots(examples: int, layout_shards: int, num_hosts: int, num_pipeline_microbatches: int) -> int:
     """Slots in which `examples` rows are laid out so that every shard, host and pipeline piece has as many."""
     pieces = num_pipeline_microbatches
-    unit = math.lcm(batch_shards, num_hosts // math.gcd(num_hosts, pieces))
+    unit = math.lcm(layout_shards, num_hosts // math.gcd(num_hosts, pieces))
     return pieces * unit * -(-examples // (pieces * unit))
 
 
@@ -169,7 +220,7 @@ def make_plan(
     Args:
       num_devices: every device of the mesh.
       num_hosts: hosts (processes), each with as many devices.
-      num_examples: training examples in the data, where known; without it `epochs` is None.
+      num_examples: training examples in the data; where not known, `epochs` is None and num_epochs cannot be planned.
       device_memory_gb: memory of a device in GB (1e9 bytes), to be compared with the estimate.
     Raises:
       UserError: with every broken rule, each naming values that work.
@@ -177,15 +228,22 @@ def make_plan(
     if num_examples is not None and num_examples < 1:
         raise UserError(f"num_examples={num_examples}: there is no training example.")
     topology = Topology(num_devices, num_hosts)
-    sizes = work_out(config, topology)
+    sizes = work_out(config, topology, num_examples)
     if not isinstance(sizes, Sizes):
-        raise UserError(str(refusal) for refusal in refusals(config, topology, sizes))
+        raise UserError(str(refusal) for refusal in refusals(config, topology, sizes, num_examples))
+    if sizes.length is None:
+        raise UserError(
+            f"num_epochs={number_text(config.num_epochs)} gives no steps without the number of training examples. "
+            "Give num_examples to make_plan, or --examples N to the command plan."
+        )
     batch, mesh = sizes.batch, sizes.mesh
     pieces, stages = sizes.num_pipeline_microbatches, sizes.num_pipeline_stages
-    slots = row_slots(batch.micro_batch_to_train, mesh.batch_shards, num_hosts, pieces)
-    memory = estimate_memory(config, mesh.total, slots, batch.gradient_accumulation_steps, pieces, device_memory_gb)
+    replicas = sizes.diloco_num_replicas
+    slots = row_slots(batch.micro_batch_to_train, _layout_shards(mesh.total, replicas), num_hosts, pieces)
+    memory = estimate_memory(
+        config, mesh.total, slots, batch.gradient_accumulation_steps, pieces, device_memory_gb, replicas
+    )
     total = batch.global_batch_to_train
-    examples = sizes.rampup.samples_before(config.steps + 1) if sizes.rampup else config.steps * total
     return BatchPlan(
         num_devices=num_devices,
         num_hosts=num_hosts,
@@ -209,16 +267,19 @@ def make_plan(
         num_pipeline_repeats=sizes.num_pipeline_repeats,
         pipeline_microbatch_size=-(-batch.micro_batch_to_train // pieces),
         pipeline_bubble_fraction=Fraction(stages - 1, sizes.num_pipeline_repeats * pieces + stages - 1),
-        steps=config.steps,
-        epochs=None if num_examples is None else Fraction(examples, num_examples),
+        steps=sizes.length.steps,
+        num_examples=num_examples,
+        epochs=None if num_examples is None else Fraction(sizes.length.total_examples, num_examples),
         steps_per_epoch=None if num_examples is None else Fraction(num_examples, total),
-        learning_rate=config.learning_rate,
-        learning_rate_multiplier=1.0,
+        length=sizes.length,
+        scaling=sizes.scaling,
+        diloco_num_replicas=replicas,
+        diloco_sync_period=None if replicas is None else config.diloco_sync_period,
         max_target_length=config.max_target_length,
         expansion_factor_real_data=sizes.loading.factor,
         rampup=sizes.rampup,
         memory=memory,
-        warnings=tuple(_warnings(config, sizes, slots, memory)),
+        warnings=tuple(_warnings(config, sizes, sizes.length, slots, memory)),
     )
 
 
@@ -228,23 +289,44 @@ def load_plan(
     *,
     num_devices: int,
     num_hosts: int = 1,
+    num_examples: int | Callable[[Config], int] | None = None,
     device_memory_gb: float | None = None,
 ) -> tuple[Config, BatchPlan]:
     """`load_config` and `make_plan` together, so that the problems of both are reported at once.
 
+    Args:
+      num_examples: training examples in the data, or what counts them. It is asked where num_epochs needs it, once
+        everything else can be planned.
     Raises:
       UserError: with every problem of the config and of its plan.
     """
+    topology = Topology(num_devices, num_hosts)
     try:
         config = load_config(path, overrides)
     except ConfigError as error:
         if error.mended is None:
             raise
-        topology = Topology(num_devices, num_hosts)
-        sizes = work_out(error.mended, topology)
-        later = [] if isinstance(sizes, Sizes) else refusals(error.mended, topology, sizes)
+        known = None if callable(num_examples) else num_examples
+        sizes = work_out(error.mended, topology, known)
+        later = [] if isinstance(sizes, Sizes) else refusals(error.mended, topology, sizes, known)
         raise UserError(_joined(error.refusals, later)) from error
-    return config, make_plan(config, num_devices=num_devices, num_hosts=num_hosts, device_memory_gb=device_memory_gb)
+    if callable(num_examples):
+        countable = config.num_epochs and isinstance(work_out(config, topology), Sizes)
+        num_examples = num_examples(config) if countable else None
+    plan = make_plan(
+        config,
+        num_devices=num_devices,
+        num_hosts=num_hosts,
+        num_examples=num_examples,
+        device_memory_gb=device_memory_gb,
+    )
+    return config, plan
+
+
+def scaled_optimizer(config: Config, plan: BatchPlan) -> Config:
+    """The config with learning rate and Adam's values as the plan of it scaled them, and nothing left to scale."""
+    unscaled = {"learning_rate_scaling": "none", "scale_adam_with_batch": False}
+    return config.model_copy(update={**plan.scaling.scaled, **unscaled})
 
 
 def _joined(first: Sequence[Refusal], later: Sequence[Refusal]) -> list[str]:
@@ -262,8 +344,6 @@ def not_yet_trainable(config: Config, plan: BatchPlan) -> list[str]:
         ("ici_context_parallelism", plan.mesh["context"] > 1, "a context axis", "1"),
         ("ici_expert_parallelism", plan.mesh["expert"] > 1, "an expert axis", "1"),
         ("ici_pipeline_parallelism", plan.mesh["stage"] > 1, "pipeline stages", "1"),
-        ("enable_rampup_batch_size", config.enable_rampup_batch_size, "batch ramp-up", "false"),
-        ("expansion_factor_real_data", plan.expansion_factor_real_data != 1, "loading hosts", "-1"),
     )
     problems: list[str] = []
     for key, wanted, what, legal in lacking:
@@ -275,17 +355,9 @@ def not_yet_trainable(config: Config, plan: BatchPlan) -> list[str]:
     return problems
 
 
-def _warnings(config: Config, sizes: Sizes, slots: int, memory: MemoryEstimate) -> list[str]:
-    warnings: list[str] = []
-    if config.warmup_steps > config.steps:
-        warnings.append(
-            f"warmup_steps={config.warmup_steps} is more than steps={config.steps}: the run ends in the warm-up."
-        )
-    if sizes.rampup and sizes.rampup.total_steps > config.steps:
-        warnings.append(
-            f"the ramp takes {sizes.rampup.total_steps} steps, more than steps={config.steps}: the target "
-            f"per_device_batch_size={number_text(sizes.batch.per_device_batch_size)} is not reached."
-        )
+def _warnings(config: Config, sizes: Sizes, length: RunLength, slots: int, memory: MemoryEstimate) -> list[str]:
+    warnings = [*_length_warnings(config, sizes, length), *scaling_warnings(config, sizes.scaling)]
+    warnings += _diloco_warnings(config, sizes, length)
     micro, pieces = sizes.batch.micro_batch_to_train, sizes.num_pipeline_microbatches
     if micro % pieces:
         warnings.append(
@@ -297,6 +369,47 @@ def _warnings(config: Config, sizes: Sizes, slots: int, memory: MemoryEstimate) 
             f"about {bytes_text(memory.total)} per device are needed, more than the "
             f"{bytes_text(memory.limit)} it has: lower per_device_batch_size, raise "
             "gradient_accumulation_steps, or set remat_policy=full."
+        )
+    return warnings
+
+
+def _length_warnings(config: Config, sizes: Sizes, length: RunLength) -> list[str]:
+    warnings: list[str] = []
+    total = sizes.batch.global_batch_to_train
+    # Where the schedule counts examples or tokens, it counts steps of the target batch.
+    schedule = Fraction(length.steps) if config.schedule_unit == "steps" else Fraction(length.total_examples, total)
+    if config.warmup_steps > schedule:
+        shown = f"steps={length.steps}"
+        if schedule != length.steps:
+            shown += f", which are {float(schedule):.4g} at the target of {total} examples"
+        warnings.append(f"warmup_steps={config.warmup_steps} is more than {shown}: the run ends in the warm-up.")
+    if sizes.rampup and sizes.rampup.total_steps > length.steps:
+        warnings.append(
+            f"the ramp takes {sizes.rampup.total_steps} steps, more than steps={length.steps}: the target "
+            f"per_device_batch_size={number_text(sizes.batch.per_device_batch_size)} is not reached."
+        )
+    return warnings
+
+
+def _diloco_warnings(config: Config, sizes: Sizes, length: RunLength) -> list[str]:
+    replicas, period = sizes.diloco_num_replicas, config.diloco_sync_period
+    if replicas is None:
+        return []
+    warnings: list[str] = []
+    smallest = min(stage.micro_batch_to_train for stage in length.stages)
+    shards = _layout_shards(sizes.mesh.total, replicas)
+    slots = row_slots(smallest, shards, sizes.topology.num_hosts, sizes.num_pipeline_microbatches)
+    idle = replicas - -(-smallest * replicas // slots)  # examples fill the first slots, replica after replica
+    if idle:
+        warnings.append(
+            f"a micro-batch of {smallest} example{'' if smallest == 1 else 's'} in {slots} slots leaves {idle} of "
+            f"{replicas} DiLoCo replicas without one: raise per_device_batch_size or lower diloco_num_replicas."
+        )
+    if length.steps % period:
+        unsynchronised = length.steps % period
+        warnings.append(
+            f"steps={length.steps} is not a multiple of diloco_sync_period={period}: the last {unsynchronised} "
+            f"step{'' if unsynchronised == 1 else 's'} are not in the synchronised parameters."
         )
     return warnings
 
@@ -316,9 +429,12 @@ def _rampup_json(rampup: RampupBatchManager) -> dict[str, object]:
         "global_batch_to_train",
         "samples",
     )
+    stages = [{name: _json_value(getattr(stage, name)) for name in names} for stage in rampup.all_stages]
     return {
+        "mode": rampup.mode,
         "num_increments": rampup.num_increments,
         "samples_per_increment": _json_value(rampup.samples_per_increment),
         "total_steps": rampup.total_steps,
-        "stages": [{name: _json_value(getattr(stage, name)) for name in names} for stage in rampup.stages],
+        "stages": stages[:-1],
+        "target": stages[-1],
     }

@@ -2,6 +2,7 @@
 
 import bisect
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -35,6 +36,43 @@ class BatchStage:
     global_batch_to_train: int
     samples_before: int
     samples: int | None
+
+
+def only_stage(batch: Batch) -> BatchStage:
+    """The one stage of a run without a ramp."""
+    per_device, accumulation, micro = (
+        batch.per_device_batch_size,
+        batch.gradient_accumulation_steps,
+        batch.micro_batch_to_train,
+    )
+    return BatchStage(1, None, per_device, accumulation, micro, batch.global_batch_to_train, 0, None)
+
+
+def stage_at(stages: Sequence[BatchStage], examples_seen: int) -> BatchStage:
+    """The stage of the next step, when `examples_seen` examples have been consumed.
+
+    Raises:
+      ValueError: examples_seen is negative.
+    """
+    if examples_seen < 0:
+        raise ValueError(f"examples_seen={examples_seen} is negative")
+    return stages[bisect.bisect_right(stages, examples_seen, key=lambda stage: stage.samples_before) - 1]
+
+
+def samples_before(stages: Sequence[BatchStage], step: int) -> int:
+    """Examples consumed when step number `step` (the first is 1) begins, all batches before it being whole.
+
+    Raises:
+      ValueError: step is below 1.
+    """
+    stage = _stage_of_step(stages, step)
+    return stage.samples_before + (step - stage.first_step) * stage.global_batch_to_train
+
+
+def _stage_of_step(stages: Sequence[BatchStage], step: int) -> BatchStage:
+    if step < 1:
+        raise ValueError(f"step={step}: the first step is 1")
+    return stages[bisect.bisect_right(stages, step, key=lambda stage: stage.first_step) - 1]
 
 
 @dataclass(frozen=True)
@@ -118,6 +156,11 @@ class RampupBatchManager:
             self.per_device_batch_size, end.first_step + end.num_steps, None, end.samples_before + end.samples
         )
 
+    @functools.cached_property
+    def all_stages(self) -> tuple[BatchStage, ...]:
+        """The stages of the ramp and the one at the target."""
+        return (*self.stages, self.last_stage)
+
     def _stage(self, size: Fraction, first_step: int, num_steps: int | None, seen: int) -> BatchStage:
         if self.mode == "per_device_batch_size":
             per_device, accumulation = size, self.gradient_accumulation_steps
@@ -147,16 +190,7 @@ class RampupBatchManager:
         Raises:
           ValueError: examples_seen is negative.
         """
-        if examples_seen < 0:
-            raise ValueError(f"examples_seen={examples_seen} is negative")
-        every = (*self.stages, self.last_stage)
-        return every[bisect.bisect_right([stage.samples_before for stage in every], examples_seen) - 1]
-
-    def _stage_of_step(self, step: int) -> BatchStage:
-        if step < 1:
-            raise ValueError(f"step={step}: the first step is 1")
-        every = (*self.stages, self.last_stage)
-        return every[bisect.bisect_right([stage.first_step for stage in every], step) - 1]
+        return stage_at(self.all_stages, examples_seen)
 
     def batch_size_at(self, step: int) -> int:
         """global_batch_to_train of step number `step` (the first is 1).
@@ -164,7 +198,7 @@ class RampupBatchManager:
         Raises:
           ValueError: step is below 1.
         """
-        return self._stage_of_step(step).global_batch_to_train
+        return _stage_of_step(self.all_stages, step).global_batch_to_train
 
     def samples_before(self, step: int) -> int:
         """Examples consumed when step number `step` (the first is 1) begins.
@@ -172,8 +206,7 @@ class RampupBatchManager:
         Raises:
           ValueError: step is below 1.
         """
-        stage = self._stage_of_step(step)
-        return stage.samples_before + (step - stage.first_step) * stage.global_batch_to_train
+        return samples_before(self.all_stages, step)
 
 
 def make_rampup(
@@ -194,6 +227,15 @@ def make_rampup(
         batch.gradient_accumulation_steps,
         config.rampup_mode,
     )
+
+
+def earlier_starts(config: BatchConfig, batch: Batch, num_devices: int, most: int) -> list[Edit]:
+    """Changes of the start of a ramp to a first batch of at most `most` examples, the largest first."""
+    target, increment = batch.per_device_batch_size, config.per_device_batch_size_increment
+    largest = Fraction(most, num_devices * batch.gradient_accumulation_steps)
+    fewest = math.ceil((target - largest) / increment)
+    starts = [target - number * increment for number in range(fewest, fewest + 64)]
+    return [{_START: start} for start in starts if start > 0]
 
 
 def _single_stage(start: Fraction, target: Fraction) -> Edit:

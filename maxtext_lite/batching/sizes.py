@@ -5,8 +5,10 @@ from fractions import Fraction
 
 from maxtext_lite.batching.batch import Batch, derive_batch, not_whole, stated_batch
 from maxtext_lite.batching.hosts import Loading, loading_hosts
+from maxtext_lite.batching.length import RunLength, derive_length, epochs_problem
 from maxtext_lite.batching.problem import Edit, Problem, divisors, multiples, single_edits
-from maxtext_lite.batching.rampup import RampupBatchManager, make_rampup
+from maxtext_lite.batching.rampup import RampupBatchManager, make_rampup, only_stage
+from maxtext_lite.batching.scaling import OptimizerScaling, scale_optimizer, scaling_problems
 from maxtext_lite.batching.topology import (
     MeshSizes,
     Topology,
@@ -22,7 +24,12 @@ from maxtext_lite.config.errors import any_of
 
 @dataclass(frozen=True)
 class Sizes:
-    """Everything that follows from a config and a machine without a broken rule."""
+    """Everything that follows from a config, a machine and the data without a broken rule.
+
+    Attributes:
+      diloco_num_replicas: None where local updates are off.
+      length: None where num_epochs states it and the number of examples is not known.
+    """
 
     topology: Topology
     mesh: MeshSizes
@@ -34,10 +41,17 @@ class Sizes:
     num_pipeline_repeats: int
     loading: Loading
     rampup: RampupBatchManager | None
+    scaling: OptimizerScaling
+    diloco_num_replicas: int | None
+    length: RunLength | None
 
 
-def work_out(config: Config, topology: Topology) -> Sizes | list[Problem]:
-    """The sizes, or every rule that is broken."""
+def work_out(config: Config, topology: Topology, num_examples: int | None = None) -> Sizes | list[Problem]:
+    """The sizes, or every rule that is broken.
+
+    Args:
+      num_examples: training examples in the data, where known.
+    """
     problems = topology_problems(topology)
     if min(topology.num_devices, topology.num_hosts) < 1:
         return problems
@@ -53,6 +67,16 @@ def work_out(config: Config, topology: Topology) -> Sizes | list[Problem]:
     if isinstance(rampup, list):
         problems.extend(rampup)
     axes = stated_axes(config) if isinstance(mesh, Problem) else mesh
+    replicas = _diloco_replicas(config, axes.total["data"])
+    epochs = epochs_problem(config, num_examples)
+    length = None
+    if isinstance(batch, Batch) and not isinstance(rampup, list) and not epochs:
+        stages = rampup.all_stages if rampup else (only_stage(batch),)
+        length = derive_length(config, batch, stages, num_devices, num_examples)
+    for part in (replicas, epochs, length):
+        if isinstance(part, Problem):
+            problems.append(part)
+    problems.extend(scaling_problems(config, batch if isinstance(batch, Batch) else None, num_devices))
     problems.extend(_model_problems(config, axes, num_devices))
     problems.extend(_pipeline_problems(config, axes.total["stage"], num_devices))
     if (
@@ -62,6 +86,8 @@ def work_out(config: Config, topology: Topology) -> Sizes | list[Problem]:
         or isinstance(eval_size, Problem)
         or isinstance(loading, Problem)
         or isinstance(rampup, list)
+        or isinstance(replicas, Problem)
+        or isinstance(length, Problem)
     ):
         return problems
     stages, pieces = mesh.total["stage"], config.num_pipeline_microbatches
@@ -79,6 +105,9 @@ def work_out(config: Config, topology: Topology) -> Sizes | list[Problem]:
         else 1,
         loading=loading,
         rampup=rampup,
+        scaling=scale_optimizer(config, batch.global_batch_to_train),
+        diloco_num_replicas=replicas,
+        length=length,
     )
 
 
@@ -87,6 +116,20 @@ def _eval_size(config: BatchConfig, num_devices: int) -> Fraction | Problem:
     if (per_device * num_devices).denominator != 1:
         return not_whole("eval_per_device_batch_size", per_device, num_devices)
     return per_device
+
+
+def _diloco_replicas(config: Config, data_axis: int) -> int | Problem | None:
+    """The copies that local updates keep; None where they are off."""
+    key, replicas = "diloco_num_replicas", config.diloco_num_replicas
+    if not config.enable_diloco:
+        return None
+    if replicas == -1:
+        return data_axis
+    if replicas % data_axis == 0:
+        return replicas
+    below, above = multiples(key, data_axis, replicas)
+    message = f"{key}={replicas} is not a multiple of the data axis, {data_axis}: its devices hold as many replicas."
+    return Problem(key, message, below, above, ({key: -1},))
 
 
 # Each mesh axis that splits the model, and the dimensions that it splits.

@@ -17,6 +17,8 @@ def format_plan(plan: BatchPlan) -> str:
         *_loading_rows(plan),
         *_pipeline_rows(plan),
         *_length_rows(plan),
+        *_optimizer_rows(plan),
+        *_diloco_rows(plan),
         *_rampup_rows(plan),
         *_memory_rows(plan.memory),
     ]
@@ -112,11 +114,57 @@ def _pipeline_rows(plan: BatchPlan) -> list[tuple[str, str]]:
 
 def _length_rows(plan: BatchPlan) -> list[tuple[str, str]]:
     total, tokens = plan.total_examples, plan.max_target_length
-    rows = [("steps", f"{plan.steps}: {total} examples, {total * tokens} tokens")]
+    rows = [("steps", f"{plan.steps}: {total} example{_s(total)}, {total * tokens} tokens")]
     if plan.epochs is not None and plan.steps_per_epoch is not None:
         rows.append(("epochs", f"{_text(plan.epochs)}; steps_per_epoch {_text(plan.steps_per_epoch)}"))
-    scaled = plan.learning_rate * plan.learning_rate_multiplier
-    return [*rows, ("learning_rate", f"{scaled:g} = {plan.learning_rate:g} x {plan.learning_rate_multiplier:g}")]
+    batch = plan.stage_at(plan.total_examples).global_batch_to_train
+    if plan.last_batch_examples is not None:
+        rows.append(("last batch", f"the last step has {plan.last_batch_examples} of {batch} examples"))
+    elif plan.dropped_examples:
+        dropped = plan.dropped_examples
+        rows.append(("last batch", f"{dropped} example{_s(dropped)} at the end, of {batch}, {_is(dropped)} dropped"))
+    return rows
+
+
+def _is(number: int) -> str:
+    return "is" if number == 1 else "are"
+
+
+def _optimizer_rows(plan: BatchPlan) -> list[tuple[str, str]]:
+    scaling, multiplier = plan.scaling, plan.learning_rate_multiplier
+    ratio, rate = _text(scaling.batch_ratio), scaling.scaled["learning_rate"]
+    if scaling.rule == "none":
+        return [("learning_rate", f"{rate:g} = {plan.learning_rate:g} x {multiplier:g}")]
+    root = "root of " if scaling.rule == "sqrt" else ""
+    how = {
+        "learning_rate": f"{plan.learning_rate:g} x {multiplier:g}, the {root}m",
+        "adam_b1": f"1 - m x (1 - {scaling.configured['adam_b1']:g})",
+        "adam_b2": f"1 - m x (1 - {scaling.configured['adam_b2']:g})",
+        "adam_eps": f"{scaling.configured['adam_eps']:g} / root of m",
+    }
+    base = plan.global_batch_to_train / scaling.batch_ratio
+    rows = [("batch ratio m", f"{ratio} = {plan.global_batch_to_train} / base_global_batch_size={_text(base)}")]
+    for key, formula in how.items():
+        old, new = scaling.configured[key], scaling.scaled[key]
+        if new != old:
+            rows.append((key, f"{old:g} -> {new:g} = {formula}"))
+        elif key == "learning_rate":
+            rows.append((key, f"{new:g} = {formula}"))
+    return rows
+
+
+def _diloco_rows(plan: BatchPlan) -> list[tuple[str, str]]:
+    replicas = plan.diloco_num_replicas
+    if replicas is None:
+        return []
+    held = replicas // plan.mesh["data"]
+    return [
+        (
+            "local updates",
+            f"{replicas} replica{_s(replicas)}, {held} on each part of the data axis ({plan.mesh['data']}), "
+            f"synchronised every {plan.diloco_sync_period} steps",
+        )
+    ]
 
 
 def _rampup_rows(plan: BatchPlan) -> list[tuple[str, str]]:

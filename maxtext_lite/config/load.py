@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from maxtext_lite.config.errors import Refusal, UserError, WrongKind, did_you_mean, value_text
-from maxtext_lite.config.rules import rule_problems, warmup_problem
+from maxtext_lite.config.rules import length_problem, rule_problems, warmup_problem
 from maxtext_lite.config.schema import KEYS, Config, ModelConfig
 from maxtext_lite.config.yaml_text import YamlValue, parse_mapping, parse_value
 
@@ -272,9 +272,11 @@ def _validate(layers: Sequence[_Layer], problems: list[Refusal]) -> Config:
     problems.extend(refused[key] for key in KEYS if key in refused)
     known = set(KEYS) - set(refused)
     broken = rule_problems(config, known)
-    warmup = warmup_problem(config, layers[0].values["warmup_steps"].value)
-    if warmup and {"warmup_steps", "steps"} <= known:
-        broken.append(warmup)
+    default = layers[0].values
+    if {"warmup_steps", "steps", "num_epochs"} <= known:
+        warmup = warmup_problem(config, default["warmup_steps"].value)
+        length = length_problem(config, default["steps"].value)
+        broken.extend(refusal for refusal in (warmup, length) if refusal)
     problems.extend(broken)
     legal = {
         refusal.key: refusal.nearest[0]

@@ -3,10 +3,13 @@
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from maxtext_lite.config.errors import Refusal
+from maxtext_lite.config.errors import Refusal, number_text
 from maxtext_lite.config.schema import Config
 
 _BYTE_TOKENS = 257  # 256 bytes and the end of text
+
+NOTHING_STATES_THE_LENGTH = "steps=-1 follows from num_epochs, which is 0: nothing states the length of the run."
+"""Refusal of a config that leaves the number of steps open; without what would work."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +38,55 @@ def rule_problems(config: Config, known: Collection[str]) -> list[Refusal]:
 def warmup_problem(config: Config, default_warmup_steps: object) -> Refusal | None:
     """Refuses a warm-up that is longer than the run, unless it is the default one, which a short run may cut off."""
     warmup, steps = config.warmup_steps, config.steps
-    if steps == -1 or warmup <= steps or warmup == default_warmup_steps:
+    if config.num_epochs or steps == -1 or warmup <= steps or warmup == default_warmup_steps:
         return None
     return Refusal("warmup_steps", f"warmup_steps={warmup} is more than steps={steps}.", (steps,))
+
+
+def length_problem(config: Config, default_steps: object) -> Refusal | None:
+    """Refuses a length that nothing states, or that is stated twice; the default `steps` states none beside epochs."""
+    steps, epochs = config.steps, config.num_epochs
+    if not epochs and steps == -1:
+        assert isinstance(default_steps, int)
+        return Refusal("steps", NOTHING_STATES_THE_LENGTH, (max(default_steps, config.warmup_steps),))
+    if not epochs or steps in (-1, default_steps):
+        return None
+    return Refusal(
+        "steps",
+        f"steps={steps} contradicts num_epochs={number_text(epochs)}, from which steps follows.",
+        (-1,),
+    )
+
+
+def _last_batch(config: Config) -> Refusal | None:
+    if config.last_batch == "drop" or config.num_epochs:
+        return None
+    return Refusal(
+        "last_batch",
+        "last_batch=train has no use with num_epochs=0: a run of stated steps has whole batches only.",
+        ("drop",),
+    )
+
+
+def _scaled_adam(config: Config) -> Refusal | None:
+    if not config.scale_adam_with_batch:
+        return None
+    wrong = [
+        f"{key}={value}"
+        for key, value, right in (
+            ("learning_rate_scaling", config.learning_rate_scaling, "sqrt"),
+            ("optimizer", config.optimizer, "adamw"),
+        )
+        if value != right
+    ]
+    if not wrong:
+        return None
+    return Refusal(
+        "scale_adam_with_batch",
+        "scale_adam_with_batch=true belongs to learning_rate_scaling=sqrt and optimizer=adamw, not to "
+        f"{' and '.join(wrong)}.",
+        (False,),
+    )
 
 
 def _kv_heads(config: Config) -> Refusal | None:
@@ -151,5 +200,7 @@ RULES: tuple[Rule, ...] = (
     Rule(("eval_fraction", "eval_dataset_path"), _eval_share),
     Rule(("attention", "dtype"), _cudnn_dtype),
     Rule(("run_name",), _run_name),
+    Rule(("last_batch", "num_epochs"), _last_batch),
+    Rule(("scale_adam_with_batch", "learning_rate_scaling", "optimizer"), _scaled_adam),
 )
 """Every rule. A rule about a key of the wrong kind is not tried: the kind is the problem."""

@@ -1,9 +1,15 @@
 """Examples in a fixed order, read by Grain, laid out for the devices: sources, tokenizer, packing, order, feed."""
 
-from maxtext_lite.data.feed import Batch, BatchIterator, evaluation_batches, training_batches
-from maxtext_lite.data.order import example_ids, examples_hash
+import importlib
+from typing import TYPE_CHECKING
+
 from maxtext_lite.data.sources import ExampleSource, open_sources
 from maxtext_lite.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+
+if TYPE_CHECKING:
+    from maxtext_lite.data.feed import Batch, BatchIterator, evaluation_batches, training_batches
+    from maxtext_lite.data.hosts import open_sources_on_hosts, target_tokens_of_run
+    from maxtext_lite.data.order import example_ids, examples_hash
 
 __all__ = [
     "Batch",
@@ -16,5 +22,25 @@ __all__ = [
     "examples_hash",
     "load_tokenizer",
     "open_sources",
+    "open_sources_on_hosts",
+    "target_tokens_of_run",
     "training_batches",
 ]
+
+_WITH_JAX = {
+    "Batch": "feed",
+    "BatchIterator": "feed",
+    "evaluation_batches": "feed",
+    "training_batches": "feed",
+    "open_sources_on_hosts": "hosts",
+    "target_tokens_of_run": "hosts",
+    "example_ids": "order",
+    "examples_hash": "order",
+}
+"""Names whose modules bring jax in, itself or through grain; imported when asked for, so that `plan` is without it."""
+
+
+def __getattr__(name: str) -> object:
+    if name not in _WITH_JAX:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_WITH_JAX[name]}"), name)

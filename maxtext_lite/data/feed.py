@@ -1,8 +1,9 @@
 """From example sources to batches on the devices.
 
 Which examples a step consumes follows from the plan and the number of examples seen (`order`); which of their rows this
-process reads follows from the sharding; Grain reads ahead, in threads or processes; and the next batch is transferred
-while the current step runs. Everything up to the transfer is numpy, so that reading can happen in worker processes.
+process reads follows from the layout (`layout`), in one load a step or in several; Grain reads ahead, in threads or
+processes; and the next batch is transferred while the current step runs. Everything up to the transfer is numpy, so
+that reading can happen in worker processes.
 """
 
 from __future__ import annotations
@@ -15,22 +16,20 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import absl.flags
 import grain
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from maxtext_lite.batching import BatchPlan
+from maxtext_lite.data.layout import RowLayout, row_layout
 from maxtext_lite.data.order import example_ids
 from maxtext_lite.data.sources import ExampleSource
 
-Index = tuple[slice, ...]
-"""A device's part of a global array."""
-
-_EMPTY = -1  # the id of a slot without an example
 _FIELD_DTYPES = {
     "tokens": np.int32,
     "targets": np.int32,
@@ -54,14 +53,16 @@ class Batch:
       arrays: tokens, targets, segments, positions (int32) and weights (float32), as in `packing.build_row`; global
         arrays [A, B, T] for training, [B, T] for evaluation, B counting row slots. Empty slots are all 0.
       example_ids: int64 [num_examples], of the whole step over all hosts. Example j of a training step is in
-        micro-batch j % A, slot j // A.
+        micro-batch j % M, slot j // M, where M is `num_micro_batches`.
       num_examples: examples of the whole step, without empty slots.
+      num_micro_batches: those in use, the first of the A; 1 for evaluation.
       data_seconds: how long the consumer waited for this batch.
     """
 
     arrays: dict[str, jax.Array]
     example_ids: np.ndarray
     num_examples: int
+    num_micro_batches: int
     data_seconds: float
 
 
@@ -69,7 +70,7 @@ def training_batches(
     source: ExampleSource,
     plan: BatchPlan,
     *,
-    sharding: jax.sharding.Sharding,
+    sharding: NamedSharding,
     examples_seen: int,
     num_steps: int,
     seed: int,
@@ -78,41 +79,49 @@ def training_batches(
     """The batches of the `num_steps` steps that follow the first `examples_seen` examples of a run.
 
     Args:
-      sharding: of [A, B, T]; this process reads the rows of its own devices, each once.
+      sharding: of [A, B, T].
       seed: data_shuffle_seed.
       worker_count: processes that read ahead; 0: threads of this process.
     Returns:
-      An iterator of Batch [A, B, T]; close it, or use it as a context manager.
+      An iterator of Batch [A, B, T]; close it, or use it as a context manager. B is the stage's; A is the target's,
+      of which a stage that ramps up the accumulation has fewer in use.
     """
-    stages: list[TrainingReads] = []
-    while num_steps > 0 or not stages:
+    segments: list[_Segment] = []
+    while num_steps > 0 or not segments:
         stage = plan.stage_at(examples_seen)
+        step_examples = plan.step_examples(examples_seen)
         # A stage ends with the step that reaches its end, wherever in it a resumed run starts.
-        steps_in_stage = num_steps
+        steps = num_steps
         if stage.samples is not None:
             left = stage.samples_before + stage.samples - examples_seen
-            steps_in_stage = min(num_steps, -(-left // stage.global_batch_to_train))
-        micro_batch_slots = plan.slots_for(stage.micro_batch_to_train)
-        shape = (stage.gradient_accumulation_steps, micro_batch_slots, source.num_tokens)
-        stages.append(
-            TrainingReads(
-                source,
-                host_slots=_host_slots(sharding, shape),
-                first_example=examples_seen,
-                num_steps=steps_in_stage,
-                step_examples=stage.global_batch_to_train,
-                micro_batches=stage.gradient_accumulation_steps,
-                micro_batch_slots=micro_batch_slots,
-                seed=seed,
-            )
+            steps = min(steps, -(-left // step_examples))
+        while steps > 1 and plan.step_examples(examples_seen + (steps - 1) * step_examples) != step_examples:
+            steps -= 1  # a short last batch is a segment of its own
+        layout = row_layout(
+            (plan.gradient_accumulation_steps, plan.slots_for(stage.micro_batch_to_train), source.num_tokens),
+            sharding,
+            filled_slots=stage.micro_batch_to_train,
+            loading_hosts=plan.loading_hosts,
         )
-        num_steps -= steps_in_stage
-        examples_seen += steps_in_stage * stage.global_batch_to_train
-    return BatchIterator(stages, sharding, worker_count=worker_count)
+        host = jax.process_index()
+        reads = TrainingReads(
+            source,
+            host_slots=layout.slots_of_host[host],
+            first_example=examples_seen,
+            num_steps=steps,
+            step_examples=step_examples,
+            loads_per_step=plan.loads_per_step,
+            micro_batches=stage.gradient_accumulation_steps,
+            seed=seed,
+        )
+        segments.append(_Segment(reads, layout, plan.loads_per_step, stage.gradient_accumulation_steps))
+        num_steps -= steps
+        examples_seen += steps * step_examples
+    return BatchIterator(segments, worker_count=worker_count)
 
 
 def evaluation_batches(
-    source: ExampleSource, plan: BatchPlan, *, sharding: jax.sharding.Sharding, eval_steps: int
+    source: ExampleSource, plan: BatchPlan, *, sharding: NamedSharding, eval_steps: int
 ) -> BatchIterator:
     """Every example of the source once, in order; the last batch is filled up with empty slots.
 
@@ -122,42 +131,48 @@ def evaluation_batches(
     Returns:
       An iterator of Batch [B, T]; close it, or use it as a context manager.
     """
+    layout = row_layout(
+        (plan.eval_batch_slots, source.num_tokens),
+        sharding,
+        filled_slots=plan.eval_batch_examples,
+        loading_hosts=plan.loading_hosts,
+    )
     reads = EvaluationReads(
         source,
-        host_slots=_host_slots(sharding, (plan.eval_batch_slots, source.num_tokens)),
+        host_slots=layout.slots_of_host[jax.process_index()],
         batch_examples=plan.eval_batch_examples,
-        batch_slots=plan.eval_batch_slots,
         max_batches=eval_steps,
     )
-    return BatchIterator([reads], sharding, worker_count=0)
+    return BatchIterator([_Segment(reads, layout, 1, 1)], worker_count=0)
 
 
 class HostRows(NamedTuple):
-    """What one host reads for one batch.
+    """What one host reads in one load.
 
     Attributes:
-      example_ids: of the whole batch, over all hosts.
-      shape: of the global arrays, [A, B, T] or [B, T].
-      host_slots: the row slots that this host fills, those of its devices; int64, increasing.
-      rows: the fields of `packing.build_row`, of `shape` but with this host's slots only.
+      example_ids: of the whole step or evaluation batch, over all hosts and loads.
+      cells: where this load's rows belong: micro-batch (0 for evaluation) and position among the host's slots; int64
+        [2, n].
+      rows: the fields of `packing.build_row`, [n, T].
     """
 
     example_ids: np.ndarray
-    shape: tuple[int, ...]
-    host_slots: np.ndarray
+    cells: np.ndarray
     rows: dict[str, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainingReads:
-    """What one host reads for each step of one batch size: a picklable sequence, a pure function of the step.
+    """What one host reads in each load of one batch size: a picklable sequence, a pure function of the step.
+
+    Load l of a step reads the examples from l c to (l + 1) c - 1 of the step, with c = examples / loads, rounded up.
 
     Attributes:
       host_slots: the row slots, of every micro-batch, that this host fills; int64, increasing.
       first_example: position in the run of the first step's first example.
-      step_examples: examples of a step over all hosts, in equal numbers in each micro-batch's first slots.
-      micro_batches: A.
-      micro_batch_slots: B; those without an example are empty.
+      step_examples: examples of a step over all hosts, dealt to the micro-batches in turn.
+      loads_per_step: loads that feed one step.
+      micro_batches: those in use.
       seed: data_shuffle_seed.
     """
 
@@ -166,35 +181,36 @@ class TrainingReads:
     first_example: int
     num_steps: int
     step_examples: int
+    loads_per_step: int
     micro_batches: int
-    micro_batch_slots: int
     seed: int
 
     def __len__(self) -> int:
-        return self.num_steps
+        return self.num_steps * self.loads_per_step
 
     def __getitem__(self, index: int) -> HostRows:
+        step, load = divmod(index, self.loads_per_step)
         ids = example_ids(
-            self.first_example + index * self.step_examples,
+            self.first_example + step * self.step_examples,
             self.step_examples,
             num_examples=len(self.source),
             seed=self.seed,
         )
+        load_examples = -(-self.step_examples // self.loads_per_step)
+        in_load = np.arange(load * load_examples, min((load + 1) * load_examples, self.step_examples))
         # Example j is in micro-batch j % A, slot j // A: with any other A, a device still holds the same examples.
-        ids_AB = ids.reshape(-1, self.micro_batches).T
-        slots_AB = np.full((self.micro_batches, self.micro_batch_slots), _EMPTY, np.int64)
-        slots_AB[:, : ids_AB.shape[1]] = ids_AB
-        return _read_rows(self.source, ids, slots_AB, self.host_slots)
+        return _read_rows(
+            self.source, ids, in_load, in_load % self.micro_batches, in_load // self.micro_batches, self.host_slots
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationReads:
-    """What one host reads for each batch of an evaluation; attributes as of `TrainingReads`, for one micro-batch."""
+    """What one host reads for each batch of an evaluation; attributes as of `TrainingReads`."""
 
     source: ExampleSource
     host_slots: np.ndarray
     batch_examples: int
-    batch_slots: int
     max_batches: int
 
     def __len__(self) -> int:
@@ -204,22 +220,17 @@ class EvaluationReads:
     def __getitem__(self, index: int) -> HostRows:
         first = index * self.batch_examples
         ids = np.arange(first, min(first + self.batch_examples, len(self.source)), dtype=np.int64)
-        slots_B = np.full(self.batch_slots, _EMPTY, np.int64)
-        slots_B[: len(ids)] = ids
-        return _read_rows(self.source, ids, slots_B, self.host_slots)
+        every = np.arange(len(ids))
+        return _read_rows(self.source, ids, every, np.zeros_like(every), every, self.host_slots)
 
 
-def slots_of(indices: Iterable[Index], *, slot_dim: int, num_slots: int) -> np.ndarray:
-    """The row slots that a set of devices holds, each once: int64, increasing.
+class _Segment(NamedTuple):
+    """Batches of one shape: what this host reads for them, and how its rows come to the devices."""
 
-    Args:
-      indices: each device's part of the global array, as `Sharding.devices_indices_map` gives it.
-      slot_dim: the dim of the array that counts row slots.
-    """
-    held = np.zeros(num_slots, bool)
-    for index in indices:
-        held[index[slot_dim]] = True
-    return np.flatnonzero(held)
+    reads: TrainingReads | EvaluationReads
+    layout: RowLayout
+    loads_per_batch: int
+    num_micro_batches: int
 
 
 class BatchIterator(Iterator[Batch]):
@@ -228,22 +239,16 @@ class BatchIterator(Iterator[Batch]):
     Reading starts when the iterator is made, so that it overlaps compilation.
     """
 
-    def __init__(
-        self,
-        stages: Sequence[TrainingReads | EvaluationReads],
-        sharding: jax.sharding.Sharding,
-        *,
-        worker_count: int,
-    ) -> None:
-        self._sharding = sharding
-        self._reader = _grain_iterator(stages, worker_count)
+    def __init__(self, segments: Sequence[_Segment], *, worker_count: int) -> None:
+        self._segments = iter([segment for segment in segments for _ in range(_num_batches(segment))])
+        self._reader = _grain_iterator([segment.reads for segment in segments], worker_count)
         # One thread: it reads and transfers in order, and the transfer of the next batch overlaps the current step.
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="next-batch")
-        self._ahead: concurrent.futures.Future[tuple[np.ndarray, dict[str, jax.Array]] | None] | None
+        self._ahead: concurrent.futures.Future[_Loaded | None] | None
         self._ahead = self._thread.submit(self._load)
 
     def __next__(self) -> Batch:
-        """The next batch. Raises what reading it raised."""
+        """The next batch. Raises what reading it raised. Where rows change hosts, all hosts call it alike."""
         if self._ahead is None:
             raise StopIteration
         started = time.perf_counter()
@@ -253,8 +258,10 @@ class BatchIterator(Iterator[Batch]):
         if loaded is None:
             raise StopIteration
         self._ahead = self._thread.submit(self._load)
-        ids, arrays = loaded
-        return Batch(arrays, ids, len(ids), data_seconds)
+        ids, arrays, segment = loaded
+        # Here and not in the thread: hosts must begin what they do together in one order.
+        arrays = segment.layout.hand_out(arrays)
+        return Batch(arrays, ids, len(ids), segment.num_micro_batches, data_seconds)
 
     def close(self) -> None:
         """Stops threads and worker processes; `next` raises StopIteration from here on."""
@@ -268,48 +275,52 @@ class BatchIterator(Iterator[Batch]):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _load(self) -> tuple[np.ndarray, dict[str, jax.Array]] | None:
-        read = next(self._reader, None)
-        if read is None:
+    def _load(self) -> _Loaded | None:
+        segment = next(self._segments, None)
+        if segment is None:
             return None
-        return read.example_ids, {name: _to_devices(rows, read, self._sharding) for name, rows in read.rows.items()}
+        host, (*outer, _, num_tokens) = jax.process_index(), segment.layout.shape
+        shape = (*outer, len(segment.layout.slots_of_host[host]), num_tokens)
+        fields = {name: np.zeros(shape, dtype) for name, dtype in _FIELD_DTYPES.items()}
+        ids = np.zeros(0, np.int64)
+        for _ in range(segment.loads_per_batch):
+            ids, (micro_batches, places), rows = next(self._reader)
+            for name, values in rows.items():
+                fields[name][(micro_batches, places) if outer else places] = values
+        return ids, segment.layout.to_devices(host, fields), segment
 
 
-def _to_devices(rows: np.ndarray, read: HostRows, sharding: jax.sharding.Sharding) -> jax.Array:
-    """The global array of which this host holds `rows`."""
-    slot_dim = len(read.shape) - 2
-
-    def part(index: Index | None) -> np.ndarray:
-        assert index is not None
-        # The host's slots are increasing and contain every device's whole range, so the range stays one range.
-        start, stop, _ = index[slot_dim].indices(read.shape[slot_dim])
-        first, last = np.searchsorted(read.host_slots, (start, stop))
-        return rows[(*index[:slot_dim], slice(first, last), *index[slot_dim + 1 :])]
-
-    return jax.make_array_from_callback(read.shape, sharding, part)
+_Loaded = tuple[np.ndarray, dict[str, jax.Array], _Segment]
+"""A batch's example ids, its arrays as `RowLayout.to_devices` gives them, and the segment that it is of."""
 
 
-def _host_slots(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> np.ndarray:
-    slot_dim = len(shape) - 2
-    indices = sharding.addressable_devices_indices_map(shape).values()
-    return slots_of((i for i in indices if i is not None), slot_dim=slot_dim, num_slots=shape[slot_dim])
+def _num_batches(segment: _Segment) -> int:
+    return len(segment.reads) // segment.loads_per_batch
 
 
-def _read_rows(source: ExampleSource, ids: np.ndarray, slots: np.ndarray, host_slots: np.ndarray) -> HostRows:
-    """The host's part of a batch whose slots, [A, B] or [B], hold these example ids or _EMPTY."""
-    host_ids = slots[..., host_slots]
-    rows = {name: np.zeros((*host_ids.shape, source.num_tokens), dtype) for name, dtype in _FIELD_DTYPES.items()}
-    for slot, example_id in np.ndenumerate(host_ids):
-        if example_id != _EMPTY:
-            for name, values in source[int(example_id)].items():
-                rows[name][slot] = values
-    return HostRows(ids, (*slots.shape, source.num_tokens), host_slots, rows)
+def _read_rows(
+    source: ExampleSource,
+    ids: np.ndarray,
+    in_load: np.ndarray,
+    micro_batches: np.ndarray,
+    slots: np.ndarray,
+    host_slots: np.ndarray,
+) -> HostRows:
+    """This host's part of a load: of the examples `ids[in_load]`, in these micro-batches and slots."""
+    places = np.searchsorted(host_slots, slots)
+    own = places < len(host_slots)
+    own[own] = host_slots[places[own]] == slots[own]
+    rows = {name: np.zeros((int(own.sum()), source.num_tokens), dtype) for name, dtype in _FIELD_DTYPES.items()}
+    for row, example_id in enumerate(ids[in_load[own]]):
+        for name, values in source[int(example_id)].items():
+            rows[name][row] = values
+    return HostRows(ids, np.stack([micro_batches[own], places[own]]), rows)
 
 
 def _grain_iterator(
-    stages: Sequence[TrainingReads | EvaluationReads], worker_count: int
+    reads: Sequence[TrainingReads | EvaluationReads], worker_count: int
 ) -> grain.DatasetIterator[HostRows]:
-    dataset = grain.MapDataset.concatenate([grain.MapDataset.source(reads) for reads in stages])
+    dataset = grain.MapDataset.concatenate([grain.MapDataset.source(part) for part in reads])
     if worker_count == 0:
         return iter(
             dataset.to_iter_dataset(

@@ -54,6 +54,10 @@ class ExampleSource(Protocol):
 
     def __getitem__(self, example_id: int) -> dict[str, np.ndarray]: ...
 
+    def count_targets(self, example_ids: np.ndarray) -> int:
+        """Target tokens of these examples, each counted as often as it stands there."""
+        ...
+
 
 def open_sources(config: DataConfig, *, vocab_size: int | None = None) -> tuple[ExampleSource, ExampleSource | None]:
     """The training examples, and the held-out ones.
@@ -156,6 +160,12 @@ class TextSource:
         )
 
 
+    def count_targets(self, example_ids: np.ndarray) -> int:
+        """Target tokens of these examples, each counted as often as it stands there."""
+        spans = (self.row_layout.span(self.first_row + int(example_id)) for example_id in example_ids)
+        return sum(count_targets(self.document_starts, start=start, stop=stop) for start, stop in spans)
+
+
 @dataclasses.dataclass(frozen=True)
 class SyntheticSource:
     """Uniformly random tokens, a pure function of (seed, example id): full rows of one document each."""
@@ -191,6 +201,11 @@ class SyntheticSource:
             "positions": np.arange(self.num_tokens, dtype=np.int32),
             "weights": np.ones(self.num_tokens, np.float32),
         }
+
+
+    def count_targets(self, example_ids: np.ndarray) -> int:
+        """Target tokens of these examples: all of their tokens."""
+        return len(example_ids) * self.num_tokens
 
 
 def _open_text(config: DataConfig, tokenizer: Tokenizer, *, key: str, path: str) -> TextSource:

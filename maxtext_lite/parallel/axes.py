@@ -91,20 +91,33 @@ def over_shards(function: Callable[..., jax.Array], in_axes: Sequence[LogicalAxe
     )
 
 
-def over_replicas(function: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
-    """`function(shared, rows)` run once per replica of the `data` axis, each on its own rows.
+def per_replica(where: NamedSharding) -> NamedSharding:
+    """Where an array lives that holds one such array for each replica, [R, ...], on its part of the data axis."""
+    (data,) = MESH_AXES_OF["replica"]
+    return NamedSharding(where.mesh, PartitionSpec(data, *where.spec))
 
-    The rows' dims [B, ...] become [R, B/R, ...] (R over `data`), `function` is mapped over R with `shared` in common,
-    and results keep the leading R. Its gradients therefore stay apart, one set per replica, until the caller
-    sums them: that sum is the only reduction over `data`.
+
+def over_replicas(
+    function: Callable[..., Any], num_replicas: int, *, own: Sequence[int] = (), rows: Sequence[int] = ()
+) -> Callable[..., Any]:
+    """`function` run once per replica of the `data` axis, each on its own rows; the results have a leading dim R.
+
+    `num_replicas` is a multiple of the axis. Gradients with respect to an argument that all share stay apart, one set
+    per replica, until the caller sums them: that sum is the only reduction over `data`.
+
+    Args:
+      own: positions of the arguments that have a leading dim R already, one entry for each replica.
+      rows: positions of the arguments with dims [B, ...], which become [R, B/R, ...].
     """
-    num_replicas = mesh.shape["data"]
+    axes = MESH_AXES_OF["replica"][0]
 
-    def mapped(shared: Any, rows: Any) -> Any:
-        def split(x: jax.Array) -> jax.Array:
-            x = x.reshape(num_replicas, x.shape[0] // num_replicas, *x.shape[1:])
-            return constrain(x, ("replica", "batch") + (None,) * (x.ndim - 2))
+    def split(x: jax.Array) -> jax.Array:
+        x = x.reshape(num_replicas, x.shape[0] // num_replicas, *x.shape[1:])
+        return constrain(x, ("replica", "batch") + (None,) * (x.ndim - 2))
 
-        return jax.vmap(function, in_axes=(None, 0), spmd_axis_name="data")(shared, jax.tree.map(split, rows))
+    def mapped(*arguments: Any) -> Any:
+        split_up = [jax.tree.map(split, x) if at in rows else x for at, x in enumerate(arguments)]
+        in_axes = [0 if at in rows or at in own else None for at in range(len(arguments))]
+        return jax.vmap(function, in_axes=in_axes, spmd_axis_name=axes)(*split_up)
 
     return mapped

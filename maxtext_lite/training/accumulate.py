@@ -6,26 +6,37 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from maxtext_lite.training.loss_scale import LossScaling
+
 
 class GradientAccumulation(optax.MultiSteps):
     """`optax.MultiSteps` whose sum is kept by the caller's loop and whose inner optimizer runs once, at the end.
 
     The original runs the inner optimizer on every micro-batch and throws all results but the last away, keeps the
     sum in its state, and averages micro-batches equally whatever their number of target tokens. Here gradients
-    arrive already divided by the step's total weight, `accumulate` adds one micro-batch's, and `finish` clips,
-    schedules, decays and applies once. State is a `MultiStepsState` whose `acc_grads` is empty: nothing of an
-    unfinished step is ever saved, and the number of micro-batches may change from one step to the next.
+    arrive already divided by the step's total weight, `accumulate` adds one micro-batch's, and `finish` clips and
+    decays once. State is a `MultiStepsState` whose `acc_grads` is empty: nothing of an unfinished step is ever saved,
+    and the number of micro-batches may change from one step to the next. Its `skip_state` is the loss scale's.
+
+    Args:
+      inner: what turns the step's gradients into updates of learning rate 1.
+      loss_scaling: of float16 gradients; None: they are not scaled.
     """
 
-    def __init__(self, inner: optax.GradientTransformation):
+    def __init__(self, inner: optax.GradientTransformation, loss_scaling: LossScaling | None = None):
         super().__init__(inner, every_k_schedule=1, use_grad_mean=False, accumulator_dtype=jnp.float32)
+        self.loss_scaling = loss_scaling
 
     def init(self, params: Any) -> optax.MultiStepsState:
         """State before the first step: the inner optimizer's, in float32 as its gradients are, and no accumulator."""
         zero = jnp.zeros([], jnp.int32)
         params = self._wide(params)
         return optax.MultiStepsState(
-            mini_step=zero, gradient_step=zero, inner_opt_state=self._opt.init(params), acc_grads=(), skip_state=()
+            mini_step=zero,
+            gradient_step=zero,
+            inner_opt_state=self._opt.init(params),
+            acc_grads=(),
+            skip_state=self.loss_scaling.init() if self.loss_scaling else (),
         )
 
     def _wide(self, params: Any) -> Any:
@@ -41,7 +52,10 @@ class GradientAccumulation(optax.MultiSteps):
         return jax.tree.map(lambda acc, g: self._acc_update(g.astype(acc.dtype), acc, n_acc=0), accumulator, gradients)
 
     def finish(self, gradients: Any, state: optax.MultiStepsState, params: Any) -> tuple[Any, optax.MultiStepsState]:
-        """Updates to add to `params`, from the whole step's float32 gradients, and the next state."""
+        """Updates to add to `params`, from the whole step's float32 gradients, and the next state.
+
+        The loss scale stays as it is: it follows from whether the step was skipped, which the caller decides.
+        """
         updates, inner_opt_state = self._opt.update(gradients, state.inner_opt_state, self._wide(params))
         return updates, state._replace(gradient_step=state.gradient_step + 1, inner_opt_state=inner_opt_state)
 

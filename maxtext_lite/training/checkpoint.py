@@ -8,9 +8,11 @@ import jax
 import orbax.checkpoint as ocp
 
 from maxtext_lite.config import Config, ModelConfig, RunConfig, UserError
+from maxtext_lite.training.local_updates import OuterState
+from maxtext_lite.training.noise import NoiseScale
 from maxtext_lite.training.state import TrainState
 
-_FORMAT = 1
+_FORMAT = 2  # 1 had no progress, noise scale or local updates
 _DATA = "dataset_path"  # whose content, not whose name, a continuation must share
 
 
@@ -22,23 +24,30 @@ class Counts:
       step: optimizer steps done, skipped ones included.
       examples_seen: examples consumed, which is where the data order goes on.
       tokens_seen: target tokens consumed.
+      skipped_in_a_row: steps up to this one that were skipped for a gradient that was not finite.
+      noise: what is known of the gradient noise scale.
     """
 
     step: int = 0
     examples_seen: int = 0
     tokens_seen: int = 0
+    skipped_in_a_row: int = 0
+    noise: NoiseScale = dataclasses.field(default_factory=NoiseScale)
 
 
-def fingerprint(config: Config, data: str) -> dict[str, Any]:
+def fingerprint(config: Config, data: str, num_replicas: int | None) -> dict[str, Any]:
     """What a run's continuation must share with it: the model, the optimizer's kind and the order of the data.
 
     Args:
+      num_replicas: of local updates; None without.
       data: the training source's own fingerprint (content, tokenizer, length, packing, split).
     """
     keys = [key for key in ModelConfig.model_fields if key not in ("model_name", "initializer_range")]
     keys += ["weight_dtype", "optimizer", "data_shuffle_seed", "dataset_type", "tokenizer_type", "max_target_length"]
     keys += ["packing"]
     values = {key: getattr(config, key) for key in keys}
+    values["dtype is float16"] = config.dtype == "float16"  # its loss scale is part of the state
+    values["diloco_num_replicas"] = num_replicas
     if config.optimizer == "sgd":
         values["sgd_momentum is 0"] = config.sgd_momentum == 0
     # A held-out text of its own leaves the whole of the training text to train on, as no evaluation does.
@@ -73,8 +82,8 @@ class Checkpointer:
         self._manager.save(
             counts.step,
             args=ocp.args.Composite(
-                params=ocp.args.StandardSave(state.params),
-                opt_state=ocp.args.StandardSave(state.opt_state),
+                params=ocp.args.StandardSave(state.model_params),
+                update_state=ocp.args.StandardSave(_update_state(state)),
                 about=ocp.args.JsonSave(about),
             ),
             force=True,
@@ -89,17 +98,24 @@ class Checkpointer:
         step = self._manager.latest_step()
         assert step is not None, "restore() without a checkpoint"
         about = self._manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore()))["about"]
+        if about["format"] != _FORMAT:
+            raise UserError(
+                f"the checkpoint of step {step} in {self._directory} has format {about['format']}; this version "
+                f"reads {_FORMAT}. Use another run_name, with load_parameters_path={self._directory.parent} for "
+                "its parameters."
+            )
         self._refuse_other_run(step, about["fingerprint"])
         restored = self._manager.restore(
             step,
             args=ocp.args.Composite(
-                params=ocp.args.StandardRestore(abstract.params),
-                opt_state=ocp.args.StandardRestore(abstract.opt_state),
+                params=ocp.args.StandardRestore(abstract.model_params),
+                update_state=ocp.args.StandardRestore(_update_state(abstract)),
             ),
         )
-        counts = Counts(step=about["step"], examples_seen=about["examples_seen"], tokens_seen=about["tokens_seen"])
+        counts = Counts(**{field.name: about[field.name] for field in dataclasses.fields(Counts)})
+        counts = dataclasses.replace(counts, noise=NoiseScale(**about["noise"]))
         steps_done = jax.device_put(jax.numpy.asarray(step, abstract.step.dtype), abstract.step.sharding)
-        return TrainState(restored["params"], restored["opt_state"], steps_done), counts
+        return _joined(restored["params"], restored["update_state"], steps_done), counts
 
     def _refuse_other_run(self, step: int, saved: dict[str, Any]) -> None:
         here = self._fingerprint
@@ -128,6 +144,22 @@ class Checkpointer:
         self._manager.close()
 
 
+def _update_state(state: TrainState) -> dict[str, Any]:
+    """All of a state but the parameters that are evaluated and the number of steps, which is the checkpoint's name."""
+    parts = {"opt_state": state.opt_state, "progress": state.progress}
+    if state.outer is not None:
+        parts |= {"replica_params": state.params, "outer_momentum": state.outer.momentum}
+    return parts
+
+
+def _joined(params: Any, parts: dict[str, Any], step: jax.Array) -> TrainState:
+    """The state of which `model_params`, `_update_state` and `step` are the parts."""
+    common = parts["opt_state"], parts["progress"], step
+    if "outer_momentum" not in parts:
+        return TrainState(params, *common)
+    return TrainState(parts["replica_params"], *common, OuterState(params, parts["outer_momentum"]))
+
+
 def checkpoint_directory(path: str | Path, key: str) -> Path:
     """The newest checkpoint under a run directory, or the checkpoint itself.
 
@@ -147,7 +179,7 @@ def checkpoint_directory(path: str | Path, key: str) -> Path:
 def _handlers() -> dict[str, Any]:
     """What reads each part of a checkpoint: Orbax warns of parts that it does not know how to read."""
     state = ocp.StandardCheckpointHandler
-    return {"params": state(), "opt_state": state(), "about": ocp.JsonCheckpointHandler()}
+    return {"params": state(), "update_state": state(), "about": ocp.JsonCheckpointHandler()}
 
 
 def load_parameters(path: str | Path, abstract_params: Any, key: str) -> Any:

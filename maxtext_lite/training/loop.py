@@ -1,5 +1,6 @@
 """The loop: from a config to a trained state, through interruptions."""
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import importlib.metadata
@@ -11,23 +12,54 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from fractions import Fraction
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import jax
+import numpy as np
+from jax.sharding import Mesh
 
-from maxtext_lite.batching import format_plan, make_plan, not_yet_trainable
+from maxtext_lite.batching import (
+    BatchPlan,
+    BatchStage,
+    batch_size_advice,
+    format_plan,
+    make_plan,
+    not_yet_trainable,
+    scaled_optimizer,
+)
 from maxtext_lite.config import Config, UserError, describe, write_resolved
-from maxtext_lite.data import Batch, ExampleSource, evaluation_batches, examples_hash, open_sources, training_batches
-from maxtext_lite.parallel import make_mesh, sharding, start_devices
+from maxtext_lite.data import (
+    Batch,
+    ExampleSource,
+    evaluation_batches,
+    examples_hash,
+    open_sources_on_hosts,
+    target_tokens_of_run,
+    training_batches,
+)
+from maxtext_lite.parallel import make_any_host, make_mesh, sharding, start_devices
 from maxtext_lite.training.checkpoint import Checkpointer, Counts, checkpoint_directory, fingerprint, load_parameters
 from maxtext_lite.training.evaluate import evaluate
+from maxtext_lite.training.local_updates import local_updates
 from maxtext_lite.training.metrics import MetricsLog, Speed, Terminal, model_flops_per_example, peak_tflops
-from maxtext_lite.training.optimizer import learning_rate_schedule, make_optimizer
-from maxtext_lite.training.state import TrainState, abstract_state, init_state, make_decoder
-from maxtext_lite.training.step import EVAL_BATCH_AXES, TRAIN_BATCH_AXES, make_eval_step, make_train_step
+from maxtext_lite.training.noise import why_unknown
+from maxtext_lite.training.nonfinite import find_nonfinite
+from maxtext_lite.training.optimizer import Schedule, learning_rate_schedule, make_optimizer
+from maxtext_lite.training.state import TrainState, abstract_state, init_state, make_decoder, state_from
+from maxtext_lite.training.step import (
+    EVAL_BATCH_AXES,
+    TRAIN_BATCH_AXES,
+    accumulate_gradients,
+    make_eval_step,
+    make_summarise,
+    make_synchronise,
+    make_train_step,
+)
 
+_NOTHING_SAVED = "nothing was saved at or after it"
 _FIRST_PROFILED_STEP = 3  # of this process: the first two fill caches
 
 
@@ -105,19 +137,22 @@ class _Run:
     """One process's part in a run: everything that is made once, and the loop."""
 
     def __init__(self, config: Config):
-        self.config = config
         start_devices()
-        plan = make_plan(config, num_devices=jax.device_count(), num_hosts=jax.process_count())
+        machine = {"num_devices": jax.device_count(), "num_hosts": jax.process_count()}
+        plan = make_plan(_before_data(config), **machine)
         refused = not_yet_trainable(config, plan)
         if refused:
             raise UserError(refused)
-        self.source, self.eval_source = open_sources(config, vocab_size=config.vocab_size)
-        self.plan = make_plan(
-            config, num_devices=jax.device_count(), num_hosts=jax.process_count(), num_examples=len(self.source)
+        self.source, self.eval_source = open_sources_on_hosts(
+            config, vocab_size=config.vocab_size, loading_hosts=plan.loading_hosts
         )
+        self.plan = plan = make_plan(config, num_examples=len(self.source), **machine)
+        self.stated_config = config
+        self.config = config = scaled_optimizer(config, plan)
         self.mesh = make_mesh(plan.ici_mesh, plan.dcn_mesh)
         self.decoder = make_decoder(config, jax.default_backend())
         self.optimizer = make_optimizer(config, self.decoder.axes)
+        self.local = local_updates(config, plan.diloco_num_replicas)
         self.is_first = jax.process_index() == 0
         self.directory = Path(config.base_output_directory) / config.run_name
         if config.load_parameters_path:
@@ -136,22 +171,49 @@ class _Run:
             ) from None
         self.checkpointer = None
         if config.enable_checkpointing:
-            self.checkpointer = Checkpointer(self.directory, config, fingerprint(config, self.source.fingerprint))
+            self.checkpointer = Checkpointer(self.directory, config, self._fingerprint)
+
+    @property
+    def _fingerprint(self) -> dict[str, Any]:
+        return fingerprint(self.config, self.source.fingerprint, self.plan.diloco_num_replicas)
+
+    @property
+    def abstract_state(self) -> TrainState:
+        """Shapes and shardings of the state."""
+        return abstract_state(self.decoder, self.optimizer, self.mesh, self.local)
+
+    @property
+    def schedule(self) -> Schedule:
+        """The learning rate over the whole run."""
+        config, plan = self.config, self.plan
+        if config.schedule_unit == "steps":
+            return learning_rate_schedule(config, last=plan.steps)
+        # Positions are counted in steps at the target batch size, of which the run has this many.
+        last = plan.total_examples / plan.global_batch_to_train
+        total = plan.total_examples
+        if config.schedule_unit == "tokens":
+            total = target_tokens_of_run(
+                self.source,
+                total_examples=plan.total_examples,
+                seed=config.data_shuffle_seed,
+                loading_hosts=plan.loading_hosts,
+            )
+        return learning_rate_schedule(config, last=last, units_per_step=total / last)
 
     def run(self) -> RunResult:
         """Trains; see `train`."""
-        config = self.config
         with jax.set_mesh(self.mesh), _watch_signals() as signals:
-            terminal = Terminal(steps=config.steps, log_period=config.log_period, quiet=not self.is_first)
+            terminal = Terminal(log_period=self.config.log_period, quiet=not self.is_first)
             log = None
             try:
                 state, counts = self._restore_or_init()
-                if counts.step >= config.steps:
-                    terminal.say(f"nothing to do: {self.directory} has {counts.step} of steps={config.steps} already")
+                left = self.plan.steps_left(counts.step, counts.examples_seen)
+                if not left:
+                    terminal.say(f"nothing to do: {self.directory} has {counts.step} steps already, which is all")
                     return RunResult(self.directory, counts.step, None, None, False, state)
                 self._introduce(terminal, counts)
                 log = MetricsLog(self.directory, counts.step) if self.is_first else None
-                terminal.start(counts.step)
+                terminal.start(counts.step, counts.step + left)
                 return _Loop(self, terminal, log).train_from(state, counts, signals)
             finally:
                 terminal.close()
@@ -161,23 +223,23 @@ class _Run:
                     self.checkpointer.close()
 
     def _restore_or_init(self) -> tuple[TrainState, Counts]:
+        abstract = self.abstract_state
         if self.checkpointer and self.checkpointer.latest_step() is not None:
-            return self.checkpointer.restore(abstract_state(self.decoder, self.optimizer, self.mesh))
-        params = None
-        if self.config.load_parameters_path:  # before anything is compiled: it may not be there, or not fit
-            abstract = abstract_state(self.decoder, self.optimizer, self.mesh)
-            params = load_parameters(self.config.load_parameters_path, abstract.params, "load_parameters_path")
-        state = init_state(self.decoder, self.optimizer, self.mesh, self.config.seed)
-        return (state if params is None else dataclasses.replace(state, params=params)), Counts()
+            return self.checkpointer.restore(abstract)
+        path = self.config.load_parameters_path
+        if path:  # before anything is compiled: it may not be there, or not fit
+            params = load_parameters(path, abstract.model_params, "load_parameters_path")
+            return state_from(params, self.decoder, self.optimizer, self.mesh, self.local), Counts()
+        return init_state(self.decoder, self.optimizer, self.mesh, self.config.seed, self.local), Counts()
 
     def _introduce(self, terminal: Terminal, counts: Counts) -> None:
         """Prints the config and the plan, and writes them into the run directory."""
         if not self.is_first:
             return
-        write_resolved(self.config, self.directory / "config.yml")
+        write_resolved(self.stated_config, self.directory / "config.yml")
         _write_json(self.directory / "plan.json", self.plan.to_json())
         _write_json(self.directory / "environment.json", environment())
-        terminal.say(describe(self.config))
+        terminal.say(describe(self.stated_config))
         terminal.say("")
         terminal.say(format_plan(self.plan))
         terminal.say("")
@@ -189,6 +251,13 @@ class _Run:
         )
         held_out = "nothing" if self.eval_source is None else f"{len(self.eval_source):,} examples"
         terminal.say(f"{len(self.source):,} training examples, {held_out} held out")
+        unknown = why_unknown(
+            num_replicas=self.plan.mesh["data"],
+            accumulation=self.plan.gradient_accumulation_steps,
+            local_updates=self.local is not None,
+        )
+        if unknown:
+            terminal.say(f"gradient_noise_scale: null, as {unknown}")
         if counts.step:
             terminal.say(f"resuming {self.directory} after step {counts.step}")
 
@@ -200,6 +269,57 @@ class _Run:
             num_devices=jax.device_count(),
             peak=peak_tflops(jax.devices()[0].device_kind, self.config.dtype),
         )
+
+
+class _Executables:
+    """The train step, compiled for each batch shape of the run; the next shape in the background, before it is needed."""
+
+    def __init__(self, run: _Run):
+        self._run, self._plan = run, run.plan
+        self._step = make_train_step(
+            run.decoder, run.optimizer, run.mesh, config=run.config, schedule=run.schedule, local=run.local
+        )
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="compile")
+        self._compiled: dict[int, concurrent.futures.Future[tuple[Any, float]]] = {}
+
+    def slots(self, stage: BatchStage) -> int:
+        """Row slots of a stage's micro-batches, by which executables differ: the accumulation is an argument."""
+        return self._plan.slots_for(stage.micro_batch_to_train)
+
+    def request(self, stage: BatchStage) -> None:
+        """Starts compiling for a stage in the background, unless that has been done."""
+        slots = self.slots(stage)
+        if slots not in self._compiled:
+            self._compiled[slots] = self._thread.submit(self._compile, slots)
+
+    def of(self, stage: BatchStage) -> tuple[Any, float]:
+        """The compiled step of a stage, and the seconds that compiling took; waits for it."""
+        self.request(stage)
+        return self._compiled[self.slots(stage)].result()
+
+    def close(self) -> None:
+        """Starts nothing more."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _compile(self, slots: int) -> tuple[Any, float]:
+        run, plan = self._run, self._plan
+        sizes = (plan.gradient_accumulation_steps, slots, run.config.max_target_length)
+        where = sharding(run.mesh, TRAIN_BATCH_AXES)
+        batch = {
+            name: jax.ShapeDtypeStruct(sizes, "float32" if name == "weights" else "int32", sharding=where)
+            for name in ("tokens", "targets", "segments", "positions", "weights")
+        }
+        started = time.perf_counter()
+        # What is set for the main thread is set for it alone.
+        with jax.set_mesh(run.mesh), jax.default_matmul_precision(run.config.matmul_precision):
+            number = jax.ShapeDtypeStruct((), "int32", sharding=sharding(run.mesh)) if ramps_accumulation(plan) else None
+            compiled = self._step.lower(run.abstract_state, batch, number).compile()
+        return compiled, time.perf_counter() - started
+
+
+def ramps_accumulation(plan: BatchPlan) -> bool:
+    """Whether the number of micro-batches changes during the run, so that the step takes it as an argument."""
+    return len({stage.gradient_accumulation_steps for stage in plan.stages}) > 1
 
 
 class _Loop:
@@ -215,47 +335,61 @@ class _Loop:
         self.tracing = False
         # The simulated devices of a CPU share a few threads: with two steps under way, a collective of one can wait
         # for ever for a device whose thread the other holds. There, a step is finished before the next begins.
-        self.one_at_a_time = jax.default_backend() == "cpu" and jax.local_device_count() > 1
+        self.one_at_a_time = jax.default_backend() == "cpu" and jax.device_count() > 1
+        self.executables = _Executables(run)
+        self.stage: BatchStage | None = None
+        if run.local:
+            self.synchronise = make_synchronise(run.decoder, run.optimizer, run.mesh, run.local)
+            self.summarise = make_summarise(run.mesh)
 
     def train_from(self, state: TrainState, counts: Counts, signals: _Signals) -> RunResult:
         """The steps after `counts`, until the last or a signal."""
-        run, config = self.run, self.config
+        run, config, plan = self.run, self.config, self.plan
         self.counts = counts
-        train_batch_sharding = sharding(run.mesh, TRAIN_BATCH_AXES)
-        with training_batches(
-            run.source,
-            self.plan,
-            sharding=train_batch_sharding,
-            examples_seen=counts.examples_seen,
-            num_steps=config.steps - counts.step,
-            seed=config.data_shuffle_seed,
-            worker_count=config.grain_worker_count,
-        ) as batches:
-            train_step = self._compile(state)
+        steps_left = plan.steps_left(counts.step, counts.examples_seen)
+        last_step = counts.step + steps_left
+        stopping = _Stop(run.mesh, signals)
+        with (
+            contextlib.closing(self.executables),
+            training_batches(
+                run.source,
+                plan,
+                sharding=sharding(run.mesh, TRAIN_BATCH_AXES),
+                examples_seen=counts.examples_seen,
+                num_steps=steps_left,
+                seed=config.data_shuffle_seed,
+                worker_count=config.grain_worker_count,
+            ) as batches,
+        ):
             eval_step = make_eval_step(run.decoder, run.mesh, config)
+            train_step = self._step_of(plan.stage_at(counts.examples_seen), counts.step + 1)
             self.last_ready = time.perf_counter()
             in_flight: _InFlight | None = None
-            for step, batch in enumerate(batches, start=counts.step + 1):
+            examples_seen = counts.examples_seen
+            for step in range(counts.step + 1, last_step + 1):
                 self._profile(step - counts.step)
                 if self.one_at_a_time:
                     jax.block_until_ready(state)
-                state, metrics = train_step(state, batch.arrays)
-                self._finish(in_flight)
+                train_step = self._step_of(plan.stage_at(examples_seen), step)
+                batch = next(batches)
+                examples_seen += batch.num_examples
+                state, metrics = self._take(train_step, state, batch, step)
+                self._finish(in_flight, state)
                 in_flight = _InFlight(step, metrics, batch)
-                stopping = _all_hosts_stop(signals, step)
-                last = step == config.steps or stopping
+                stops = stopping.after_this_step()
+                last = step == last_step or stops
                 saves = run.checkpointer is not None and (step % config.checkpoint_period == 0 or last)
                 evaluates = (
                     run.eval_source is not None
                     and config.eval_interval > 0
-                    and (step % config.eval_interval == 0 or step == config.steps)
+                    and (step % config.eval_interval == 0 or step == last_step)
                 )
                 if saves or evaluates or last:
                     # Everything up to this step is on record before its checkpoint is: a restart adds what follows.
-                    self._finish(in_flight)
+                    self._finish(in_flight, state)
                     in_flight = None
                     # A checkpoint after its evaluation: a kill between them repeats both. Asked to stop, save first.
-                    if stopping and run.checkpointer:
+                    if stops and run.checkpointer:
                         run.checkpointer.save(state, self.counts)
                     if evaluates:
                         self._evaluate(eval_step, state, run.eval_source)
@@ -267,42 +401,73 @@ class _Loop:
             self._profile(None)
             if run.checkpointer:
                 run.checkpointer.wait()
-        interrupted = self.counts.step < config.steps
+        interrupted = self.counts.step < last_step
         if interrupted:
             saved = "saved" if run.checkpointer else "not saved (enable_checkpointing=false)"
             self.terminal.say(
                 f"stopped by {signals.received.name if signals.received else 'another host'} after step "
                 f"{self.counts.step}, {saved}"
             )
+        self._advise()
         return RunResult(run.directory, self.counts.step, self.loss, self.eval_loss, interrupted, state)
 
-    def _compile(self, state: TrainState) -> Any:
-        """The train step, compiled before the clock of the first step starts."""
-        run, plan = self.run, self.plan
-        step = make_train_step(
-            run.decoder, run.optimizer, run.mesh, config=self.config, schedule=learning_rate_schedule(self.config)
-        )
-        sizes = (plan.gradient_accumulation_steps, plan.micro_batch_slots, self.config.max_target_length)
-        where = sharding(run.mesh, TRAIN_BATCH_AXES)
-        batch = {
-            name: jax.ShapeDtypeStruct(sizes, "float32" if name == "weights" else "int32", sharding=where)
-            for name in ("tokens", "targets", "segments", "positions", "weights")
-        }
-        started = time.perf_counter()
-        compiled = step.lower(state, batch).compile()
-        self.terminal.say(f"compiled the train step in {time.perf_counter() - started:.1f} s")
+    def _step_of(self, stage: BatchStage, step: int) -> Any:
+        """The compiled step of a stage; at the first step of one, says so and requests the next stage's."""
+        compiled, seconds = self.executables.of(stage)
+        if stage == self.stage:
+            return compiled
+        stages = self.plan.stages
+        if self.stage is None:
+            self.terminal.say(f"compiled the train step in {seconds:.1f} s")
+        elif self.executables.slots(stage) != self.executables.slots(self.stage):
+            self.terminal.say(f"compiled the train step of the next stage in {seconds:.1f} s, in the background")
+        if len(stages) > 1:
+            self.terminal.say(
+                f"from step {step}: global_batch_to_train={stage.global_batch_to_train} = "
+                f"{float(stage.per_device_batch_size):g} per device x {self.plan.num_devices} devices x "
+                f"{stage.gradient_accumulation_steps} accumulation"
+            )
+            following = stages[stages.index(stage) + 1 :][:1]
+            for next_stage in following:
+                self.executables.request(next_stage)
+        self.stage = stage
         return compiled
 
-    def _finish(self, done: _InFlight | None) -> None:
-        """Waits for a step, counts it and records it."""
+    def _take(self, train_step: Any, state: TrainState, batch: Batch, step: int) -> tuple[TrainState, Any]:
+        """One step; with local updates, also what follows it: scalars for the log, and the replicas' meeting."""
+        number = np.int32(batch.num_micro_batches) if ramps_accumulation(self.plan) else None
+        state, metrics = train_step(state, batch.arrays, number)
+        if self.run.local:
+            metrics = self._alone(self.summarise, metrics)
+            if step % self.run.local.sync_period == 0:
+                state = self._alone(self.synchronise, state)
+        return state, metrics
+
+    def _alone(self, function: Any, argument: Any) -> Any:
+        """A function on the devices, once they have finished what they do where they can do only one thing at a time."""
+        return function(jax.block_until_ready(argument) if self.one_at_a_time else argument)
+
+    def _finish(self, done: _InFlight | None, state: TrainState) -> None:
+        """Waits for a step, counts it and records it; `state` is that of the newest step."""
         if done is None:
             return
         metrics = {name: value.item() for name, value in jax.device_get(done.metrics).items()}
         ready = time.perf_counter()
         step_seconds, self.last_ready = ready - self.last_ready, ready
         counts, batch = self.counts, done.batch
+        noise = counts.noise.after(
+            group_squares=metrics.pop("group_squares"),
+            groups=metrics.pop("groups"),
+            grad_norm=metrics["grad_norm"],
+            examples=batch.num_examples,
+        )
+        finite = math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])
         self.counts = Counts(
-            done.step, counts.examples_seen + batch.num_examples, counts.tokens_seen + metrics["target_tokens"]
+            done.step,
+            counts.examples_seen + batch.num_examples,
+            counts.tokens_seen + metrics["target_tokens"],
+            0 if finite else counts.skipped_in_a_row + (not self._may_be_the_scale(metrics)),
+            noise,
         )
         self.loss = metrics["loss"]
         stage = self.plan.stage_at(counts.examples_seen)
@@ -319,29 +484,69 @@ class _Loop:
             "step_seconds": step_seconds,
             "data_seconds": batch.data_seconds,
             **self.run.speed.of(batch.num_examples, metrics["target_tokens"], step_seconds),
-            "skipped": False,
+            **noise.record(batch.num_examples),
             "examples_hash": examples_hash(batch.example_ids),
         }
         if self.log:
             self.log.write(record)
         self.terminal.step(record)
-        if not all(math.isfinite(metrics[name]) for name in ("loss", "grad_norm", "param_norm")):
-            raise NonFiniteLoss(
-                f"step {done.step} has loss {metrics['loss']}, grad_norm {metrics['grad_norm']} and param_norm "
-                f"{metrics['param_norm']}; nothing was saved at or after it"
+        if not finite:
+            self._skip_or_stop(done, metrics, state)
+        elif not math.isfinite(metrics["param_norm"]):
+            raise NonFiniteLoss(f"step {done.step} left param_norm {metrics['param_norm']}; {_NOTHING_SAVED}")
+
+    def _may_be_the_scale(self, metrics: dict[str, Any]) -> bool:
+        scaling = self.run.optimizer.loss_scaling
+        return scaling is not None and scaling.may_shrink(metrics["loss_scale"])
+
+    def _skip_or_stop(self, done: _InFlight, metrics: dict[str, Any], state: TrainState) -> None:
+        """Goes on after a step that was skipped for its gradient, or ends the run and says where it comes from."""
+        config, in_a_row = self.config, self.counts.skipped_in_a_row
+        if self._may_be_the_scale(metrics):
+            self.terminal.say(f"step {done.step} skipped: not finite at loss_scale {metrics['loss_scale']:g}")
+            return
+        if config.skip_nonfinite_updates and in_a_row < config.max_skipped_updates:
+            self.terminal.say(
+                f"step {done.step} skipped: its gradient is not finite ({in_a_row} in a row of "
+                f"max_skipped_updates={config.max_skipped_updates})"
             )
+            return
+        run = self.run
+        if self.one_at_a_time:
+            jax.block_until_ready(state)
+        cause = find_nonfinite(
+            accumulate_gradients(run.decoder, run.optimizer, run.mesh, config, run.local),
+            state.params,
+            done.batch.arrays,
+            done.batch.example_ids,
+            micro_batches=done.batch.num_micro_batches,
+            loss_scale=state.opt_state.skip_state.scale if run.optimizer.loss_scaling else None,
+        )
+        skipped = f", after {in_a_row} skipped steps in a row" if config.skip_nonfinite_updates else ""
+        where = "no part of it is not finite by itself" if cause is None else str(cause)
+        raise NonFiniteLoss(
+            f"step {done.step} has loss {metrics['loss']} and grad_norm {metrics['grad_norm']}{skipped}: {where}; "
+            f"{_NOTHING_SAVED}"
+        )
+
+    def _advise(self) -> None:
+        """Says what the noise scale suggests for the batch size, where it is known."""
+        noise = self.counts.noise
+        if self.counts.step and noise.steps:
+            batch = self.plan.stage_at(self.counts.examples_seen).global_batch_to_train
+            self.terminal.say(batch_size_advice(noise.examples, noise.relative_error, batch))
 
     def _evaluate(self, eval_step: Any, state: TrainState, source: ExampleSource | None) -> None:
         assert source is not None
         with evaluation_batches(
             source, self.plan, sharding=sharding(self.run.mesh, EVAL_BATCH_AXES), eval_steps=self.config.eval_steps
         ) as batches:
-            self.eval_loss, tokens = evaluate(eval_step, state.params, batches)
+            self.eval_loss, tokens = evaluate(eval_step, state.model_params, batches)
         record = {"step": self.counts.step, "eval_loss": self.eval_loss, "eval_target_tokens": tokens}
         if self.log:
             self.log.write(record)
         self.terminal.say(
-            f"step {self.counts.step}/{self.config.steps}  held-out loss {self.eval_loss:.4f} nats per "
+            f"step {self.counts.step}/{self.terminal.last_step}  held-out loss {self.eval_loss:.4f} nats per "
             f"token over {tokens:,} tokens"
         )
 
@@ -358,13 +563,34 @@ class _Loop:
             self.tracing = False
 
 
-def _all_hosts_stop(signals: _Signals, step: int) -> bool:
-    """Whether to stop after this step: all hosts answer alike, though a signal may reach only one."""
-    if jax.process_count() == 1:
-        return signals.received is not None
-    from jax.experimental import multihost_utils
+class _Stop:
+    """Whether to stop after a step: all hosts answer alike, though a signal may reach only one.
 
-    return multihost_utils.reached_preemption_sync_point(step)
+    With several hosts the answer is one step late: waiting for this step's would leave the devices without work.
+    """
+
+    def __init__(self, mesh: Mesh, signals: _Signals):
+        self._signals = signals
+        self._any_host = make_any_host(mesh) if jax.process_count() > 1 else None
+        self._asked: jax.Array | None = None
+
+    def after_this_step(self) -> bool:
+        """All hosts call it, once a step."""
+        received = self._signals.received is not None
+        if self._any_host is None:
+            return received
+        before, self._asked = self._asked, self._any_host(received)
+        if jax.default_backend() == "cpu":
+            jax.block_until_ready(self._asked)
+        return before is not None and bool(before)
+
+
+def _before_data(config: Config) -> Config:
+    """The config with a length that does not depend on the data, for what can be refused before data are opened."""
+    if not config.num_epochs:
+        return config
+    steps = max(config.warmup_steps, 1)
+    return config.model_copy(update={"num_epochs": Fraction(0), "steps": steps, "last_batch": "drop"})
 
 
 def _peak_sentence(speed: Speed) -> str:

@@ -126,15 +126,15 @@ class Speed:
 class Terminal:
     """Plain lines, on a terminal above a progress bar; silent on all processes but the first."""
 
-    def __init__(self, *, steps: int, log_period: int, quiet: bool):
-        self._steps, self._log_period, self._quiet = steps, log_period, quiet
-        self._first_step = 0
+    def __init__(self, *, log_period: int, quiet: bool):
+        self._log_period, self._quiet = log_period, quiet
+        self._first_step, self.last_step = 0, 0
         self._started: float | None = None
         self._bar: rich.progress.Progress | None = None
 
-    def start(self, first_step: int) -> None:
-        """Shows the bar, on a terminal: `first_step` steps are done already."""
-        self._first_step = first_step
+    def start(self, first_step: int, last_step: int) -> None:
+        """Shows the bar, on a terminal: of `last_step` steps, `first_step` are done already."""
+        self._first_step, self.last_step = first_step, last_step
         if sys.stdout.isatty() and not self._quiet:
             self._bar = rich.progress.Progress(
                 rich.progress.TextColumn("step {task.completed}/{task.total}"),
@@ -143,7 +143,7 @@ class Terminal:
                 rich.progress.TimeRemainingColumn(),
                 console=rich.console.Console(),
             )
-            self._task = self._bar.add_task("train", total=self._steps, completed=first_step, loss="-")
+            self._task = self._bar.add_task("train", total=self.last_step, completed=first_step, loss="-")
             self._bar.start()
 
     def say(self, text: str) -> None:
@@ -162,9 +162,9 @@ class Terminal:
         started = self._started = self._started or now - record["step_seconds"]  # compiling does not count
         if self._bar:
             self._bar.update(self._task, completed=step, loss=f"{record['loss']:.4f}")
-        if step % self._log_period == 0 or step == self._steps:
-            left = (now - started) / (step - self._first_step) * (self._steps - step)
-            self.say(f"step {step}/{self._steps}  {_step_line(record)}  ETA {_duration(left)}")
+        if step % self._log_period == 0 or step == self.last_step:
+            left = (now - started) / (step - self._first_step) * (self.last_step - step)
+            self.say(f"step {step}/{self.last_step}  {_step_line(record)}  ETA {_duration(left)}")
 
     def close(self) -> None:
         """Leaves the terminal as it was."""

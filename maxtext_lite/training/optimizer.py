@@ -1,7 +1,8 @@
 """The optimizer and its schedule, both Optax's, as the config names them."""
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,22 +10,66 @@ import optax
 
 from maxtext_lite.config import Config, OptimizerConfig
 from maxtext_lite.training.accumulate import GradientAccumulation
+from maxtext_lite.training.loss_scale import loss_scaling
 
 UNDECAYED_AXES = (("norm",), ("layers", "norm"), ("vocab", "embed"))
 """Logical axes of norms and embedding tables, which weight decay leaves alone by default."""
 
-Schedule = Callable[[Any], Any]
-"""Number of updates made before this one (int or traced int) -> learning rate of this one."""
+Rate = Callable[[Any], Any]
+"""Position u in the run, in steps (float or traced) -> learning rate of the update that ends there."""
 
 
-def learning_rate_schedule(config: Config) -> Schedule:
-    """Learning rate of the update that follows `updates` others: update 1 has rate peak/warmup_steps.
+class Progress(NamedTuple):
+    """Examples and target tokens of the updates that were applied, each as uint32 [2]: high and low half of a count."""
 
-    With u = updates + 1 it rises as u/warmup_steps, is the peak at u = warmup_steps and the final fraction of it
-    at u = steps, neither of which is rounded: the curve is continuous in u.
+    examples: jax.Array
+    tokens: jax.Array
+
+    @classmethod
+    def start(cls) -> "Progress":
+        """Nothing yet."""
+        return cls(jnp.zeros(2, jnp.uint32), jnp.zeros(2, jnp.uint32))
+
+    def plus(self, examples: jax.Array, tokens: jax.Array) -> "Progress":
+        """With another update's counts (int32)."""
+        return Progress(_add(self.examples, examples), _add(self.tokens, tokens))
+
+
+def _add(count: jax.Array, more: jax.Array) -> jax.Array:
+    low = count[1] + more.astype(jnp.uint32)
+    return jnp.stack([count[0] + (low < count[1]), low])
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """The learning rate of an update, from how far the run has come with it.
+
+    Attributes:
+      unit: what is counted (`schedule_unit`).
+      units_per_step: of it in a step at the target batch size: positions are counted in such steps.
+      rate: learning rate at a position.
+    """
+
+    unit: Literal["steps", "examples", "tokens"]
+    units_per_step: float
+    rate: Rate
+
+    def __call__(self, updates: jax.Array, progress: Progress) -> jax.Array:
+        """The learning rate of the update with which both counts are reached."""
+        if self.unit == "steps":
+            return self.rate(updates.astype(jnp.float32))
+        high, low = (progress.examples if self.unit == "examples" else progress.tokens).astype(jnp.float32)
+        return self.rate((high * 2.0**32 + low) / self.units_per_step)
+
+
+def learning_rate_schedule(config: OptimizerConfig, *, last: float, units_per_step: float = 1.0) -> Schedule:
+    """The config's schedule over a run that ends at position `last`, counted in steps at the target batch size.
+
+    The rate rises as u/warmup_steps, is the peak at u = warmup_steps and the final fraction of it at u = last,
+    neither of which is rounded: the curve is continuous in u. Update 1 has rate peak/warmup_steps.
     Source: wsd is Hu et al. 2024, arXiv:2404.06395, section 4, with a linear decay.
     """
-    peak, last, final = config.learning_rate, config.steps, config.learning_rate_final_fraction
+    peak, final = config.learning_rate, config.learning_rate_final_fraction
     warmup = config.warmup_steps
 
     def shape(u: jax.Array) -> jax.Array:
@@ -43,11 +88,11 @@ def learning_rate_schedule(config: Config) -> Schedule:
             case name:
                 raise AssertionError(f"schedule {name!r} passed the config")
 
-    def schedule(updates: Any) -> Any:
-        u = jnp.asarray(updates, jnp.float32) + 1
+    def rate(u: Any) -> Any:
+        u = jnp.asarray(u, jnp.float32)
         return peak * shape(u) * jnp.minimum(u / max(warmup, 1), 1)
 
-    return schedule
+    return Schedule(config.schedule_unit, units_per_step, rate)
 
 
 def _direction(config: OptimizerConfig, axes: Any) -> optax.GradientTransformation:
@@ -99,7 +144,7 @@ def _muon(config: OptimizerConfig, axes: Any) -> optax.GradientTransformation:
 
 
 def make_optimizer(config: Config, axes: Any) -> GradientAccumulation:
-    """Clipping, the optimizer's direction, decoupled weight decay and the learning rate, in that order.
+    """Clipping, the optimizer's direction and decoupled weight decay, in that order; the learning rate is the step's.
 
     Args:
       axes: the parameters' logical axes, which decide what is decayed.
@@ -115,6 +160,6 @@ def make_optimizer(config: Config, axes: Any) -> GradientAccumulation:
             optax.clip_by_global_norm(clipping) if clipping else optax.identity(),
             _direction(config, axes),
             optax.add_decayed_weights(config.weight_decay, decayed),  # also at 0: the state keeps its shape
-            optax.scale_by_learning_rate(learning_rate_schedule(config)),
-        )
+        ),
+        loss_scaling(config),
     )

@@ -10,8 +10,10 @@ from jax.sharding import Mesh
 
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.models import Decoder, DecoderShape, resolve_attention
-from maxtext_lite.parallel import sharding, tree_shardings
+from maxtext_lite.parallel import per_replica, sharding, tree_shardings
 from maxtext_lite.training.accumulate import GradientAccumulation
+from maxtext_lite.training.local_updates import LocalUpdates, OuterState
+from maxtext_lite.training.optimizer import Progress
 
 
 @jax.tree_util.register_dataclass
@@ -19,15 +21,26 @@ from maxtext_lite.training.accumulate import GradientAccumulation
 class TrainState:
     """What a step takes and returns, and a checkpoint holds.
 
+    With local updates, `params`, `opt_state` and `progress` hold one of each for every replica: leaves [R, ...].
+
     Attributes:
       params: the decoder's parameters, in `weight_dtype`.
       opt_state: the optimizer's state; its `gradient_step` counts updates. Never a gradient accumulator.
+      progress: examples and target tokens of the updates.
       step: int32 number of steps done; skipped ones count.
+      outer: with local updates, what the replicas share; otherwise None.
     """
 
     params: Any
     opt_state: optax.MultiStepsState
+    progress: Progress
     step: jax.Array
+    outer: OuterState | None = None
+
+    @property
+    def model_params(self) -> Any:
+        """The parameters to evaluate and to sample from: with local updates, those of the last synchronisation."""
+        return self.params if self.outer is None else self.outer.params
 
 
 def make_decoder(config: Config, platform: str) -> Decoder:
@@ -64,16 +77,30 @@ def make_decoder(config: Config, platform: str) -> Decoder:
     )
 
 
-def create_state(decoder: Decoder, optimizer: GradientAccumulation, key: jax.Array) -> TrainState:
+def create_state(
+    decoder: Decoder, optimizer: GradientAccumulation, key: jax.Array, local: LocalUpdates | None
+) -> TrainState:
     """The state before the first step."""
     params = decoder.init(key)
-    return TrainState(params, optimizer.init(params), jnp.zeros([], jnp.int32))
+    return state_of(params, optimizer, local)
 
 
-def state_shardings(decoder: Decoder, optimizer: GradientAccumulation, mesh: Mesh) -> TrainState:
+def state_of(params: Any, optimizer: GradientAccumulation, local: LocalUpdates | None) -> TrainState:
+    """The state before the first step of a run that starts from these parameters."""
+    opt_state, step = optimizer.init(params), jnp.zeros([], jnp.int32)
+    if local is None:
+        return TrainState(params, opt_state, Progress.start(), step)
+    own = (local.copies(tree) for tree in (params, opt_state, Progress.start()))
+    return TrainState(*own, step, local.outer_state(params))
+
+
+def state_shardings(
+    decoder: Decoder, optimizer: GradientAccumulation, mesh: Mesh, local: LocalUpdates | None = None
+) -> TrainState:
     """Where each leaf of the state lives: optimizer state that is shaped as a parameter lies with it.
 
-    State of another shape (counts, adafactor's row and column sums) is small and stands on every device.
+    State of another shape (counts, adafactor's row and column sums) is small and stands on every device that has the
+    parameters it belongs to.
     """
     everywhere: Any = sharding(mesh)
     params = tree_shardings(mesh, decoder.axes)
@@ -93,7 +120,11 @@ def state_shardings(decoder: Decoder, optimizer: GradientAccumulation, mesh: Mes
         return everywhere
 
     opt_state = jax.tree_util.tree_map_with_path(lay_out, jax.eval_shape(optimizer.init, decoder.abstract_params))
-    return TrainState(params, opt_state, everywhere)
+    progress = Progress(everywhere, everywhere)
+    if local is None:
+        return TrainState(params, opt_state, progress, everywhere)
+    own = (jax.tree.map(per_replica, tree) for tree in (params, opt_state, progress))
+    return TrainState(*own, everywhere, OuterState(params, params))
 
 
 def _names(path: Any) -> tuple[str, ...]:
@@ -101,23 +132,40 @@ def _names(path: Any) -> tuple[str, ...]:
     return tuple(entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey))
 
 
-def abstract_state(decoder: Decoder, optimizer: GradientAccumulation, mesh: Mesh) -> TrainState:
+def abstract_state(
+    decoder: Decoder, optimizer: GradientAccumulation, mesh: Mesh, local: LocalUpdates | None = None
+) -> TrainState:
     """Shapes, dtypes and shardings of the state; nothing is allocated."""
-    shapes = jax.eval_shape(lambda key: create_state(decoder, optimizer, key), jax.random.key(0))
+    shapes = jax.eval_shape(lambda key: create_state(decoder, optimizer, key, local), jax.random.key(0))
     return jax.tree.map(
         lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
         shapes,
-        state_shardings(decoder, optimizer, mesh),
+        state_shardings(decoder, optimizer, mesh, local),
     )
 
 
-def init_state(decoder: Decoder, optimizer: GradientAccumulation, mesh: Mesh, seed: int) -> TrainState:
+def init_state(
+    decoder: Decoder, optimizer: GradientAccumulation, mesh: Mesh, seed: int, local: LocalUpdates | None = None
+) -> TrainState:
     """The state before the first step, each leaf created on the devices that hold it.
 
     The values depend on the seed alone, not on the mesh.
     """
     create = jax.jit(
-        lambda key: create_state(decoder, optimizer, key), out_shardings=state_shardings(decoder, optimizer, mesh)
+        lambda key: create_state(decoder, optimizer, key, local),
+        out_shardings=state_shardings(decoder, optimizer, mesh, local),
     )
     with jax.set_mesh(mesh):
         return create(jax.random.key(seed))
+
+
+def state_from(
+    params: Any, decoder: Decoder, optimizer: GradientAccumulation, mesh: Mesh, local: LocalUpdates | None = None
+) -> TrainState:
+    """The state before the first step of a run that starts from parameters on the mesh."""
+    create = jax.jit(
+        lambda params: state_of(params, optimizer, local),
+        out_shardings=state_shardings(decoder, optimizer, mesh, local),
+    )
+    with jax.set_mesh(mesh):
+        return create(params)

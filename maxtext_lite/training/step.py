@@ -1,6 +1,7 @@
 """The train step and the evaluation step: one jitted function each."""
 
-from typing import Any
+import dataclasses
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,93 +10,274 @@ from jax.sharding import Mesh
 
 from maxtext_lite.config import NumericsConfig
 from maxtext_lite.models import Decoder
-from maxtext_lite.parallel import constrain, over_replicas, sharding, tree_shardings
+from maxtext_lite.parallel import constrain, over_replicas, per_replica, sharding, tree_shardings
 from maxtext_lite.training.accumulate import GradientAccumulation
+from maxtext_lite.training.local_updates import LocalUpdates
 from maxtext_lite.training.loss import LossSums, next_token_loss, row_losses
-from maxtext_lite.training.optimizer import Schedule
+from maxtext_lite.training.optimizer import Progress, Schedule
 from maxtext_lite.training.state import TrainState, state_shardings
 
 TRAIN_BATCH_AXES = ("accumulation", "global_batch", "length")
 EVAL_BATCH_AXES = ("global_batch", "length")
 
 
-def accumulate_gradients(decoder: Decoder, optimizer: GradientAccumulation, mesh: Mesh, config: NumericsConfig) -> Any:
-    """A function (params, batch) -> (gradients, metrics) of one whole step.
+class StepGradients(NamedTuple):
+    """What the micro-batches of a step add up to.
 
-    `batch` arrays are [A, B, T]. Every micro-batch's loss is divided by the number of target tokens of the whole
-    step, so that gradients add up to those of one big batch whatever A, B and the masks are. Gradients are float32.
-    Each replica of the `data` axis adds up its own gradients; they meet once, after the loop.
+    With local updates every leaf has a leading dim R, one entry for each replica and its own target tokens; otherwise
+    all stand for the whole step.
+
+    Attributes:
+      gradients: of the mean loss, float32.
+      loss: mean nll per target token; z_loss likewise, before its multiplier.
+      target_tokens: int32.
+      examples: rows that hold an example, int32.
+      group_squares: sum over groups of W / w |G|^2, where a group is one replica's part of one micro-batch, w its
+        target tokens, W those of the step, and G its part of `gradients`; 0 where there is one group.
+      groups: groups with a target, int32.
     """
 
-    def step_gradients(params: Any, batch: dict[str, jax.Array]) -> tuple[Any, dict[str, jax.Array]]:
-        target_tokens = jnp.sum(batch["weights"] > 0, dtype=jnp.int32)
-        inverse_tokens = 1.0 / jnp.maximum(target_tokens, 1).astype(jnp.float32)
+    gradients: Any
+    loss: jax.Array
+    z_loss: jax.Array
+    target_tokens: jax.Array
+    examples: jax.Array
+    group_squares: jax.Array
+    groups: jax.Array
 
-        def mean_loss_share(params: Any, rows: dict[str, jax.Array]) -> Any:
-            loss, sums = next_token_loss(
-                decoder, params, rows, z_loss_multiplier=config.z_loss_multiplier, num_tiles=config.num_vocab_tiling
-            )
-            return loss * inverse_tokens, jax.tree.map(lambda x: x * inverse_tokens, sums)
 
-        def lay_out(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-            return constrain(x, ("replica", *axes))
+class _Sums(NamedTuple):
+    """The loop's carry: gradients [R, ...], and per replica what `StepGradients` says, [R]."""
 
-        per_replica = over_replicas(jax.value_and_grad(mean_loss_share, has_aux=True), mesh)
+    gradients: Any
+    losses: LossSums
+    group_squares: jax.Array
+    groups: jax.Array
+
+
+def accumulate_gradients(
+    decoder: Decoder,
+    optimizer: GradientAccumulation,
+    mesh: Mesh,
+    config: NumericsConfig,
+    local: LocalUpdates | None = None,
+) -> Any:
+    """A function (params, batch, num_micro_batches=None, loss_scale=None) -> StepGradients of one whole step.
+
+    `batch` arrays are [A, B, T]; only the first `num_micro_batches` (None: all; may be traced) of the A are looked at,
+    so that the accumulation may change without another executable. Every micro-batch's loss is divided by the number
+    of target tokens of the whole step, so that gradients add up to those of one big batch whatever A, B and the masks
+    are. Each replica of the `data` axis adds up its own gradients in float32; they meet once, after the loop, in
+    `grad_dtype`. With local updates they do not meet: each replica has parameters and target tokens of its own.
+    """
+    num_replicas = local.num_replicas if local else mesh.shape["data"]
+
+    def loss_share(params: Any, factor: jax.Array, rows: dict[str, jax.Array]) -> Any:
+        # Weights carry the division: scaled before the backward pass, float16 gradients follow the loss scale.
+        return next_token_loss(
+            decoder,
+            params,
+            rows | {"weights": rows["weights"] * factor},
+            z_loss_multiplier=config.z_loss_multiplier,
+            num_tiles=config.num_vocab_tiling,
+        )
+
+    differentiate = over_replicas(
+        jax.value_and_grad(loss_share, has_aux=True), num_replicas, own=(0, 1) if local else (1,), rows=(2,)
+    )
+
+    def per_replica_sum(x_AB: jax.Array) -> jax.Array:
+        """[A, B] -> [R]."""
+        return over_replicas(lambda x_BA: jnp.sum(x_BA, dtype=jnp.int32), num_replicas, rows=(0,))(x_AB.T)
+
+    def lay_out(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+        return constrain(x, ("replica", *axes))
+
+    def step_gradients(
+        params: Any, batch: dict[str, jax.Array], num_micro_batches: Any = None, loss_scale: jax.Array | None = None
+    ) -> StepGradients:
+        has_target_ABT, has_example_AB = batch["weights"] > 0, batch["segments"][..., 0] > 0
+        tokens_R = per_replica_sum(jnp.sum(has_target_ABT, axis=-1, dtype=jnp.int32))
+        examples_R = per_replica_sum(has_example_AB.astype(jnp.int32))
+        step_tokens_R = tokens_R if local else jnp.broadcast_to(jnp.sum(tokens_R), num_replicas)
+        step_tokens_R = jnp.maximum(step_tokens_R, 1).astype(jnp.float32)
+        factor_R = 1.0 / step_tokens_R if loss_scale is None else loss_scale / step_tokens_R
         cast_params = decoder.cast(params)
-        num_replicas = mesh.shape["data"]
+        several_groups = not local and batch["weights"].shape[0] * num_replicas > 1
 
-        def micro_step(carry: Any, rows: dict[str, jax.Array]) -> tuple[Any, None]:
-            accumulator, means = carry
+        def micro_step(index: Any, sums: _Sums) -> _Sums:
+            rows = {name: jax.lax.dynamic_index_in_dim(x, index, keepdims=False) for name, x in batch.items()}
             # Tied to the loop's rows, weights that are sharded are gathered when they are used; as constants of the
             # loop, whole embeddings would be gathered before it and kept until its end.
             micro_params, rows = jax.lax.optimization_barrier((cast_params, rows))
-            (_, micro_means), gradients = per_replica(micro_params, rows)
-            accumulator = optimizer.accumulate(accumulator, gradients)
+            (_, losses), gradients = differentiate(micro_params, factor_R, rows)
+            accumulator = optimizer.accumulate(sums.gradients, gradients)
             accumulator = jax.tree.map(lay_out, accumulator, decoder.axes)
-            return (accumulator, jax.tree.map(jnp.add, means, micro_means)), None
+            group_squares, groups = sums.group_squares, sums.groups
+            if several_groups:
+                group_tokens_R = per_replica_sum(jnp.sum(rows["weights"] > 0, axis=-1, dtype=jnp.int32)[None])
+                share_R = group_tokens_R / step_tokens_R
+                squares_R = sum(_squares_by_replica(g) for g in jax.tree.leaves(gradients))
+                group_squares += jnp.where(group_tokens_R > 0, squares_R / jnp.maximum(share_R, 1e-30), 0.0)
+                groups += (group_tokens_R > 0).astype(jnp.int32)
+            return _Sums(accumulator, jax.tree.map(jnp.add, sums.losses, losses), group_squares, groups)
 
-        zeros = jax.tree.map(lay_out, optimizer.accumulator(params, num_replicas), decoder.axes)
-        means_R = LossSums(jnp.zeros(num_replicas), jnp.zeros(num_replicas))
-        (gradients, means_R), _ = jax.lax.scan(micro_step, (zeros, means_R), batch)
-        gradients = jax.tree.map(lambda g, axes: constrain(jnp.sum(g, axis=0), axes), gradients, decoder.axes)
-        means = jax.tree.map(jnp.sum, means_R)
-        metrics = {"loss": means.nll, "target_tokens": target_tokens}
-        if config.z_loss_multiplier:
-            metrics["z_loss"] = config.z_loss_multiplier * means.log_partition_squared
-        return gradients, metrics
+        zeros_R = jnp.zeros(num_replicas)
+        zeros = jax.tree.map(lay_out, optimizer.accumulator(decoder.abstract_params, num_replicas), decoder.axes)
+        start = _Sums(zeros, LossSums(zeros_R, zeros_R), zeros_R, jnp.zeros(num_replicas, jnp.int32))
+        end = batch["weights"].shape[0] if num_micro_batches is None else num_micro_batches
+        sums = jax.lax.fori_loop(0, end, micro_step, start)
+
+        def meet(x_R: jax.Array) -> jax.Array:
+            return x_R if local else jnp.sum(x_R, axis=0)
+
+        gradients = jax.tree.map(
+            lambda g, axes: lay_out(g, axes) if local else constrain(meet(g.astype(config.grad_dtype)), axes),
+            sums.gradients,
+            decoder.axes,
+        )
+        gradients = jax.tree.map(lambda g: g.astype(config.grad_dtype).astype(jnp.float32), gradients)
+        result = StepGradients(
+            gradients,
+            meet(sums.losses.nll),
+            meet(sums.losses.log_partition_squared),
+            meet(tokens_R),
+            meet(examples_R),
+            meet(sums.group_squares),
+            meet(sums.groups),
+        )
+        return result if loss_scale is None else _unscaled(result, loss_scale)
 
     return step_gradients
 
 
+def _squares_by_replica(gradient: jax.Array) -> jax.Array:
+    """Sum of squares over all dims but the first, in float32."""
+    return jnp.sum(jnp.square(gradient.astype(jnp.float32)), axis=tuple(range(1, gradient.ndim)))
+
+
+def _unscaled(sums: StepGradients, loss_scale: jax.Array) -> StepGradients:
+    """Without the loss scale, a scalar or [R]."""
+
+    def divide(x: jax.Array) -> jax.Array:
+        return x / loss_scale.reshape(loss_scale.shape + (1,) * (x.ndim - loss_scale.ndim))
+
+    return sums._replace(
+        gradients=jax.tree.map(divide, sums.gradients),
+        loss=divide(sums.loss),
+        z_loss=divide(sums.z_loss),
+        group_squares=divide(divide(sums.group_squares)),
+    )
+
+
 def make_train_step(
-    decoder: Decoder, optimizer: GradientAccumulation, mesh: Mesh, *, config: NumericsConfig, schedule: Schedule
+    decoder: Decoder,
+    optimizer: GradientAccumulation,
+    mesh: Mesh,
+    *,
+    config: NumericsConfig,
+    schedule: Schedule,
+    local: LocalUpdates | None = None,
 ) -> Any:
-    """The jitted function (state, batch) -> (state, metrics); the state passed in is given up.
+    """The jitted function (state, batch, num_micro_batches=None) -> (state, metrics); the state passed in is given up.
 
     `batch` holds tokens, targets, segments, positions (int32) and weights (float32), each [A, B, T].
-    Metrics are replicated scalars: loss, target_tokens, grad_norm (before clipping), param_norm (after the update),
-    learning_rate and, where there is one, z_loss.
+    A step whose gradient is not finite, or that has no target, leaves parameters, optimizer state and schedule as they
+    are: it is `skipped`. Metrics are replicated scalars: loss, target_tokens, grad_norm (before clipping), param_norm
+    (after the update), learning_rate, skipped, groups and group_squares (see `noise`) and, where there are any, z_loss
+    and loss_scale. With local updates each is [R], one value for each replica, which also skips for itself, and nothing
+    crosses the data axis: `summarise` and `make_synchronise` do.
     """
-    step_gradients = accumulate_gradients(decoder, optimizer, mesh, config)
+    step_gradients = accumulate_gradients(decoder, optimizer, mesh, config, local)
 
-    def train_step(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, dict[str, jax.Array]]:
-        gradients, metrics = step_gradients(state.params, batch)
-        updates, opt_state = optimizer.finish(gradients, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-        metrics |= {
-            "grad_norm": optax.tree.norm(gradients),
+    def update(params: Any, opt_state: optax.MultiStepsState, progress: Progress, step: StepGradients) -> Any:
+        grad_norm = optax.tree.norm(step.gradients)
+        finite = jnp.isfinite(grad_norm) & jnp.isfinite(step.loss)
+        applied = finite & (step.target_tokens > 0)
+        new_progress = progress.plus(step.examples, step.target_tokens)
+        learning_rate = schedule(opt_state.gradient_step + 1, new_progress)
+        updates, new_opt_state = optimizer.finish(step.gradients, opt_state, params)
+        updates = jax.tree.map(lambda u: -learning_rate * u, updates)
+        new = (optax.apply_updates(params, updates), new_opt_state, new_progress)
+        params, opt_state, progress = jax.tree.map(
+            lambda new, old: jnp.where(applied, new, old), new, (params, opt_state, progress)
+        )
+        metrics = {
+            "loss": step.loss,
+            "target_tokens": step.target_tokens,
+            "grad_norm": grad_norm,
             "param_norm": optax.tree.norm(params),
-            "learning_rate": schedule(state.opt_state.gradient_step),
+            "learning_rate": learning_rate,
+            "skipped": ~applied,
+            "groups": step.groups,
+            "group_squares": step.group_squares,
         }
-        return TrainState(params, opt_state, state.step + 1), metrics
+        if config.z_loss_multiplier:
+            metrics["z_loss"] = config.z_loss_multiplier * step.z_loss
+        if optimizer.loss_scaling:
+            metrics["loss_scale"] = opt_state.skip_state.scale
+            opt_state = opt_state._replace(skip_state=optimizer.loss_scaling.next(opt_state.skip_state, finite))
+        return params, opt_state, progress, metrics
 
-    shardings = state_shardings(decoder, optimizer, mesh)
+    if local:
+        update = over_replicas(update, local.num_replicas, own=(0, 1, 2, 3))
+
+    def train_step(
+        state: TrainState, batch: dict[str, jax.Array], num_micro_batches: jax.Array | None = None
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        scale = state.opt_state.skip_state.scale if optimizer.loss_scaling else None
+        step = step_gradients(state.params, batch, num_micro_batches, scale)
+        params, opt_state, progress, metrics = update(state.params, state.opt_state, state.progress, step)
+        return TrainState(params, opt_state, progress, state.step + 1, state.outer), metrics
+
+    shardings = state_shardings(decoder, optimizer, mesh, local)
+    everywhere = sharding(mesh)
     return jax.jit(
         train_step,
         donate_argnums=0,
-        in_shardings=(shardings, sharding(mesh, TRAIN_BATCH_AXES)),
-        out_shardings=(shardings, sharding(mesh)),
+        in_shardings=(shardings, sharding(mesh, TRAIN_BATCH_AXES), everywhere),
+        out_shardings=(shardings, per_replica(everywhere) if local else everywhere),
     )
+
+
+def make_synchronise(decoder: Decoder, optimizer: GradientAccumulation, mesh: Mesh, local: LocalUpdates) -> Any:
+    """The jitted function state -> state in which the replicas meet; the state passed in is given up."""
+
+    def synchronise(state: TrainState) -> TrainState:
+        assert state.outer is not None
+        params, outer = local.synchronised(state.params, state.outer)
+        return dataclasses.replace(state, params=params, outer=outer)
+
+    shardings = state_shardings(decoder, optimizer, mesh, local)
+    return jax.jit(synchronise, donate_argnums=0, in_shardings=(shardings,), out_shardings=shardings)
+
+
+def make_summarise(mesh: Mesh) -> Any:
+    """The jitted function of a step's metrics, each [R], to scalars for the whole step.
+
+    Losses are means over the target tokens of all replicas; norms and the learning rate are means over replicas; the
+    step counts as skipped where any replica skipped it; the loss scale is the least.
+    """
+
+    def summarise(metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        tokens_R = metrics["target_tokens"]
+        share_R = tokens_R / jnp.maximum(jnp.sum(tokens_R), 1)
+        whole = {
+            "target_tokens": jnp.sum(tokens_R),
+            "skipped": jnp.any(metrics["skipped"]),
+            "groups": jnp.sum(metrics["groups"]),
+            "group_squares": jnp.sum(metrics["group_squares"]),
+        }
+        for name, x_R in metrics.items():
+            if name in ("loss", "z_loss"):
+                whole[name] = jnp.sum(share_R * x_R)
+            elif name == "loss_scale":
+                whole[name] = jnp.min(x_R)
+            elif name not in whole:
+                whole[name] = jnp.mean(x_R)
+        return whole
+
+    return jax.jit(summarise, out_shardings=sharding(mesh))
 
 
 def make_eval_step(decoder: Decoder, mesh: Mesh, config: NumericsConfig) -> Any:
@@ -104,8 +286,10 @@ def make_eval_step(decoder: Decoder, mesh: Mesh, config: NumericsConfig) -> Any:
     def losses(params: Any, rows: dict[str, jax.Array]) -> Any:
         return row_losses(decoder, params, rows, num_tiles=config.num_vocab_tiling)
 
+    by_replica = over_replicas(losses, mesh.shape["data"], rows=(1,))
+
     def eval_step(params: Any, batch: dict[str, jax.Array]) -> Any:
-        return jax.tree.map(lambda x_RB: x_RB.reshape(-1), over_replicas(losses, mesh)(decoder.cast(params), batch))
+        return jax.tree.map(lambda x_RB: x_RB.reshape(-1), by_replica(decoder.cast(params), batch))
 
     return jax.jit(
         eval_step,

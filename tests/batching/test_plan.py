@@ -6,12 +6,13 @@ import pytest
 from maxtext_lite.batching import BatchPlan, load_plan, make_plan, not_yet_trainable, row_slots
 from maxtext_lite.config import UserError, load_config
 
-# The keys of plan.json that interface.md promises.
+# The keys of plan.json that are promised.
 PROMISED = """num_devices, num_hosts, mesh, per_device_batch_size, micro_batch_to_train, empty_slots_per_micro_batch,
 gradient_accumulation_steps, global_batch_to_train, global_batch_to_load, loads_per_step, loading_hosts,
 examples_per_loading_host, tokens_per_step, num_pipeline_stages, num_pipeline_microbatches, pipeline_microbatch_size,
 pipeline_bubble_fraction, steps, epochs, steps_per_epoch, learning_rate, learning_rate_multiplier, rampup,
-memory""".replace("\n", " ").split(", ")
+memory, num_examples, total_examples, last_batch_examples, dropped_examples, adam_b1, adam_b2, adam_eps,
+diloco_num_replicas, diloco_sync_period""".replace("\n", " ").split(", ")
 
 
 def plan_of(*overrides, num_devices=8, **machine):
@@ -23,7 +24,11 @@ def test_a_plan_has_what_was_promised():
     written = json.loads(json.dumps(plan.to_json()))
     assert set(PROMISED) <= set(written)
     assert all(hasattr(plan, name) for name in PROMISED)
-    assert list(written["rampup"]) == ["num_increments", "samples_per_increment", "total_steps", "stages"]
+    assert list(written["rampup"]) == [
+        "mode", "num_increments", "samples_per_increment", "total_steps", "stages", "target"]  # fmt: skip
+    assert written["rampup"]["target"] == {
+        "first_step": plan.rampup.total_steps + 1, "num_steps": None, "per_device_batch_size": 16,
+        "gradient_accumulation_steps": 1, "global_batch_to_train": 128, "samples": None}  # fmt: skip
     assert list(written["rampup"]["stages"][0]) == [
         "first_step", "num_steps", "per_device_batch_size", "gradient_accumulation_steps", "global_batch_to_train",
         "samples"]  # fmt: skip
@@ -121,8 +126,7 @@ def test_what_can_be_planned_but_not_trained_is_named_by_its_key():
     config = load_config(None, overrides)
     problems = not_yet_trainable(config, make_plan(config, num_devices=8, num_hosts=2))
     assert [problem.split(":")[0] for problem in problems] == [
-        "dcn_context_parallelism=2", "ici_expert_parallelism=2", "ici_pipeline_parallelism=2",
-        "enable_rampup_batch_size=true", "expansion_factor_real_data=2"]  # fmt: skip
+        "dcn_context_parallelism=2", "ici_expert_parallelism=2", "ici_pipeline_parallelism=2"]  # fmt: skip
     assert not_yet_trainable(load_config(), plan_of()) == []
 
 
@@ -136,7 +140,7 @@ def test_problems_of_config_and_plan_come_at_once():
         )
     assert refused.value.problems == (
         "unknown key 'stps' (command line). Did you mean 'steps'?",
-        "steps=0 must be at least 1. Nearest that works: 1.",
+        "steps=0 must be at least 1, or -1. Nearest that works: 1.",
         "gradient_accumulation_steps=0 must be at least 1, or -1. Nearest that works: 1.",
         "num_hosts=3 does not divide num_devices=8: every host has as many devices. Nearest that work: 2 or 4.",
         "per_device_batch_size=0.3 x 8 devices = 2.4 examples, not a whole number. Nearest that work: 0.25 or 0.375.",

@@ -43,7 +43,7 @@ def test_constrain_without_a_mesh_changes_nothing():
 def test_over_replicas_gives_each_replica_its_contiguous_rows(mesh):
     rows = jax.device_put(jnp.arange(8.0).reshape(8, 1), sharding(mesh, ("global_batch", None)))
     with jax.set_mesh(mesh):
-        sums_R = jax.jit(lambda rows: over_replicas(lambda scale, x: scale * x.sum(), mesh)(10.0, rows))(rows)
+        sums_R = jax.jit(lambda rows: over_replicas(lambda scale, x: scale * x.sum(), 2, rows=(1,))(10.0, rows))(rows)
     np.testing.assert_array_equal(sums_R, [10 * (0 + 1 + 2 + 3), 10 * (4 + 5 + 6 + 7)])
 
 
@@ -55,6 +55,6 @@ def test_over_shards_runs_on_each_device_part_inside_over_replicas(mesh):
         return over_shards(local, (("batch", "activation_mlp"),), ("batch", "activation_mlp"))(rows)
 
     with jax.set_mesh(mesh):
-        got = jax.jit(lambda x: over_replicas(part_sums, mesh)(None, x))(x)
+        got = jax.jit(lambda x: over_replicas(part_sums, 2, rows=(1,))(None, x))(x)
     blocks = np.asarray(x).reshape(4, 2, 2, 2).sum(axis=(1, 3))
     np.testing.assert_array_equal(np.asarray(got).reshape(8, 4), np.repeat(np.repeat(blocks, 2, 0), 2, 1))

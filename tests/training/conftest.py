@@ -13,6 +13,7 @@ from maxtext_lite.config import load_config
 from maxtext_lite.models import Decoder
 from maxtext_lite.parallel import MESH_AXES, make_mesh, sharding
 from maxtext_lite.training.accumulate import GradientAccumulation
+from maxtext_lite.training.local_updates import LocalUpdates, local_updates
 from maxtext_lite.training.optimizer import learning_rate_schedule, make_optimizer
 from maxtext_lite.training.state import abstract_state, init_state, make_decoder, state_shardings
 from maxtext_lite.training.step import TRAIN_BATCH_AXES, accumulate_gradients, make_train_step
@@ -33,15 +34,21 @@ class Setup:
     mesh: jax.sharding.Mesh
     decoder: Decoder
     optimizer: GradientAccumulation
+    local: LocalUpdates | None = None
+
+    @property
+    def abstract(self):
+        """Shapes and shardings of the state."""
+        return abstract_state(self.decoder, self.optimizer, self.mesh, self.local)
 
     @functools.cached_property
     def initial(self):
         """The state before the first step, on the host."""
-        return jax.device_get(init_state(self.decoder, self.optimizer, self.mesh, 0))
+        return jax.device_get(init_state(self.decoder, self.optimizer, self.mesh, 0, self.local))
 
     def state(self):
         """A new copy of the initial state, on the mesh: a step gives up the one that it is passed."""
-        return jax.device_put(self.initial, state_shardings(self.decoder, self.optimizer, self.mesh))
+        return jax.device_put(self.initial, state_shardings(self.decoder, self.optimizer, self.mesh, self.local))
 
     def batch(self, rows, accumulation, slots):
         """Rows as [A, slots, T]: row j in micro-batch j % A, slot j // A; slots without a row are zeros."""
@@ -53,34 +60,39 @@ class Setup:
             laid_out[name] = jax.device_put(full, sharding(self.mesh, TRAIN_BATCH_AXES))
         return laid_out
 
-    def compile_step(self, batch):
+    def compile_step(self, batch, num_micro_batches=None):
         step = make_train_step(
-            self.decoder, self.optimizer, self.mesh, config=self.config, schedule=learning_rate_schedule(self.config)
+            self.decoder,
+            self.optimizer,
+            self.mesh,
+            config=self.config,
+            schedule=learning_rate_schedule(self.config, last=self.config.steps),
+            local=self.local,
         )
         with jax.set_mesh(self.mesh), jax.default_matmul_precision("highest"):
-            return step.lower(abstract_state(self.decoder, self.optimizer, self.mesh), batch).compile()
+            return step.lower(self.abstract, batch, num_micro_batches).compile()
 
-    def gradients(self, params, batch):
+    def gradients(self, params, batch, num_micro_batches=None):
         with jax.set_mesh(self.mesh), jax.default_matmul_precision("highest"):
-            function = accumulate_gradients(self.decoder, self.optimizer, self.mesh, self.config)
-            return jax.device_get(jax.jit(function)(params, batch))
+            function = accumulate_gradients(self.decoder, self.optimizer, self.mesh, self.config, self.local)
+            return jax.device_get(jax.jit(function)(params, batch, num_micro_batches))
 
-    def run(self, compiled, batch, steps):
+    def run(self, compiled, batch, steps, num_micro_batches=None):
         """State and metrics of each of `steps` steps on the same batch."""
         state, metrics = self.state(), []
         for _ in range(steps):
-            state, step_metrics = compiled(state, batch)
+            state, step_metrics = compiled(state, batch, num_micro_batches)
             metrics.append(jax.device_get(step_metrics))  # waits: see loop.py on simulated devices
         return jax.device_get(state), metrics
 
 
 @functools.cache
-def make_setup(*overrides, data=1, fsdp=1, tensor=1):
+def make_setup(*overrides, data=1, fsdp=1, tensor=1, replicas=None):
     config = load_config(None, [*TINY, *overrides])
     sizes = {axis: {"data": data, "fsdp": fsdp, "tensor": tensor}.get(axis, 1) for axis in MESH_AXES}
     mesh = make_mesh(sizes, dict.fromkeys(MESH_AXES, 1), jax.devices()[: data * fsdp * tensor])
     decoder = make_decoder(config, "cpu")
-    return Setup(config, mesh, decoder, make_optimizer(config, decoder.axes))
+    return Setup(config, mesh, decoder, make_optimizer(config, decoder.axes), local_updates(config, replicas))
 
 
 @pytest.fixture(scope="session")

@@ -9,11 +9,13 @@ import pytest
 
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.training.checkpoint import Checkpointer, Counts, checkpoint_directory, fingerprint, load_parameters
+from maxtext_lite.training.noise import NoiseScale
 from maxtext_lite.training.optimizer import make_optimizer
 from maxtext_lite.training.state import abstract_state
 from tests.training.conftest import TINY
 
-COUNTS = Counts(step=7, examples_seen=112, tokens_seen=3_000_000_000)
+NOISE = NoiseScale().after(group_squares=1.5, groups=2, grad_norm=1.0, examples=4)
+COUNTS = Counts(step=7, examples_seen=112, tokens_seen=3_000_000_000, skipped_in_a_row=1, noise=NOISE)
 
 
 def _config(*overrides):
@@ -25,7 +27,9 @@ def saved(tmp_path_factory, setup):
     """A run directory with checkpoints of steps 5, 6 and 7, of which two are kept."""
     directory = tmp_path_factory.mktemp("run")
     it = setup("optimizer=adamw", data=2, fsdp=2, tensor=2)
-    checkpointer = Checkpointer(directory, _config("max_num_checkpoints_to_keep=2"), fingerprint(_config(), "text"))
+    checkpointer = Checkpointer(
+        directory, _config("max_num_checkpoints_to_keep=2"), fingerprint(_config(), "text", None)
+    )
     assert checkpointer.latest_step() is None
     for step in (5, 6, 7):
         checkpointer.save(it.state(), dataclasses.replace(COUNTS, step=step))
@@ -35,7 +39,7 @@ def saved(tmp_path_factory, setup):
 
 def _open(directory, *overrides, data="text"):
     config = _config(*overrides)
-    return Checkpointer(directory, config, fingerprint(config, data))
+    return Checkpointer(directory, config, fingerprint(config, data, None))
 
 
 @pytest.mark.parametrize("mesh", [{}, {"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 8}], ids=str)
@@ -62,6 +66,7 @@ def test_keeps_the_newest(saved):
 @pytest.mark.parametrize(("overrides", "data", "differs"), [
     (["base_mlp_dim=48"], "text", "base_mlp_dim=48 contradicts the checkpoint of step 7"),
     (["data_shuffle_seed=3"], "text", "data_shuffle_seed=3 contradicts"),
+    (["dtype=float16"], "text", "dtype is float16=True contradicts"),
     (["optimizer=lion"], "text", "optimizer=lion contradicts"),
         (["packing=false"], "other text", "packing=False contradicts"),
         (["eval_fraction=0.5"], "other text", "eval_fraction=0.5 contradicts"),
@@ -122,4 +127,36 @@ def test_a_half_written_checkpoint_is_not_seen(saved):
     (directory / "checkpoints" / "9.orbax-checkpoint-tmp").mkdir()
     checkpointer = _open(directory)
     assert checkpointer.latest_step() == 7
+    checkpointer.close()
+
+
+def test_replicas_and_their_outer_state_come_back_to_the_bit(tmp_path, setup):
+    """Mid-period the replicas differ from what they share; the parameters to load are what they share."""
+    it = setup("optimizer=adamw", data=2, replicas=4)
+    state = it.state()
+    apart = jax.tree.map(
+        lambda p: p * np.arange(1.0, 5.0, dtype=np.float32).reshape(-1, *[1] * (p.ndim - 1)), state.params
+    )
+    state = dataclasses.replace(state, params=jax.device_put(apart, jax.tree.map(lambda p: p.sharding, state.params)))
+    want = jax.device_get(state)
+    checkpointer = Checkpointer(tmp_path, _config(), fingerprint(_config(), "text", 4))
+    checkpointer.save(state, COUNTS)
+    got, _ = checkpointer.restore(it.abstract)
+    checkpointer.close()
+    for part in ("params", "opt_state", "progress", "outer"):
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(getattr(got, part)), getattr(want, part))
+    plain = setup("optimizer=adamw")
+    loaded = load_parameters(tmp_path, plain.abstract.params, "key")
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(loaded), plain.initial.params)
+    with pytest.raises(UserError, match=r"diloco_num_replicas=None contradicts .* which has diloco_num_replicas=4"):
+        _open(tmp_path).restore(plain.abstract)
+
+
+def test_a_checkpoint_of_another_format_is_refused(saved, tmp_path):
+    shutil.copytree(saved[0] / "checkpoints" / "7", tmp_path / "checkpoints" / "7")
+    about = tmp_path / "checkpoints" / "7" / "about" / "metadata"
+    about.write_text(about.read_text().replace('"format": 2', '"format": 1'))
+    checkpointer = _open(tmp_path)
+    with pytest.raises(UserError, match="has format 1; this version reads 2"):
+        checkpointer.restore(saved[1].abstract)
     checkpointer.close()

@@ -1,0 +1,95 @@
+"""What the gradient noise scale says about the batch size, in words. Imports no jax."""
+
+_CLEARLY = 2  # batch and noise scale differ when even the ends of the error bar are this factor apart
+_STANDARD_ERRORS = 2
+_TOO_UNCERTAIN = 0.5  # the relative standard error at which zero is within two standard errors
+_LIMITS = (
+    "This is a guide to the order of magnitude, for a learning rate that suits the batch; it knows nothing of memory "
+    "or of speed, and the noise scale usually grows while the loss falls."
+)
+
+
+def example_efficiency(noise_scale: float, batch: float) -> float:
+    """Progress per example, as a fraction of what tiny batches get out of each: 1 / (1 + batch / noise_scale).
+
+    Source: McCandlish et al. 2018, arXiv:1812.06162, section 2.3.
+    """
+    return 1 / (1 + batch / noise_scale)
+
+
+def step_efficiency(noise_scale: float, batch: float) -> float:
+    """Progress per step, as a fraction of what an infinite batch makes: 1 / (1 + noise_scale / batch).
+
+    Source: McCandlish et al. 2018, arXiv:1812.06162, section 2.2.
+    """
+    return 1 / (1 + noise_scale / batch)
+
+
+def batch_size_advice(noise_scale: float | None, relative_error: float | None, global_batch: int) -> str:
+    """A few sentences: what the noise scale suggests for `global_batch`, and what it does not say.
+
+    The batch counts as far below (above) the noise scale where even the near end of its error bar, two standard errors
+    wide to each side, is more than twice (less than half) the batch.
+
+    Args:
+      noise_scale: in examples; None where it was not measured.
+      relative_error: its standard error / noise_scale; None where that is not known.
+      global_batch: examples per step.
+    Source: McCandlish et al. 2018, arXiv:1812.06162.
+    """
+    batch = f"the batch of {global_batch:,} example{'' if global_batch == 1 else 's'}"
+    if noise_scale is None:
+        return (
+            f"The gradient noise scale is not known, so it says nothing about {batch}. Measuring it takes at least two "
+            "gradients per step (data replicas, or gradient_accumulation_steps of 2 or more) and enough steps for the "
+            "estimate to settle."
+        )
+    if noise_scale <= 0:
+        return (
+            f"The gradient noise scale came out as {noise_scale:.3g} examples; one that is not above 0 means that the "
+            f"estimate is lost in its own noise, so it says nothing about {batch}."
+        )
+    measured = f"The gradient noise scale is about {_count(noise_scale)} examples"
+    if relative_error is None:
+        return (
+            f"{measured}, with an error that is not known. {_progress(noise_scale, global_batch)} "
+            f"Without an error bar that is a hint, no more. {_LIMITS}"
+        )
+    low = max(noise_scale * (1 - _STANDARD_ERRORS * relative_error), 0.0)
+    high = noise_scale * (1 + _STANDARD_ERRORS * relative_error)
+    bars = f"{measured} (two standard errors: {_count(low)} to {_count(high)})"
+    if relative_error >= _TOO_UNCERTAIN:
+        return f"{bars}. That is too uncertain to say anything about {batch}; more steps narrow it."
+    return f"{bars}. {_progress(noise_scale, global_batch)} {_verdict(low, high, noise_scale, global_batch)} {_LIMITS}"
+
+
+def _progress(noise_scale: float, batch: int) -> str:
+    return (
+        f"With the batch of {batch:,} a step makes {step_efficiency(noise_scale, batch):.0%} of the progress of an "
+        f"infinitely large batch, and an example gives {example_efficiency(noise_scale, batch):.0%} of what it gives "
+        "in a very small one."
+    )
+
+
+def _verdict(low: float, high: float, noise_scale: float, batch: int) -> str:
+    if low > _CLEARLY * batch:
+        return (
+            f"The batch is well below the noise scale: at twice its size a step would make "
+            f"{step_efficiency(noise_scale, 2 * batch):.0%}, and an example still give "
+            f"{example_efficiency(noise_scale, 2 * batch):.0%}, so a larger batch would cost few examples."
+        )
+    if high < batch / _CLEARLY:
+        return (
+            f"The batch is well above the noise scale, so examples are wasted: at half its size a step would still "
+            f"make {step_efficiency(noise_scale, batch / 2):.0%}, and an example give "
+            f"{example_efficiency(noise_scale, batch / 2):.0%}."
+        )
+    if low >= batch / _CLEARLY and high <= _CLEARLY * batch:
+        return "The two are of like size, the usual compromise between few steps and few examples."
+    side, factor = ("above", "twice") if noise_scale > batch else ("below", "half")
+    return f"Whether the noise scale is {side} {factor} the batch cannot be told within its error."
+
+
+def _count(examples: float) -> str:
+    """A measured number of examples: whole from 100 on, else with three digits."""
+    return f"{examples:,.0f}" if examples >= 100 else f"{examples:.3g}"

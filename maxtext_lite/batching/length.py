@@ -1,0 +1,150 @@
+"""How long a run is: stated steps, or passes over the data that end in a whole or a short batch."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+
+from maxtext_lite.batching.batch import Batch, smaller_batches
+from maxtext_lite.batching.problem import Edit, Problem, multiples
+from maxtext_lite.batching.rampup import BatchStage, earlier_starts, samples_before, stage_at
+from maxtext_lite.config import Config
+from maxtext_lite.config.errors import number_text
+from maxtext_lite.config.rules import NOTHING_STATES_THE_LENGTH
+
+
+@dataclass(frozen=True)
+class RunLength:
+    """The steps of a run and the examples that each consumes. Pure, and closed over the stages: it walks no steps.
+
+    Attributes:
+      stages: all stages of the run, in order; the last one has no end.
+      stated_steps: `steps`; None where num_epochs states the length.
+      stated_examples: num_epochs x examples in the data; None where `steps` states the length.
+      trains_short_batch: whether the examples at the end that fill no batch are one more step (`last_batch`).
+    """
+
+    stages: tuple[BatchStage, ...]
+    stated_steps: int | None
+    stated_examples: int | None
+    trains_short_batch: bool
+
+    @property
+    def steps(self) -> int:
+        """Steps of the whole run, when it is not interrupted to change the plan."""
+        return self.steps_left(0, 0)
+
+    @property
+    def total_examples(self) -> int:
+        """Examples that the whole run consumes, those of a short last batch included."""
+        if self.stated_examples is None:
+            return samples_before(self.stages, self.steps + 1)
+        return self.stated_examples - (0 if self.trains_short_batch else self.short_batch_examples)
+
+    @property
+    def short_batch_examples(self) -> int:
+        """Examples at the end that fill no batch; 0 where the last batch is whole."""
+        if self.stated_examples is None:
+            return 0
+        return self.stated_examples - self._whole_batches(0)[1]
+
+    def step_examples(self, examples_seen: int) -> int:
+        """Examples of the next step, when `examples_seen` have been consumed; 0 where the data of the run has ended.
+
+        Raises:
+          ValueError: examples_seen is negative.
+        """
+        batch = stage_at(self.stages, examples_seen).global_batch_to_train
+        if self.stated_examples is None or examples_seen + batch <= self.stated_examples:
+            return batch
+        return max(self.stated_examples - examples_seen, 0) if self.trains_short_batch else 0
+
+    def steps_left(self, step: int, examples_seen: int) -> int:
+        """Steps that remain after `step` steps that consumed `examples_seen` examples.
+
+        Stated steps are counted; epochs are not over before their examples are, however many steps those took.
+
+        Raises:
+          ValueError: step or examples_seen is negative.
+        """
+        if min(step, examples_seen) < 0:
+            raise ValueError(f"step={step}, examples_seen={examples_seen}: neither may be negative")
+        if self.stated_examples is None:
+            assert self.stated_steps is not None
+            return max(self.stated_steps - step, 0)
+        steps, seen = self._whole_batches(examples_seen)
+        return steps + (self.trains_short_batch and seen < self.stated_examples)
+
+    def _whole_batches(self, examples_seen: int) -> tuple[int, int]:
+        """(whole batches that fit from here to the end of the data, examples seen after them)."""
+        assert self.stated_examples is not None
+        steps, seen = 0, examples_seen
+        for stage, following in itertools.pairwise(self.stages):
+            batch = stage.global_batch_to_train
+            fitting = max(self.stated_examples - seen, 0) // batch
+            to_next_stage = max(-(-(following.samples_before - seen) // batch), 0)
+            if fitting < to_next_stage:
+                return steps + fitting, seen + fitting * batch
+            steps, seen = steps + to_next_stage, seen + to_next_stage * batch
+        batch = self.stages[-1].global_batch_to_train
+        fitting = max(self.stated_examples - seen, 0) // batch
+        return steps + fitting, seen + fitting * batch
+
+
+def epochs_problem(config: Config, num_examples: int | None) -> Problem | None:
+    """Refuses a length that nothing states, and epochs that are no whole number of examples."""
+    key, epochs = "num_epochs", config.num_epochs
+    if epochs == 0:
+        if config.steps != -1:
+            return None
+        return Problem("steps", NOTHING_STATES_THE_LENGTH, above=[{"steps": max(config.warmup_steps, 1)}])
+    if num_examples is None or (epochs * num_examples).denominator == 1:
+        return None
+    below, above = multiples(key, Fraction(1, num_examples), epochs)
+    return Problem(
+        key,
+        f"{key}={number_text(epochs)} x {num_examples} examples in the data = {float(epochs * num_examples):.6g} "
+        "examples, not a whole number.",
+        below,
+        above,
+        ({key: epochs.__ceil__()},),
+        rule=f"{key} is whole",
+    )
+
+
+def derive_length(
+    config: Config, batch: Batch, stages: tuple[BatchStage, ...], num_devices: int, num_examples: int | None
+) -> RunLength | Problem | None:
+    """The length of a run; None where num_epochs states it and the number of examples is not known.
+
+    Args:
+      config: one without an `epochs_problem`.
+    """
+    trains_short = config.last_batch == "train"
+    if config.num_epochs == 0:
+        return RunLength(stages, config.steps, None, trains_short)
+    if num_examples is None:
+        return None
+    length = RunLength(stages, None, int(config.num_epochs * num_examples), trains_short)
+    return length if length.steps else _no_step(config, batch, stages[0], num_devices, num_examples)
+
+
+def _no_step(config: Config, batch: Batch, first: BatchStage, num_devices: int, num_examples: int) -> Problem:
+    total, wanted = int(config.num_epochs * num_examples), first.global_batch_to_train
+
+    def smaller() -> Iterator[Edit]:
+        if config.enable_rampup_batch_size:
+            yield from earlier_starts(config, batch, num_devices, total)
+        else:
+            yield from smaller_batches(config, batch, num_devices, total)
+
+    enough: Edit = {"num_epochs": Fraction(wanted, num_examples)}
+    return Problem(
+        "num_epochs",
+        f"num_epochs={number_text(config.num_epochs)} is {total} example{'' if total == 1 else 's'}, fewer than the "
+        f"{wanted} of one batch, and last_batch=drop trains whole batches only: no step.",
+        list(smaller()),
+        [enough],
+        ({"last_batch": "train"}, {"last_batch": "train", **enough}),
+        rule="a step",
+    )

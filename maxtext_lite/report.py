@@ -1,0 +1,42 @@
+"""The command `report`: RUN_DIR/report.html, one self-contained page of a run, or of several over each other."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from maxtext_lite.cli import ArgumentParser, run_command
+from maxtext_lite.config import UserError
+from maxtext_lite.reporting import read_runs, render_page
+
+
+def main(argv: Sequence[str]) -> int:
+    """Writes the report and says where; returns the exit code.
+
+    Raises:
+      UserError: a directory is no run directory, or the page cannot be written.
+    """
+    parser = ArgumentParser(prog="maxtext-lite report", description=__doc__)
+    parser.add_argument("run_directories", nargs="+", metavar="RUN_DIR", help="a run directory, finished or not")
+    parser.add_argument("--output", type=Path, metavar="PATH", help="the file to write (default: RUN_DIR/report.html)")
+    arguments = parser.parse_intermixed_args(argv)
+    runs = read_runs(arguments.run_directories)
+    output: Path = arguments.output or runs[0].directory / "report.html"
+    page = render_page(runs)
+    try:
+        output.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise UserError(
+            f"{'--output' if arguments.output else 'RUN_DIR'}: {output} cannot be written: {error.strerror}."
+        ) from None
+    repeated = len(arguments.run_directories) - len(runs)
+    if repeated:
+        print(f"{repeated} of the directories stand{'s' if repeated == 1 else ''} for a run that is shown already")
+    for run in runs:
+        for note in run.notes:
+            print(f"note: {run.directory}: {note}")
+    print(f"wrote {output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

@@ -1,0 +1,120 @@
+"""plan.json in words: rows of name, value and formula, the stages of a ramp, and memory."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from maxtext_lite.batching.memory import bytes_text
+from maxtext_lite.config.errors import value_text
+from maxtext_lite.reporting.scales import long_number
+
+MEMORY_PARTS = {
+    "params": "parameters",
+    "optimizer_state": "optimizer state",
+    "gradients": "gradients",
+    "activations": "activations (estimate)",
+    "logits": "logits (estimate)",
+}
+"""The parts of plan.json's `memory`, in the order that they are shown in, and their names."""
+
+_ELSEWHERE = ("mesh", "rampup", "memory", "warnings", "num_hosts")
+
+_FORMULAS = {
+    "num_devices": "all devices of the mesh",
+    "per_device_batch_size": "examples per device in one forward/backward pass",
+    "micro_batch_to_train": "examples = per_device_batch_size × num_devices",
+    "empty_slots_per_micro_batch": "row slots without an example",
+    "gradient_accumulation_steps": "micro-batches per optimizer step",
+    "global_batch_to_train": "examples per step = micro-batch × gradient_accumulation_steps",
+    "global_batch_to_load": "row slots of one load = global_batch_to_train × expansion_factor_real_data",
+    "loads_per_step": "loads that feed one step",
+    "examples_per_loading_host": "examples that a loading host reads in one load",
+    "tokens_per_step": "= global_batch_to_train × max_target_length",
+    "eval_per_device_batch_size": "examples per device in evaluation",
+    "eval_batch_examples": "examples per evaluation batch",
+    "num_pipeline_stages": "parts of the model, each on its own devices",
+    "num_pipeline_microbatches": "pieces of one micro-batch that flow through the stages",
+    "pipeline_microbatch_size": "examples in the largest of them",
+    "pipeline_bubble_fraction": "of a pass that stages wait",
+    "steps": "optimizer steps in the whole run",
+    "epochs": "passes over the data in the whole run",
+    "steps_per_epoch": "at the full batch",
+    "learning_rate": "of the config, before the multiplier",
+    "learning_rate_multiplier": "from learning_rate_scaling",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of a plan's table."""
+
+    name: str
+    value: str
+    meaning: str
+
+
+def plan_rows(plan: Mapping[str, Any]) -> list[Row]:
+    """Every entry of plan.json but the ramp, the memory and the warnings, which have places of their own."""
+    rows: list[Row] = []
+    pipelined = plan.get("num_pipeline_stages", 1) != 1
+    for key, value in plan.items():
+        if key in _ELSEWHERE or ("pipeline" in key and not pipelined):
+            continue
+        if key == "num_devices":
+            rows.append(Row(key, plain(value), _machine(plan)))
+        elif key == "loading_hosts" and isinstance(value, list):
+            rows.append(Row(key, f"{len(value):,} of {plain(plan.get('num_hosts'))}", f"hosts {ranges(value)}"))
+        elif value is not None:
+            rows.append(Row(key, plain(value), _FORMULAS.get(key, "")))
+    return rows
+
+
+def plain(value: object) -> str:
+    """A value of a JSON file to read: numbers with their digits grouped, anything nested as JSON."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return long_number(value)
+    if isinstance(value, list | dict):
+        return json.dumps(value, ensure_ascii=False)
+    return value_text(value)
+
+
+def _machine(plan: Mapping[str, Any]) -> str:
+    mesh, hosts = plan.get("mesh"), plan.get("num_hosts")
+    sizes = mesh.items() if isinstance(mesh, dict) else ()
+    used = " × ".join(f"{axis} {plain(size)}" for axis, size in sizes if size != 1) or "all mesh axes 1"
+    return used + ("" if hosts is None else f", on {plain(hosts)} host{'' if hosts == 1 else 's'}")
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Ascending whole numbers in short: 0–3, 8, 10–11."""
+    starts = [0, *(index + 1 for index, (one, two) in enumerate(pairwise(numbers)) if two != one + 1)]
+    ends = [*(start - 1 for start in starts[1:]), len(numbers) - 1]
+    spans = [(numbers[start], numbers[end]) for start, end in zip(starts, ends, strict=True)] if numbers else []
+    return ", ".join(str(first) if first == last else f"{first}–{last}" for first, last in spans)
+
+
+@dataclass(frozen=True)
+class MemoryPart:
+    """A share of a device's memory; `fraction` is of the device, or of the sum where the device is not known."""
+
+    name: str
+    text: str
+    fraction: float
+
+
+def memory_parts(plan: Mapping[str, Any]) -> tuple[str, list[MemoryPart]] | None:
+    """The sentence above the memory bar and its parts; None where the plan has none."""
+    memory = plan.get("memory")
+    if not isinstance(memory, dict):
+        return None
+    sizes = {key: memory[key] for key in MEMORY_PARTS if isinstance(memory.get(key), int | float)}
+    total, limit = memory.get("total"), memory.get("limit")
+    if not sizes or not isinstance(total, int | float) or total <= 0:
+        return None
+    known = isinstance(limit, int | float) and limit > 0
+    whole = max(limit, total) if known else total
+    parts = [MemoryPart(MEMORY_PARTS[key], bytes_text(size), size / whole) for key, size in sizes.items()]
+    sentence = bytes_text(int(total)) + (f" of {bytes_text(int(limit))}" if known else "") + " per device"
+    return sentence, parts

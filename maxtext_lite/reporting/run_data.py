@@ -1,0 +1,265 @@
+"""A run directory as numbers and texts: whatever of its files is there, and notes on what is not as it should be."""
+
+import datetime
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from maxtext_lite.batching import count_parameters
+from maxtext_lite.config import ConfigError, UserError, load_config
+from maxtext_lite.config.errors import nearest_clause, value_text
+from maxtext_lite.config.load import packaged_directory
+from maxtext_lite.config.yaml_text import parse_mapping
+
+STEP_METRICS = (
+    "loss", "grad_norm", "param_norm", "learning_rate", "examples_seen", "tokens_seen", "epoch",
+    "global_batch_to_train", "step_seconds", "data_seconds", "tokens_per_second", "tflops_per_device", "mfu",
+    "moe_balance_loss", "z_loss", "gradient_noise_scale", "gradient_noise_scale_ratio", "gradient_noise_scale_error",
+    "loss_scale",
+)  # fmt: skip
+"""The numbers of a step's line in metrics.jsonl that a report shows."""
+
+_FILES = ("config.yml", "plan.json", "metrics.jsonl")
+_MOST_NOTES_ON_LINES = 5
+
+Column = Sequence[float | None]
+"""A metric over the steps; None where it has no value."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One key of config.yml.
+
+    Attributes:
+      value: as config.yml has it.
+      base: as configs/base.yml has it; None where that lacks the key.
+      origin: where the value came from.
+    """
+
+    value: str
+    base: str | None
+    origin: str
+
+    @property
+    def differs(self) -> bool:
+        """Whether the value is not that of configs/base.yml."""
+        return self.value != self.base
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a report knows of one run.
+
+    Attributes:
+      label: the run's name, made unlike those of the other runs of the page.
+      steps: `step` and each of STEP_METRICS that some line has, a row for each step, in their order.
+      skipped: for each row, whether the update was skipped.
+      evaluations: `step`, `eval_loss`, `eval_target_tokens`, and the counts of that step where its line is there.
+      plan: plan.json; None where it cannot be read. So are environment (environment.json) and settings (config.yml).
+      num_parameters: of the whole model, where the config is there and valid.
+      last_written: when metrics.jsonl was last written to, UTC.
+      notes: sentences on what is missing or damaged.
+    """
+
+    directory: Path
+    label: str
+    steps: Mapping[str, Column]
+    skipped: Sequence[bool]
+    evaluations: Mapping[str, Column]
+    plan: Mapping[str, Any] | None
+    environment: Mapping[str, Any] | None
+    settings: Mapping[str, Setting] | None
+    num_parameters: int | None
+    last_written: str | None
+    notes: tuple[str, ...]
+
+    def last(self, metric: str) -> float | None:
+        """The last value of a metric of the steps, or None."""
+        return last_value(self.steps.get(metric, ()))
+
+    @property
+    def num_steps(self) -> int:
+        """The last step done; 0 before the first."""
+        return int(self.steps["step"][-1] or 0) if self.steps["step"] else 0
+
+    @property
+    def planned_steps(self) -> int | None:
+        """The steps of the plan, where it is known."""
+        steps = (self.plan or {}).get("steps")
+        return steps if isinstance(steps, int) else None
+
+
+def last_value(column: Column) -> float | None:
+    """The last value that is one."""
+    return next((value for value in reversed(column) if value is not None), None)
+
+
+def read_runs(directories: Iterable[str | Path]) -> list[Run]:
+    """The runs in these directories, in their order; a directory that is given twice counts once.
+
+    Raises:
+      UserError: with every path that is no run directory.
+    """
+    paths: dict[Path, Path] = {}
+    for directory in directories:
+        paths.setdefault(Path(directory).resolve(), Path(directory))
+    problems = [problem for path in paths.values() if (problem := _not_a_run(path))]
+    if problems:
+        raise UserError(problems)
+    labels = _labels([*paths.values()])
+    return [_read_run(path, label) for path, label in zip(paths.values(), labels, strict=True)]
+
+
+def _not_a_run(path: Path) -> str | None:
+    if not path.is_dir():
+        return f"RUN_DIR={path} is {'a file' if path.exists() else 'not there'}; it must be a run directory."
+    if any((path / name).is_file() for name in _FILES):
+        return None
+    inside = sorted({file.parent for name in _FILES for file in path.glob(f"*/{name}")})
+    return f"RUN_DIR={path} is not a run directory: it has none of {', '.join(_FILES)}." + nearest_clause(
+        [str(directory) for directory in inside[:2]]
+    )
+
+
+def _labels(paths: Sequence[Path]) -> list[str]:
+    """The directories' names, with as many of the directories above as tell them apart."""
+    parts = [path.resolve().parts for path in paths]
+    for length in range(1, max((len(names) for names in parts), default=0) + 1):
+        labels = ["/".join(names[-length:]) for names in parts]
+        if len(set(labels)) == len(labels):
+            return labels
+    return [str(path.resolve()) for path in paths]
+
+
+def _read_run(directory: Path, label: str) -> Run:
+    notes: list[str] = []
+    steps, skipped, evaluations = _read_metrics(directory / "metrics.jsonl", notes)
+    metrics = directory / "metrics.jsonl"
+    written = metrics.stat().st_mtime if metrics.is_file() else None
+    settings = _read_settings(directory / "config.yml", notes)
+    return Run(
+        directory=directory,
+        label=label,
+        steps=steps,
+        skipped=skipped,
+        evaluations=evaluations,
+        plan=_read_object(directory / "plan.json", notes),
+        environment=_read_object(directory / "environment.json", notes),
+        settings=settings,
+        num_parameters=None if settings is None else _num_parameters(directory / "config.yml"),
+        last_written=None
+        if written is None
+        else datetime.datetime.fromtimestamp(written, datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        notes=tuple(notes),
+    )
+
+
+def _read_object(path: Path, notes: list[str]) -> dict[str, Any] | None:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        notes.append(f"{path.name} is not there.")
+        return None
+    except (OSError, ValueError) as error:
+        notes.append(f"{path.name} cannot be read: {error}.")
+        return None
+    if not isinstance(value, dict):
+        notes.append(f"{path.name} is not a JSON object.")
+        return None
+    return value
+
+
+def _number(value: object) -> float | None:
+    """A finite number, or None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return value
+
+
+def _read_metrics(path: Path, notes: list[str]) -> tuple[dict[str, Column], list[bool], dict[str, Column]]:
+    """The columns of the steps, which of them were skipped, and the columns of the evaluations."""
+    steps: dict[int, dict[str, Any]] = {}
+    evaluations: dict[int, dict[str, Any]] = {}
+    for record in _records(path, notes):
+        chosen = evaluations if "eval_loss" in record else steps
+        chosen[record["step"]] = record  # a step that stands twice counts as the later line has it
+    if path.is_file() and not steps:
+        notes.append("metrics.jsonl has no step yet.")
+    order = sorted(steps)
+    columns: dict[str, Column] = {"step": order}
+    for name in STEP_METRICS:
+        values = [_number(steps[step].get(name)) for step in order]
+        if any(value is not None for value in values):
+            columns[name] = values
+    eval_order = sorted(evaluations)
+    of_evaluations: dict[str, Column] = {"step": eval_order}
+    for name in ("eval_loss", "eval_target_tokens"):
+        of_evaluations[name] = [_number(evaluations[step].get(name)) for step in eval_order]
+    for name in ("examples_seen", "tokens_seen"):
+        of_evaluations[name] = [_number(steps.get(step, {}).get(name)) for step in eval_order]
+    return columns, [steps[step].get("skipped") is True for step in order], of_evaluations
+
+
+def _records(path: Path, notes: list[str]) -> Iterable[dict[str, Any]]:
+    """The lines of metrics.jsonl that are objects with a step; the others are noted."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        notes.append("metrics.jsonl is not there.")
+        return
+    lines = text.split("\n")
+    torn = lines.pop()  # what follows the last line's end
+    bad: list[int] = []
+    for number, line in enumerate(lines, start=1):
+        record = _record(line)
+        if record is not None:
+            yield record
+        elif line.strip():
+            bad.append(number)
+    if torn.strip():
+        record = _record(torn)
+        if record is not None:
+            yield record
+        else:
+            notes.append("The last line of metrics.jsonl is cut short: the run was being written, or was killed.")
+    if bad:
+        shown = ", ".join(map(str, bad[:_MOST_NOTES_ON_LINES])) + (" ..." if len(bad) > _MOST_NOTES_ON_LINES else "")
+        notes.append(f"metrics.jsonl: {len(bad)} of {len(lines)} lines are left out, as they hold no step: {shown}.")
+
+
+def _record(line: str) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(record, dict) or type(record.get("step")) is not int:
+        return None
+    return record
+
+
+def _read_settings(path: Path, notes: list[str]) -> dict[str, Setting] | None:
+    """Every key of config.yml, in its order, beside configs/base.yml."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        entries = parse_mapping(text)
+    except FileNotFoundError:
+        notes.append("config.yml is not there.")
+        return None
+    except (OSError, ValueError) as error:
+        notes.append(f"config.yml cannot be read: {error}.")
+        return None
+    base_text = (packaged_directory("configs") / "base.yml").read_text(encoding="utf-8")
+    base = {key: value_text(entry.value) for key, entry in parse_mapping(base_text)}
+    # The origin of a value is the comment that ends its line.
+    origins = {line.partition(":")[0]: line.rpartition(" # ")[2] for line in text.splitlines() if " # " in line}
+    return {key: Setting(value_text(entry.value), base.get(key), origins.get(key, "")) for key, entry in entries}
+
+
+def _num_parameters(path: Path) -> int | None:
+    try:
+        return count_parameters(load_config(path.resolve())).total
+    except ConfigError:  # of another version of maxtext_lite: its keys are shown, but mean something else
+        return None

@@ -1,0 +1,77 @@
+"""Local updates: replicas train parameters of their own and meet every so many steps.
+
+Source: Douillard et al. 2023, arXiv:2311.08105, algorithm 1. With outer learning rate 1 and momentum 0 it is local SGD:
+the plain mean of the replicas.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from maxtext_lite.config import LocalUpdatesConfig
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class OuterState:
+    """What all replicas share: the parameters of the last synchronisation and the outer optimizer's momentum."""
+
+    params: Any
+    momentum: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalUpdates:
+    """How replicas train apart and meet.
+
+    Attributes:
+      num_replicas: sets of parameters, a multiple of the data axis.
+      sync_period: steps between synchronisations.
+      outer_lr: learning rate of the outer Nesterov SGD.
+      outer_momentum: its momentum.
+    """
+
+    num_replicas: int
+    sync_period: int
+    outer_lr: float
+    outer_momentum: float
+
+    def copies(self, tree: Any) -> Any:
+        """One copy for each replica: leaves [R, ...]."""
+        return jax.tree.map(lambda x: jnp.broadcast_to(x, (self.num_replicas, *x.shape)), tree)
+
+    def synchronised(self, params_R: Any, outer: OuterState) -> tuple[Any, OuterState]:
+        """The replicas' parameters [R, ...] and the shared state after they have met.
+
+        The outer gradient is outer - mean(replicas); its step is written as (1 - lr) outer + lr mean, so that a single
+        replica with lr = 1 and no momentum keeps its parameters to the bit. Computed in float32.
+        """
+        lr, momentum = self.outer_lr, self.outer_momentum
+
+        def wide(tree: Any) -> Any:
+            return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+
+        before = wide(outer.params)
+        mean = jax.tree.map(lambda p: jnp.mean(p, axis=0), wide(params_R))
+        velocity = jax.tree.map(lambda v, b, m: momentum * v + (b - m), outer.momentum, before, mean)
+        after = jax.tree.map(
+            lambda b, m, v: (1 - lr) * b + lr * m - lr * momentum * v if momentum else (1 - lr) * b + lr * m,
+            before,
+            mean,
+            velocity,
+        )
+        after = jax.tree.map(lambda new, old: new.astype(old.dtype), after, outer.params)
+        return self.copies(after), OuterState(after, velocity)
+
+    def outer_state(self, params: Any) -> OuterState:
+        """The shared state before the first step."""
+        return OuterState(params, jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params))
+
+
+def local_updates(config: LocalUpdatesConfig, num_replicas: int | None) -> LocalUpdates | None:
+    """The local updates of a config whose plan has this many replicas; None where every step synchronises."""
+    if num_replicas is None:
+        return None
+    return LocalUpdates(num_replicas, config.diloco_sync_period, config.diloco_outer_lr, config.diloco_outer_momentum)

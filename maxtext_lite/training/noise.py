@@ -1,0 +1,106 @@
+"""The gradient noise scale: at how many examples a step the gradient's noise is as large as the gradient.
+
+Source: McCandlish et al. 2018, arXiv:1812.06162, section 2.2 and appendix A.1, with groups of unequal size.
+
+A step of W target tokens consists of n groups (one replica's part of one micro-batch); group g has w_g tokens and mean
+gradient m_g, with expectation mu and covariance of trace S / w_g. Then, token-weighted,
+
+    E[sum_g (w_g / W) |m_g|^2] = |mu|^2 + n S / W     and     E[|sum_g (w_g / W) m_g|^2] = |mu|^2 + S / W
+
+whose difference gives S without bias, and with it |mu|^2. Their ratio S / |mu|^2 is the noise scale.
+"""
+
+import dataclasses
+import math
+
+_LONGEST_MEMORY = 2000  # steps
+
+
+@dataclasses.dataclass(frozen=True)
+class NoiseScale:
+    """Running means of S, per example, and of |mu|^2. Pure: `after` returns the next one.
+
+    A step weighs in proportion to its number, up to step 2,000, and from there on as in an exponential mean: the
+    beginning of a run is forgotten as fast as the run grows. `dataclasses.asdict` is what a checkpoint keeps.
+
+    Attributes:
+      steps: steps that said something.
+      weight_squares: sum of squared weights, the inverse of how many independent steps the means are worth.
+      noise: mean of S per example; noise_squared and signal_squared: of the squares; product: of the products.
+      signal: mean of |mu|^2.
+    """
+
+    steps: int = 0
+    weight_squares: float = 1.0
+    noise: float = 0.0
+    signal: float = 0.0
+    noise_squared: float = 0.0
+    signal_squared: float = 0.0
+    product: float = 0.0
+
+    def after(self, *, group_squares: float, groups: int, grad_norm: float, examples: int) -> "NoiseScale":
+        """With another step; itself where the step has fewer than two groups or is not finite.
+
+        Args:
+          group_squares: sum over groups of (w_g / W) |m_g|^2, as `step.StepGradients` has it.
+          groups: groups with a target token, n.
+          grad_norm: norm of the whole step's gradient.
+          examples: examples of the step.
+        """
+        whole = grad_norm**2
+        if groups < 2 or not math.isfinite(group_squares) or not math.isfinite(whole):
+            return self
+        variance = (group_squares - whole) / (groups - 1)  # of the step's gradient: S / W
+        noise, signal = variance * examples, whole - variance
+        steps = self.steps + 1
+        weight = max(2 / (steps + 1), 2 / (_LONGEST_MEMORY + 1))
+
+        def mean(old: float, new: float) -> float:
+            return (1 - weight) * old + weight * new
+
+        return NoiseScale(
+            steps,
+            (1 - weight) ** 2 * self.weight_squares + weight**2,
+            mean(self.noise, noise),
+            mean(self.signal, signal),
+            mean(self.noise_squared, noise**2),
+            mean(self.signal_squared, signal**2),
+            mean(self.product, noise * signal),
+        )
+
+    @property
+    def examples(self) -> float | None:
+        """The noise scale in examples; None while the means do not tell the gradient or its noise from nothing."""
+        return self.noise / self.signal if self.noise > 0 and self.signal > 0 else None
+
+    @property
+    def relative_error(self) -> float | None:
+        """Standard error of `examples` over itself, to first order; None before the second step.
+
+        Steps count as independent. What changes during the run counts as scatter, so that it errs on the large side.
+        """
+        if self.examples is None or self.weight_squares >= 1:
+            return None
+        noise = (self.noise_squared - self.noise**2) / self.noise**2
+        signal = (self.signal_squared - self.signal**2) / self.signal**2
+        both = (self.product - self.noise * self.signal) / (self.noise * self.signal)
+        scatter = max(noise + signal - 2 * both, 0.0)
+        return math.sqrt(scatter * self.weight_squares / (1 - self.weight_squares))
+
+    def record(self, global_batch: int) -> dict[str, float | None]:
+        """What a line of metrics.jsonl says of it."""
+        examples = self.examples
+        return {
+            "gradient_noise_scale": examples,
+            "gradient_noise_scale_ratio": None if examples is None else examples / global_batch,
+            "gradient_noise_scale_error": self.relative_error,
+        }
+
+
+def why_unknown(*, num_replicas: int, accumulation: int, local_updates: bool) -> str | None:
+    """Why the noise scale of a run cannot be known; None where it can."""
+    if local_updates:
+        return "replicas have parameters of their own (enable_diloco), so their gradients are not samples of one"
+    if num_replicas * accumulation > 1:
+        return None
+    return "a step has one gradient (gradient_accumulation_steps=1 and one replica on the data axis); it takes two"

@@ -1,0 +1,105 @@
+"""The noise scale against distributions whose noise scale is known."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from maxtext_lite.training.noise import NoiseScale, why_unknown
+
+DIM = 64
+RNG = np.random.default_rng(0)
+MEAN = RNG.normal(size=DIM)
+DEVIATIONS = RNG.uniform(0.5, 4.0, size=DIM)  # of one token's gradient, by coordinate
+
+
+def _step(rng, tokens, mean, deviations):
+    """What a step of groups with these numbers of tokens reports: sum of w/W |m|^2, groups, norm."""
+    tokens = np.asarray(tokens)
+    used = tokens[tokens > 0]
+    groups = mean + rng.normal(size=(len(used), len(mean))) * deviations / np.sqrt(used)[:, None]
+    shares = used / used.sum()
+    whole = (shares[:, None] * groups).sum(0)
+    return {
+        "group_squares": float((shares * (groups**2).sum(1)).sum()),
+        "groups": len(used),
+        "grad_norm": float(np.linalg.norm(whole)),
+    }
+
+
+@pytest.mark.parametrize("replicas_and_accumulation", [(2, 1), (1, 2), (4, 1), (2, 4), (8, 8)], ids=str)
+@pytest.mark.parametrize("ragged", [False, True])
+def test_a_quadratic_with_known_covariance_within_5_percent_after_2000_steps(replicas_and_accumulation, ragged):
+    """loss_i(x) = |x - c_i|^2 / 2 has gradients x - c_i: mean x - E[c], covariance that of c, at every x."""
+    replicas, accumulation = replicas_and_accumulation
+    groups, tokens_per_example = replicas * accumulation, 8
+    noise, rng = NoiseScale(), np.random.default_rng(1)
+    examples = groups * 4
+    for _ in range(2000):
+        tokens = np.full(groups, examples * tokens_per_example // groups)
+        if ragged:  # as many in all, in unequal groups, one of which may be empty
+            tokens = rng.multinomial(examples * tokens_per_example, rng.dirichlet(np.full(groups, 2.0)))
+        noise = noise.after(**_step(rng, tokens, MEAN, DEVIATIONS), examples=examples)
+    true = (DEVIATIONS**2).sum() / tokens_per_example / (MEAN**2).sum()
+    assert noise.examples == pytest.approx(true, rel=0.05)
+    assert noise.relative_error < 0.05
+    assert noise.record(examples)["gradient_noise_scale_ratio"] == pytest.approx(noise.examples / examples)
+
+
+def test_the_stated_error_is_the_scatter_of_repeated_runs():
+    estimates, errors = [], []
+    for seed in range(60):
+        rng, noise = np.random.default_rng(seed), NoiseScale()
+        for _ in range(200):
+            noise = noise.after(**_step(rng, [8, 8, 8, 8], MEAN, DEVIATIONS), examples=4)
+        estimates.append(noise.examples)
+        errors.append(noise.relative_error)
+    assert np.mean(errors) == pytest.approx(np.std(estimates) / np.mean(estimates), rel=0.3)
+
+
+def test_a_ramp_does_not_show():
+    """S is kept per example: a batch that grows changes the ratio, not the noise scale."""
+    rng, noise = np.random.default_rng(0), NoiseScale()
+    for step in range(2000):
+        groups = 2 if step < 1000 else 8
+        noise = noise.after(**_step(rng, [16] * groups, MEAN, DEVIATIONS), examples=2 * groups)
+    assert noise.examples == pytest.approx((DEVIATIONS**2).sum() / 8 / (MEAN**2).sum(), rel=0.05)
+
+
+def test_the_beginning_is_forgotten():
+    rng, noise = np.random.default_rng(0), NoiseScale()
+    for step in range(6000):
+        noise = noise.after(**_step(rng, [16, 16, 16, 16], MEAN, DEVIATIONS * (1 if step < 500 else 2)), examples=4)
+    assert noise.examples == pytest.approx(4 * (DEVIATIONS**2).sum() / 16 / (MEAN**2).sum(), rel=0.05)
+
+
+def test_what_says_nothing_changes_nothing():
+    noise = NoiseScale().after(group_squares=3.0, groups=2, grad_norm=1.0, examples=4)
+    assert noise.after(group_squares=3.0, groups=1, grad_norm=1.0, examples=4) == noise
+    assert noise.after(group_squares=float("nan"), groups=2, grad_norm=1.0, examples=4) == noise
+    assert noise.after(group_squares=3.0, groups=2, grad_norm=float("inf"), examples=4) == noise
+
+
+def test_null_until_it_can_be_told():
+    assert NoiseScale().record(8) == dict.fromkeys(
+        ("gradient_noise_scale", "gradient_noise_scale_ratio", "gradient_noise_scale_error")
+    )
+    alike = NoiseScale().after(group_squares=1.0, groups=2, grad_norm=1.0, examples=4)  # groups without difference
+    assert alike.examples is None
+    drowned = NoiseScale().after(group_squares=3.0, groups=2, grad_norm=1.0, examples=4)  # |mu|^2 comes out negative
+    assert drowned.examples is None
+    once = NoiseScale().after(group_squares=1.5, groups=2, grad_norm=1.0, examples=4)  # S/W = |mu|^2 = 0.5
+    assert once.examples == pytest.approx(4.0)
+    assert once.relative_error is None
+
+
+def test_a_checkpoint_keeps_all_of_it():
+    noise = NoiseScale().after(group_squares=1.5, groups=2, grad_norm=1.0, examples=4)
+    assert NoiseScale(**dataclasses.asdict(noise)) == noise
+
+
+def test_why_it_is_unknown():
+    assert "one gradient" in why_unknown(num_replicas=1, accumulation=1, local_updates=False)
+    assert "enable_diloco" in why_unknown(num_replicas=4, accumulation=2, local_updates=True)
+    assert why_unknown(num_replicas=2, accumulation=1, local_updates=False) is None
+    assert why_unknown(num_replicas=1, accumulation=2, local_updates=False) is None
