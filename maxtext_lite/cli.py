@@ -68,6 +68,10 @@ def run_command(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None
     except UserError as error:
         for problem in error.problems:
             print("error: " + " ".join(problem.split("\n")), file=sys.stderr)
+        if "jax" in sys.modules:  # otherwise no other process can be waiting
+            from maxtext_lite.parallel import end_soon
+
+            end_soon(EXIT_USER_ERROR)
         return EXIT_USER_ERROR
     except BrokenPipeError:
         # The reader (head, less) has seen enough. Python would complain when it flushes at exit.

@@ -1,13 +1,14 @@
 """The device mesh and the one table that says over which of its axes an array is laid out."""
 
 from maxtext_lite.parallel.axes import constrain, over_replicas, over_shards, per_replica, sharding, tree_shardings
-from maxtext_lite.parallel.distributed import start_devices
+from maxtext_lite.parallel.distributed import end_soon, start_devices
 from maxtext_lite.parallel.hosts import exchange, make_any_host
 from maxtext_lite.parallel.mesh import MESH_AXES, make_mesh
 
 __all__ = [
     "MESH_AXES",
     "constrain",
+    "end_soon",
     "exchange",
     "make_any_host",
     "make_mesh",

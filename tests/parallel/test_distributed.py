@@ -1,11 +1,28 @@
-"""The runtime is given threads enough for the devices it simulates."""
+"""The runtime is given threads enough for the devices it simulates, and processes of one run find each other."""
 
 import os
+import socket
+import subprocess
+import sys
+import threading
+import time
 
 import jax
 import pytest
 
+from maxtext_lite.config import UserError
 from maxtext_lite.parallel import start_devices
+from maxtext_lite.parallel.distributed import end_soon
+from tests.source_tree import REPOSITORY
+
+VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+
+START = """
+import sys, jax
+from maxtext_lite.cli import run_command
+from maxtext_lite.config import UserError
+from maxtext_lite.parallel import start_devices
+"""
 
 
 @pytest.mark.parametrize(("flags", "before", "threads"), [
@@ -21,3 +38,107 @@ def test_simulated_devices_get_two_threads_each(flags, before, threads, monkeypa
         monkeypatch.setenv("NPROC", before)
     assert start_devices() == jax.devices()
     assert os.environ.get("NPROC") == threads
+
+
+def launch(program: str) -> subprocess.CompletedProcess[str]:
+    """The program as two processes with two devices each."""
+    launcher = [sys.executable, str(REPOSITORY / "scripts" / "launch_local.py"), "--processes", "2"]
+    return subprocess.run(
+        [*launcher, "--devices-per-process", "2", "--grace", "1", "--", sys.executable, "-c", START + program],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_two_processes_of_two_devices_are_four_devices_and_sum_over_all():
+    result = launch("""
+devices = start_devices()
+assert start_devices() == devices, "a second call finds the same"
+mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+over_data = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+ranks = jax.make_array_from_callback((4,), over_data, lambda index: 10.0 ** jax.numpy.arange(4)[index])
+psum = jax.shard_map(lambda x: jax.lax.psum(x, "data"), mesh=mesh, in_specs=over_data.spec, out_specs=over_data.spec)
+total = {float(shard.data[0]) for shard in jax.jit(psum)(ranks).addressable_shards}
+print(jax.process_index(), jax.process_count(), len(devices), jax.local_device_count(), total)
+""")
+    assert result.returncode == 0, result.stdout + result.stderr
+    lines = [line for line in result.stdout.splitlines() if "Gloo" not in line]
+    assert sorted(lines) == [f"[{process}] {process} 2 4 2 {{1111.0}}" for process in (0, 1)]
+
+
+@pytest.mark.parametrize(("failure", "code", "message"), [
+    ("raise UserError('steps=0 is wrong')", 2, "[1] error: steps=0 is wrong"),
+    ("raise OSError('no such disk')", 1, "[1] OSError: no such disk"),
+])  # fmt: skip
+def test_a_process_that_fails_alone_ends_the_run_though_jax_would_wait_for_the_others(failure, code, message):
+    started = time.monotonic()
+    result = launch(f"""
+def main(argv):
+    start_devices()
+    if jax.process_index() == 1:
+        {failure}
+    import time; time.sleep(600)
+sys.exit(run_command(main))
+""")
+    assert result.returncode == code
+    assert message in result.stderr.splitlines()
+    assert time.monotonic() - started < 60
+
+
+def test_where_all_fail_alike_each_says_so_and_nothing_else():
+    result = launch("""
+def main(argv):
+    start_devices()
+    raise UserError("steps=0 is wrong")
+sys.exit(run_command(main))
+""")
+    assert result.returncode == 2
+    assert sorted(result.stderr.splitlines()) == [f"[{process}] error: steps=0 is wrong" for process in (0, 1)]
+
+
+@pytest.mark.parametrize(("process", "waits_for"), [
+    ("0", "waited 1 seconds for all 2 processes; some did not answer."),
+    ("1", "waited 1 seconds for process 0 at JAX_COORDINATOR_ADDRESS=127.0.0.1:9; it does not answer."),
+])  # fmt: skip
+def test_a_process_that_is_left_alone_says_in_one_line_whom_it_waited_for(process, waits_for):
+    address = "127.0.0.1:9" if process == "1" else f"127.0.0.1:{free_port()}"
+    told = dict(zip(VARIABLES, (address, "2", process), strict=True))
+    result = subprocess.run(
+        [sys.executable, "-c", START + "start_devices(timeout_seconds=1)"],
+        env={**os.environ, **told, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.returncode == 1
+    assert result.stderr == f"error: process {process} of 2 {waits_for}\n"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.mark.parametrize(("told", "message"), [
+    (("", "2", "0"), "JAX_COORDINATOR_ADDRESS= is not host:port of process 0."),
+    (("localhost", "2", "0"), "JAX_COORDINATOR_ADDRESS=localhost is not host:port of process 0."),
+    (("localhost:1234", "", "0"), "JAX_NUM_PROCESSES= is not a whole number of at least 1. Nearest that works: 1."),
+    (("localhost:1234", "2", "x"), "JAX_PROCESS_ID=x is not a whole number of at least 0. Nearest that works: 0."),
+    (("localhost:1234", "2", "2"), "JAX_PROCESS_ID=2 is not below JAX_NUM_PROCESSES=2. Nearest that works: 1."),
+])  # fmt: skip
+def test_a_half_described_run_is_refused(told, message, monkeypatch):
+    for variable, text in zip(VARIABLES, told, strict=True):
+        monkeypatch.setenv(variable, text)
+    with pytest.raises(UserError) as raised:
+        start_devices()
+    assert raised.value.problems == (message,)
+
+
+def test_one_process_alone_is_not_ended_by_its_failure(monkeypatch):
+    monkeypatch.setattr(os, "_exit", lambda code: pytest.fail("ended"))
+    before = threading.active_count()
+    end_soon(2)
+    assert threading.active_count() == before
