@@ -81,6 +81,30 @@ def test_it_imports_no_jax_and_answers_at_once():
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
 
 
+def test_examples_are_those_of_the_data_unless_they_are_given(tmp_path, capsys):
+    (tmp_path / "data.jsonl").write_text("".join('{"text": "' + "x" * 15 + '"}\n' for _ in range(11)))
+    keys = [f"dataset_path={tmp_path}/data.jsonl", "packing=false", "max_target_length=16", "eval_interval=-1",
+            "eval_fraction=0", "num_epochs=2", "per_device_batch_size=4", "--json"]  # fmt: skip
+    assert main(keys) == 0
+    counted = json.loads(capsys.readouterr().out)
+    assert [counted[key] for key in ("num_examples", "steps", "steps_per_epoch", "epochs", "dropped_examples")] == [
+        11, 5, 2.75, 20 / 11, 2]  # fmt: skip
+    assert main([*keys, "--examples", "100"]) == 0
+    assert json.loads(capsys.readouterr().out)["steps"] == 50
+    assert run_command(main, [*keys, "--examples", "0"]) == 2
+    assert capsys.readouterr().err == "error: num_examples=0: there is no training example.\n"
+
+
+def test_counting_the_examples_imports_no_jax():
+    program = (
+        "import sys; from maxtext_lite.plan import main; code = main(['num_epochs=2']);"
+        "sys.exit(code or any(name in sys.modules for name in ('jax', 'flax', 'optax', 'grain')))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=os.environ, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "steps_per_epoch" in done.stdout
+
+
 def test_as_a_module_it_ends_with_the_exit_code():
     done = subprocess.run(
         [sys.executable, "-m", "maxtext_lite.plan", "steps=0"], capture_output=True, text=True, check=False

@@ -1,8 +1,8 @@
 """From files and `key=value` to a Config: base.yml, the model's file, the user's files, the command line."""
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Literal, get_args, get_origin
@@ -267,16 +267,16 @@ def _validate(layers: Sequence[_Layer], problems: list[Refusal]) -> Config:
         for detail in error.errors():
             key = str(detail["loc"][0])
             refused[key] = _kind_refusal(key, detail, default=_plain(key, layers[0].values[key]))
-        legal = {key: refusal.nearest[0] for key, refusal in refused.items()}
-        config = Config.model_validate(values | legal)
+        for key, refusal in refused.items():
+            values[key] = refusal.nearest[0]
+        known = set(KEYS) - set(refused)
+        for key in refused:
+            known.add(key)
+            refused[key] = _suiting(refused[key], values, known, layers[0])
+            values[key] = refused[key].nearest[0]
+        config = Config.model_validate(values)
     problems.extend(refused[key] for key in KEYS if key in refused)
-    known = set(KEYS) - set(refused)
-    broken = rule_problems(config, known)
-    default = layers[0].values
-    if {"warmup_steps", "steps", "num_epochs"} <= known:
-        warmup = warmup_problem(config, default["warmup_steps"].value)
-        length = length_problem(config, default["steps"].value)
-        broken.extend(refusal for refusal in (warmup, length) if refusal)
+    broken = _broken_rules(config, set(KEYS) - set(refused), layers[0])
     problems.extend(broken)
     legal = {
         refusal.key: refusal.nearest[0]
@@ -284,6 +284,29 @@ def _validate(layers: Sequence[_Layer], problems: list[Refusal]) -> Config:
         if refusal.nearest and not isinstance(refusal.nearest[0], str)
     }
     return config.model_copy(update=legal)
+
+
+def _broken_rules(config: Config, known: Collection[str], root: _Layer) -> list[Refusal]:
+    """The refusals of all rules whose keys are in `known`, those that ask for the defaults included."""
+    broken = rule_problems(config, known)
+    if {"warmup_steps", "steps", "num_epochs"} <= set(known):
+        warmup = warmup_problem(config, root.values["warmup_steps"].value)
+        length = length_problem(config, root.values["steps"].value)
+        broken.extend(refusal for refusal in (warmup, length) if refusal)
+    return broken
+
+
+def _suiting(refusal: Refusal, values: dict[str, object], known: Collection[str], root: _Layer) -> Refusal:
+    """The refusal with those of its values that break no rule about its key, or else with the default."""
+    key = refusal.key
+
+    def suits(value: object) -> bool:
+        config = Config.model_validate(values | {key: value})
+        others = _broken_rules(config, set(known) - {key}, root)
+        return len(_broken_rules(config, known, root)) == len(others)
+
+    near = tuple(value for value in refusal.nearest if suits(value))
+    return replace(refusal, nearest=near or (_plain(key, root.values[key]),))
 
 
 def _kind_refusal(key: str, detail: ErrorDetails, *, default: object) -> Refusal:

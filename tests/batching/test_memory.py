@@ -42,6 +42,23 @@ def test_gradients_are_one_float32_copy_and_with_accumulation_one_more():
     assert estimate(["weight_dtype=bfloat16"], accumulation=2).gradients == 6 * ALL
 
 
+@pytest.mark.parametrize(("replicas", "copies"), [(2, 1), (4, 2), (8, 4)])
+def test_replicas_hold_copies_beside_the_outer_parameters_and_their_momentum(replicas, copies):
+    mesh = ONE_DEVICE | {"data": 2}
+    plain = estimate(mesh=mesh, accumulation=2)
+    local = estimate_memory(load_config(), mesh, 16, 2, 1, None, replicas)
+    assert local.params == (copies + 1) * 4 * ALL
+    assert local.optimizer_state == copies * 8 * ALL + 4 * ALL
+    assert local.gradients == copies * 8 * ALL
+    assert (local.activations, local.logits) == (plain.activations, plain.logits)
+    averaging = estimate_memory(load_config(None, ["diloco_outer_momentum=0"]), mesh, 16, 2, 1, None, replicas)
+    assert averaging.optimizer_state == copies * 8 * ALL
+
+
+def test_half_precision_is_two_bytes_whichever_it_is():
+    assert estimate(["dtype=float16"]) == estimate(["dtype=bfloat16"])
+
+
 def test_estimates_shrink_in_the_order_of_what_is_recomputed():
     sizes = [estimate([f"remat_policy={policy}"]).activations
              for policy in ("none", "save_dot_products", "minimal", "save_qkv_proj", "full")]  # fmt: skip

@@ -39,11 +39,25 @@ def draw(rng):
     maybe("num_pipeline_repeats", [-1, 1, 2, 3], 0.1)
     maybe("num_layers_per_pipeline_stage", [1, 2, 3], 0.1)
     maybe("enable_rampup_batch_size", ["true"])
+    maybe("num_epochs", ["1", "0.5", "0.3", "1/7", "0.01", "20"], 0.4)
+    if "num_epochs" in values:
+        values["steps"] = -1
+        maybe("last_batch", ["drop", "train"])
+    else:
+        maybe("steps", [-1, 30, 1000], 0.1)
+    maybe("learning_rate_scaling", ["linear", "sqrt", "sqrt"])
+    maybe("base_global_batch_size", [0, 1, 16, 100, 4096], 0.8 if "learning_rate_scaling" in values else 0.1)
+    if values.get("learning_rate_scaling") == "sqrt":
+        maybe("scale_adam_with_batch", ["true"], 0.6)
+    maybe("adam_b1", ["0", "0.5", "0.9", "0.999"])
+    maybe("enable_diloco", ["true"], 0.2)
+    maybe("diloco_num_replicas", [-1, 1, 2, 3, 4, 6], 0.5)
     maybe("rampup_mode", ["gradient_accumulation_steps", "per_device_batch_size"])
     maybe("per_device_batch_size_start", ["0.4", "1", "2", "0.5"])
     maybe("per_device_batch_size_increment", ["0.2", "1", "0.5", "3"])
     num_devices = rng.choice([1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 64, 100, 256, 4096])
-    return values, {"num_devices": num_devices, "num_hosts": rng.choice([1, 1, 1, 2, 3, 4, 8])}
+    hosts = rng.choice([1, 1, 1, 2, 3, 4, 8])
+    return values, {"num_devices": num_devices, "num_hosts": hosts}, rng.choice([1, 7, 100, 1000, 2**31 - 1])
 
 
 def alternatives(problem):
@@ -64,10 +78,11 @@ def changed(values, machine, edit):
 def test_random_configs_plan_or_name_values_that_work(seed):
     rng = random.Random(seed)
     planned = 0
-    for _ in range(250):
-        values, machine = draw(rng)
+    for _ in range(400):
+        values, machine, examples = draw(rng)
         try:
-            check_arithmetic(make_plan(configured(values), **machine), values, machine)
+            plan = make_plan(configured(values), **machine, num_examples=examples)
+            check_arithmetic(plan, values, machine)
             planned += 1
             continue
         except UserError as error:
@@ -75,10 +90,10 @@ def test_random_configs_plan_or_name_values_that_work(seed):
         if len(problems) == 1:
             for edit in alternatives(problems[0]):
                 edited, on = changed(values, machine, edit)
-                make_plan(configured(edited), **on)
+                make_plan(configured(edited), **on, num_examples=examples)
         for problem in problems:
             values, machine = changed(values, machine, next(alternatives(problem)))
-        make_plan(configured(values), **machine)
+        make_plan(configured(values), **machine, num_examples=examples)
     assert planned > 5
 
 
@@ -86,15 +101,17 @@ def test_values_of_the_wrong_kind_are_mended_along_with_the_rest():
     rng = random.Random(7)
     wrong = {"per_device_batch_size": ["0", "-2"], "gradient_accumulation_steps": [0, "x"], "global_batch_size": [-3],
              "ici_tensor_parallelism": [0], "per_device_batch_size_start": ["0"], "expansion_factor_real_data": ["-2"],
-             "steps": [0, "1.5"], "optimizer": ["adam"], "base_num_kv_heads": [3]}  # fmt: skip
-    for _ in range(80):
-        values, machine = draw(rng)
+             "steps": [0, "1.5", 30], "optimizer": ["adam"], "base_num_kv_heads": [3], "last_batch": ["train", "all"],
+             "scale_adam_with_batch": ["true"], "base_global_batch_size": [-1], "num_epochs": [-1, "x"],
+             "learning_rate_scaling": ["square"], "diloco_num_replicas": [0]}  # fmt: skip
+    for _ in range(120):
+        values, machine, examples = draw(rng)
         values |= {key: rng.choice(wrong[key]) for key in rng.sample(list(wrong), 2)}
         with pytest.raises(UserError) as refused:
-            load_plan(None, [f"{key}={value}" for key, value in values.items()], **machine)
+            load_plan(None, [f"{key}={value}" for key, value in values.items()], **machine, num_examples=examples)
         for problem in refused.value.problems:
             values, machine = changed(values, machine, next(alternatives(problem)))
-        load_plan(None, [f"{key}={value}" for key, value in values.items()], **machine)
+        load_plan(None, [f"{key}={value}" for key, value in values.items()], **machine, num_examples=examples)
 
 
 def check_arithmetic(plan, values, machine):
@@ -105,8 +122,16 @@ def check_arithmetic(plan, values, machine):
     assert plan.global_batch_to_load >= plan.global_batch_to_train * plan.expansion_factor_real_data
     assert config.global_batch_size in (0, plan.global_batch_to_train)
     assert config.per_device_batch_size in (-1, plan.per_device_batch_size)
-    assert slots % plan.batch_shards == slots % machine["num_hosts"] == slots % plan.num_pipeline_microbatches == 0
+    assert slots % plan.layout_shards == slots % plan.batch_shards == 0
+    assert slots % machine["num_hosts"] == slots % plan.num_pipeline_microbatches == 0
     assert slots >= plan.micro_batch_to_train >= 1
+    assert plan.steps >= 1
+    assert 0 <= plan.adam_b1 < 1
+    assert (plan.diloco_num_replicas or 0) % plan.mesh["data"] == 0
+    if config.num_epochs:
+        spent = plan.total_examples + plan.dropped_examples
+        assert spent == config.num_epochs * plan.num_examples
+        assert plan.dropped_examples < plan.global_batch_to_train
     assert plan.num_pipeline_microbatches % plan.num_pipeline_stages == 0
 
 

@@ -130,6 +130,81 @@ def test_what_can_be_planned_but_not_trained_is_named_by_its_key():
     assert not_yet_trainable(load_config(), plan_of()) == []
 
 
+DILOCO = ("enable_diloco=true", "ici_data_parallelism=2", "steps=240")
+
+
+@pytest.mark.parametrize(("stated", "replicas", "shards", "slots"), [(-1, 2, 8, 8), (2, 2, 8, 8), (6, 6, 24, 24)])
+def test_replicas_are_a_multiple_of_the_data_axis_and_have_equal_slots(stated, replicas, shards, slots):
+    plan = plan_of(*DILOCO, f"diloco_num_replicas={stated}", "per_device_batch_size=1")
+    assert (plan.diloco_num_replicas, plan.diloco_sync_period) == (replicas, 30)
+    assert (plan.batch_shards, plan.layout_shards, plan.micro_batch_slots) == (8, shards, slots)
+    assert plan.slots_for(25) == (48 if replicas == 6 else 32)
+    assert plan.to_json()["diloco_num_replicas"] == replicas
+
+
+def test_replicas_that_the_data_axis_cannot_hold_are_refused():
+    with pytest.raises(UserError) as refused:
+        plan_of(*DILOCO, "diloco_num_replicas=3")
+    assert refused.value.problems == (
+        "diloco_num_replicas=3 is not a multiple of the data axis, 2: its devices hold as many replicas. "
+        "Nearest that work: 2 or 4.",)  # fmt: skip
+
+
+def test_without_local_updates_their_keys_say_nothing():
+    plan = plan_of("diloco_num_replicas=3")
+    assert (plan.diloco_num_replicas, plan.diloco_sync_period, plan.layout_shards) == (None, None, 8)
+    assert plan.memory == plan_of().memory
+
+
+def test_idle_replicas_and_an_unsynchronised_end_are_said():
+    # 5 examples fill the first 5 of 8 slots, 2 to a replica: 2 2 1 0.
+    plan = plan_of("enable_diloco=true", "ici_data_parallelism=4", "diloco_sync_period=7", "per_device_batch_size=5/8")
+    assert plan.warnings == (
+        "a micro-batch of 5 examples in 8 slots leaves 1 of 4 DiLoCo replicas without one: raise "
+        "per_device_batch_size or lower diloco_num_replicas.",
+        "steps=250 is not a multiple of diloco_sync_period=7: the last 5 steps are not in the synchronised parameters.",
+    )
+    assert plan_of(*DILOCO).warnings == ()
+    # Derived steps count too: 10 epochs of 256 examples in batches of 128 are 20.
+    assert plan_of(*DILOCO[:2], "num_epochs=10", num_examples=256).warnings[-1].startswith("steps=20 is not a mult")
+
+
+def test_a_warm_up_longer_than_the_run_is_said_where_steps_are_derived():
+    plan = plan_of("num_epochs=2", "warmup_steps=9", num_examples=256)
+    assert plan.warnings == ("warmup_steps=9 is more than steps=4: the run ends in the warm-up.",)
+
+
+def test_a_schedule_in_examples_counts_steps_of_the_target():
+    # 10 steps of 32, then 10 of 128: 1600 examples, which are 12.5 batches of 128.
+    ramp = ["enable_rampup_batch_size=true", "per_device_batch_size_increment=12", "global_rampup_samples=320",
+            "steps=20", "warmup_steps=15"]  # fmt: skip
+    assert plan_of(*ramp).warnings == ()
+    for unit in ("examples", "tokens"):
+        assert plan_of(*ramp, f"schedule_unit={unit}").warnings == (
+            "warmup_steps=15 is more than steps=20, which are 12.5 at the target of 128 examples: the run ends in the "
+            "warm-up.",)  # fmt: skip
+
+
+def test_the_memory_of_a_ramp_is_that_of_its_target():
+    keys = ["per_device_batch_size=4", "gradient_accumulation_steps=4"]
+    for mode in ("per_device_batch_size", "gradient_accumulation_steps"):
+        ramp = ["enable_rampup_batch_size=true", f"rampup_mode={mode}", "per_device_batch_size_start=1",
+                "per_device_batch_size_increment=1"]  # fmt: skip
+        assert plan_of(*keys, *ramp).memory == plan_of(*keys).memory
+
+
+def test_examples_are_counted_only_for_a_config_that_can_be_planned():
+    def count(config):
+        assert config.num_epochs == 2
+        return 1000
+
+    assert load_plan(None, ["num_epochs=2"], num_devices=8, num_examples=count)[1].steps == 15
+    for overrides in (["num_epochs=2", "per_device_batch_size=0.3"], ["num_epochs=2", "stps=3"]):
+        with pytest.raises(UserError, match=r"not a whole number|unknown key"):
+            load_plan(None, overrides, num_devices=8, num_examples=lambda config: pytest.fail("was counted"))
+    assert load_plan(None, num_devices=8, num_examples=lambda config: pytest.fail("was counted"))[1].epochs is None
+
+
 def test_problems_of_config_and_plan_come_at_once():
     with pytest.raises(UserError) as refused:
         load_plan(

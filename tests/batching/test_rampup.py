@@ -78,9 +78,9 @@ def random_ramps(how_many, seed=0):
 
 
 def test_the_closed_form_equals_replay():
-    for num_devices, start, target, increment, samples, accumulation in random_ramps(3000):
+    for num_devices, start, target, increment, samples, accumulation in random_ramps(10_000):
         ramp = manager(num_devices, start, target, increment, samples, accumulation)
-        num_steps = min(ramp.total_steps + 2, 150)
+        num_steps = min(ramp.total_steps + 2, 60)
         sizes, seen = replay(num_devices, start, target, increment, samples, accumulation, num_steps)
         steps = range(1, num_steps + 1)
         assert [ramp.batch_size_at(step) for step in steps] == sizes
@@ -89,7 +89,7 @@ def test_the_closed_form_equals_replay():
 
 
 def test_both_modes_have_the_same_global_batches_and_the_second_one_micro_batch():
-    for num_devices, start, target, increment, samples, _ in random_ramps(300, seed=1):
+    for num_devices, start, target, increment, samples, _ in random_ramps(10_000, seed=1):
         accumulation = int(target * num_devices)  # then A x b_k / target is whole for every k
         by_device = manager(num_devices, start, target, increment, samples, accumulation)
         by_steps = manager(num_devices, start, target, increment, samples, accumulation, "gradient_accumulation_steps")

@@ -41,3 +41,39 @@ def test_a_pipeline_a_ramp_and_loading_hosts_are_shown():
 def test_a_long_ramp_is_cut_short():
     table = table_of(["enable_rampup_batch_size=true", "per_device_batch_size=1000"], num_devices=1)
     assert "... 487 more stages (--json has them all)" in table
+
+
+def test_a_short_or_dropped_last_batch_is_said():
+    keys = ["per_device_batch_size=8", "num_epochs=1"]
+    table = table_of(keys, num_devices=1, num_examples=19)
+    assert row(table, "steps") == "2: 16 examples, 4096 tokens"
+    assert row(table, "last batch") == "3 examples at the end, of 8, are dropped"
+    table = table_of([*keys, "last_batch=train"], num_devices=1, num_examples=19)
+    assert row(table, "steps") == "3: 19 examples, 4864 tokens"
+    assert row(table, "last batch") == "the last step has 3 of 8 examples"
+    assert "last batch" not in table_of(keys, num_devices=1, num_examples=16)
+
+
+def test_the_batch_of_a_ramp_that_the_end_cuts_short_is_the_stage_s():
+    # Batches of 1 1 1 1 1 2 2 2 3 3 4: 13 examples end in the first batch of 3.
+    ramp = ["enable_rampup_batch_size=true", "per_device_batch_size_start=1", "per_device_batch_size_increment=1",
+            "per_device_batch_size=4", "global_rampup_samples=15", "num_epochs=1", "last_batch=train"]  # fmt: skip
+    assert row(table_of(ramp, num_devices=1, num_examples=13), "last batch") == "the last step has 2 of 3 examples"
+
+
+def test_old_and_new_settings_of_the_optimizer_are_shown():
+    keys = ["learning_rate_scaling=sqrt", "base_global_batch_size=4"]
+    table = table_of([*keys, "scale_adam_with_batch=true"], num_devices=1)
+    assert row(table, "batch ratio m") == "4 = 16 / base_global_batch_size=4"
+    assert row(table, "learning_rate") == "0.003 -> 0.006 = 0.003 x 2, the root of m"
+    assert row(table, "adam_b1") == "0.9 -> 0.6 = 1 - m x (1 - 0.9)"
+    assert row(table, "adam_b2") == "0.95 -> 0.8 = 1 - m x (1 - 0.95)"
+    assert row(table, "adam_eps") == "1e-08 -> 5e-09 = 1e-08 / root of m"
+    assert "adam" not in table_of(keys, num_devices=1)
+    assert row(table_of(num_devices=1), "learning_rate") == "0.003 = 0.003 x 1"
+
+
+def test_local_updates_are_shown():
+    table = table_of(["enable_diloco=true", "ici_data_parallelism=2", "diloco_num_replicas=4"], num_devices=4)
+    assert row(table, "local updates") == "4 replicas, 2 on each part of the data axis (2), synchronised every 30 steps"
+    assert "local updates" not in table_of(num_devices=4)

@@ -19,6 +19,12 @@ REFUSED = {
     "eval_fraction=0": "eval_fraction=0 and an empty eval_dataset_path leave nothing to evaluate every "
                        "eval_interval=100 steps. Nearest that works: eval_interval=-1.",
     "eval_fraction=1": "eval_fraction=1 leaves nothing to train on. Nearest that works: 0.5.",
+    "steps=-1": "steps=-1 follows from num_epochs, which is 0: nothing states the length of the run. Nearest that "
+                "works: 250.",
+    "last_batch=train": "last_batch=train has no use with num_epochs=0: a run of stated steps has whole batches only. "
+                        "Nearest that works: drop.",
+    "scale_adam_with_batch=true": "scale_adam_with_batch=true belongs to learning_rate_scaling=sqrt and "
+                                  "optimizer=adamw, not to learning_rate_scaling=none. Nearest that works: false.",
     "attention=cudnn_flash": "attention=cudnn_flash does not compute in dtype=float32. Nearest that work: "
                              "dtype=bfloat16 or attention=dot_product.",
 }  # fmt: skip
@@ -39,6 +45,30 @@ def test_a_short_run_may_cut_the_default_warm_up_off():
     assert config.warmup_steps > config.steps
     with pytest.raises(UserError, match="warmup_steps=6 is more than steps=5"):
         load_config(None, ["steps=5", "warmup_steps=6"])
+
+
+def test_a_length_is_stated_once():
+    with pytest.raises(UserError) as refused:
+        load_config(None, ["steps=30", "num_epochs=1.5"])
+    assert refused.value.problems == (
+        "steps=30 contradicts num_epochs=1.5, from which steps follows. Nearest that works: -1.",)  # fmt: skip
+    for steps in ("steps=-1", "steps=250"):  # the default states nothing beside num_epochs
+        assert load_config(None, [steps, "num_epochs=1.5", "warmup_steps=300", "last_batch=train"]).num_epochs == 1.5
+    with pytest.raises(UserError, match=r"nothing states the length of the run\. Nearest that works: 300\.$"):
+        load_config(None, ["steps=-1", "warmup_steps=300"])
+
+
+def test_scaled_adam_needs_both():
+    with pytest.raises(UserError, match="not to learning_rate_scaling=linear and optimizer=lion"):
+        load_config(None, ["scale_adam_with_batch=true", "learning_rate_scaling=linear", "optimizer=lion"])
+
+
+def test_a_value_of_the_wrong_kind_is_answered_with_one_that_suits_the_others():
+    with pytest.raises(UserError) as refused:
+        load_config(None, ["steps=0", "num_epochs=2"])
+    assert refused.value.problems == ("steps=0 must be at least 1, or -1. Nearest that works: 250.",)
+    with pytest.raises(UserError, match=r"last_batch=all is not one of drop, train\. Nearest that works: drop"):
+        load_config(None, ["last_batch=all"])
 
 
 def test_a_rule_on_a_value_of_the_wrong_kind_is_not_tried():
