@@ -291,7 +291,11 @@ class _Loop:
                 self._profile(step - counts.step)
                 if self.one_at_a_time:
                     jax.block_until_ready(state)
-                train_step = self._step_of(plan.stage_at(examples_seen), step)
+                stage = plan.stage_at(examples_seen)
+                if stage != self.stage:  # recorded first: should the next executable not be ready, its step waits
+                    self._finish(in_flight, state)
+                    in_flight = None
+                    train_step = self._step_of(stage, step)
                 batch = next(batches)
                 examples_seen += batch.num_examples
                 state, metrics = self._take(train_step, state, batch, step)
@@ -333,10 +337,8 @@ class _Loop:
         return RunResult(run.directory, self.counts.step, self.loss, self.eval_loss, interrupted, state)
 
     def _step_of(self, stage: BatchStage, step: int) -> Any:
-        """The compiled step of a stage; at the first step of one, says so and requests the next stage's."""
+        """The compiled step of a stage that begins; says so and has the next stage's compiled in the background."""
         compiled, seconds = self.executables.of(stage)
-        if stage == self.stage:
-            return compiled
         stages = self.plan.stages
         if self.stage is None:
             self.terminal.say(f"compiled the train step in {seconds:.1f} s")
