@@ -7,7 +7,7 @@ import pytest
 
 from maxtext_lite.batching import count_parameters, make_plan
 from maxtext_lite.cli import run_command
-from maxtext_lite.config import load_config
+from maxtext_lite.config import UserError, load_config
 from maxtext_lite.plan import main
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "batch_size.md").read_text(encoding="utf-8")
@@ -25,8 +25,8 @@ def table(*headings):
     return rows
 
 
-def plan_of(*overrides, num_devices, num_hosts=1):
-    return make_plan(load_config(None, overrides), num_devices=num_devices, num_hosts=num_hosts)
+def plan_of(*overrides, num_devices, **machine):
+    return make_plan(load_config(None, overrides), num_devices=num_devices, **machine)
 
 
 def test_the_worked_plans():
@@ -82,13 +82,92 @@ def test_the_bubbles():
         assert f"{float(plan.pipeline_bubble_fraction):.4f}" == row["pipeline_bubble_fraction"]
 
 
+RAMP = ("enable_rampup_batch_size=true", "per_device_batch_size_start=1", "per_device_batch_size=4",
+        "per_device_batch_size_increment=1", "global_rampup_samples=15")  # fmt: skip
+
+
 def test_the_ramp():
-    plan = plan_of("enable_rampup_batch_size=true", "per_device_batch_size_start=1", "per_device_batch_size=4",
-                   "per_device_batch_size_increment=1", "global_rampup_samples=15", num_devices=1)  # fmt: skip
+    plan = plan_of(*RAMP, num_devices=1)
     rows = table("stage", "first step")
     for stage, row in zip(plan.stages, rows, strict=True):
         shown = (stage.first_step, stage.num_steps, stage.global_batch_to_train, stage.samples)
         assert ["" if number is None else str(number) for number in shown] == list(row.values())[1:]
+
+
+def test_the_epochs():
+    for row in table("num_epochs"):
+        batch, examples = int(row["global_batch_to_train"]), int(row["num_examples"])
+        plan = plan_of(f"num_epochs={row['num_epochs']}", f"last_batch={row['last_batch']}",
+                       f"per_device_batch_size={batch}", num_devices=1, num_examples=examples)  # fmt: skip
+        assert (plan.steps, plan.total_examples) == (int(row["steps"]), int(row["examples trained on"]))
+        end = f"{plan.dropped_examples} dropped" if plan.dropped_examples else "whole"
+        if plan.last_batch_examples is not None:
+            end = f"{plan.last_batch_examples} of {batch}"
+        assert end == row["at the end"]
+        # And by hand.
+        whole, rest = divmod(Fraction(row["num_epochs"]) * examples, batch)
+        assert plan.steps == whole + (row["last_batch"] == "train" and rest > 0)
+        assert row["at the end"].split()[0] == (str(rest) if rest else "whole")
+
+
+def test_the_epochs_under_the_ramp():
+    plan = plan_of(*RAMP, "num_epochs=1", "last_batch=train", num_devices=1, num_examples=20)
+    assert (plan.steps, plan.last_batch_examples, plan.rampup.total_steps, plan.samples_before(11)) == (11, 3, 10, 17)
+    assert "20 examples under the ramp above are its 10 steps (17 examples) and, with `train`, an eleventh of 3" in PAGE
+    with pytest.raises(UserError, match=r"num_epochs=0\.5 x 1001 examples"):
+        plan_of("num_epochs=0.5", num_devices=1, num_examples=1001)
+
+
+def test_the_learning_rates():
+    for row in table("base_global_batch_size"):
+        plan = plan_of(*(f"{key}={row[key]}" for key in ("base_global_batch_size", "learning_rate_scaling")),
+                       f"per_device_batch_size={row['global_batch_to_train']}", num_devices=1)  # fmt: skip
+        assert plan.scaling.batch_ratio == Fraction(row["m"])
+        assert plan.learning_rate_multiplier == float(row["learning_rate_multiplier"])
+        assert plan.scaling.scaled["learning_rate"] == float(row["learning_rate 0.003 becomes"])
+        # And by hand.
+        ratio = int(row["global_batch_to_train"]) / int(row["base_global_batch_size"])
+        multiplier = ratio if row["learning_rate_scaling"] == "linear" else ratio**0.5
+        assert float(row["learning_rate 0.003 becomes"]) == pytest.approx(0.003 * multiplier, rel=1e-12)
+
+
+def test_the_settings_of_adam():
+    for row in table("m"):
+        ratio = Fraction(row["m"])
+        plan = plan_of("base_global_batch_size=40", "learning_rate_scaling=sqrt", "scale_adam_with_batch=true",
+                       f"per_device_batch_size={ratio * 40}", num_devices=1)  # fmt: skip
+        assert (plan.adam_b1, plan.adam_b2) == (float(row["adam_b1"]), float(row["adam_b2"]))
+        assert f"{plan.adam_eps:.4g}" == row["adam_eps"]
+        assert float(row["adam_b1"]) == pytest.approx(1 - float(ratio) * 0.1, abs=1e-12)
+        assert float(row["adam_b2"]) == pytest.approx(1 - float(ratio) * 0.05, abs=1e-12)
+        assert float(row["adam_eps"]) == pytest.approx(1e-8 / float(ratio) ** 0.5, rel=1e-3)
+
+
+def test_what_a_schedule_counts():
+    plan = plan_of(*RAMP, num_devices=1)
+    for row in table("after step"):
+        seen = plan.samples_before(int(row["after step"]) + 1)
+        assert seen == int(row["examples seen"])
+        assert Fraction(seen, plan.global_batch_to_train) == Fraction(row["position in examples"])
+        assert row["position in steps"] == row["after step"]
+
+
+def test_the_replicas():
+    for row in table("mesh of 8 devices"):
+        axes = dict.fromkeys(("data", "fsdp"), 1) | dict(re.findall(r"(\w+) (\d+)", row["mesh of 8 devices"]))
+        plan = plan_of("enable_diloco=true", *(f"ici_{axis}_parallelism={size}" for axis, size in axes.items()),
+                       *(f"{key}={row[key]}" for key in ("per_device_batch_size", "diloco_num_replicas")),
+                       "steps=240", num_devices=8)  # fmt: skip
+        replicas, slots = plan.diloco_num_replicas, plan.micro_batch_slots
+        assert [replicas, replicas // int(axes["data"]), plan.micro_batch_to_train, slots] == [
+            int(row[name]) for name in ("R", "replicas per part of the data axis", "micro_batch_to_train", "slots")
+        ]
+        assert slots == int(row["slots per replica"]) * replicas
+        # Examples fill the slots from the first on.
+        firsts = range(0, slots, int(row["slots per replica"]))
+        idle = sum(first >= plan.micro_batch_to_train for first in firsts)
+        assert idle == int(row["replicas without an example"])
+        assert [f"leaves {idle} of {replicas} DiLoCo" in warning for warning in plan.warnings] == [True] * bool(idle)
 
 
 def test_the_memory():
@@ -126,4 +205,4 @@ def test_the_loss_of_uneven_micro_batches():
 
 
 def test_the_page_holds_the_commands_it_should():
-    assert len(list(commands())) == 2
+    assert len(list(commands())) == 4
