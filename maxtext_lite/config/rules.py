@@ -189,7 +189,30 @@ def _cudnn_dtype(config: Config) -> Refusal | None:
     )
 
 
+def _schedule_of_replicas(config: Config) -> Refusal | None:
+    if not config.enable_diloco or config.schedule_unit == "steps":
+        return None
+    return Refusal(
+        "schedule_unit",
+        f"schedule_unit={config.schedule_unit} with enable_diloco=true: between synchronisations a replica knows its own "
+        "examples and tokens only.",
+        ("steps",),
+    )
+
+
+def _loss_scale(config: Config) -> Refusal | None:
+    if config.loss_scale == 0 or config.dtype == "float16":
+        return None
+    return Refusal(
+        "loss_scale",
+        f"loss_scale={config.loss_scale:g} has no use with dtype={config.dtype}, whose range is that of float32.",
+        (0, "dtype=float16"),
+    )
+
+
 RULES: tuple[Rule, ...] = (
+    Rule(("schedule_unit", "enable_diloco"), _schedule_of_replicas),
+    Rule(("loss_scale", "dtype"), _loss_scale),
     Rule(("base_num_kv_heads", "base_num_query_heads"), _kv_heads),
     Rule(("head_dim",), _head_dim),
     Rule(("num_vocab_tiling", "max_target_length"), _vocab_tiling),
