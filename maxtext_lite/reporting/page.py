@@ -307,6 +307,6 @@ def _environments(runs: Sequence[Run]) -> str:
 
 def _flat(environment: Mapping[str, Any]) -> dict[str, str]:
     """environment.json without nesting: the versions of packages beside the rest, devices left to the facts."""
-    packages = environment.get("packages")
-    rest = {key: plain(value) for key, value in environment.items() if key not in ("packages", "devices")}
-    return rest | ({key: plain(value) for key, value in packages.items()} if isinstance(packages, dict) else {})
+    rest = {key: value for key, value in environment.items() if key != "devices"}
+    packages = rest.pop("packages") if isinstance(rest.get("packages"), dict) else {}
+    return {key: plain(value) for key, value in (rest | packages).items()}

@@ -64,7 +64,7 @@ def plan_rows(plan: Mapping[str, Any]) -> list[Row]:
             continue
         if key == "num_devices":
             rows.append(Row(key, plain(value), _machine(plan)))
-        elif key == "loading_hosts" and isinstance(value, list):
+        elif key == "loading_hosts" and isinstance(value, list) and all(isinstance(host, int) for host in value):
             rows.append(Row(key, f"{len(value):,} of {plain(plan.get('num_hosts'))}", f"hosts {ranges(value)}"))
         elif value is not None:
             rows.append(Row(key, plain(value), _FORMULAS.get(key, "")))

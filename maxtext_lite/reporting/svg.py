@@ -59,7 +59,9 @@ def chart_svg(chart: Chart, board: Board, axis: str = "step") -> str:
 def _width(line: Line, num_runs: int) -> str:
     """Batch sizes of several runs are often equal: each is drawn narrower than the one that it lies upon."""
     below = min(num_runs, _MOST_WIDTHS) - 1 - line.run
-    return f' style="stroke-width:{1.7 + 2.4 * below:.1f}"' if line.spec.stepped and below > 0 else ""
+    return (
+        f' style="stroke-width:{1.7 + 1.4 * below:.1f}"' if line.spec.stepped and line.series == 0 and below > 0 else ""
+    )
 
 
 def _y_axis(y: Scale) -> Iterable[str]:
