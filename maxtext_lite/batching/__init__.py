@@ -3,6 +3,7 @@
 No other package multiplies or divides batch sizes.
 """
 
+from maxtext_lite.batching.advice import batch_size_advice
 from maxtext_lite.batching.memory import MemoryEstimate, ParameterCount, count_parameters
 from maxtext_lite.batching.plan import BatchPlan, load_plan, make_plan, not_yet_trainable, row_slots
 from maxtext_lite.batching.rampup import BatchStage, RampupBatchManager
@@ -17,6 +18,7 @@ __all__ = [
     "ParameterCount",
     "RampupBatchManager",
     "Topology",
+    "batch_size_advice",
     "count_parameters",
     "format_plan",
     "load_plan",
