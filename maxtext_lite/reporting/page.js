@@ -151,8 +151,10 @@
   for (const item of figures) {
     item.svg.addEventListener("pointermove", (event) => show(item, event));
     item.svg.addEventListener("pointerdown", (event) => show(item, event));
-    item.svg.addEventListener("pointerleave", hide);
+    // A finger leaves as soon as it has tapped: what it asked for stays until the page is touched elsewhere or moves.
+    item.svg.addEventListener("pointerleave", (event) => { if (event.pointerType === "mouse") hide(); });
   }
+  addEventListener("pointerdown", (event) => { if (!figures.some(({ svg }) => svg.contains(event.target))) hide(); });
   addEventListener("scroll", hide, { passive: true });
   const choose = document.querySelector(".switch");
   if (choose) {

@@ -156,7 +156,7 @@ def _curves(runs: Sequence[Run], board: Board) -> str:
     if board.longest > 1:
         note = (
             f'<p class="remark">Lines are means of up to {board.longest:,} steps; the bands behind them reach from the '
-            "lowest to the highest value of those steps.</p>"
+            "lowest to the highest value of those steps, error bars included.</p>"
         )
     return (
         f'<div class="bar"><fieldset class="switch" hidden><legend>x-axis</legend>{axes}</fieldset>'
