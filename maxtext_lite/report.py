@@ -25,9 +25,11 @@ def main(argv: Sequence[str]) -> int:
     try:
         output.write_text(page, encoding="utf-8")
     except OSError as error:
-        raise UserError(
-            f"{'--output' if arguments.output else 'RUN_DIR'}: {output} cannot be written: {error.strerror}."
-        ) from None
+        if arguments.output:
+            where, hint = f"--output={output}", f"Nearest that works: {runs[0].directory / 'report.html'}."
+        else:
+            where, hint = str(output), "Name another file with --output."
+        raise UserError(f"{where} cannot be written: {error.strerror}. {hint}") from None
     repeated = len(arguments.run_directories) - len(runs)
     if repeated:
         print(f"{repeated} of the directories stand{'s' if repeated == 1 else ''} for a run that is shown already")

@@ -51,12 +51,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     return zipfile.ZipFile(directory / result.stdout.split()[-1])
 
 
-def test_the_wheel_holds_the_configs_and_the_assets(wheel: zipfile.ZipFile):
+def test_the_wheel_holds_the_configs_the_assets_and_the_style_of_reports(wheel: zipfile.ZipFile):
     names = set(wheel.namelist())
     for file in (REPOSITORY / "configs").rglob("*.yml"):
         assert f"maxtext_lite/{file.relative_to(REPOSITORY).as_posix()}" in names
     for file in (PACKAGE / "assets").iterdir():
         assert f"maxtext_lite/assets/{file.name}" in names
+    assert {"maxtext_lite/reporting/page.css", "maxtext_lite/reporting/page.js"} <= names
 
 
 def test_the_wheel_holds_every_module_and_nothing_else(wheel: zipfile.ZipFile):

@@ -73,16 +73,18 @@ def _progress(noise_scale: float, batch: int) -> str:
 
 def _verdict(low: float, high: float, noise_scale: float, batch: int) -> str:
     if low > _CLEARLY * batch:
+        fewer_steps = 1 - step_efficiency(noise_scale, batch) / step_efficiency(noise_scale, 2 * batch)
+        more_examples = example_efficiency(noise_scale, batch) / example_efficiency(noise_scale, 2 * batch) - 1
         return (
-            f"The batch is well below the noise scale: at twice its size a step would make "
-            f"{step_efficiency(noise_scale, 2 * batch):.0%}, and an example still give "
-            f"{example_efficiency(noise_scale, 2 * batch):.0%}, so a larger batch would cost few examples."
+            "The batch is well below the noise scale: to reach the same loss, twice the batch would take about "
+            f"{fewer_steps:.0%} fewer steps and {more_examples:.0%} more examples."
         )
     if high < batch / _CLEARLY:
+        fewer_examples = 1 - example_efficiency(noise_scale, batch) / example_efficiency(noise_scale, batch / 2)
+        more_steps = step_efficiency(noise_scale, batch) / step_efficiency(noise_scale, batch / 2) - 1
         return (
-            f"The batch is well above the noise scale, so examples are wasted: at half its size a step would still "
-            f"make {step_efficiency(noise_scale, batch / 2):.0%}, and an example give "
-            f"{example_efficiency(noise_scale, batch / 2):.0%}."
+            "The batch is well above the noise scale, so examples are wasted: to reach the same loss, half the batch "
+            f"would take about {fewer_examples:.0%} fewer examples and {more_steps:.0%} more steps."
         )
     if low >= batch / _CLEARLY and high <= _CLEARLY * batch:
         return "The two are of like size, the usual compromise between few steps and few examples."

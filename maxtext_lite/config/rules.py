@@ -194,8 +194,8 @@ def _schedule_of_replicas(config: Config) -> Refusal | None:
         return None
     return Refusal(
         "schedule_unit",
-        f"schedule_unit={config.schedule_unit} with enable_diloco=true: between synchronisations a replica knows its own "
-        "examples and tokens only.",
+        f"schedule_unit={config.schedule_unit} with enable_diloco=true: between synchronisations a replica knows "
+        "its own examples and tokens only.",
         ("steps",),
     )
 

@@ -165,7 +165,7 @@ class HostRows(NamedTuple):
 class TrainingReads:
     """What one host reads in each load of one batch size: a picklable sequence, a pure function of the step.
 
-    Load l of a step reads the examples from l c to (l + 1) c - 1 of the step, with c = examples / loads, rounded up.
+    The host's examples of a step are dealt to its loads in order and in numbers that differ by one at most.
 
     Attributes:
       host_slots: the row slots, of every micro-batch, that this host fills; int64, increasing.
@@ -196,12 +196,11 @@ class TrainingReads:
             num_examples=len(self.source),
             seed=self.seed,
         )
-        load_examples = -(-self.step_examples // self.loads_per_step)
-        in_load = np.arange(load * load_examples, min((load + 1) * load_examples, self.step_examples))
         # Example j is in micro-batch j % A, slot j // A: with any other A, a device still holds the same examples.
-        return _read_rows(
-            self.source, ids, in_load, in_load % self.micro_batches, in_load // self.micro_batches, self.host_slots
-        )
+        slots, micro_batches = np.divmod(np.arange(self.step_examples), self.micro_batches)
+        own = np.flatnonzero(np.isin(slots, self.host_slots))
+        own = np.array_split(own, self.loads_per_step)[load]
+        return _read_rows(self.source, ids, own, micro_batches[own], slots[own], self.host_slots)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,8 +219,8 @@ class EvaluationReads:
     def __getitem__(self, index: int) -> HostRows:
         first = index * self.batch_examples
         ids = np.arange(first, min(first + self.batch_examples, len(self.source)), dtype=np.int64)
-        every = np.arange(len(ids))
-        return _read_rows(self.source, ids, every, np.zeros_like(every), every, self.host_slots)
+        own = self.host_slots[self.host_slots < len(ids)]
+        return _read_rows(self.source, ids, own, np.zeros_like(own), own, self.host_slots)
 
 
 class _Segment(NamedTuple):
@@ -301,20 +300,17 @@ def _num_batches(segment: _Segment) -> int:
 def _read_rows(
     source: ExampleSource,
     ids: np.ndarray,
-    in_load: np.ndarray,
+    own: np.ndarray,
     micro_batches: np.ndarray,
     slots: np.ndarray,
     host_slots: np.ndarray,
 ) -> HostRows:
-    """This host's part of a load: of the examples `ids[in_load]`, in these micro-batches and slots."""
-    places = np.searchsorted(host_slots, slots)
-    own = places < len(host_slots)
-    own[own] = host_slots[places[own]] == slots[own]
-    rows = {name: np.zeros((int(own.sum()), source.num_tokens), dtype) for name, dtype in _FIELD_DTYPES.items()}
-    for row, example_id in enumerate(ids[in_load[own]]):
+    """The examples `ids[own]`, which belong in these micro-batches and slots, all of them this host's."""
+    rows = {name: np.zeros((len(own), source.num_tokens), dtype) for name, dtype in _FIELD_DTYPES.items()}
+    for row, example_id in enumerate(ids[own]):
         for name, values in source[int(example_id)].items():
             rows[name][row] = values
-    return HostRows(ids, np.stack([micro_batches[own], places[own]]), rows)
+    return HostRows(ids, np.stack([micro_batches, np.searchsorted(host_slots, slots)]), rows)
 
 
 def _grain_iterator(

@@ -42,7 +42,7 @@ class ChartSpec:
     """One chart; left out where no run has a value for it.
 
     Attributes:
-      needs: the columns of which some run must have one; default: those of the lines.
+      needs: only runs that have one of these columns are drawn; default: those of the lines.
       unless: left out, too, where every run has this one.
       marks: what is marked besides: "skipped" steps, "stages" of the batch size with their sizes.
     """
@@ -111,7 +111,6 @@ CHARTS = (
         "float16",
         (LineSpec("loss_scale", "loss scale", stepped=True),),
         may_be_log=True,
-        marks=("stages", "skipped"),
     ),
     ChartSpec(
         "balance",
@@ -251,6 +250,8 @@ def _grid(run: int, table: Any, most: int) -> Grid:
 def _chart(spec: ChartSpec, runs: Sequence[Run], grids: Sequence[Grid]) -> Chart | None:
     lines = []
     for number, run in enumerate(runs):
+        if spec.needs and not any(metric in run.steps for metric in spec.needs):
+            continue
         for series, line in enumerate(spec.lines):
             of_evaluations = line.metric == "eval_loss"
             column = (run.evaluations if of_evaluations else run.steps).get(line.metric, ())
@@ -259,9 +260,8 @@ def _chart(spec: ChartSpec, runs: Sequence[Run], grids: Sequence[Grid]) -> Chart
                 name = line.label if len(runs) == 1 else f"{run.label}, {line.label}"
                 points = _points(line, run, column, grids[grid].buckets)
                 lines.append(Line(line, name, number, series, grid, points))
-    needed = spec.needs or tuple(line.metric for line in spec.lines)
     superseded = bool(spec.unless) and all(spec.unless in run.steps for run in runs)
-    if superseded or not any(line.spec.metric in needed for line in lines):
+    if superseded or not lines:
         return None
     y = _value_scale(spec, lines)
     marks = [mark for number, run in enumerate(runs) for mark in _marks(spec, run, number, len(runs), grids, y)]
@@ -286,11 +286,14 @@ def _with_error(value: float | None, relative_error: float | None, side: int) ->
 
 
 def _value_scale(spec: ChartSpec, lines: Sequence[Line]) -> Scale:
-    """The y-axis: over all extremes, but an error bar may leave it, lest a wild one flattens the line."""
+    """The y-axis: over all extremes, but a wild error bar leaves it, lest it flattens the line."""
     values: list[float] = []
     for line in lines:
-        columns = (line.points.mean,) if line.spec.error else (line.points.low, line.points.mean, line.points.high)
-        values += [value for column in columns for value in column if value is not None]
+        means = [value for value in line.points.mean if value is not None]
+        ends = [value for column in (line.points.low, line.points.high) for value in column if value is not None]
+        if line.spec.error:
+            ends = [value for value in ends if min(means) / 2 <= value <= max(means) * 2]
+        values += means + ends
     return value_scale(values, start=BOTTOM, end=TOP, from_zero=spec.from_zero, may_be_log=spec.may_be_log)
 
 

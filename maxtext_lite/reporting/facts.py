@@ -4,7 +4,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable
 
-from maxtext_lite.batching.advice import batch_size_advice
+from maxtext_lite.batching import batch_size_advice
 from maxtext_lite.reporting.plan_view import plain
 from maxtext_lite.reporting.run_data import Run, last_value
 from maxtext_lite.reporting.scales import long_number, short_number

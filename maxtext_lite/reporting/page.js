@@ -81,23 +81,25 @@
     Number.isInteger(value) ? value.toLocaleString("en-US")
       : Math.abs(value) >= 1e4 ? value.toLocaleString("en-US", { maximumFractionDigits: 1 })
         : String(Number(value.toPrecision(5)));
-  // The point of a grid nearest to a value of the axis; null where it has none.
+  // The point of a grid nearest to a value of the axis; null where it has none, or ends well before.
   const nearest = (grid, value) => {
+    const { low, high } = data.axes[axis];
     const xs = data.grids[grid][axis];
     let best = null;
     xs.forEach((x, i) => {
       if (x !== null && (best === null || Math.abs(x - value) < Math.abs(xs[best] - value))) best = i;
     });
-    return best;
+    return best === null || value - Math.max(...xs) > 0.05 * (high - low) ? null : best;
   };
-  const names = { step: "step", examples_seen: "examples", tokens_seen: "tokens" };
-  const where = (grid, i) => {
-    const { first, last } = data.grids[grid];
+  const names = { examples_seen: "examples", tokens_seen: "tokens" };
+  const steps = (grid, i) => {
+    const { first, last, step } = data.grids[grid];
     const several = first && first[i] !== last[i];
-    const steps = several ? `steps ${number(first[i])}–${number(last[i])}` : `step ${number(data.grids[grid].step[i])}`;
-    const counts = ["examples_seen", "tokens_seen"].filter((name) => data.grids[grid][name][i] !== null);
-    return [steps, ...counts.map((name) => `${number(data.grids[grid][name][i])} ${names[name]}`)].join(" · ");
+    return several ? `steps ${number(first[i])}–${number(last[i])}` : `step ${number(step[i])}`;
   };
+  const counts = (grid, i) => Object.entries(names)
+    .filter(([name]) => data.grids[grid][name][i] !== null)
+    .map(([name, text]) => `${number(data.grids[grid][name][i])} ${text}`);
   const add = (parent, name, className, text) => {
     const made = parent.appendChild(document.createElement(name));
     made.className = className;
@@ -114,9 +116,9 @@
     item.chart.lines.forEach((line, index) => {
       const i = nearest(line.grid, value);
       if (i === null) return;
-      if (said === null || line.grid !== said) {
-        add(readout, "div", "at", where(line.grid, i));
-        said = line.grid;
+      if (said === null) {
+        said = steps(line.grid, i);
+        add(readout, "div", "at", [said, ...counts(line.grid, i)].join(" · "));
       }
       const row = add(readout, "div", "", "");
       const swatch = element("svg", { class: "swatch", viewBox: "0 0 22 8" });
@@ -126,6 +128,7 @@
       add(row, "b", "", line.mean[i] === null ? "–" : number(line.mean[i]));
       if (line.low && line.low[i] !== null && line.low[i] !== line.high[i])
         add(row, "span", "range", ` (${number(line.low[i])} to ${number(line.high[i])})`);
+      if (steps(line.grid, i) !== said) add(row, "span", "range", ` at ${steps(line.grid, i)}`);
     });
     if (said === null) { hide(); return; }
     for (const { cursor } of figures) {
@@ -148,8 +151,10 @@
   for (const item of figures) {
     item.svg.addEventListener("pointermove", (event) => show(item, event));
     item.svg.addEventListener("pointerdown", (event) => show(item, event));
-    item.svg.addEventListener("pointerleave", hide);
+    // A finger leaves as soon as it has tapped: what it asked for stays until the page is touched elsewhere or moves.
+    item.svg.addEventListener("pointerleave", (event) => { if (event.pointerType === "mouse") hide(); });
   }
+  addEventListener("pointerdown", (event) => { if (!figures.some(({ svg }) => svg.contains(event.target))) hide(); });
   addEventListener("scroll", hide, { passive: true });
   const choose = document.querySelector(".switch");
   if (choose) {

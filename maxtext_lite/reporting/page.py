@@ -2,8 +2,9 @@
 
 import html
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from maxtext_lite.reporting.charts import AXES, Board, Chart, make_board
 from maxtext_lite.reporting.facts import NONE, advice, facts, status
@@ -34,7 +35,7 @@ def render_page(runs: Sequence[Run]) -> str:
     data = data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
     body = [
         _header(runs, title),
-        _section("Facts", "facts", _facts(runs)),
+        f'<section id="facts">{_facts(runs)}</section>\n',
         _section("Batch size", "advice", _advice(runs)),
         _section("Curves", "curves", _curves(runs, board)),
         _section("Plan", "plan", _plans(runs)),
@@ -73,19 +74,21 @@ def _header(runs: Sequence[Run], title: str) -> str:
     lines = []
     for number, run in enumerate(runs):
         when = f" · metrics of {run.last_written}" if run.last_written else ""
-        name = "" if len(runs) == 1 else f"{_swatch(number, 0, len(runs))}<b>{_e(run.label)}</b> · "
+        name = "" if len(runs) == 1 else f"{_of_run(number, runs)}<b>{_e(run.label)}</b> · "
         lines.append(f'<p class="status">{name}{_e(status(run))}{when} · <code>{_e(str(run.directory))}</code></p>')
         lines += [f'<p class="note">{_e(note)}</p>' for note in run.notes]
     heading = title if len(runs) == 1 else f"{len(runs)} runs"
     return f'<header><p class="eyebrow">maxtext_lite run report</p><h1>{_e(heading)}</h1>{"".join(lines)}</header>\n'
 
 
-def _swatch(run: int, series: int, num_runs: int) -> str:
+def _swatch(classes: str) -> str:
     """A short piece of a line, as the charts draw it."""
-    return (
-        f'<svg class="swatch" viewBox="0 0 22 8" aria-hidden="true">'
-        f'<path class="line {color_class(run, series, num_runs)}" d="M1,4H21"/></svg>'
-    )
+    return f'<svg class="swatch" viewBox="0 0 22 8" aria-hidden="true"><path class="line {classes}" d="M1,4H21"/></svg>'
+
+
+def _of_run(number: int, runs: Sequence[Run]) -> str:
+    """The swatch of a run."""
+    return _swatch(color_class(number, 0, len(runs)))
 
 
 def _facts(runs: Sequence[Run]) -> str:
@@ -108,16 +111,17 @@ def _comparison(
     runs: Sequence[Run], rows: Iterable[tuple[str, Sequence[str]]], marked: Callable[[Sequence[str]], bool]
 ) -> str:
     """A table with a column for each run; cells are HTML. Rows for which `marked` is true stand out."""
-    heads = "".join(
-        f'<th scope="col">{_swatch(number, 0, len(runs))}{_e(run.label)}</th>' for number, run in enumerate(runs)
-    )
+    heads = "".join(f'<th scope="col">{_of_run(number, runs)}{_e(run.label)}</th>' for number, run in enumerate(runs))
     lines = "".join(
         f"<tr{' class=differs' if marked(cells) else ''}><th scope=row>{_e(name)}</th>"
         + "".join(f"<td>{cell}</td>" for cell in cells)
         + "</tr>"
         for name, cells in rows
     )
-    return f'<div class="wide"><table class="compare"><thead><tr><th></th>{heads}</tr></thead><tbody>{lines}</tbody></table></div>'
+    return (
+        f'<div class="wide"><table class="compare"><thead><tr><th></th>{heads}</tr></thead>'
+        f"<tbody>{lines}</tbody></table></div>"
+    )
 
 
 def _differ(cells: Sequence[str]) -> bool:
@@ -127,7 +131,7 @@ def _differ(cells: Sequence[str]) -> bool:
 def _advice(runs: Sequence[Run]) -> str:
     texts = [(number, run, advice(run)) for number, run in enumerate(runs)]
     return "".join(
-        f'<p class="advice">{"" if len(runs) == 1 else _swatch(number, 0, len(runs)) + f"<b>{_e(run.label)}.</b> "}'
+        f'<p class="advice">{"" if len(runs) == 1 else _of_run(number, runs) + f"<b>{_e(run.label)}.</b> "}'
         f"{_e(text)}</p>"
         for number, run, text in texts
         if text
@@ -139,19 +143,20 @@ def _curves(runs: Sequence[Run], board: Board) -> str:
         return "<p>There is nothing to draw yet: no step has been recorded.</p>"
     figures = "".join(_figure(chart, runs, board) for chart in board.charts)
     axes = "".join(
-        f'<label><input type="radio" name="axis" value="{name}"{" checked" if name == "step" else ""}>{AXES[name]}</label>'
+        f'<label><input type="radio" name="axis" value="{name}"{" checked" if name == "step" else ""}>'
+        f"{AXES[name]}</label>"
         for name in board.x
     )
     legend = "".join(
-        f"<span>{_swatch(number, 0, len(runs))}{_e(run.label)}</span>"
-        for number, run in enumerate(runs)
-        if len(runs) > 1
+        f"<span>{_of_run(number, runs)}{_e(run.label)}</span>" for number, run in enumerate(runs) if len(runs) > 1
     )
+    if any(mark.kind == "stage" for chart in board.charts for mark in chart.marks):
+        legend += '<span><span class="bars">┊</span>the batch size changes</span>'
     note = ""
     if board.longest > 1:
         note = (
             f'<p class="remark">Lines are means of up to {board.longest:,} steps; the bands behind them reach from the '
-            "lowest to the highest value of those steps.</p>"
+            "lowest to the highest value of those steps, error bars included.</p>"
         )
     return (
         f'<div class="bar"><fieldset class="switch" hidden><legend>x-axis</legend>{axes}</fieldset>'
@@ -168,12 +173,10 @@ def _figure(chart: Chart, runs: Sequence[Run], board: Board) -> str:
         last = next((value for value in reversed(column) if value is not None), None)
         value = f" <b>{long_number(last)}</b>" if one and last is not None else ""
         name = "" if len(shown) == 1 else _e(line.spec.label)
-        swatch = "" if len(shown) == 1 else _swatch(0, series, 1) if one else _swatch_of_any_run(series)
+        swatch = "" if len(shown) == 1 else _swatch(color_class(0, series, 1) if one else f"any s{series}")
         keys.append(f"<span>{swatch}{name}{value}</span>")
     if any(mark.kind == "skip" for mark in chart.marks):
         keys.append('<span><span class="cross">×</span>skipped</span>')
-    if any(mark.kind == "stage" for mark in chart.marks):
-        keys.append('<span class="stages"><span class="bars">┊</span>batch changes</span>')
     if chart.y.is_log:
         keys.append("<span>log scale</span>")
     index = board.charts.index(chart)
@@ -181,10 +184,6 @@ def _figure(chart: Chart, runs: Sequence[Run], board: Board) -> str:
         f'<figure data-chart="{index}"><figcaption><h3>{_e(spec.title)}</h3><span class="unit">{_e(spec.unit)}</span>'
         f'<div class="keys">{"".join(keys)}</div></figcaption>{chart_svg(chart, board)}</figure>'
     )
-
-
-def _swatch_of_any_run(series: int) -> str:
-    return f'<svg class="swatch" viewBox="0 0 22 8" aria-hidden="true"><path class="line any s{series}" d="M1,4H21"/></svg>'
 
 
 def _plans(runs: Sequence[Run]) -> str:
@@ -209,7 +208,7 @@ def _plans(runs: Sequence[Run]) -> str:
     for number, run in enumerate(runs):
         inside = _warnings(run) + _ramp(run) + _memory(run)
         if inside:
-            parts.append(f"<h3>{_swatch(number, 0, len(runs))}{_e(run.label)}</h3>{inside}")
+            parts.append(f"<h3>{_of_run(number, runs)}{_e(run.label)}</h3>{inside}")
     return "".join(parts)
 
 
@@ -306,8 +305,8 @@ def _environments(runs: Sequence[Run]) -> str:
     return f'<div class="wide"><table class="plan"><tbody>{lines}</tbody></table></div>'
 
 
-def _flat(environment: dict) -> dict[str, str]:
+def _flat(environment: Mapping[str, Any]) -> dict[str, str]:
     """environment.json without nesting: the versions of packages beside the rest, devices left to the facts."""
-    packages = environment.get("packages")
-    rest = {key: plain(value) for key, value in environment.items() if key not in ("packages", "devices")}
-    return rest | ({key: plain(value) for key, value in packages.items()} if isinstance(packages, dict) else {})
+    rest = {key: value for key, value in environment.items() if key != "devices"}
+    packages = rest.pop("packages") if isinstance(rest.get("packages"), dict) else {}
+    return {key: plain(value) for key, value in (rest | packages).items()}

@@ -64,7 +64,7 @@ def plan_rows(plan: Mapping[str, Any]) -> list[Row]:
             continue
         if key == "num_devices":
             rows.append(Row(key, plain(value), _machine(plan)))
-        elif key == "loading_hosts" and isinstance(value, list):
+        elif key == "loading_hosts" and isinstance(value, list) and all(isinstance(host, int) for host in value):
             rows.append(Row(key, f"{len(value):,} of {plain(plan.get('num_hosts'))}", f"hosts {ranges(value)}"))
         elif value is not None:
             rows.append(Row(key, plain(value), _FORMULAS.get(key, "")))
@@ -113,8 +113,9 @@ def memory_parts(plan: Mapping[str, Any]) -> tuple[str, list[MemoryPart]] | None
     total, limit = memory.get("total"), memory.get("limit")
     if not sizes or not isinstance(total, int | float) or total <= 0:
         return None
-    known = isinstance(limit, int | float) and limit > 0
-    whole = max(limit, total) if known else total
+    if not isinstance(limit, int | float) or limit <= 0:
+        limit = None
+    whole = total if limit is None else max(limit, total)
     parts = [MemoryPart(MEMORY_PARTS[key], bytes_text(size), size / whole) for key, size in sizes.items()]
-    sentence = bytes_text(int(total)) + (f" of {bytes_text(int(limit))}" if known else "") + " per device"
+    sentence = bytes_text(int(total)) + ("" if limit is None else f" of {bytes_text(int(limit))}") + " per device"
     return sentence, parts

@@ -2,7 +2,6 @@
 
 import datetime
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +21,10 @@ STEP_METRICS = (
 )  # fmt: skip
 """The numbers of a step's line in metrics.jsonl that a report shows."""
 
+_EVALUATION_METRICS = ("eval_loss", "eval_target_tokens")
 _FILES = ("config.yml", "plan.json", "metrics.jsonl")
 _MOST_NOTES_ON_LINES = 5
+_LARGEST = 1e300  # beyond it sums overflow; no metric of a run that goes on is there
 
 Column = Sequence[float | None]
 """A metric over the steps; None where it has no value."""
@@ -163,7 +164,7 @@ def _read_object(path: Path, notes: list[str]) -> dict[str, Any] | None:
     except FileNotFoundError:
         notes.append(f"{path.name} is not there.")
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         notes.append(f"{path.name} cannot be read: {error}.")
         return None
     if not isinstance(value, dict):
@@ -173,61 +174,63 @@ def _read_object(path: Path, notes: list[str]) -> dict[str, Any] | None:
 
 
 def _number(value: object) -> float | None:
-    """A finite number, or None for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    """A number that can be drawn, or None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -_LARGEST < value < _LARGEST:
         return None
     return value
 
 
 def _read_metrics(path: Path, notes: list[str]) -> tuple[dict[str, Column], list[bool], dict[str, Column]]:
     """The columns of the steps, which of them were skipped, and the columns of the evaluations."""
-    steps: dict[int, dict[str, Any]] = {}
-    evaluations: dict[int, dict[str, Any]] = {}
+    steps: dict[int, tuple[float | None, ...]] = {}
+    skipped: dict[int, bool] = {}
+    evaluations: dict[int, tuple[float | None, ...]] = {}
     for record in _records(path, notes):
-        chosen = evaluations if "eval_loss" in record else steps
-        chosen[record["step"]] = record  # a step that stands twice counts as the later line has it
+        step = record["step"]  # one that stands twice counts as the later line has it
+        if "eval_loss" in record:
+            evaluations[step] = tuple(_number(record.get(name)) for name in _EVALUATION_METRICS)
+        else:
+            steps[step] = tuple(_number(record.get(name)) for name in STEP_METRICS)
+            skipped[step] = record.get("skipped") is True
     if path.is_file() and not steps:
         notes.append("metrics.jsonl has no step yet.")
-    order = sorted(steps)
+    order, eval_order = sorted(steps), sorted(evaluations)
     columns: dict[str, Column] = {"step": order}
-    for name in STEP_METRICS:
-        values = [_number(steps[step].get(name)) for step in order]
+    for index, name in enumerate(STEP_METRICS):
+        values = [steps[step][index] for step in order]
         if any(value is not None for value in values):
             columns[name] = values
-    eval_order = sorted(evaluations)
     of_evaluations: dict[str, Column] = {"step": eval_order}
-    for name in ("eval_loss", "eval_target_tokens"):
-        of_evaluations[name] = [_number(evaluations[step].get(name)) for step in eval_order]
+    for index, name in enumerate(_EVALUATION_METRICS):
+        of_evaluations[name] = [evaluations[step][index] for step in eval_order]
     for name in ("examples_seen", "tokens_seen"):
-        of_evaluations[name] = [_number(steps.get(step, {}).get(name)) for step in eval_order]
-    return columns, [steps[step].get("skipped") is True for step in order], of_evaluations
+        index = STEP_METRICS.index(name)
+        of_evaluations[name] = [steps[step][index] if step in steps else None for step in eval_order]
+    return columns, [skipped[step] for step in order], of_evaluations
 
 
 def _records(path: Path, notes: list[str]) -> Iterable[dict[str, Any]]:
     """The lines of metrics.jsonl that are objects with a step; the others are noted."""
+    bad: list[int] = []
+    number = 0
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+            for number, line in enumerate(file, start=1):
+                record = _record(line)
+                if record is not None:
+                    yield record
+                elif line.strip():
+                    if line.endswith("\n"):
+                        bad.append(number)
+                    else:
+                        notes.append("metrics.jsonl ends in a line cut short: the run was writing it, or was killed.")
     except FileNotFoundError:
         notes.append("metrics.jsonl is not there.")
-        return
-    lines = text.split("\n")
-    torn = lines.pop()  # what follows the last line's end
-    bad: list[int] = []
-    for number, line in enumerate(lines, start=1):
-        record = _record(line)
-        if record is not None:
-            yield record
-        elif line.strip():
-            bad.append(number)
-    if torn.strip():
-        record = _record(torn)
-        if record is not None:
-            yield record
-        else:
-            notes.append("The last line of metrics.jsonl is cut short: the run was being written, or was killed.")
+    except OSError as error:
+        notes.append(f"metrics.jsonl cannot be read: {error.strerror}.")
     if bad:
         shown = ", ".join(map(str, bad[:_MOST_NOTES_ON_LINES])) + (" ..." if len(bad) > _MOST_NOTES_ON_LINES else "")
-        notes.append(f"metrics.jsonl: {len(bad)} of {len(lines)} lines are left out, as they hold no step: {shown}.")
+        notes.append(f"metrics.jsonl: {len(bad)} of {number} lines are left out, as they hold no step: {shown}.")
 
 
 def _record(line: str) -> dict[str, Any] | None:

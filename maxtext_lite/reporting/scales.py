@@ -26,10 +26,10 @@ class Scale:
         return self.start + (value - low) / (high - low) * (self.end - self.start)
 
     def ticks(self) -> list[float]:
-        """About five round values within the axis."""
+        """Three to eight round values within the axis."""
         if self.is_log:
             return _log_ticks(self.low, self.high)
-        step = _round_step((self.high - self.low) / 5)
+        step = _round_step((self.high - self.low) / 7)
         first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
         return [index * step for index in range(first, last + 1)]
 

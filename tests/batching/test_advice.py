@@ -19,16 +19,17 @@ def test_a_batch_far_below_the_noise_scale_may_grow():
     assert "about 900 examples (two standard errors: 720 to 1,080)" in text
     assert "a step makes 10% of the progress" in text
     assert "an example gives 90% of what" in text
-    # At 200: 1 / (1 + 900 / 200) = 18 %, 1 / (1 + 200 / 900) = 82 %.
-    assert "well below the noise scale: at twice its size a step would make 18%, and an example still give 82%" in text
+    # Steps are as 1 + 900/B: 5.5 for 10. Examples are as 1 + B/900: 11/9 for 10/9.
+    assert "well below the noise scale" in text
+    assert "twice the batch would take about 45% fewer steps and 10% more examples" in text
 
 
 def test_a_batch_far_above_the_noise_scale_wastes_examples():
     text = batch_size_advice(100.0, 0.1, 400)
-    # At 400: 80 % and 20 %; at 200: 67 % and 33 %.
     assert "a step makes 80% of the progress" in text
     assert "well above the noise scale" in text
-    assert "still make 67%, and an example give 33%" in text
+    # Examples are as 1 + B/100: 3 for 5. Steps are as 1 + 100/B: 1.5 for 1.25.
+    assert "half the batch would take about 40% fewer examples and 20% more steps" in text
 
 
 def test_a_batch_like_the_noise_scale_is_left_alone():

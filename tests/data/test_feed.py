@@ -174,19 +174,17 @@ def test_a_host_reads_the_rows_of_its_slots_and_no_others():
 
 
 @pytest.mark.parametrize("loads", [1, 2, 3, 8])
-def test_the_loads_of_a_step_share_its_examples_out_in_order(loads):
-    """39 examples in 2 loads: 20 and 19. No load changes where an example belongs."""
+def test_the_loads_of_a_step_share_each_hosts_examples_out_in_order(loads):
+    """A host with 11 slots x 3 micro-batches reads 33 examples: in 2 loads 17 and 16. None changes its place."""
     whole = reads_of(NumberedSource(100), range(2, 14))[1]
-    source = NumberedSource(100)
-    split = reads_of(source, range(2, 14), loads_per_step=loads)
+    split = reads_of(NumberedSource(100), range(2, 14), loads_per_step=loads)
     assert len(split) == 2 * loads
     parts = [split[loads + load] for load in range(loads)]
     np.testing.assert_array_equal(np.concatenate([part.cells for part in parts], axis=1), whole.cells)
     np.testing.assert_array_equal(np.concatenate([part.rows["tokens"] for part in parts]), whole.rows["tokens"])
-    ids = whole.example_ids.tolist()
-    for load, part in enumerate(parts):
-        size = -(-39 // loads)
-        assert set(slot_numbers(part.rows["tokens"])) <= set(ids[load * size : (load + 1) * size])
+    sizes = [len(part.rows["tokens"]) for part in parts]
+    assert sum(sizes) == 33
+    assert max(sizes) - min(sizes) <= 1
 
 
 @pytest.mark.parametrize("factor", ["0.5", "0.25", "1/3"])

@@ -1,0 +1,68 @@
+import pytest
+
+from maxtext_lite.batching import make_plan
+from maxtext_lite.config import load_config
+from maxtext_lite.reporting.plan_view import memory_parts, plain, plan_rows, ranges
+
+
+def plan_of(*overrides, num_devices=1, num_hosts=1, **options):
+    return make_plan(load_config(None, overrides), num_devices=num_devices, num_hosts=num_hosts, **options).to_json()
+
+
+def by_name(plan):
+    return {row.name: (row.value, row.meaning) for row in plan_rows(plan)}
+
+
+def test_a_plan_in_words():
+    rows = by_name(plan_of("per_device_batch_size=0.5", "ici_tensor_parallelism=4", num_devices=256, num_hosts=64))
+    assert rows["num_devices"] == ("256", "fsdp 64 × tensor 4, on 64 hosts")
+    assert rows["micro_batch_to_train"][0] == "128"
+    assert rows["tokens_per_step"][0] == "32,768"
+    assert rows["loading_hosts"] == ("64 of 64", "hosts 0–63")
+    assert "num_pipeline_stages" not in rows
+    assert "epochs" not in rows, "null without a data index"
+
+
+def test_pipeline_rows_are_there_where_there_is_one():
+    rows = by_name(plan_of("ici_pipeline_parallelism=2", num_devices=2))
+    # One stage of two waits for one tick: (2 - 1) / (M + 1) with M = 2 microbatches or more.
+    assert rows["num_pipeline_stages"][0] == "2"
+    assert "pipeline_bubble_fraction" in rows
+
+
+def test_every_entry_is_shown_somewhere():
+    plan = plan_of("ici_pipeline_parallelism=2", num_devices=2) | {"key_of_the_future": [1, {"a": None}], "epochs": 2.5}
+    rows = by_name(plan)
+    assert rows["key_of_the_future"] == ('[1, {"a": null}]', "")
+    assert set(plan) - set(rows) == {"mesh", "num_hosts", "rampup", "memory", "warnings", "steps_per_epoch"}
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"), [([], ""), ([3], "3"), ([0, 1, 2, 3], "0–3"), ([0, 2, 3, 9], "0, 2–3, 9")]
+)
+def test_ranges(numbers, text):
+    assert ranges(numbers) == text
+
+
+@pytest.mark.parametrize(("value", "text"), [(12_345, "12,345"), (True, "true"), (None, "null"), (["<"], '["<"]')])
+def test_plain_values(value, text):
+    assert plain(value) == text
+
+
+def test_memory_is_shares_of_the_device_or_of_the_sum():
+    memory = {"params": 10_000, "optimizer_state": 30_000, "total": 40_000, "limit": None}
+    sentence, parts = memory_parts({"memory": memory}) or ("", [])
+    assert sentence == "40.0 kB per device"
+    assert [(part.name, part.text, part.fraction) for part in parts] == [
+        ("parameters", "10.0 kB", 0.25),
+        ("optimizer state", "30.0 kB", 0.75),
+    ]
+    sentence, parts = memory_parts({"memory": memory | {"limit": 80_000}}) or ("", [])
+    assert (sentence, parts[1].fraction) == ("40.0 kB of 80.0 kB per device", 0.375)
+    _, parts = memory_parts({"memory": memory | {"limit": 20_000}}) or ("", [])
+    assert sum(part.fraction for part in parts) == 1, "more than there is still fits the bar"
+
+
+@pytest.mark.parametrize("plan", [{}, {"memory": None}, {"memory": {}}, {"memory": {"params": 3, "total": "x"}}])
+def test_without_memory_there_is_no_bar(plan):
+    assert memory_parts(plan) is None

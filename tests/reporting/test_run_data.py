@@ -1,0 +1,151 @@
+import json
+
+import pytest
+
+from maxtext_lite.config import UserError
+from maxtext_lite.reporting.run_data import read_runs
+from tests.run_directories import eval_line, step_line, write_metrics, write_run
+
+
+def read(directory):
+    (run,) = read_runs([directory])
+    return run
+
+
+def test_every_column_is_that_of_the_file(tmp_path):
+    lines = [
+        step_line(1),
+        step_line(2, loss=None, grad_norm=None, skipped=True),
+        step_line(3, gradient_noise_scale=40.5),
+    ]
+    run = read(write_metrics(tmp_path / "r", lines))
+    assert run.steps["step"] == [1, 2, 3]
+    assert run.steps["loss"] == [3.99, None, 3.97]
+    assert run.steps["tokens_seen"] == [800, 1600, 2400]
+    assert run.steps["gradient_noise_scale"] == [None, None, 40.5]
+    assert run.skipped == [False, True, False]
+    assert "mfu" not in run.steps, "null in every line"
+    assert "loss_scale" not in run.steps, "in no line"
+    assert (run.num_steps, run.last("loss"), run.last("mfu")) == (3, 3.97, None)
+
+
+def test_evaluations_have_the_counts_of_their_step(tmp_path):
+    lines = [step_line(1), step_line(2), eval_line(2, 3.5), step_line(3), eval_line(9, 3.25)]
+    run = read(write_metrics(tmp_path / "r", lines))
+    assert run.evaluations == {
+        "step": [2, 9],
+        "eval_loss": [3.5, 3.25],
+        "eval_target_tokens": [999, 999],
+        "examples_seen": [16, None],
+        "tokens_seen": [1600, None],
+    }
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "1e999", '"text"', "true", "[1]", "1" + 400 * "0"])
+def test_what_is_no_number_is_a_gap(value, tmp_path):
+    directory = write_metrics(tmp_path / "r", [step_line(1), step_line(2, loss="HERE")])
+    path = directory / "metrics.jsonl"
+    path.write_text(path.read_text().replace('"HERE"', value))
+    assert read(directory).steps["loss"] == [3.99, None]
+
+
+def test_a_last_line_that_is_cut_short_is_noted_and_left_out(tmp_path):
+    directory = write_metrics(tmp_path / "r", [step_line(1), step_line(2)])
+    path = directory / "metrics.jsonl"
+    path.write_text(path.read_text()[:-30])
+    run = read(directory)
+    assert run.steps["step"] == [1]
+    assert run.notes[0] == "metrics.jsonl ends in a line cut short: the run was writing it, or was killed."
+
+
+def test_a_whole_last_line_without_its_end_counts(tmp_path):
+    directory = write_metrics(tmp_path / "r", [step_line(1), step_line(2)])
+    path = directory / "metrics.jsonl"
+    path.write_text(path.read_text().rstrip("\n"))
+    run = read(directory)
+    assert run.steps["step"] == [1, 2]
+    assert not any("metrics" in note for note in run.notes)
+
+
+def test_lines_without_a_step_are_noted_by_number(tmp_path):
+    directory = write_metrics(tmp_path / "r", [step_line(1)])
+    with (directory / "metrics.jsonl").open("a") as file:
+        file.write('{"step": true}\n[]\n\n{"loss": 2}\nnot json\n' + json.dumps(step_line(2)) + "\n")
+    run = read(directory)
+    assert run.steps["step"] == [1, 2]
+    assert "metrics.jsonl: 4 of 7 lines are left out, as they hold no step: 2, 3, 5, 6." in run.notes
+
+
+def test_a_step_that_stands_twice_counts_as_the_later_line_has_it(tmp_path):
+    run = read(write_metrics(tmp_path / "r", [step_line(1), step_line(2), step_line(1, loss=9.0)]))
+    assert (run.steps["step"], run.steps["loss"]) == ([1, 2], [9.0, 3.98])
+
+
+def test_files_that_are_missing_or_damaged_are_noted(tmp_path):
+    directory = write_metrics(tmp_path / "r", [])
+    (directory / "plan.json").write_text('{"steps": 4')
+    (directory / "config.yml").write_text("a: [")
+    run = read(directory)
+    assert run.plan is None
+    assert run.environment is None
+    assert run.settings is None
+    assert run.steps == {"step": []}
+    text = " ".join(run.notes)
+    for said in (
+        "no step yet",
+        "plan.json cannot be read",
+        "config.yml cannot be read",
+        "environment.json is not there",
+    ):
+        assert said in text
+    (directory / "plan.json").write_text("[]")
+    (directory / "metrics.jsonl").unlink()
+    assert {"plan.json is not a JSON object.", "metrics.jsonl is not there."} < set(read(directory).notes)
+
+
+def test_settings_have_value_base_and_origin(tmp_path):
+    directory = write_run(tmp_path / "r", [], ["steps=7", "dataset_path='a # b.txt'", "per_device_batch_size=16"])
+    settings = read(directory).settings
+    assert settings is not None
+    steps, path, batch = (settings[key] for key in ("steps", "dataset_path", "per_device_batch_size"))
+    assert (steps.value, steps.base, steps.origin, steps.differs) == ("7", "250", "command line", True)
+    assert (path.value, path.origin) == ("a # b.txt", "command line")
+    assert (batch.value, batch.base, batch.differs) == ("16", "16", False), "16 and 16.0 are one number"
+
+
+def test_a_config_of_another_version_is_shown_but_not_counted(tmp_path):
+    directory = write_run(tmp_path / "r", [], [])
+    # base.yml by hand: 4 layers of 2*128*(8+4)*16 and 3*128*384 weights, two tables of 320*128, nine norms of 128.
+    assert read(directory).num_parameters == 869_504
+    with (directory / "config.yml").open("a") as file:
+        file.write("key_of_the_future: 3  # base.yml\n")
+    run = read(directory)
+    assert run.num_parameters is None
+    assert run.settings is not None
+    assert (run.settings["key_of_the_future"].value, run.settings["key_of_the_future"].base) == ("3", None)
+
+
+def test_what_is_no_run_directory_is_refused_with_what_is_near(tmp_path):
+    write_metrics(tmp_path / "runs" / "a", [step_line(1)])
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError) as caught:
+        read_runs([tmp_path / "runs", tmp_path / "empty", tmp_path / "file", tmp_path / "no", tmp_path / "runs" / "a"])
+    none = "it has none of config.yml, plan.json, metrics.jsonl."
+    assert caught.value.problems == (
+        f"RUN_DIR={tmp_path}/runs is not a run directory: {none} Nearest that works: {tmp_path}/runs/a.",
+        f"RUN_DIR={tmp_path}/empty is not a run directory: {none}",
+        f"RUN_DIR={tmp_path}/file is a file; it must be a run directory.",
+        f"RUN_DIR={tmp_path}/no is not there; it must be a run directory.",
+    )
+
+
+def test_a_directory_given_twice_counts_once(tmp_path):
+    one, two = (write_metrics(tmp_path / name, [step_line(1)]) for name in "ab")
+    runs = read_runs([one, two, tmp_path / "b" / ".." / "a"])
+    assert [run.label for run in runs] == ["a", "b"]
+
+
+def test_runs_of_one_name_are_told_apart_by_the_directory_above(tmp_path):
+    paths = [write_metrics(tmp_path / above / "r", [step_line(1)]) for above in ("x", "y")]
+    assert [run.label for run in read_runs(paths)] == ["x/r", "y/r"]
