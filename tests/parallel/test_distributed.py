@@ -40,11 +40,11 @@ def test_simulated_devices_get_two_threads_each(flags, before, threads, monkeypa
     assert os.environ.get("NPROC") == threads
 
 
-def launch(program: str) -> subprocess.CompletedProcess[str]:
+def launch(program: str, *, grace: str) -> subprocess.CompletedProcess[str]:
     """The program as two processes with two devices each."""
     launcher = [sys.executable, str(REPOSITORY / "scripts" / "launch_local.py"), "--processes", "2"]
     return subprocess.run(
-        [*launcher, "--devices-per-process", "2", "--grace", "1", "--", sys.executable, "-c", START + program],
+        [*launcher, "--devices-per-process", "2", "--grace", grace, "--", sys.executable, "-c", START + program],
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
@@ -53,7 +53,8 @@ def launch(program: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_two_processes_of_two_devices_are_four_devices_and_sum_over_all():
-    result = launch("""
+    result = launch(
+        """
 devices = start_devices()
 assert start_devices() == devices, "a second call finds the same"
 mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -62,7 +63,9 @@ ranks = jax.make_array_from_callback((4,), over_data, lambda index: 10.0 ** jax.
 psum = jax.shard_map(lambda x: jax.lax.psum(x, "data"), mesh=mesh, in_specs=over_data.spec, out_specs=over_data.spec)
 total = {float(shard.data[0]) for shard in jax.jit(psum)(ranks).addressable_shards}
 print(jax.process_index(), jax.process_count(), len(devices), jax.local_device_count(), total)
-""")
+""",
+        grace="30",
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     lines = [line for line in result.stdout.splitlines() if "Gloo" not in line]
     assert sorted(lines) == [f"[{process}] {process} 2 4 2 {{1111.0}}" for process in (0, 1)]
@@ -74,26 +77,32 @@ print(jax.process_index(), jax.process_count(), len(devices), jax.local_device_c
 ])  # fmt: skip
 def test_a_process_that_fails_alone_ends_the_run_though_jax_would_wait_for_the_others(failure, code, message):
     started = time.monotonic()
-    result = launch(f"""
+    result = launch(
+        f"""
 def main(argv):
     start_devices()
     if jax.process_index() == 1:
         {failure}
     import time; time.sleep(600)
 sys.exit(run_command(main))
-""")
+""",
+        grace="1",
+    )
     assert result.returncode == code
     assert message in result.stderr.splitlines()
     assert time.monotonic() - started < 60
 
 
 def test_where_all_fail_alike_each_says_so_and_nothing_else():
-    result = launch("""
+    result = launch(
+        """
 def main(argv):
     start_devices()
     raise UserError("steps=0 is wrong")
 sys.exit(run_command(main))
-""")
+""",
+        grace="30",
+    )
     assert result.returncode == 2
     assert sorted(result.stderr.splitlines()) == [f"[{process}] error: steps=0 is wrong" for process in (0, 1)]
 

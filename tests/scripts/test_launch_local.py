@@ -121,7 +121,7 @@ def test_a_line_is_passed_on_before_the_process_ends():
     ("exit 0", "sleep 0.2; exit 3", 3),
     ("sleep 60", "exit 2", 2),  # the other one is ended, which is not its failure
     ("exec sleep 60", "exit 2", 2),
-    ("sleep 0.15; exit 1", "exit 75", 75),  # the first, though both fail by themselves
+    ("trap 'exit 1' TERM; while :; do sleep 0.1; done", "exit 75", 75),  # the first that fails
     ("trap '' TERM; while :; do sleep 0.1; done", "exit 7", 7),  # only SIGKILL ends it
     ("trap 'exit 0' TERM; while :; do sleep 0.1; done", "kill -SEGV $$", 128 + signal.SIGSEGV),
 ])  # fmt: skip
