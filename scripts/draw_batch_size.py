@@ -219,13 +219,13 @@ def loading_plan(factor: str) -> BatchPlan:
 
 
 def rows_read(plan: BatchPlan) -> dict[tuple[int, int], list[int]]:
-    """The rows of a step that each (load, host) reads: loading hosts take equal shares, loads follow the rows."""
+    """The rows of a step that each (load, host) reads: loading hosts take equal shares and deal them to the loads."""
     rows_of_host = plan.global_batch_to_train // len(plan.loading_hosts)
-    rows_of_load = -(-plan.global_batch_to_train // plan.loads_per_step)
+    rows_of_load = -(-rows_of_host // plan.loads_per_step)
     found: dict[tuple[int, int], list[int]] = {}
     for row in range(plan.global_batch_to_train):
         host = plan.loading_hosts[row // rows_of_host]
-        found.setdefault((row // rows_of_load, host), []).append(row)
+        found.setdefault((row % rows_of_host // rows_of_load, host), []).append(row)
     return found
 
 
@@ -236,7 +236,7 @@ def _loading_panel(left: float, top: float, factor: str) -> list[str]:
     per_line = rows_of_device * devices_of_host  # the rows that stay with a host
     read = rows_read(plan)
     pitch, wide = 88.0, per_line * _CELL
-    lines = max(4, plan.loads_per_step)
+    lines = max(4, 2 * plan.loads_per_step)
     devices_top = top + 58 + lines * _CELL + 66
     loads = f"{plan.loads_per_step} load{'s' if plan.loads_per_step > 1 else ''}"
     parts = [

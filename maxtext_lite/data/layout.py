@@ -16,7 +16,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
+
+from maxtext_lite.parallel import over_all_devices
 
 Index = tuple[slice, ...]
 """A device's part of a global array."""
@@ -47,8 +49,7 @@ class RowLayout:
     @property
     def load_sharding(self) -> NamedSharding:
         """Of the load array: its rows are split over all devices, in the order of the mesh."""
-        mesh = self.sharding.mesh
-        return NamedSharding(mesh, PartitionSpec(*[None] * self.slot_dim, mesh.axis_names))
+        return over_all_devices(_mesh(self.sharding), self.slot_dim)
 
     def to_devices(self, host: int, fields: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         """This host's part of the global arrays, on its devices: those of the step, or load arrays for `hand_out`.
@@ -138,7 +139,7 @@ def row_layout(
     nothing = np.zeros(0, np.int64)
     slots_of_host = tuple(shares.get(host, nothing) for host in hosts)
 
-    devices = list(sharding.mesh.devices.flat)
+    devices = list(_mesh(sharding).devices.flat)
     rows_of_device = -(-max(map(len, slots_of_host)) * len(hosts) // len(devices))  # enough for the largest share
     positions = np.zeros(filled_slots, np.int64)
     for host, slots in zip(hosts, slots_of_host, strict=True):
@@ -146,6 +147,11 @@ def row_layout(
         rows = (own[:, None] * rows_of_device + np.arange(rows_of_device)).ravel()
         positions[slots] = rows[: len(slots)]
     return RowLayout(shape, sharding, slots_of_host, positions, len(devices) * rows_of_device)
+
+
+def _mesh(sharding: NamedSharding) -> Mesh:
+    assert isinstance(sharding.mesh, Mesh)  # of devices, not an abstract one
+    return sharding.mesh
 
 
 def slots_of(indices: Iterable[Index], *, slot_dim: int, num_slots: int) -> np.ndarray:

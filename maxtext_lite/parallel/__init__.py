@@ -1,6 +1,14 @@
 """The device mesh and the one table that says over which of its axes an array is laid out."""
 
-from maxtext_lite.parallel.axes import constrain, over_replicas, over_shards, per_replica, sharding, tree_shardings
+from maxtext_lite.parallel.axes import (
+    constrain,
+    over_all_devices,
+    over_replicas,
+    over_shards,
+    per_replica,
+    sharding,
+    tree_shardings,
+)
 from maxtext_lite.parallel.distributed import end_soon, start_devices
 from maxtext_lite.parallel.hosts import exchange, make_any_host
 from maxtext_lite.parallel.mesh import MESH_AXES, make_mesh
@@ -12,6 +20,7 @@ __all__ = [
     "exchange",
     "make_any_host",
     "make_mesh",
+    "over_all_devices",
     "over_replicas",
     "over_shards",
     "per_replica",

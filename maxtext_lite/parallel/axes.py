@@ -97,6 +97,11 @@ def per_replica(where: NamedSharding) -> NamedSharding:
     return NamedSharding(where.mesh, PartitionSpec(data, *where.spec))
 
 
+def over_all_devices(mesh: Mesh, dim: int = 0) -> NamedSharding:
+    """Where an array lives whose `dim` is split over every device of the mesh, in its order."""
+    return NamedSharding(mesh, PartitionSpec(*[None] * dim, mesh.axis_names))
+
+
 def over_replicas(
     function: Callable[..., Any], num_replicas: int, *, own: Sequence[int] = (), rows: Sequence[int] = ()
 ) -> Callable[..., Any]:

@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
+
+from maxtext_lite.parallel.axes import over_all_devices, sharding
 
 
 def exchange(value: Any) -> list[Any]:
@@ -28,8 +30,8 @@ def make_any_host(mesh: Mesh) -> Callable[[bool], jax.Array]:
 
     All hosts call it, in the same order as their other work on devices; it does not wait.
     """
-    split = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-    any_flag = jax.jit(jnp.any, out_shardings=NamedSharding(mesh, PartitionSpec()))
+    split = over_all_devices(mesh)
+    any_flag = jax.jit(jnp.any, out_shardings=sharding(mesh))
 
     def any_host(flag: bool) -> jax.Array:
         return any_flag(jax.make_array_from_callback((mesh.size,), split, lambda index: np.full(1, flag)))
