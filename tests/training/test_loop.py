@@ -1,5 +1,6 @@
 """Whole runs: what they write, how they resume, and that the split of a batch shows nowhere."""
 
+import itertools
 import json
 import os
 import signal
@@ -11,7 +12,8 @@ import numpy as np
 import pytest
 
 from maxtext_lite.config import UserError, load_config
-from maxtext_lite.training import NonFiniteLoss, train
+from maxtext_lite.data import example_ids, examples_hash, open_sources_on_hosts
+from maxtext_lite.training import NonFiniteLoss, loop, train
 from tests.training.conftest import TINY
 
 RUN = [*TINY, "steps=6", "warmup_steps=2", "eval_interval=3", "eval_fraction=0.05", "checkpoint_period=3",
@@ -191,3 +193,193 @@ def test_a_loss_that_is_no_number_stops_the_run_and_saves_nothing(tmp_path, docu
 def test_what_cannot_be_trained_yet_is_refused_by_name(override, key, tmp_path, documents):
     with pytest.raises(UserError, match=key):
         _train(tmp_path, documents, override, "num_pipeline_microbatches=2" if "pipeline" in key else "log_period=1")
+
+
+RAMP = ("enable_rampup_batch_size=true", "global_batch_size=0", "gradient_accumulation_steps=1",
+        "per_device_batch_size=2", "per_device_batch_size_start=1", "per_device_batch_size_increment=0.5",
+        "global_rampup_samples=44", "ici_data_parallelism=2", "steps=7", "eval_interval=-1")  # fmt: skip
+
+
+def test_both_ramps_train_the_same_examples_to_the_same_losses(tmp_path, documents, capsys):
+    """Batches of 8, 12 and 16 on 8 devices: shares of 22 samples are 3 steps of 8 and 2 of 12."""
+    by_rows = _train(tmp_path, documents, *RAMP, "run_name=rows", "schedule_unit=examples")
+    # 8 rows in 8 slots, then 12 in 16 and 16 in 16: two executables for three stages.
+    assert capsys.readouterr().out.count("compiled the train step of the next stage") == 1
+    by_steps = _train(tmp_path, documents, *RAMP, "run_name=steps", "schedule_unit=examples",
+                      "rampup_mode=gradient_accumulation_steps", "per_device_batch_size=0.5",
+                      "gradient_accumulation_steps=4", "per_device_batch_size_start=0.25",
+                      "per_device_batch_size_increment=0.125")  # fmt: skip
+    said = capsys.readouterr().out
+    assert "compiled the train step of the next stage" not in said
+    assert "from step 4: global_batch_to_train=12 = 0.5 per device x 8 devices x 3 accumulation" in said
+    (rows, _), (steps, _) = _records(by_rows), _records(by_steps)
+    assert [r["examples"] for r in rows] == [8, 8, 8, 12, 12, 16, 16]
+    assert [r["global_batch_to_train"] for r in rows] == [r["examples"] for r in rows]
+    assert [r["per_device_batch_size"] for r in rows] == [1.0, 1.0, 1.0, 1.5, 1.5, 2.0, 2.0]
+    assert [r["gradient_accumulation_steps"] for r in steps] == [2, 2, 2, 3, 3, 4, 4]
+    for exact in ("examples", "examples_hash", "learning_rate", "target_tokens", "examples_seen", "tokens_seen"):
+        assert [r[exact] for r in rows] == [r[exact] for r in steps]
+    np.testing.assert_allclose([r["loss"] for r in rows], [r["loss"] for r in steps], rtol=1e-5)
+    # In examples the schedule is that of a run without a ramp: at the peak after 2 x 16 examples, at its end after 80.
+    assert rows[3]["learning_rate"] > rows[2]["learning_rate"]  # 36 examples against 24
+    assert rows[-1]["learning_rate"] == pytest.approx(0.1 * 0.01, rel=1e-5)
+    assert rows[0]["learning_rate"] == pytest.approx(8 / 32 * 0.01, rel=1e-5)
+
+
+def _poisoned(monkeypatch, *poisoned, without=()):
+    """Every run's training source: weights of some examples are not numbers, and some examples are not there."""
+
+    class Poisoned:
+        def __init__(self, source):
+            self.source = source
+            self.kept = [i for i in range(len(source)) if i not in without]
+
+        num_tokens = property(lambda self: self.source.num_tokens)
+        num_target_tokens = property(lambda self: self.source.num_target_tokens)
+        fingerprint = property(lambda self: self.source.fingerprint)
+
+        def __len__(self):
+            return len(self.kept)
+
+        def __getitem__(self, example_id):
+            row = dict(self.source[self.kept[example_id]])
+            if self.kept[example_id] in poisoned:
+                row["weights"] = row["weights"] * np.float32("nan")
+            return row
+
+    def open_poisoned(*arguments, **keys):
+        source, evaluation = open_sources_on_hosts(*arguments, **keys)
+        return Poisoned(source), evaluation
+
+    monkeypatch.setattr(loop, "open_sources_on_hosts", open_poisoned)
+
+
+SKIP = ("data_shuffle_seed=-1", "learning_rate_schedule=constant", "warmup_steps=4", "eval_interval=-1",
+        "ici_data_parallelism=4", "steps=6")  # fmt: skip
+
+
+def test_a_skipped_step_leaves_no_trace_but_in_the_log(tmp_path, documents, monkeypatch):
+    """Example 19 of file order is poisoned: with batches of 8 it is in step 3, on one of the 8 devices."""
+    _poisoned(monkeypatch, 19)
+    skipped = _train(tmp_path, documents, *SKIP, "run_name=skipped", "skip_nonfinite_updates=true")
+    _poisoned(monkeypatch, without=range(16, 24))
+    clean = _train(tmp_path, documents, *SKIP, "run_name=clean", "steps=5")
+    (got, _), (want, _) = _records(skipped), _records(clean)
+    assert [record["skipped"] for record in got] == [False, False, True, False, False, False]
+    assert got[2]["loss"] is None
+    assert got[2]["examples_seen"] == 24  # the data move on
+    assert got[2]["param_norm"] == got[1]["param_norm"]
+    del got[2]
+    for same in ("loss", "grad_norm", "param_norm", "learning_rate", "target_tokens"):
+        assert [record[same] for record in got] == [record[same] for record in want]
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        jax.device_get((skipped.state.params, skipped.state.opt_state)),
+        jax.device_get((clean.state.params, clean.state.opt_state)),
+    )
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run_and_is_named(tmp_path, documents, monkeypatch):
+    """With A = 2, examples 19 and 21 of step 3 are in micro-batch 1, after 16 and 18 in micro-batch 0."""
+    _poisoned(monkeypatch, 19, 21)
+    message = (
+        r"step 3 has loss nan and grad_norm nan: micro-batch 1, example ids 19, 21, "
+        r"first parameter whose gradient is not finite: embedding\.table; nothing was saved at or after it"
+    )
+    with pytest.raises(NonFiniteLoss, match=message):
+        _train(tmp_path, documents, *SKIP, "per_device_batch_size=0.5", "checkpoint_period=1")
+    assert {path.name for path in (tmp_path / "default" / "checkpoints").iterdir()} == {"1", "2"}
+
+
+def test_too_many_skipped_steps_in_a_row_end_the_run(tmp_path, documents, monkeypatch):
+    """Steps 2, 3 and then 5, 6, 7 hold a poisoned example: the third in a row is one too many, also when resumed."""
+    _poisoned(monkeypatch, 8, 16, 32, 40, 48)
+    keys = (*SKIP, "skip_nonfinite_updates=true", "max_skipped_updates=3", "checkpoint_period=1")
+    _train(tmp_path, documents, *keys, "steps=6")
+    with pytest.raises(NonFiniteLoss, match=r"step 7 .*, after 3 skipped steps in a row: .* example ids 48,"):
+        _train(tmp_path, documents, *keys, "steps=9")
+    assert int(max(path.name for path in (tmp_path / "default" / "checkpoints").iterdir())) == 6
+
+
+def test_float16_skips_while_its_scale_comes_down_and_resumes_to_the_bit(tmp_path, documents):
+    keys = ("dtype=float16", "loss_scale_growth_interval=1", "learning_rate_schedule=constant", "eval_interval=-1",
+            "max_skipped_updates=1")  # fmt: skip
+    straight = _train(tmp_path, documents, *keys, "run_name=straight", "steps=12")
+    _train(tmp_path, documents, *keys, "steps=7")
+    resumed = _train(tmp_path, documents, *keys, "steps=12")
+    (got, _), (want, _) = _records(resumed), _records(straight)
+    assert any(record["skipped"] for record in want)  # doubling at every update, it must overflow
+    assert want[0]["loss_scale"] == 2.0**16
+    for before, after in itertools.pairwise(want):
+        assert after["loss_scale"] == before["loss_scale"] * (0.5 if before["skipped"] else 2)
+    assert int(straight.state.opt_state.gradient_step) == sum(not record["skipped"] for record in want)
+    keep = lambda records: [(r["loss"], r["grad_norm"], r["loss_scale"], r["learning_rate"]) for r in records]  # noqa: E731
+    assert keep(got) == keep(want)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(resumed.state), jax.device_get(straight.state))
+
+
+def test_local_updates_resume_mid_period_to_the_bit(tmp_path, documents, capsys):
+    keys = ("enable_diloco=true", "diloco_sync_period=4", "ici_data_parallelism=4", "ici_fsdp_parallelism=2",
+            "learning_rate_schedule=constant", "checkpoint_period=3", "eval_interval=6")  # fmt: skip
+    straight = _train(tmp_path, documents, *keys, "run_name=straight")
+    _train(tmp_path, documents, *keys, "steps=3", "eval_interval=-1")
+    resumed = _train(tmp_path, documents, *keys)
+    assert "gradient_noise_scale: null, as replicas have parameters of their own" in capsys.readouterr().out
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(resumed.state), jax.device_get(straight.state))
+    (got, evaluations), (want, want_evaluations) = _records(resumed), _records(straight)
+    assert [r["loss"] for r in got] == [r["loss"] for r in want]
+    assert evaluations == want_evaluations
+    assert {r["gradient_noise_scale"] for r in got} == {None}
+    start, end = (
+        jax.tree.leaves(jax.device_get(tree)) for tree in (straight.state.outer.params, straight.state.params)
+    )
+    assert any(not np.array_equal(p, own[0]) for p, own in zip(start, end, strict=True))  # two steps after a meeting
+
+
+def test_epochs_train_on_each_example_once_down_to_the_last(tmp_path, documents, capsys):
+    """289 examples in batches of 64: five steps, the last with 33; then a second epoch, as if there had been no stop."""
+    keys = ("num_epochs=1", "last_batch=train", "global_batch_size=64", "per_device_batch_size=4", "eval_interval=-1",
+            "schedule_unit=tokens", "steps=-1")  # fmt: skip
+    once = _train(tmp_path, documents, *keys)
+    (records, _) = _records(once)
+    assert [record["examples"] for record in records] == [64, 64, 64, 64, 33]
+    assert records[-1]["epoch"] == 1.0
+    assert records[-1]["learning_rate"] == pytest.approx(0.1 * 0.01, rel=1e-6)
+    assert records[-1]["tokens_seen"] == sum(record["target_tokens"] for record in records)
+    plan = json.loads((once.run_directory / "plan.json").read_text())
+    assert (plan["steps"], plan["epochs"], plan["last_batch_examples"]) == (5, 1, 33)
+    assert "nothing to do" not in capsys.readouterr().out
+    twice = _train(tmp_path, documents, *keys, "num_epochs=2")
+    (records, _) = _records(twice)
+    assert [record["examples"] for record in records] == [64, 64, 64, 64, 33] * 2
+    hashes = [examples_hash(example_ids(0, 289, num_examples=289, seed=0)[i : i + 64]) for i in range(0, 289, 64)]
+    assert [record["examples_hash"] for record in records[:5]] == hashes
+    assert records[-1]["tokens_seen"] == 2 * records[4]["tokens_seen"]
+    _train(tmp_path, documents, *keys, "num_epochs=2")
+    assert "nothing to do" in capsys.readouterr().out
+
+
+def test_the_learning_rate_scales_with_the_batch(tmp_path, documents):
+    scaled = _train(tmp_path, documents, "learning_rate_scaling=sqrt", "base_global_batch_size=2", "steps=1",
+                    "warmup_steps=0", "learning_rate_schedule=constant", "scale_adam_with_batch=true",
+                    "eval_interval=-1")  # fmt: skip
+    assert _records(scaled)[0][0]["learning_rate"] == pytest.approx(0.02)
+    # m = 8 / 2: after one step the moments are (1 - b) g with 1 - b = 4 x 0.1 and 4 x 0.05, so their ratio tells b.
+    moments = scaled.state.opt_state.inner_opt_state[1]
+    mu, nu = (np.asarray(jax.tree.leaves(tree)[-1], np.float64) for tree in (moments.mu, moments.nu))
+    big = np.abs(mu) > np.abs(mu).max() / 10
+    np.testing.assert_allclose((mu**2 / nu)[big], (4 * 0.1) ** 2 / (4 * 0.05), rtol=1e-4)
+
+
+def test_the_noise_scale_is_logged_and_goes_on_after_a_resume(tmp_path, documents, capsys):
+    keys = ("gradient_accumulation_steps=4", "per_device_batch_size=0.25", "learning_rate_schedule=constant",
+            "eval_interval=-1")  # fmt: skip
+    straight = _train(tmp_path, documents, *keys, "run_name=straight")
+    assert "noise scale" in capsys.readouterr().out
+    _train(tmp_path, documents, *keys, "steps=3")
+    resumed = _train(tmp_path, documents, *keys)
+    (got, _), (want, _) = _records(resumed), _records(straight)
+    names = ("gradient_noise_scale", "gradient_noise_scale_ratio", "gradient_noise_scale_error")
+    assert [[r[name] for name in names] for r in got] == [[r[name] for name in names] for r in want]
+    assert want[-1]["gradient_noise_scale"] > 0
+    assert want[-1]["gradient_noise_scale_ratio"] == pytest.approx(want[-1]["gradient_noise_scale"] / 8)
