@@ -29,7 +29,8 @@ def main(argv: Sequence[str]) -> int:
         return EXIT_NON_FINITE
     if result.interrupted:
         return EXIT_STOPPED_BY_SIGNAL
-    print(f"{result.step} steps done; run directory: {result.run_directory}")
+    if result.is_first_host:
+        print(f"{result.step} steps done; run directory: {result.run_directory}")
     return 0
 
 

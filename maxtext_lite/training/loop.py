@@ -69,6 +69,7 @@ class RunResult:
       loss: training loss of the last step; None if this process did none.
       eval_loss: the last evaluation's, in nats per token; None without one.
       interrupted: a signal ended the run, after saving where checkpoints are on.
+      is_first_host: this process is the one that writes the run directory.
       state: the final TrainState, on the devices.
     """
 
@@ -77,6 +78,7 @@ class RunResult:
     loss: float | None
     eval_loss: float | None
     interrupted: bool
+    is_first_host: bool
     state: TrainState
 
 
@@ -179,7 +181,7 @@ class _Run:
                 left = self.plan.steps_left(counts.step, counts.examples_seen)
                 if not left:
                     terminal.say(f"nothing to do: {self.directory} has {counts.step} steps already, which is all")
-                    return RunResult(self.directory, counts.step, None, None, False, state)
+                    return RunResult(self.directory, counts.step, None, None, False, self.is_first, state)
                 self._introduce(terminal, counts)
                 log = MetricsLog(self.directory, counts.step) if self.is_first else None
                 terminal.start(counts.step, counts.step + left)
@@ -334,7 +336,7 @@ class _Loop:
                 f"{self.counts.step}, {saved}"
             )
         self._advise()
-        return RunResult(run.directory, self.counts.step, self.loss, self.eval_loss, interrupted, state)
+        return RunResult(run.directory, self.counts.step, self.loss, self.eval_loss, interrupted, run.is_first, state)
 
     def _step_of(self, stage: BatchStage, step: int) -> Any:
         """The compiled step of a stage that begins; says so and has the next stage's compiled in the background."""

@@ -143,6 +143,6 @@ def mean_loss():
         x = decoder.hidden(params, rows["tokens"], rows["segments"], rows["positions"])
         log_probability = jax.nn.log_softmax(jnp.einsum("BTD,DV->BTV", x, decoder.head(params)))
         nll = -jnp.take_along_axis(log_probability, rows["targets"][..., None], -1)[..., 0]
-        return jnp.sum(rows["weights"] * nll) / np.count_nonzero(rows["weights"])
+        return jnp.sum(rows["weights"] * nll) / jnp.sum(rows["weights"] > 0)
 
     return loss

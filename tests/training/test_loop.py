@@ -337,7 +337,7 @@ def test_local_updates_resume_mid_period_to_the_bit(tmp_path, documents, capsys)
 
 
 def test_epochs_train_on_each_example_once_down_to_the_last(tmp_path, documents, capsys):
-    """289 examples in batches of 64: five steps, the last with 33; then a second epoch, as if there had been no stop."""
+    """289 examples in batches of 64: five steps, the last with 33; then a second epoch, as without a stop."""
     keys = ("num_epochs=1", "last_batch=train", "global_batch_size=64", "per_device_batch_size=4", "eval_interval=-1",
             "schedule_unit=tokens", "steps=-1")  # fmt: skip
     once = _train(tmp_path, documents, *keys)

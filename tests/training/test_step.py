@@ -3,13 +3,14 @@
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from maxtext_lite.parallel import sharding
 from maxtext_lite.training.step import EVAL_BATCH_AXES, make_eval_step
 from tests.hlo import collectives, device_groups
-from tests.training.conftest import ROWS
+from tests.training.conftest import LENGTH, ROWS
 
 # (accumulation, row slots of a micro-batch, mesh); 16 rows in all, so that the last two leave slots empty
 SPLITS = {
@@ -90,6 +91,72 @@ def test_a_step_without_targets_has_loss_zero_and_no_gradient(setup, rows):
     got = it.gradients(it.state().params, it.batch(blank, 2, 8))
     assert got.loss == got.target_tokens == 0
     assert all(np.all(g == 0) for g in jax.tree.leaves(got.gradients))
+
+
+@pytest.mark.parametrize("mesh", [{}, {"data": 2, "fsdp": 2}], ids=str)
+def test_one_executable_serves_any_accumulation(mesh, setup, rows, agrees):
+    """The first n of 4 micro-batches, n being an argument of the compiled step, equal a step of n micro-batches."""
+    it = setup("optimizer=sgd", **mesh)
+    padded = {name: np.concatenate([array, np.zeros((48, LENGTH), array.dtype)]) for name, array in rows.items()}
+    whole = it.batch(padded, 4, 16)
+    compiled = it.compile_step(whole, np.int32(0))
+    for number in (1, 2, 4):
+        dealt = {name: np.zeros((4, 16, LENGTH), array.dtype) for name, array in rows.items()}
+        for name, array in rows.items():
+            for j, row in enumerate(array):
+                dealt[name][j % number, j // number] = row
+        batch = {name: jax.device_put(array, whole[name].sharding) for name, array in dealt.items()}
+        # What stands in micro-batches beyond the number is not looked at.
+        batch["tokens"] = batch["tokens"].at[number:].set(7)
+        few = it.batch(rows, number, 16)
+        got, got_metrics = it.run(compiled, batch, 3, np.int32(number))
+        want, want_metrics = it.run(it.compile_step(few), few, 3)
+        agrees(got.params, want.params)
+        names = ("loss", "grad_norm", "target_tokens", "learning_rate")
+        if want_metrics[0]["groups"]:  # where there is one group, it is not looked at
+            names += ("groups", "group_squares")
+        for name in names:
+            np.testing.assert_allclose([m[name] for m in got_metrics], [m[name] for m in want_metrics], rtol=1e-5)
+    assert got.progress.examples.tolist() == [0, 3 * ROWS]
+    assert got.progress.tokens.tolist() == [0, 3 * int(want_metrics[0]["target_tokens"])]
+
+
+def test_group_squares_are_those_of_the_groups(setup, rows, mean_loss):
+    """Each replica's part of each micro-batch, by plain derivatives: sum of w/W |mean gradient|^2."""
+    it = setup("optimizer=sgd", data=2, fsdp=2)
+    got = it.gradients(it.state().params, it.batch(rows, 4, 4))
+    gradient = jax.jit(jax.grad(lambda p, part: mean_loss(it.decoder, p, part)))
+    total, groups, tokens = 0.0, 0, np.count_nonzero(rows["weights"])
+    for micro in range(4):
+        for half in (slice(0, 2), slice(2, 4)):
+            part = {name: array[micro::4][half] for name, array in rows.items()}
+            own = np.count_nonzero(part["weights"])
+            with jax.default_matmul_precision("highest"):
+                mean = gradient(it.initial.params, part)
+            total += own / tokens * sum(np.sum(np.square(g, dtype=np.float64)) for g in jax.tree.leaves(mean))
+            groups += 1
+    assert got.group_squares == pytest.approx(total, rel=1e-5)
+    assert got.groups == groups
+    alone = setup("optimizer=sgd", fsdp=2)
+    single = alone.gradients(alone.state().params, alone.batch(rows, 1, 16))
+    assert single.groups == single.group_squares == 0  # one group tells nothing, and costs nothing
+
+
+def test_gradients_cross_in_grad_dtype(setup, rows):
+    wide, narrow = setup("optimizer=sgd"), setup("optimizer=sgd", "grad_dtype=bfloat16")
+    batch = wide.batch(rows, 4, 4)
+    exact = wide.gradients(wide.state().params, batch).gradients
+    rounded = narrow.gradients(narrow.state().params, batch).gradients
+    jax.tree.map(
+        lambda g, r: np.testing.assert_array_equal(r, np.asarray(jnp.asarray(g).astype(jnp.bfloat16), np.float32)),
+        exact,
+        rounded,
+    )
+    spread = setup("optimizer=sgd", "grad_dtype=bfloat16", data=4)
+    summed = spread.gradients(spread.state().params, spread.batch(rows, 4, 4)).gradients
+    assert {leaf.dtype for leaf in jax.tree.leaves(summed)} == {np.dtype(np.float32)}
+    norm = lambda tree: np.sqrt(sum(np.sum(np.square(x, dtype=np.float64)) for x in jax.tree.leaves(tree)))  # noqa: E731
+    assert 0 < norm(jax.tree.map(lambda a, b: a - b, exact, summed)) < 1e-2 * norm(exact)
 
 
 @pytest.fixture(scope="module")
