@@ -13,7 +13,7 @@ import pytest
 
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.data import example_ids, examples_hash, open_sources_on_hosts
-from maxtext_lite.training import NonFiniteLoss, loop, train
+from maxtext_lite.training import NonFiniteLoss, run, train
 from tests.training.conftest import TINY
 
 RUN = [*TINY, "steps=6", "warmup_steps=2", "eval_interval=3", "eval_fraction=0.05", "checkpoint_period=3",
@@ -251,7 +251,7 @@ def _poisoned(monkeypatch, *poisoned, without=()):
         source, evaluation = open_sources_on_hosts(*arguments, **keys)
         return Poisoned(source), evaluation
 
-    monkeypatch.setattr(loop, "open_sources_on_hosts", open_poisoned)
+    monkeypatch.setattr(run, "open_sources_on_hosts", open_poisoned)
 
 
 SKIP = ("data_shuffle_seed=-1", "learning_rate_schedule=constant", "warmup_steps=4", "eval_interval=-1",

@@ -1,0 +1,175 @@
+"""What a run is made of before its first step: plan, data, mesh, decoder, optimizer, directory and checkpoints."""
+
+import json
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from maxtext_lite.batching import (
+    format_plan,
+    make_plan,
+    not_yet_trainable,
+    scaled_optimizer,
+)
+from maxtext_lite.config import Config, UserError, describe, write_resolved
+from maxtext_lite.data import (
+    open_sources_on_hosts,
+    target_tokens_of_run,
+)
+from maxtext_lite.parallel import make_mesh, start_devices
+from maxtext_lite.training.checkpoint import Checkpointer, Counts, checkpoint_directory, fingerprint, load_parameters
+from maxtext_lite.training.environment import environment
+from maxtext_lite.training.local_updates import local_updates
+from maxtext_lite.training.metrics import Speed, Terminal, model_flops_per_example, peak_tflops
+from maxtext_lite.training.noise import why_unknown
+from maxtext_lite.training.optimizer import Schedule, learning_rate_schedule, make_optimizer
+from maxtext_lite.training.state import TrainState, abstract_state, init_state, make_decoder, state_from
+
+
+class Run:
+    """One process's part in a run: everything that is made once, before the first step.
+
+    Attributes:
+      config: as the plan scaled it; `stated_config` as the user wrote it.
+      source: the training examples; `eval_source` the held-out ones, or None.
+      local: the local updates, or None.
+      is_first: this process writes the run directory.
+      checkpointer: None where enable_checkpointing is false.
+    Raises:
+      UserError: the config cannot be trained on these devices or this data, or contradicts the run directory.
+    """
+
+    def __init__(self, config: Config):
+        start_devices()
+        num_devices, num_hosts = jax.device_count(), jax.process_count()
+        plan = make_plan(_before_data(config), num_devices=num_devices, num_hosts=num_hosts)
+        refused = not_yet_trainable(config, plan)
+        if refused:
+            raise UserError(refused)
+        self.source, self.eval_source = open_sources_on_hosts(
+            config, vocab_size=config.vocab_size, loading_hosts=plan.loading_hosts
+        )
+        self.plan = plan = make_plan(
+            config, num_devices=num_devices, num_hosts=num_hosts, num_examples=len(self.source)
+        )
+        self.stated_config = config
+        self.config = config = scaled_optimizer(config, plan)
+        self.mesh = make_mesh(plan.ici_mesh, plan.dcn_mesh)
+        self.decoder = make_decoder(config, jax.default_backend())
+        self.optimizer = make_optimizer(config, self.decoder.axes)
+        self.local = local_updates(config, plan.diloco_num_replicas)
+        self.is_first = jax.process_index() == 0
+        self.directory = Path(config.base_output_directory) / config.run_name
+        if config.load_parameters_path:
+            checkpoint_directory(config.load_parameters_path, "load_parameters_path")
+        if not config.enable_checkpointing and any((self.directory / "checkpoints").glob("*")):
+            raise UserError(
+                f"enable_checkpointing=false would start {self.directory} over, which holds checkpoints. "
+                "Nearest that work: enable_checkpointing=true, or another run_name."
+            )
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"base_output_directory={config.base_output_directory} with run_name={config.run_name} cannot be made "
+                f"a directory: {error.strerror}."
+            ) from None
+        self.checkpointer = None
+        if config.enable_checkpointing:
+            self.checkpointer = Checkpointer(self.directory, config, self._fingerprint)
+
+    @property
+    def _fingerprint(self) -> dict[str, Any]:
+        return fingerprint(self.config, self.source.fingerprint, self.plan.diloco_num_replicas)
+
+    @property
+    def abstract_state(self) -> TrainState:
+        """Shapes and shardings of the state."""
+        return abstract_state(self.decoder, self.optimizer, self.mesh, self.local)
+
+    @property
+    def schedule(self) -> Schedule:
+        """The learning rate over the whole run."""
+        config, plan = self.config, self.plan
+        if config.schedule_unit == "steps":
+            return learning_rate_schedule(config, last=plan.steps)
+        # Positions are counted in steps at the target batch size, of which the run has this many.
+        last = plan.total_examples / plan.global_batch_to_train
+        total = plan.total_examples
+        if config.schedule_unit == "tokens":
+            total = target_tokens_of_run(
+                self.source,
+                total_examples=plan.total_examples,
+                seed=config.data_shuffle_seed,
+                loading_hosts=plan.loading_hosts,
+            )
+        return learning_rate_schedule(config, last=last, units_per_step=total / last)
+
+    def restore_or_init(self) -> tuple[TrainState, Counts]:
+        """The state and counts of the newest checkpoint, or those of a new run."""
+        abstract = self.abstract_state
+        if self.checkpointer and self.checkpointer.latest_step() is not None:
+            return self.checkpointer.restore(abstract)
+        path = self.config.load_parameters_path
+        if path:  # before anything is compiled: it may not be there, or not fit
+            params = load_parameters(path, abstract.model_params, "load_parameters_path")
+            return state_from(params, self.decoder, self.optimizer, self.mesh, self.local), Counts()
+        return init_state(self.decoder, self.optimizer, self.mesh, self.config.seed, self.local), Counts()
+
+    def introduce(self, terminal: Terminal, counts: Counts) -> None:
+        """Prints the config and the plan, and writes them into the run directory."""
+        if not self.is_first:
+            return
+        write_resolved(self.stated_config, self.directory / "config.yml")
+        _write_json(self.directory / "plan.json", self.plan.to_json())
+        _write_json(self.directory / "environment.json", environment())
+        terminal.say(describe(self.stated_config))
+        terminal.say("")
+        terminal.say(format_plan(self.plan))
+        terminal.say("")
+        terminal.say(f"attention kernel: {self.decoder.shape.attention} (attention={self.config.attention})")
+        parameters = sum(leaf.size for leaf in jax.tree.leaves(self.decoder.abstract_params))
+        terminal.say(
+            f"{parameters:,} parameters on {jax.device_count()} x {jax.devices()[0].device_kind}; "
+            + _peak_sentence(self.speed)
+        )
+        held_out = "nothing" if self.eval_source is None else f"{len(self.eval_source):,} examples"
+        terminal.say(f"{len(self.source):,} training examples, {held_out} held out")
+        unknown = why_unknown(
+            num_replicas=self.plan.mesh["data"],
+            accumulation=self.plan.gradient_accumulation_steps,
+            local_updates=self.local is not None,
+        )
+        if unknown:
+            terminal.say(f"gradient_noise_scale: null, as {unknown}")
+        if counts.step:
+            terminal.say(f"resuming {self.directory} after step {counts.step}")
+
+    @property
+    def speed(self) -> Speed:
+        """What steps are timed against."""
+        return Speed(
+            flops_per_example=model_flops_per_example(self.decoder.shape, self.config.max_target_length),
+            num_devices=jax.device_count(),
+            peak=peak_tflops(jax.devices()[0].device_kind, self.config.dtype),
+        )
+
+
+def _before_data(config: Config) -> Config:
+    """The config with a length that does not depend on the data, for what can be refused before data are opened."""
+    if not config.num_epochs:
+        return config
+    steps = max(config.warmup_steps, 1)
+    return config.model_copy(update={"num_epochs": Fraction(0), "steps": steps, "last_batch": "drop"})
+
+
+def _peak_sentence(speed: Speed) -> str:
+    if speed.peak is None:
+        return "no MFU, as their peak is not known"
+    return f"MFU is taken against {speed.peak:g} TFLOP/s each"
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
