@@ -3,12 +3,15 @@ import shlex
 from fractions import Fraction
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 
 from maxtext_lite.batching import count_parameters, make_plan
 from maxtext_lite.cli import run_command
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.plan import main
+from maxtext_lite.training.loss_scale import loss_scaling
+from maxtext_lite.training.noise import NoiseScale
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "batch_size.md").read_text(encoding="utf-8")
 DATA_MESH = ["ici_data_parallelism=-1", "ici_fsdp_parallelism=1"]
@@ -168,6 +171,27 @@ def test_the_replicas():
         idle = sum(first >= plan.micro_batch_to_train for first in firsts)
         assert idle == int(row["replicas without an example"])
         assert [f"leaves {idle} of {replicas} DiLoCo" in warning for warning in plan.warnings] == [True] * bool(idle)
+
+
+def test_the_noise_scales():
+    for row in table("groups (target tokens)"):
+        groups = row["groups (target tokens)"].split(", ")
+        squares, whole = (float(row[name]) for name in ("sum of w/W x mean gradient squared", "gradient squared"))
+        noise = NoiseScale().after(
+            group_squares=squares, groups=len(groups), grad_norm=whole**0.5, examples=int(row["examples"])
+        )
+        if row["variance"] == "unknown":
+            assert noise.examples is None
+            continue
+        assert noise.noise / int(row["examples"]) == pytest.approx(float(row["variance"]))
+        assert noise.signal == pytest.approx(float(row["true gradient squared"]))
+        assert noise.examples == pytest.approx(float(row["gradient_noise_scale"]))
+
+
+def test_the_loss_scale():
+    scaling = loss_scaling(load_config(None, ["dtype=float16"]))
+    assert f"it starts at {float(scaling.init().scale):.0f}," in PAGE
+    assert float(scaling.next(scaling.init(), jnp.bool_(False)).scale) == 65536 / 2
 
 
 def test_the_memory():
