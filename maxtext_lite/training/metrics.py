@@ -30,7 +30,12 @@ Source: the vendors' data sheets."""
 
 
 def peak_tflops(device_kind: str, dtype: str) -> float | None:
-    """Peak TFLOP/s of a device for matmuls in `dtype`; None where it is not known."""
+    """Peak TFLOP/s of a device for matmuls in `dtype`; None where it is not known.
+
+    On NVIDIA's devices float16 is as fast as bfloat16; TPUs have no float16 matmul.
+    """
+    if dtype == "float16" and device_kind.startswith("NVIDIA"):
+        dtype = "bfloat16"
     for prefix, peaks in PEAK_TFLOPS.items():
         if device_kind.startswith(prefix):
             return peaks.get(dtype)

@@ -161,6 +161,17 @@ def test_gradients_cross_in_grad_dtype(setup, rows):
     assert 0 < norm(jax.tree.map(lambda a, b: a - b, exact, summed)) < 1e-2 * norm(exact)
 
 
+def test_a_step_without_targets_changes_nothing(setup, rows):
+    """Not even by weight decay or momentum."""
+    it = setup("optimizer=adamw", "weight_decay_on_norms_and_embeddings=true", data=2)
+    blank = it.batch(rows | {"weights": np.zeros_like(rows["weights"])}, 2, 8)
+    state, (metrics,) = it.run(it.compile_step(blank), blank, 1)
+    assert metrics["skipped"]
+    for part in ("params", "opt_state", "progress"):
+        jax.tree.map(np.testing.assert_array_equal, getattr(state, part), getattr(it.initial, part))
+    assert state.step == 1
+
+
 @pytest.fixture(scope="module")
 def compiled(setup, rows):
     """The step on data 4 x fsdp 2 for several A; memory wants rows enough for activations to be the same size."""
