@@ -48,6 +48,8 @@ def fingerprint(config: Config, data: str, num_replicas: int | None) -> dict[str
     values = {key: getattr(config, key) for key in keys}
     values["dtype is float16"] = config.dtype == "float16"  # its loss scale is part of the state
     values["diloco_num_replicas"] = num_replicas
+    if num_replicas is not None:
+        values["diloco_outer_momentum is 0"] = config.diloco_outer_momentum == 0
     if config.optimizer == "sgd":
         values["sgd_momentum is 0"] = config.sgd_momentum == 0
     # A held-out text of its own leaves the whole of the training text to train on, as no evaluation does.
@@ -148,16 +150,18 @@ def _update_state(state: TrainState) -> dict[str, Any]:
     """All of a state but the parameters that are evaluated and the number of steps, which is the checkpoint's name."""
     parts = {"opt_state": state.opt_state, "progress": state.progress}
     if state.outer is not None:
-        parts |= {"replica_params": state.params, "outer_momentum": state.outer.momentum}
+        parts["replica_params"] = state.params
+        if state.outer.momentum is not None:
+            parts["outer_momentum"] = state.outer.momentum
     return parts
 
 
 def _joined(params: Any, parts: dict[str, Any], step: jax.Array) -> TrainState:
     """The state of which `model_params`, `_update_state` and `step` are the parts."""
     common = parts["opt_state"], parts["progress"], step
-    if "outer_momentum" not in parts:
+    if "replica_params" not in parts:
         return TrainState(params, *common)
-    return TrainState(parts["replica_params"], *common, OuterState(params, parts["outer_momentum"]))
+    return TrainState(parts["replica_params"], *common, OuterState(params, parts.get("outer_momentum")))
 
 
 def checkpoint_directory(path: str | Path, key: str) -> Path:

@@ -16,7 +16,11 @@ from maxtext_lite.config import LocalUpdatesConfig
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class OuterState:
-    """What all replicas share: the parameters of the last synchronisation and the outer optimizer's momentum."""
+    """What all replicas share: the parameters of the last synchronisation and the outer optimizer's momentum.
+
+    Attributes:
+      momentum: float32, shaped as the parameters; None where diloco_outer_momentum is 0.
+    """
 
     params: Any
     momentum: Any
@@ -55,18 +59,17 @@ class LocalUpdates:
 
         before = wide(outer.params)
         mean = jax.tree.map(lambda p: jnp.mean(p, axis=0), wide(params_R))
-        velocity = jax.tree.map(lambda v, b, m: momentum * v + (b - m), outer.momentum, before, mean)
-        after = jax.tree.map(
-            lambda b, m, v: (1 - lr) * b + lr * m - lr * momentum * v if momentum else (1 - lr) * b + lr * m,
-            before,
-            mean,
-            velocity,
-        )
+        after, velocity = jax.tree.map(lambda b, m: (1 - lr) * b + lr * m, before, mean), None
+        if momentum:
+            velocity = jax.tree.map(lambda v, b, m: momentum * v + (b - m), outer.momentum, before, mean)
+            after = jax.tree.map(lambda a, v: a - lr * momentum * v, after, velocity)
         after = jax.tree.map(lambda new, old: new.astype(old.dtype), after, outer.params)
         return self.copies(after), OuterState(after, velocity)
 
     def outer_state(self, params: Any) -> OuterState:
         """The shared state before the first step."""
+        if not self.outer_momentum:
+            return OuterState(params, None)
         return OuterState(params, jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params))
 
 

@@ -131,7 +131,13 @@ def state_shardings(
     replica_params, replica_opt_state, replica_progress = (
         jax.tree.map(per_replica, tree) for tree in (params, opt_state, progress)
     )
-    return TrainState(replica_params, replica_opt_state, replica_progress, everywhere, OuterState(params, params))
+    return TrainState(
+        replica_params,
+        replica_opt_state,
+        replica_progress,
+        everywhere,
+        OuterState(params, params if local.outer_momentum else None),
+    )
 
 
 def _names(path: Any) -> tuple[str, ...]:
