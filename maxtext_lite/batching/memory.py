@@ -94,6 +94,9 @@ def estimate_memory(
     state = _optimizer_elements(config, count) * 4  # float32, whatever the weights are
     # With A > 1 a micro-batch's gradient stands beside the float32 sum of the earlier ones.
     gradients = count.total * (4 if gradient_accumulation_steps == 1 else 4 + weight_bytes)
+    if config.shard_optimizer_over_data:
+        master = 0 if config.weight_dtype == "float32" else count.total * 4
+        state = (state + master) // mesh["data"]
     if diloco_num_replicas is not None:
         copies = diloco_num_replicas // mesh["data"]
         outer_momentum = count.total * 4 if config.diloco_outer_momentum else 0

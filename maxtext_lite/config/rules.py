@@ -200,6 +200,16 @@ def _schedule_of_replicas(config: Config) -> Refusal | None:
     )
 
 
+def _shared_optimizer(config: Config) -> Refusal | None:
+    if not (config.shard_optimizer_over_data and config.enable_diloco):
+        return None
+    return Refusal(
+        "shard_optimizer_over_data",
+        "shard_optimizer_over_data=true with enable_diloco=true: replicas have an optimizer state each, none to share.",
+        (False,),
+    )
+
+
 def _loss_scale(config: Config) -> Refusal | None:
     if config.loss_scale == 0 or config.dtype == "float16":
         return None
@@ -213,6 +223,7 @@ def _loss_scale(config: Config) -> Refusal | None:
 RULES: tuple[Rule, ...] = (
     Rule(("schedule_unit", "enable_diloco"), _schedule_of_replicas),
     Rule(("loss_scale", "dtype"), _loss_scale),
+    Rule(("shard_optimizer_over_data", "enable_diloco"), _shared_optimizer),
     Rule(("base_num_kv_heads", "base_num_query_heads"), _kv_heads),
     Rule(("head_dim",), _head_dim),
     Rule(("num_vocab_tiling", "max_target_length"), _vocab_tiling),

@@ -1,6 +1,7 @@
 """The device mesh and the one table that says over which of its axes an array is laid out."""
 
 from maxtext_lite.parallel.axes import (
+    also_over_data,
     constrain,
     over_all_devices,
     over_replicas,
@@ -15,6 +16,7 @@ from maxtext_lite.parallel.mesh import MESH_AXES, make_mesh
 
 __all__ = [
     "MESH_AXES",
+    "also_over_data",
     "constrain",
     "end_soon",
     "exchange",

@@ -3,6 +3,7 @@
 Arrays declare names ("embed", "heads", ...); only this file turns them into a PartitionSpec.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -95,6 +96,19 @@ def per_replica(where: NamedSharding) -> NamedSharding:
     """Where an array lives that holds one such array for each replica, [R, ...], on its part of the data axis."""
     (data,) = MESH_AXES_OF["replica"]
     return NamedSharding(where.mesh, PartitionSpec(data, *where.spec))
+
+
+def also_over_data(where: NamedSharding, shape: Sequence[int]) -> NamedSharding:
+    """`where`, with its first dim that divides split over the data axis too; `where` itself if none does."""
+    (data,) = MESH_AXES_OF["replica"]
+    spec = [*where.spec, *[None] * (len(shape) - len(where.spec))]
+    for dim, entry in enumerate(spec):
+        axes = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+        parts = math.prod(where.mesh.shape[axis] for axis in (*axes, data))
+        if shape[dim] % parts == 0:
+            spec[dim] = (*axes, data)
+            return NamedSharding(where.mesh, PartitionSpec(*spec))
+    return where
 
 
 def over_all_devices(mesh: Mesh, dim: int = 0) -> NamedSharding:

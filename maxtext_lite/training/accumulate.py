@@ -1,12 +1,19 @@
 """Gradient accumulation: `optax.MultiSteps` cut in two, so that the inner optimizer runs once a step."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from maxtext_lite.training.loss_scale import LossScaling
+
+
+class WithMaster(NamedTuple):
+    """An inner optimizer's state, and the float32 parameters that it updates."""
+
+    inner: Any
+    master: Any
 
 
 class GradientAccumulation(optax.MultiSteps):
@@ -21,20 +28,33 @@ class GradientAccumulation(optax.MultiSteps):
     Args:
       inner: what turns the step's gradients into updates of learning rate 1.
       loss_scaling: of float16 gradients; None: they are not scaled.
+      over_data: each replica of the data axis keeps its share of the state, and updates its share of the parameters
+        (ZeRO-1: Rajbhandari et al. 2020, arXiv:1910.02054, section 5.1). Parameters that are not float32 then have a
+        float32 master copy in the state.
     """
 
-    def __init__(self, inner: optax.GradientTransformation, loss_scaling: LossScaling | None = None):
+    def __init__(
+        self,
+        inner: optax.GradientTransformation,
+        loss_scaling: LossScaling | None = None,
+        *,
+        over_data: bool = False,
+    ):
         super().__init__(inner, every_k_schedule=1, use_grad_mean=False, accumulator_dtype=jnp.float32)
         self.loss_scaling = loss_scaling
+        self.over_data = over_data
 
     def init(self, params: Any) -> optax.MultiStepsState:
         """State before the first step: the inner optimizer's, in float32 as its gradients are, and no accumulator."""
         zero = jnp.zeros([], jnp.int32)
-        params = self._wide(params)
+        wide = self._wide(params)
+        inner = self._opt.init(wide)
+        if self._has_master(params):
+            inner = WithMaster(inner, wide)
         return optax.MultiStepsState(
             mini_step=zero,
             gradient_step=zero,
-            inner_opt_state=self._opt.init(params),
+            inner_opt_state=inner,
             acc_grads=(),
             skip_state=self.loss_scaling.init() if self.loss_scaling else (),
         )
@@ -56,14 +76,37 @@ class GradientAccumulation(optax.MultiSteps):
         """The accumulator with one micro-batch's gradients added, in float32."""
         return jax.tree.map(lambda acc, g: self._acc_update(g.astype(acc.dtype), acc, n_acc=0), accumulator, gradients)
 
-    def finish(self, gradients: Any, state: optax.MultiStepsState, params: Any) -> tuple[Any, optax.MultiStepsState]:
-        """Updates to add to `params`, from the whole step's float32 gradients, and the next state.
+    def _has_master(self, params: Any) -> bool:
+        return self.over_data and any(p.dtype != self._accumulator_dtype for p in jax.tree.leaves(params))
+
+    def finish(
+        self, gradients: Any, state: optax.MultiStepsState, params: Any, learning_rate: Any
+    ) -> tuple[Any, optax.MultiStepsState]:
+        """The parameters after the whole step's float32 gradients, and the next state.
 
         The loss scale stays as it is: it follows from whether the step was skipped, which the caller decides.
         """
-        updates, inner_opt_state = self._opt.update(gradients, state.inner_opt_state, self._wide(params))
-        return updates, state._replace(gradient_step=state.gradient_step + 1, inner_opt_state=inner_opt_state)
+        updates, inner, master = self._inner_update(gradients, state.inner_opt_state, params)
+        updates = jax.tree.map(lambda u: -learning_rate * u, updates)
+        if master is None:
+            new_params = optax.apply_updates(params, updates)
+        else:
+            master = optax.apply_updates(master, updates)
+            new_params = jax.tree.map(lambda m, p: m.astype(p.dtype), master, params)
+            inner = WithMaster(inner, master)
+        return new_params, state._replace(gradient_step=state.gradient_step + 1, inner_opt_state=inner)
+
+    def _inner_update(self, gradients: Any, inner: Any, params: Any) -> tuple[Any, Any, Any]:
+        """Updates of learning rate -1, the inner optimizer's next state, and the master copy where there is one."""
+        master = None
+        if isinstance(inner, WithMaster):
+            inner, master = inner
+        updates, inner = self._opt.update(gradients, inner, self._wide(params) if master is None else master)
+        return updates, inner, master
 
     def update(self, updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
-        """A step of one micro-batch, as any Optax transformation: `finish` of its gradients alone."""
-        return self.finish(self.accumulate(self.accumulator(updates), updates), state, params)
+        """A step of one micro-batch, as any Optax transformation: the inner optimizer's updates of its gradients."""
+        gradients = self.accumulate(self.accumulator(updates), updates)
+        found, inner, master = self._inner_update(gradients, state.inner_opt_state, params)
+        inner = inner if master is None else WithMaster(inner, optax.apply_updates(master, found))
+        return found, state._replace(gradient_step=state.gradient_step + 1, inner_opt_state=inner)

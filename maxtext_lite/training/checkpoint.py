@@ -47,6 +47,8 @@ def fingerprint(config: Config, data: str, num_replicas: int | None) -> dict[str
     keys += ["packing"]
     values = {key: getattr(config, key) for key in keys}
     values["dtype is float16"] = config.dtype == "float16"  # its loss scale is part of the state
+    if config.weight_dtype != "float32":  # whether there is a float32 master copy
+        values["shard_optimizer_over_data"] = config.shard_optimizer_over_data
     values["diloco_num_replicas"] = num_replicas
     if num_replicas is not None:
         values["diloco_outer_momentum is 0"] = config.diloco_outer_momentum == 0

@@ -162,4 +162,5 @@ def make_optimizer(config: Config, axes: Any) -> GradientAccumulation:
             optax.add_decayed_weights(config.weight_decay, decayed),  # also at 0: the state keeps its shape
         ),
         loss_scaling(config),
+        over_data=config.shard_optimizer_over_data,
     )

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.models import Decoder, DecoderShape, resolve_attention
-from maxtext_lite.parallel import per_replica, sharding, tree_shardings
+from maxtext_lite.parallel import also_over_data, per_replica, sharding, tree_shardings
 from maxtext_lite.training.accumulate import GradientAccumulation
 from maxtext_lite.training.local_updates import LocalUpdates, OuterState
 from maxtext_lite.training.optimizer import Progress
@@ -99,20 +99,29 @@ def state_of(params: Any, optimizer: GradientAccumulation, local: LocalUpdates |
     )
 
 
+def gradient_shardings(decoder: Decoder, optimizer: GradientAccumulation, mesh: Mesh) -> Any:
+    """Where a step's summed gradients lie and parameters are updated: with the parameters, or in shares (ZeRO-1)."""
+    params = tree_shardings(mesh, decoder.axes)
+    if not optimizer.over_data:
+        return params
+    return jax.tree.map(lambda where, leaf: also_over_data(where, leaf.shape), params, decoder.abstract_params)
+
+
 def state_shardings(
     decoder: Decoder, optimizer: GradientAccumulation, mesh: Mesh, local: LocalUpdates | None = None
 ) -> TrainState:
-    """Where each leaf of the state lives: optimizer state that is shaped as a parameter lies with it.
+    """Where each leaf of the state lives: optimizer state that is shaped as a parameter lies as its gradient does.
 
     State of another shape (counts, adafactor's row and column sums) is small and stands on every device that has the
     parameters it belongs to.
     """
     everywhere: Any = sharding(mesh)
     params = tree_shardings(mesh, decoder.axes)
+    gradients = jax.tree.leaves(gradient_shardings(decoder, optimizer, mesh))
     where_of = {
         _names(path): (leaf.shape, where)
         for (path, leaf), where in zip(
-            jax.tree_util.tree_leaves_with_path(decoder.abstract_params), jax.tree.leaves(params), strict=True
+            jax.tree_util.tree_leaves_with_path(decoder.abstract_params), gradients, strict=True
         )
     }
 

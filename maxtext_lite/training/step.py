@@ -15,7 +15,7 @@ from maxtext_lite.training.accumulate import GradientAccumulation
 from maxtext_lite.training.local_updates import LocalUpdates
 from maxtext_lite.training.loss import LossSums, next_token_loss, row_losses
 from maxtext_lite.training.optimizer import Progress, Schedule
-from maxtext_lite.training.state import TrainState, state_shardings
+from maxtext_lite.training.state import TrainState, gradient_shardings, state_shardings
 
 TRAIN_BATCH_AXES = ("accumulation", "global_batch", "length")
 EVAL_BATCH_AXES = ("global_batch", "length")
@@ -131,12 +131,12 @@ def accumulate_gradients(
         def meet(x_R: jax.Array) -> jax.Array:
             return x_R if local else jnp.sum(x_R, axis=0)
 
-        gradients = jax.tree.map(
-            lambda g, axes: lay_out(g, axes) if local else constrain(meet(g.astype(config.grad_dtype)), axes),
-            sums.gradients,
-            decoder.axes,
-        )
-        gradients = jax.tree.map(lambda g: g.astype(config.grad_dtype).astype(jnp.float32), gradients)
+        gradients = jax.tree.map(lambda g: meet(g.astype(config.grad_dtype)), sums.gradients)
+        if local:
+            gradients = jax.tree.map(lay_out, gradients, decoder.axes)
+        else:  # each where it is used: with ZeRO-1, a replica receives its share only
+            gradients = jax.lax.with_sharding_constraint(gradients, gradient_shardings(decoder, optimizer, mesh))
+        gradients = jax.tree.map(lambda g: g.astype(jnp.float32), gradients)
         result = StepGradients(
             gradients,
             meet(sums.losses.nll),
@@ -196,9 +196,10 @@ def make_train_step(
         applied = finite & (step.target_tokens > 0)
         new_progress = progress.plus(step.examples, step.target_tokens)
         learning_rate = schedule(opt_state.gradient_step + 1, new_progress)
-        updates, new_opt_state = optimizer.finish(step.gradients, opt_state, params)
-        updates = jax.tree.map(lambda u: -learning_rate * u, updates)
-        new = (optax.apply_updates(params, updates), new_opt_state, new_progress)
+        if optimizer.over_data:
+            params = jax.lax.with_sharding_constraint(params, gradient_shardings(decoder, optimizer, mesh))
+        new_params, new_opt_state = optimizer.finish(step.gradients, opt_state, params, learning_rate)
+        new = (new_params, new_opt_state, new_progress)
         params, opt_state, progress = jax.tree.map(
             lambda new, old: jnp.where(applied, new, old), new, (params, opt_state, progress)
         )

@@ -21,7 +21,7 @@ def test_is_a_multisteps_and_keeps_no_accumulator():
 
 def test_equals_the_inner_optimizer_on_the_sum():
     inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1))
-    accumulation = GradientAccumulation(inner)
+    accumulation = GradientAccumulation(optax.chain(inner, optax.scale(-10.0)))  # of learning rate 1, downhill
     state, params = accumulation.init(PARAMS), PARAMS
     inner_state, expected = inner.init(PARAMS), PARAMS
     rng = np.random.default_rng(0)
@@ -30,8 +30,7 @@ def test_equals_the_inner_optimizer_on_the_sum():
         accumulator = accumulation.accumulator(params)
         for gradients in micro:
             accumulator = accumulation.accumulate(accumulator, gradients)
-        updates, state = accumulation.finish(accumulator, state, params)
-        params = optax.apply_updates(params, updates)
+        params, state = accumulation.finish(accumulator, state, params, 0.1)
         total = jax.tree.map(lambda *g: sum(g), *micro)
         updates, inner_state = inner.update(total, inner_state, expected)
         expected = optax.apply_updates(expected, updates)
@@ -71,5 +70,22 @@ def test_the_number_of_micro_batches_may_change_from_step_to_step(count):
     total = accumulation.accumulator(PARAMS)
     for _ in range(count):
         total = accumulation.accumulate(total, jax.tree.map(lambda p: p / count, PARAMS))
-    updates, _ = accumulation.finish(total, accumulation.init(PARAMS), PARAMS)
-    np.testing.assert_allclose(updates["w"], [-1.0, 2.0], rtol=1e-6)
+    params, _ = accumulation.finish(total, accumulation.init(PARAMS), PARAMS, 3.0)
+    np.testing.assert_allclose(params["w"], [1.0 + 3.0, -2.0 - 6.0], rtol=1e-6)
+
+
+def test_a_master_copy_keeps_what_bfloat16_parameters_would_lose():
+    """A thousand steps of 1e-3 from 1: bfloat16 alone stays at 1, as 1 - 1e-3 rounds to 1."""
+    ones = {"w": jnp.ones(3, jnp.bfloat16)}
+    for over_data, expected in ((False, 1.0), (True, 0.0)):
+        accumulation = GradientAccumulation(optax.identity(), over_data=over_data)
+        state, params = accumulation.init(ones), ones
+
+        def step(carry, _, accumulation=accumulation):
+            params, state = carry
+            return accumulation.finish({"w": jnp.ones(3)}, state, params, 1e-3), None
+
+        (params, state), _ = jax.lax.scan(step, (params, state), length=1000)
+        assert params["w"].dtype == jnp.bfloat16
+        np.testing.assert_allclose(params["w"].astype(jnp.float32), expected, atol=1e-3)
+    assert state.inner_opt_state.master["w"].dtype == jnp.float32

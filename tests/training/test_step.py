@@ -278,3 +278,57 @@ def test_bfloat16_steps_run_and_stay_close_to_float32(accumulation, mesh, overri
         losses.append([metrics["loss"] for metrics in it.run(it.compile_step(batch), batch, 2)[1]])
     np.testing.assert_allclose(losses[0], losses[1], rtol=5e-3)
     assert losses[0] != losses[1]
+
+
+ZERO = "shard_optimizer_over_data=true"
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_sharded_optimizer_state_gives_the_same_update(optimizer, setup, rows, agrees):
+    plain = setup(f"optimizer={optimizer}")
+    batch = plain.batch(rows, 1, 16)
+    want, want_metrics = plain.run(plain.compile_step(batch), batch, 5)
+    for mesh in ({"data": 8}, {"data": 2, "fsdp": 2, "tensor": 2}):
+        it = setup(f"optimizer={optimizer}", ZERO, **mesh)
+        batch = it.batch(rows, 2, 8)
+        got, got_metrics = it.run(it.compile_step(batch), batch, 5)
+        np.testing.assert_allclose([m["loss"] for m in got_metrics], [m["loss"] for m in want_metrics], rtol=1e-5)
+        if optimizer == "sgd":
+            agrees(got.params, want.params)
+
+
+def test_a_sharded_optimizer_state_is_a_share_of_the_bytes(setup):
+    """Every leaf has a dim that 4 divides, but the norms' of 16, which are small."""
+    whole, shared = (setup("optimizer=adamw", *keys, data=4).state().opt_state for keys in ((), (ZERO,)))
+    size = lambda state: sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))  # noqa: E731
+    counts = 3 * 4  # mini_step, gradient_step and Adam's own
+    assert size(shared) - counts == (size(whole) - counts) / 4
+
+
+def test_a_sharded_optimizer_state_costs_one_reduction_and_one_gathering(setup, rows):
+    """Parameters cross the data axis once on their way back, gradients once on their way; nothing in the loop."""
+    it = setup("optimizer=adamw", ZERO, data=4, fsdp=2)
+    found = collectives(it.compile_step(it.batch(rows, 2, 8)).as_text())
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(it.decoder.abstract_params))
+    assert not [c.line for c in found if c.in_loop and c.crosses(it.mesh, "data")]
+    sent = {}
+    for kind in ("all-reduce", "reduce-scatter", "all-gather"):
+        lines = [c.line.split(f" {kind}")[0] for c in found if c.kind == kind and c.crosses(it.mesh, "data")]
+        sizes = [
+            np.prod([int(n) for n in s.split(",")]) for line in lines for s in re.findall(r"f32\[([\d,]+)\]", line)
+        ]
+        sent[kind] = int(sum(sizes))
+    # A device's half of each parameter (fsdp); a CPU writes a reduce-scatter as an all-reduce and a slice.
+    assert parameters / 2 <= sent["all-reduce"] + 4 * sent["reduce-scatter"] <= parameters / 2 + 300
+    assert parameters / 2 - 100 <= sent["all-gather"] <= parameters / 2 + 300
+
+
+def test_bfloat16_parameters_have_float32_masters(setup, rows):
+    it = setup("optimizer=adamw", ZERO, "weight_dtype=bfloat16", data=2)
+    batch = it.batch(rows, 1, 16)
+    state, metrics = it.run(it.compile_step(batch), batch, 3)
+    masters = jax.tree.leaves(state.opt_state.inner_opt_state.master)
+    assert {leaf.dtype for leaf in masters} == {np.dtype(np.float32)}
+    for master, param in zip(masters, jax.tree.leaves(state.params), strict=True):
+        np.testing.assert_array_equal(np.asarray(master, jnp.bfloat16), param)
+    assert metrics[-1]["loss"] < metrics[0]["loss"]
