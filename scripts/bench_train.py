@@ -81,7 +81,8 @@ def ours(work: Workload, dtype: str) -> Step:
     decoder = make_decoder(config, jax.default_backend())
     optimizer = make_optimizer(config, decoder.axes)
     state = init_state(decoder, optimizer, mesh, 0)
-    step = make_train_step(decoder, optimizer, mesh, config=config, schedule=learning_rate_schedule(config))
+    schedule = learning_rate_schedule(config, last=config.steps)
+    step = make_train_step(decoder, optimizer, mesh, config=config, schedule=schedule)
     tokens = np.random.default_rng(0).integers(0, work.vocab, (1, work.batch, work.length + 1), dtype=np.int32)
     shape = tokens[..., 1:].shape
     batch = {
@@ -91,11 +92,11 @@ def ours(work: Workload, dtype: str) -> Step:
     }  # fmt: skip
     batch = {name: jax.device_put(array, sharding(mesh, TRAIN_BATCH_AXES)) for name, array in batch.items()}
     with jax.set_mesh(mesh):
-        compiled = step.lower(state, batch).compile()
+        compiled = step.lower(state, batch, None).compile()
     holder = [state]
 
     def run() -> None:
-        holder[0], metrics = compiled(holder[0], batch)
+        holder[0], metrics = compiled(holder[0], batch, None)
         jax.block_until_ready(metrics)
 
     return run
