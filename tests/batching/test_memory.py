@@ -91,3 +91,11 @@ def test_the_total_is_the_sum_and_the_limit_is_in_bytes():
 
 def test_bytes_are_shown_in_a_unit_that_suits():
     assert [bytes_text(size) for size in (95_000_000_000, 1_500_000, 400)] == ["95.0 GB", "1.5 MB", "0.4 kB"]
+
+
+def test_a_sharded_optimizer_state_is_divided_by_the_data_axis():
+    four = {"data": 4}
+    whole = estimate(mesh=four).optimizer_state
+    assert estimate(["shard_optimizer_over_data=true"], four).optimizer_state == whole // 4
+    narrow = estimate(["shard_optimizer_over_data=true", "weight_dtype=bfloat16"], four)
+    assert narrow.optimizer_state == (whole + whole // 2) // 4  # two moments and a master copy, each float32

@@ -1,0 +1,86 @@
+"""A signal is a request, the second one acts as usual, and handlers are handed back."""
+
+import os
+import signal
+import threading
+
+import pytest
+
+from maxtext_lite.training.stopping import Signals, Stop, watch_signals
+
+BOTH = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+
+
+@pytest.fixture(autouse=True)
+def _handlers():
+    """Whatever a test leaves behind, the test session's own handlers return."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@BOTH
+def test_the_first_signal_is_a_request_and_the_next_has_the_default(number):
+    with watch_signals() as signals:
+        assert signals.received is None
+        os.kill(os.getpid(), number)
+        assert signals.received is number
+        default = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+        assert signal.getsignal(number) == default[number]
+
+
+def test_a_second_interrupt_is_a_keyboard_interrupt():
+    with pytest.raises(KeyboardInterrupt), watch_signals() as signals:  # noqa: PT012
+        os.kill(os.getpid(), signal.SIGINT)
+        assert signals.received is signal.SIGINT
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_each_signal_has_a_first_time_of_its_own():
+    with watch_signals() as signals:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert signals.received is signal.SIGINT
+
+
+@pytest.mark.parametrize("received", [False, True])
+def test_handlers_are_handed_back(received):
+    mine = {number: lambda number, frame: None for number in (signal.SIGTERM, signal.SIGINT)}
+    for number, handler in mine.items():
+        signal.signal(number, handler)
+    with watch_signals() as signals:
+        assert signal.getsignal(signal.SIGTERM) is signal.getsignal(signal.SIGINT) is signals
+        if received:
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert {number: signal.getsignal(number) for number in mine} == mine
+
+
+def test_handlers_are_handed_back_after_an_error():
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(RuntimeError), watch_signals():
+        raise RuntimeError
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_in_another_thread_signals_stay_with_whoever_has_them():
+    before, seen = signal.getsignal(signal.SIGTERM), []
+
+    def watch():
+        with watch_signals() as signals:
+            seen.append((signal.getsignal(signal.SIGTERM), signals.received))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    thread.join()
+    assert seen == [(before, None)]
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_one_process_stops_after_the_step_in_which_it_was_asked(setup):
+    signals = Signals()
+    stop = Stop(setup().mesh, signals)
+    assert not stop.after_this_step()
+    signals(signal.SIGTERM, None)
+    assert stop.after_this_step()
+    assert stop.after_this_step()  # and does not forget
