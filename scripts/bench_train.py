@@ -81,14 +81,8 @@ def ours(work: Workload, dtype: str) -> Step:
     decoder = make_decoder(config, jax.default_backend())
     optimizer = make_optimizer(config, decoder.axes)
     state = init_state(decoder, optimizer, mesh, 0)
-<<<<<<< HEAD
-    step = make_train_step(
-        decoder, optimizer, mesh, config=config, schedule=learning_rate_schedule(config, last=config.steps)
-    )
-=======
     schedule = learning_rate_schedule(config, last=config.steps)
     step = make_train_step(decoder, optimizer, mesh, config=config, schedule=schedule)
->>>>>>> bench
     tokens = np.random.default_rng(0).integers(0, work.vocab, (1, work.batch, work.length + 1), dtype=np.int32)
     shape = tokens[..., 1:].shape
     batch = {
