@@ -1,0 +1,119 @@
+"""Runs of several processes: whoever reads and however the devices are split, the run is that of one process."""
+
+import jax
+import numpy as np
+import pytest
+
+from maxtext_lite.config import load_config
+from maxtext_lite.training import train
+from tests.invariance.conftest import MODEL
+from tests.processes import RunFiles, train_in_turn, train_under_way
+
+# Batches of 8, 8, 16, 16, 16, in either mode of the ramp and on any number of devices.
+RUN = [*MODEL, "steps=5", "eval_interval=5", "eval_fraction=0.1", "checkpoint_period=5", "async_checkpointing=false",
+       "schedule_unit=examples", "enable_rampup_batch_size=true", "global_rampup_samples=16", "global_batch_size=16",
+       "gradient_accumulation_steps=-1"]  # fmt: skip
+
+
+def ramp(mode, per_device):
+    keys = (f"{key}={per_device / 2}" for key in ("per_device_batch_size_start", "per_device_batch_size_increment"))
+    return [f"rampup_mode={mode}", f"per_device_batch_size={per_device}", *keys]
+
+
+def rows_of_documents(*overrides):
+    return ["packing=false", "optimizer=sgd", *overrides]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, documents):
+    """Two runs by one process with 8 devices, both by two with 2 each, and the second by four with 1 each."""
+    directory = tmp_path_factory.mktemp("runs")
+    text = "dataset_path={}/{}/documents.jsonl".format(documents, "{process}")
+
+    def named(name, *overrides):
+        return [*RUN, f"base_output_directory={directory}", f"run_name={name}", text, *overrides]
+
+    for one in (
+        named("packed", *ramp("per_device_batch_size", 1), "ici_data_parallelism=2", "eval_per_device_batch_size=1"),
+        named("rows", *rows_of_documents(*ramp("per_device_batch_size", 2))),
+    ):
+        train(load_config(None, [override.replace("{process}", "0") for override in one]))
+    opened = {
+        2: train_in_turn(
+            [
+                named("packed-2", *ramp("gradient_accumulation_steps", 2), "expansion_factor_real_data=0.5",
+                      "ici_data_parallelism=2", "eval_per_device_batch_size=0.5"),
+                named("rows-2", *rows_of_documents(*ramp("per_device_batch_size", 1)), "ici_tensor_parallelism=4",
+                      "expansion_factor_real_data=2"),
+            ],
+            processes=2, devices=2, watched=documents,
+        ),
+        4: train_in_turn(
+            [
+                named("rows-4", *rows_of_documents(*ramp("gradient_accumulation_steps", 2)),
+                      "expansion_factor_real_data=2"),
+            ],
+            processes=4, devices=1, watched=documents,
+        ),
+    }  # fmt: skip
+    return lambda name: RunFiles(directory / name), opened
+
+
+WAYS = [("packed", "packed-2"), ("rows", "rows-2"), ("rows", "rows-4")]
+
+
+@pytest.mark.parametrize(("one", "several"), WAYS)
+def test_counts_hashes_and_learning_rates_are_those_of_one_process(one, several, runs):
+    run, _ = runs
+    exact = ("step", "examples_hash", "target_tokens", "examples_seen", "tokens_seen", "learning_rate",
+             "global_batch_to_train")  # fmt: skip
+    assert run(several).sequence(*exact) == run(one).sequence(*exact)
+    assert [step["global_batch_to_train"] for step in run(one).steps] == [8, 8, 16, 16, 16]
+    assert len({step["target_tokens"] for step in run(one).steps}) > 2  # ragged
+
+
+@pytest.mark.parametrize(("one", "several"), WAYS)
+def test_losses_agree(one, several, runs):
+    run, _ = runs
+    for key in ("loss", "grad_norm"):
+        got, want = ([step[key] for step in run(name).steps] for name in (several, one))
+        np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("one", "several"), WAYS)
+def test_evaluations_agree_whatever_their_batch(one, several, runs):
+    run, _ = runs
+    (got,), (want,) = run(several).evaluations, run(one).evaluations
+    assert got["eval_target_tokens"] == want["eval_target_tokens"]
+    assert got["eval_loss"] == pytest.approx(want["eval_loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize(("one", "several"), [way for way in WAYS if way[0] == "rows"])
+def test_parameters_after_5_steps_of_sgd_agree(one, several, runs):
+    run, _ = runs
+    got, want = (run(name).parameters(5) for name in (several, one))
+    norms = {path: np.linalg.norm(b.astype(float)) for path, b in jax.tree.leaves_with_path(want)}
+    whole = np.linalg.norm(list(norms.values()))
+    for path, difference in jax.tree.leaves_with_path(jax.tree.map(lambda a, b: a.astype(float) - b, got, want)):
+        assert np.linalg.norm(difference) <= 1e-5 * norms[path] + 1e-7 * whole, path
+
+
+def test_only_hosts_that_load_open_the_data(runs, documents):
+    """Of four processes with a factor of 2, two; of two with a factor of 0.5, and then 2, both and then one."""
+    _, opened = runs
+    files = [[str(documents / host / "documents.jsonl")] for host in ("0", "1")]
+    assert opened == {2: files, 4: [*files, [], []]}
+
+
+def test_data_that_a_loading_host_misses_ends_all_processes_with_2_and_one_message(documents, tmp_path):
+    """Host 1 finds nothing; hosts 2 and 3 would not have looked."""
+    overrides = [*RUN, *ramp("per_device_batch_size", 2), "expansion_factor_real_data=2",
+                 f"base_output_directory={tmp_path}", f"dataset_path={documents}/nowhere.jsonl"]  # fmt: skip
+    with train_under_way(overrides, processes=4, devices=1) as under_way:
+        code, output, errors = under_way.end()
+    assert code == 2
+    said = {line.partition("] ")[2] for line in errors.splitlines()}
+    assert len(errors.splitlines()) == 4
+    assert said == {f"error: dataset_path='{documents}/nowhere.jsonl': there is no such file."}
+    assert "compiled" not in output
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,69 @@
+"""Two processes of one run: one of them killed, all of them told to stop, or one of them told to stop."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from maxtext_lite.config import load_config
+from maxtext_lite.training import train
+from tests.invariance.conftest import MODEL
+from tests.processes import RunFiles, train_under_way
+
+EXACT = ("step", "examples_hash", "learning_rate", "examples_seen", "tokens_seen")
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory, documents):
+    """One run through all of it, and the same run without it."""
+    directory = tmp_path_factory.mktemp("runs")
+    overrides = [
+        *MODEL, "steps=100000", "learning_rate_schedule=constant", "per_device_batch_size=-1", "global_batch_size=4",
+        "checkpoint_period=5", "eval_interval=-1", f"dataset_path={documents}/0/documents.jsonl",
+        f"base_output_directory={directory}", "run_name=interrupted",
+    ]  # fmt: skip
+    run, found = RunFiles(directory / "interrupted"), {}
+
+    def until_after(step, act):
+        with train_under_way(overrides, processes=2, devices=1) as under_way:
+            under_way.wait_until(lambda: run.last_step > step)
+            began = time.monotonic()
+            act(under_way)
+            return *under_way.end(), time.monotonic() - began, run.last_step, run.checkpoints
+
+    found["killed"] = until_after(6, lambda both: os.kill(both.process_id(1), signal.SIGKILL))
+    found["all told"] = until_after(found["killed"][4], lambda both: both.popen.send_signal(signal.SIGTERM))
+    found["one told"] = until_after(found["all told"][4], lambda both: os.kill(both.process_id(1), signal.SIGTERM))
+    last = found["one told"][4] + 2
+    train(load_config(None, [*overrides, f"steps={last}"]))  # on 8 devices: half an example each
+    train(load_config(None, [*overrides, f"steps={last}", "run_name=straight"]))
+    return found, run, RunFiles(directory / "straight")
+
+
+def test_where_one_process_is_killed_the_others_are_ended_within_seconds(story):
+    code, _, _, seconds, last_step, checkpoints = story[0]["killed"]
+    assert code == 128 + signal.SIGKILL
+    assert seconds < 60
+    assert checkpoints[-1] in range(last_step - 5, last_step + 1)
+    assert checkpoints[-1] % 5 == 0
+
+
+@pytest.mark.parametrize(("who", "reasons"), [
+    ("all told", {"SIGTERM"}),
+    ("one told", {"SIGTERM", "another host"}),
+])  # fmt: skip
+def test_told_to_stop_all_stop_after_the_same_step_saved_and_with_75(who, reasons, story):
+    code, output, errors, _, last_step, checkpoints = story[0][who]
+    assert code == 75, errors
+    assert checkpoints[-1] == last_step
+    said = [line for line in output.splitlines() if "stopped by" in line]
+    assert said in [[f"[0] stopped by {reason} after step {last_step}, saved"] for reason in reasons]
+
+
+def test_after_all_that_the_run_is_the_one_that_nobody_stopped(story):
+    found, run, straight = story
+    assert found["killed"][4] < found["all told"][4] < found["one told"][4] < run.last_step
+    assert run.sequence(*EXACT) == straight.sequence(*EXACT)
+    for interrupted, whole in zip(run.steps[:5], straight.steps[:5], strict=True):
+        assert interrupted["loss"] == pytest.approx(whole["loss"], rel=1e-5)

@@ -1,0 +1,169 @@
+"""Runs of maxtext_lite in processes of their own: several runs in the same processes, or one by its command."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from tests.source_tree import REPOSITORY
+
+SECONDS = 400  # for anything: machines are slow, and a process that hangs is ended by its test
+
+# Every process does the same runs, as one command after another would: to start processes takes longer than to train.
+# In the overrides, {process} is the number of the process. What Python opened under the directory is recorded.
+RUNS = """
+import json, os, sys
+directory, record, all_overrides = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+process = os.environ.get("JAX_PROCESS_ID", "0")
+opened = []
+def hook(event, arguments):
+    if event == "open" and str(arguments[0]).startswith(directory):
+        opened.append(str(arguments[0]))
+sys.addaudithook(hook)
+from maxtext_lite.cli import run_command
+from maxtext_lite.config import load_config
+def main(argv):
+    from maxtext_lite.training import train
+    for overrides in all_overrides:
+        train(load_config(None, [override.replace("{process}", process) for override in overrides]))
+    return 0
+code = run_command(main)
+with open(os.path.join(record, process), "w") as file:
+    json.dump(sorted(set(opened)), file)
+sys.exit(code)
+"""
+
+
+def environment(devices: int | None = None) -> dict[str, str]:
+    """For a process with so many simulated devices, and no help from conftest but its cache of compiled code."""
+    kept = {key: value for key, value in os.environ.items() if key not in ("NPROC", "OMP_NUM_THREADS")}
+    flags = [] if devices is None else [f"--xla_force_host_platform_device_count={devices}"]
+    flags.append("--xla_backend_optimization_level=0")
+    return kept | {"XLA_FLAGS": " ".join(flags), "PYTHONPATH": str(REPOSITORY)}
+
+
+def launched(command: Sequence[str], *, processes: int, devices: int) -> tuple[list[str], dict[str, str]]:
+    """A command as so many processes with so many devices each, and its environment."""
+    if processes == 1:
+        return list(command), environment(devices)
+    launcher = [sys.executable, str(REPOSITORY / "scripts" / "launch_local.py"), "--processes", str(processes)]
+    return [*launcher, "--devices-per-process", str(devices), "--", *command], environment()
+
+
+def train_in_turn(
+    overrides: Sequence[Sequence[str]], *, processes: int, devices: int, watched: Path | str = "/nothing"
+) -> list[list[str]]:
+    """Does the runs one after another, in the same processes; returns the files under `watched` that each opened."""
+    with tempfile.TemporaryDirectory() as record:
+        command, variables = launched(
+            [sys.executable, "-c", RUNS, str(watched), record, json.dumps([list(each) for each in overrides])],
+            processes=processes,
+            devices=devices,
+        )
+        result = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=SECONDS, check=False)
+        assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
+        return [json.loads((Path(record) / str(process)).read_text()) for process in range(processes)]
+
+
+# The command `train`, which first leaves its process id in a file named after the process.
+TRAIN = """
+import os, pathlib, runpy, sys
+path = pathlib.Path(sys.argv.pop(1)) / os.environ.get("JAX_PROCESS_ID", "0")
+path.with_suffix(".new").write_text(str(os.getpid()))
+path.with_suffix(".new").rename(path)
+runpy.run_module("maxtext_lite.train", run_name="__main__", alter_sys=True)
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class UnderWay:
+    """The command `train`, under way in one or several processes."""
+
+    popen: subprocess.Popen[str]
+    ids: Path
+
+    def process_id(self, process: int) -> int:
+        """Of process number `process` of the run, once it has begun."""
+        self.wait_until((self.ids / str(process)).exists)
+        return int((self.ids / str(process)).read_text())
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Waits until something has come about; fails where the command ends before."""
+        deadline = time.monotonic() + SECONDS
+        while not condition():
+            assert self.popen.poll() is None, "".join(self.popen.communicate())
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    def end(self) -> tuple[int, str, str]:
+        """Its exit code, output and errors, once it has ended."""
+        output, errors = self.popen.communicate(timeout=SECONDS)
+        return self.popen.returncode, output, errors
+
+
+@contextlib.contextmanager
+def train_under_way(overrides: Sequence[str], *, processes: int, devices: int) -> Iterator[UnderWay]:
+    """The command `train`; where the block leaves it running it is killed, and the launcher's guard kills the rest."""
+    with tempfile.TemporaryDirectory() as ids:
+        command, variables = launched(
+            [sys.executable, "-c", TRAIN, ids, *overrides], processes=processes, devices=devices
+        )
+        pipe = subprocess.PIPE
+        with subprocess.Popen(command, env=variables, stdout=pipe, stderr=pipe, text=True) as popen:
+            try:
+                yield UnderWay(popen, Path(ids))
+            finally:
+                if popen.poll() is None:
+                    popen.kill()
+
+
+@dataclasses.dataclass(frozen=True)
+class RunFiles:
+    """What a run left behind."""
+
+    directory: Path
+
+    @property
+    def steps(self) -> list[dict]:
+        return [record for record in self._records if "loss" in record]
+
+    @property
+    def evaluations(self) -> list[dict]:
+        return [record for record in self._records if "eval_loss" in record]
+
+    @property
+    def _records(self) -> list[dict]:
+        text = (self.directory / "metrics.jsonl").read_text()
+        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+    @property
+    def last_step(self) -> int:
+        """The last on record; 0 before the first."""
+        return self.steps[-1]["step"] if (self.directory / "metrics.jsonl").exists() and self.steps else 0
+
+    def sequence(self, *keys: str) -> list[tuple]:
+        """These values of each step."""
+        return [tuple(record[key] for key in keys) for record in self.steps]
+
+    @property
+    def checkpoints(self) -> list[int]:
+        """The steps that were saved."""
+        return sorted(int(path.name) for path in (self.directory / "checkpoints").glob("*") if path.name.isdigit())
+
+    def parameters(self, step: int) -> dict:
+        """The parameters that were saved after a step, in host memory, read by Orbax alone."""
+        path = (self.directory / "checkpoints" / str(step) / "params").absolute()
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            saved = checkpointer.metadata(path).item_metadata.tree
+            as_arrays = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), saved)
+            return checkpointer.restore(path, ocp.args.PyTreeRestore(restore_args=as_arrays))
