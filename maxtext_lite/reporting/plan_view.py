@@ -41,8 +41,17 @@ _FORMULAS = {
     "steps": "optimizer steps in the whole run",
     "epochs": "passes over the data in the whole run",
     "steps_per_epoch": "at the full batch",
+    "num_examples": "training examples in the data",
+    "total_examples": "examples of the whole run",
+    "last_batch_examples": "examples of the last, short step (last_batch=train)",
+    "dropped_examples": "examples at the end of the epochs that fill no batch (last_batch=drop)",
     "learning_rate": "of the config, before the multiplier",
     "learning_rate_multiplier": "from learning_rate_scaling",
+    "adam_b1": "as scale_adam_with_batch leaves it",
+    "adam_b2": "as scale_adam_with_batch leaves it",
+    "adam_eps": "as scale_adam_with_batch leaves it",
+    "diloco_num_replicas": "copies that update by themselves",
+    "diloco_sync_period": "steps between their meetings",
 }
 
 

@@ -78,7 +78,7 @@ def test_logits_equal_transformers_llama(shape):
     tokens = jnp.asarray(np.random.default_rng(1).integers(0, shape.vocab_size, (2, 150)))
     torch = pytest.importorskip("torch")
     with torch.no_grad():
-        want = _llama(shape, params)(torch.tensor(np.array(tokens))).logits.numpy()
+        want = _llama(shape, params).double()(torch.tensor(np.array(tokens))).logits.numpy()
     with jax.default_matmul_precision("highest"):
         got = jax.jit(lambda p: decoder.logits(p, decoder.hidden(p, tokens, *_whole(tokens))))(params)
     assert np.abs(want).max() > 1

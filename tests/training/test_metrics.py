@@ -60,8 +60,8 @@ def test_peaks_are_known_by_device_and_dtype():
 
 
 def test_plain_lines_every_period_and_at_the_end(capsys):
-    terminal = Terminal(steps=5, log_period=2, quiet=False)
-    terminal.start(0)
+    terminal = Terminal(log_period=2, quiet=False)
+    terminal.start(0, 5)
     record = {
         "loss": 1.5,
         "step_seconds": 0.5,
@@ -91,5 +91,5 @@ def test_plain_lines_every_period_and_at_the_end(capsys):
 
 
 def test_other_processes_are_silent(capsys):
-    Terminal(steps=5, log_period=1, quiet=True).say("hello")
+    Terminal(log_period=1, quiet=True).say("hello")
     assert capsys.readouterr().out == ""

@@ -1,0 +1,71 @@
+"""What a run is made of before its first step: refusals that cost nothing, the schedule's units, where it starts."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from maxtext_lite.config import UserError, load_config
+from maxtext_lite.training.checkpoint import Counts
+from maxtext_lite.training.metrics import Terminal
+from maxtext_lite.training.run import Run
+
+TINY = [
+    "vocab_size=300", "base_emb_dim=16", "base_num_query_heads=2", "base_num_kv_heads=1", "head_dim=8",
+    "base_mlp_dim=24", "base_num_decoder_layers=1", "max_target_length=32", "dataset_type=synthetic", "steps=6",
+    "eval_interval=-1", "learning_rate=0.01", "learning_rate_schedule=linear", "warmup_steps=2",
+    "learning_rate_final_fraction=0",
+]  # fmt: skip
+
+
+def run_of(tmp_path, *overrides):
+    return Run(load_config(None, [*TINY, f"base_output_directory={tmp_path}", "run_name=here", *overrides]))
+
+
+def test_a_run_that_cannot_be_leaves_no_directory(tmp_path):
+    with pytest.raises(UserError, match="load_parameters_path"):
+        run_of(tmp_path, f"load_parameters_path={tmp_path}/nowhere")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_directory_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "here").write_text("a file")
+    with pytest.raises(UserError, match="run_name=here cannot be made a directory"):
+        run_of(tmp_path)
+
+
+def test_without_checkpointing_a_run_with_checkpoints_is_not_started_over(tmp_path):
+    (tmp_path / "here" / "checkpoints" / "3").mkdir(parents=True)
+    with pytest.raises(UserError, match="would start .* over"):
+        run_of(tmp_path, "enable_checkpointing=false")
+
+
+@pytest.mark.parametrize("unit", ["steps", "examples", "tokens"])
+def test_the_schedule_ends_at_its_end_in_every_unit(unit, tmp_path):
+    """Peak after two of six steps of the target batch, 0 after the last; synthetic examples are full of targets."""
+    run = run_of(tmp_path, f"schedule_unit={unit}", "enable_checkpointing=false")
+    state, _ = run.restore_or_init()
+    batch, length = run.plan.global_batch_to_train, run.config.max_target_length
+    progress, rates = state.progress, []
+    for update in range(1, 7):
+        progress = progress.plus(np.int32(batch), np.int32(batch * length))
+        rates.append(float(run.schedule(update, progress)))
+    np.testing.assert_allclose(rates, [0.005, 0.01, 0.0075, 0.005, 0.0025, 0], atol=1e-7)
+
+
+def test_a_new_run_starts_from_its_seed_and_says_what_it_is(tmp_path, capsys):
+    run = run_of(tmp_path, "enable_checkpointing=false", "seed=5")
+    state, counts = run.restore_or_init()
+    assert counts == Counts()
+    again, _ = run_of(tmp_path, "enable_checkpointing=false", "seed=5").restore_or_init()
+    other, _ = run_of(tmp_path, "enable_checkpointing=false", "seed=6").restore_or_init()
+    table, same, different = (np.asarray(s.params["embedding"]["table"]) for s in (state, again, other))
+    np.testing.assert_array_equal(table, same)
+    assert np.abs(table - different).max() > 0
+    run.introduce(Terminal(log_period=1, quiet=False), counts)
+    said = capsys.readouterr().out
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    assert f"{parameters:,} parameters on {jax.device_count()} x cpu" in said
+    assert json.loads((run.directory / "plan.json").read_text()) == json.loads(json.dumps(run.plan.to_json()))
+    assert {"config.yml", "environment.json"} <= {path.name for path in run.directory.iterdir()}
