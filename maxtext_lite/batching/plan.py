@@ -348,7 +348,6 @@ def not_yet_trainable(config: Config, plan: BatchPlan) -> list[str]:
     lacking = (
         ("ici_context_parallelism", plan.mesh["context"] > 1, "a context axis", "1"),
         ("ici_expert_parallelism", plan.mesh["expert"] > 1, "an expert axis", "1"),
-        ("ici_pipeline_parallelism", plan.mesh["stage"] > 1, "pipeline stages", "1"),
     )
     problems: list[str] = []
     for key, wanted, what, legal in lacking:

@@ -133,7 +133,7 @@ class Embedding(nnx.Module):
         """The tokens' vectors [B, T, D], in `dtype`."""
         # Gathered over `embed` first: a look-up in a table split both ways is what partitioners do worst.
         table_VD = constrain(self.table[...], ("vocab", None))
-        return constrain(table_VD[token_BT].astype(dtype), ("batch", "length", "activation_embed"))
+        return constrain(table_VD[token_BT].astype(dtype), ("end_batch", "length", "activation_embed"))
 
 
 class Head(nnx.Module):

@@ -3,9 +3,11 @@
 from maxtext_lite.parallel.axes import (
     also_over_data,
     constrain,
+    num_shards,
     over_all_devices,
     over_replicas,
     over_shards,
+    over_stages,
     per_replica,
     sharding,
     tree_shardings,
@@ -13,18 +15,22 @@ from maxtext_lite.parallel.axes import (
 from maxtext_lite.parallel.distributed import end_soon, start_devices
 from maxtext_lite.parallel.hosts import exchange, make_any_host
 from maxtext_lite.parallel.mesh import MESH_AXES, make_mesh
+from maxtext_lite.parallel.pipeline import Pipeline
 
 __all__ = [
     "MESH_AXES",
+    "Pipeline",
     "also_over_data",
     "constrain",
     "end_soon",
     "exchange",
     "make_any_host",
     "make_mesh",
+    "num_shards",
     "over_all_devices",
     "over_replicas",
     "over_shards",
+    "over_stages",
     "per_replica",
     "sharding",
     "start_devices",

@@ -15,7 +15,8 @@ LogicalAxes = Sequence[str | None]
 
 MESH_AXES_OF: dict[str, tuple[str, ...]] = {
     # parameters
-    "layers": (),
+    "repeats": (),
+    "layers": ("stage",),
     "embed": ("fsdp",),
     "vocab": ("tensor",),
     "heads": ("tensor",),
@@ -28,6 +29,8 @@ MESH_AXES_OF: dict[str, tuple[str, ...]] = {
     "global_batch": ("data", "fsdp", "expert"),
     "replica": ("data",),
     "batch": ("fsdp", "expert"),
+    "end_batch": ("fsdp", "expert", "stage"),  # outside the layers, where pipeline stages share the rows out
+    "stages": ("stage",),
     "length": ("context",),
     "activation_embed": (),
     "activation_heads": ("tensor",),
@@ -75,6 +78,18 @@ def constrain(x: jax.Array, axes: LogicalAxes) -> jax.Array:
     if jax.sharding.get_abstract_mesh().empty:
         return x
     return jax.lax.with_sharding_constraint(x, partition_spec(axes))
+
+
+def num_shards(axis: str) -> int:
+    """The parts into which the mesh in use (`jax.set_mesh`) splits a logical axis; 1 where there is no mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return 1 if mesh.empty else math.prod(mesh.shape[mesh_axis] for mesh_axis in MESH_AXES_OF[axis])
+
+
+def over_stages(function: Callable[..., Any], *, in_axes: Any = 0) -> Callable[..., Any]:
+    """`function` run once per pipeline stage, each on its own part of the arguments; results have a leading dim P."""
+    (stage,) = MESH_AXES_OF["stages"]
+    return jax.vmap(function, in_axes=in_axes, spmd_axis_name=stage)
 
 
 def over_shards(function: Callable[..., jax.Array], in_axes: Sequence[LogicalAxes], out_axes: LogicalAxes) -> Any:

@@ -20,7 +20,7 @@ class LossSums(NamedTuple):
 
 def _tile_logits(x_BTD: jax.Array, head_DV: jax.Array) -> jax.Array:
     logits_BTV = jnp.einsum("BTD,DV->BTV", x_BTD, head_DV, preferred_element_type=jnp.float32)
-    return constrain(logits_BTV, ("batch", "length", "activation_vocab"))
+    return constrain(logits_BTV, ("end_batch", "length", "activation_vocab"))
 
 
 class _TileLosses(NamedTuple):

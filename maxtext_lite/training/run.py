@@ -18,7 +18,7 @@ from maxtext_lite.data import (
     open_sources_on_hosts,
     target_tokens_of_run,
 )
-from maxtext_lite.parallel import make_mesh, start_devices
+from maxtext_lite.parallel import Pipeline, make_mesh, start_devices
 from maxtext_lite.training.checkpoint import Checkpointer, Counts, checkpoint_directory, fingerprint, load_parameters
 from maxtext_lite.training.environment import environment
 from maxtext_lite.training.local_updates import local_updates
@@ -57,7 +57,10 @@ class Run:
         self.stated_config = config
         self.config = config = scaled_optimizer(config, plan)
         self.mesh = make_mesh(plan.ici_mesh, plan.dcn_mesh)
-        self.decoder = make_decoder(config, jax.default_backend())
+        pipeline = None
+        if plan.num_pipeline_stages > 1:
+            pipeline = Pipeline(plan.num_pipeline_stages, plan.num_pipeline_microbatches, plan.num_pipeline_repeats)
+        self.decoder = make_decoder(config, jax.default_backend(), pipeline)
         self.optimizer = make_optimizer(config, self.decoder.axes)
         self.local = local_updates(config, plan.diloco_num_replicas)
         self.is_first = jax.process_index() == 0

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.models import Decoder, DecoderShape, resolve_attention
-from maxtext_lite.parallel import also_over_data, per_replica, sharding, tree_shardings
+from maxtext_lite.parallel import Pipeline, also_over_data, per_replica, sharding, tree_shardings
 from maxtext_lite.training.accumulate import GradientAccumulation
 from maxtext_lite.training.local_updates import LocalUpdates, OuterState
 from maxtext_lite.training.optimizer import Progress
@@ -43,9 +43,11 @@ class TrainState:
         return self.params if self.outer is None else self.outer.params
 
 
-def make_decoder(config: Config, platform: str) -> Decoder:
+def make_decoder(config: Config, platform: str, pipeline: Pipeline | None = None) -> Decoder:
     """The decoder a config describes, with the attention kernel that suits the platform ("cpu", "gpu", "tpu").
 
+    Args:
+      pipeline: how its layers are dealt to stages; None: every device has all of them.
     Raises:
       UserError: the attention kernel that the config names does not run there.
     """
@@ -73,7 +75,8 @@ def make_decoder(config: Config, platform: str) -> Decoder:
             weight_dtype=jnp.dtype(config.weight_dtype),
             remat_policy=config.remat_policy,
             attention=kernel,
-        )
+        ),
+        pipeline,
     )
 
 

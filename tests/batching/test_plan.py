@@ -126,7 +126,7 @@ def test_what_can_be_planned_but_not_trained_is_named_by_its_key():
     config = load_config(None, overrides)
     problems = not_yet_trainable(config, make_plan(config, num_devices=8, num_hosts=2))
     assert [problem.split(":")[0] for problem in problems] == [
-        "dcn_context_parallelism=2", "ici_expert_parallelism=2", "ici_pipeline_parallelism=2"]  # fmt: skip
+        "dcn_context_parallelism=2", "ici_expert_parallelism=2"]  # fmt: skip
     assert not_yet_trainable(load_config(), plan_of()) == []
 
 

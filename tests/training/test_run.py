@@ -37,7 +37,7 @@ def test_a_directory_that_cannot_be_made_is_refused(tmp_path):
 
 def test_without_checkpointing_a_run_with_checkpoints_is_not_started_over(tmp_path):
     (tmp_path / "here" / "checkpoints" / "3").mkdir(parents=True)
-    with pytest.raises(UserError, match="would start .* over"):
+    with pytest.raises(UserError, match=r"would start .* over"):
         run_of(tmp_path, "enable_checkpointing=false")
 
 
