@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from maxtext_lite.batching.pipeline import Schedule
 from maxtext_lite.config import Config
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -101,11 +102,12 @@ def estimate_memory(
         copies = diloco_num_replicas // mesh["data"]
         outer_momentum = count.total * 4 if config.diloco_outer_momentum else 0
         params, state, gradients = (copies + 1) * params, copies * state + outer_momentum, copies * gradients
-    rows = micro_batch_slots // (mesh["data"] * mesh["fsdp"] * mesh["expert"])
-    tokens = rows * config.max_target_length // mesh["context"]
-    activations = _activation_bytes(config, mesh, tokens, num_pipeline_microbatches)
-    # Float32 logits of one piece of the sequence, and their gradient.
-    logits = 2 * 4 * tokens * config.vocab_size // (mesh["tensor"] * config.num_vocab_tiling)
+    schedule = config.pipeline_schedule
+    activations = estimate_activations(config, mesh, micro_batch_slots, num_pipeline_microbatches, schedule)
+    # Float32 logits of one piece of the sequence, and their gradient; stages share the tokens out.
+    tokens = _tokens(config, mesh, micro_batch_slots) // mesh["stage"]
+    at_once = tokens // num_pipeline_microbatches if schedule == "1f1b" else tokens
+    logits = 2 * 4 * at_once * config.vocab_size // (mesh["tensor"] * config.num_vocab_tiling)
     total = params + state + gradients + activations + logits
     limit = None if device_memory_gb is None else int(device_memory_gb * 1e9)
     return MemoryEstimate(params, state, gradients, activations, logits, total, limit)
@@ -125,8 +127,25 @@ def _optimizer_elements(config: Config, count: ParameterCount) -> int:
             return count.norms + (count.matrices + count.tables) // max(config.base_emb_dim // 2, 1)
 
 
-def _activation_bytes(config: Config, mesh: Mapping[str, int], tokens: int, num_pipeline_microbatches: int) -> int:
-    """Values kept for the backward pass: those that remat_policy saves in each layer, and one layer recomputed."""
+def _tokens(config: Config, mesh: Mapping[str, int], micro_batch_slots: int) -> int:
+    """Tokens of one micro-batch that a device has."""
+    rows = micro_batch_slots // (mesh["data"] * mesh["fsdp"] * mesh["expert"])
+    return rows * config.max_target_length // mesh["context"]
+
+
+def estimate_activations(
+    config: Config,
+    mesh: Mapping[str, int],
+    micro_batch_slots: int,
+    num_pipeline_microbatches: int,
+    schedule: Schedule,
+) -> int:
+    """Bytes per device kept for the backward pass, and of what is recomputed in it at a time.
+
+    Kept is what remat_policy saves in each layer: with gpipe of every tick of a micro-batch, idle ones too; with 1f1b
+    of one pipeline microbatch, beside the inputs of the last 2 S - 1 ticks.
+    """
+    tokens = _tokens(config, mesh, micro_batch_slots)
     emb, tensor = config.base_emb_dim, mesh["tensor"]
     query = config.base_num_query_heads * config.head_dim // tensor
     key_value = 2 * config.base_num_kv_heads * config.head_dim // tensor
@@ -146,7 +165,8 @@ def _activation_bytes(config: Config, mesh: Mapping[str, int], tokens: int, num_
     }[config.remat_policy] + emb * dtype_bytes  # the layer's input is always kept
     stages = mesh["stage"]
     layers = config.base_num_decoder_layers // stages
-    # A pipeline's scan keeps the inputs of its idle ticks too.
-    ticks = num_pipeline_microbatches + stages - 1
-    kept = tokens * saved * layers * ticks // num_pipeline_microbatches
-    return kept + (0 if config.remat_policy == "none" else tokens * everything // num_pipeline_microbatches)
+    piece = tokens // num_pipeline_microbatches
+    recomputed = 0 if config.remat_policy == "none" else piece * everything
+    if schedule == "1f1b":
+        return piece * (saved * layers + (2 * stages - 1) * emb * dtype_bytes) + recomputed
+    return piece * saved * layers * (num_pipeline_microbatches + stages - 1) + recomputed

@@ -13,6 +13,7 @@ from maxtext_lite.config.errors import Refusal, value_text
 from maxtext_lite.config.rules import rule_problems
 
 _PLAIN_PIPELINE: Edit = {
+    "pipeline_schedule": "gpipe",
     "num_pipeline_microbatches": -1,
     "num_layers_per_pipeline_stage": 1,
     "num_pipeline_repeats": -1,

@@ -120,6 +120,7 @@ class MeshConfig(Section):
     ici_expert_parallelism: CountOrMinusOne
     ici_pipeline_parallelism: CountOrMinusOne
     shard_optimizer_over_data: Flag
+    pipeline_schedule: Literal["gpipe", "1f1b"]
     num_layers_per_pipeline_stage: Count
     num_pipeline_repeats: CountOrMinusOne
 

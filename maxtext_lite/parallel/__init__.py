@@ -15,10 +15,11 @@ from maxtext_lite.parallel.axes import (
 from maxtext_lite.parallel.distributed import end_soon, start_devices
 from maxtext_lite.parallel.hosts import exchange, make_any_host
 from maxtext_lite.parallel.mesh import MESH_AXES, make_mesh
-from maxtext_lite.parallel.pipeline import Pipeline
+from maxtext_lite.parallel.pipeline import Flight, Pipeline
 
 __all__ = [
     "MESH_AXES",
+    "Flight",
     "Pipeline",
     "also_over_data",
     "constrain",

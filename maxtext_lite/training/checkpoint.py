@@ -252,7 +252,7 @@ def _reshaped(tree: Any, abstract: Any) -> Any:
     def change(x: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
         if x.shape == wanted.shape:
             return x
-        return jax.jit(lambda x: x.reshape(wanted.shape), out_shardings=wanted.sharding, donate_argnums=0)(x)
+        return jax.jit(lambda x: x.reshape(wanted.shape), out_shardings=wanted.sharding)(x)
 
     return jax.tree.map(change, tree, abstract)
 

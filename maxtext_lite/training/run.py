@@ -59,7 +59,12 @@ class Run:
         self.mesh = make_mesh(plan.ici_mesh, plan.dcn_mesh)
         pipeline = None
         if plan.num_pipeline_stages > 1:
-            pipeline = Pipeline(plan.num_pipeline_stages, plan.num_pipeline_microbatches, plan.num_pipeline_repeats)
+            pipeline = Pipeline(
+                plan.num_pipeline_stages,
+                plan.num_pipeline_microbatches,
+                plan.num_pipeline_repeats,
+                plan.pipeline_schedule,
+            )
         self.decoder = make_decoder(config, jax.default_backend(), pipeline)
         self.optimizer = make_optimizer(config, self.decoder.axes)
         self.local = local_updates(config, plan.diloco_num_replicas)
@@ -144,6 +149,7 @@ class Run:
             num_replicas=self.plan.mesh["data"],
             accumulation=self.plan.gradient_accumulation_steps,
             local_updates=self.local is not None,
+            interleaved=self.plan.pipeline_schedule == "1f1b",
         )
         if unknown:
             terminal.say(f"gradient_noise_scale: null, as {unknown}")
