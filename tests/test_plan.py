@@ -67,6 +67,20 @@ def test_mistakes_are_error_lines_and_exit_code_2(argv, errors, capsys):
     assert captured.out == ""
 
 
+def test_the_pipeline_is_drawn_as_text_and_into_a_file(tmp_path, capsys):
+    keys = ["ici_pipeline_parallelism=4", "pipeline_schedule=1f1b", "--devices", "4"]
+    assert main([*keys, "--draw", "pipeline"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("1f1b: 10 ticks forwards and backwards in a step of 1 micro-batch x 4 microbatches")
+    assert lines[4] == "stage 3   .    .    .    F0B0 F1B1 F2B2 F3B3 .    .    ."
+    assert main([*keys, "--draw", "pipeline", "--draw-to", str(tmp_path / "p.svg")]) == 0
+    assert (tmp_path / "p.svg").read_text().startswith("<svg ")
+    assert run_command(main, [*keys, "--draw-to", str(tmp_path / "no" / "p.svg")]) == 2
+    assert "cannot be written: No such file or directory." in capsys.readouterr().err
+    assert run_command(main, ["--draw", "pipeline"]) == 2
+    assert "Nearest that works: ici_pipeline_parallelism=2." in capsys.readouterr().err
+
+
 def test_it_imports_no_jax_and_answers_at_once():
     program = (
         "import sys; from maxtext_lite.plan import main; code = main(['--devices', '4096', '--hosts', '1024',"

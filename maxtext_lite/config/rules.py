@@ -30,7 +30,7 @@ def nearest_divisors(value: int, whole: int) -> tuple[int, ...]:
 
 
 def rule_problems(config: Config, known: Collection[str]) -> list[Refusal]:
-    """The refusals of all rules whose keys are all in `known`, the keys that hold a value of the right kind."""
+    """The refusals of all rules whose keys are all in `known`."""
     problems = [rule.check(config) for rule in RULES if all(key in known for key in rule.keys)]
     return [problem for problem in problems if problem is not None]
 
@@ -237,4 +237,4 @@ RULES: tuple[Rule, ...] = (
     Rule(("last_batch", "num_epochs"), _last_batch),
     Rule(("scale_adam_with_batch", "learning_rate_scaling", "optimizer"), _scaled_adam),
 )
-"""Every rule. A rule about a key of the wrong kind is not tried: the kind is the problem."""
+"""Every rule. One about a key of the wrong kind is tried with the legal value that is named in its place."""

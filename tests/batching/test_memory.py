@@ -74,6 +74,27 @@ def test_activations_and_logits_follow_the_rows_of_a_device():
     assert estimate(slots=16, accumulation=8).activations == one.activations
 
 
+def test_gpipe_keeps_every_tick_and_1f1b_the_inputs_of_twice_the_stages():
+    mesh, keys = {"stage": 2}, ["remat_policy=full", "num_layers_per_pipeline_stage=2"]
+    sizes = {
+        schedule: {
+            pieces: estimate(
+                [*keys, f"pipeline_schedule={schedule}"], mesh, slots=4 * pieces, pieces=pieces
+            ).activations
+            for pieces in (2, 4, 16)
+        }
+        for schedule in ("gpipe", "1f1b")
+    }
+    piece = 4 * 256 * 128 * 4  # bytes of the input of a layer, for a pipeline microbatch of 4 rows
+    assert sizes["gpipe"][4] - sizes["gpipe"][2] == 2 * 2 * piece  # two more ticks, two layers in each
+    assert sizes["gpipe"][16] - sizes["gpipe"][4] == 12 * 2 * piece
+    assert sizes["1f1b"][2] == sizes["1f1b"][4] == sizes["1f1b"][16]
+    assert sizes["gpipe"][2] - sizes["1f1b"][2] == (3 * 2 - (2 + 3)) * piece
+    # Stages share the tokens out for the loss: all of a micro-batch's, or those of one piece at a time.
+    assert estimate(keys, mesh, slots=8, pieces=2).logits == 2 * 4 * 8 * 256 * 320 // 2
+    assert estimate([*keys, "pipeline_schedule=1f1b"], mesh, slots=8, pieces=2).logits == 2 * 4 * 4 * 256 * 320 // 2
+
+
 @pytest.mark.parametrize("optimizer", ["muon", "adafactor"])
 def test_estimated_optimizer_state_lies_below_adams(optimizer):
     assert 0 < estimate([f"optimizer={optimizer}"]).optimizer_state < estimate().optimizer_state

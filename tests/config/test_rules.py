@@ -71,10 +71,17 @@ def test_a_value_of_the_wrong_kind_is_answered_with_one_that_suits_the_others():
         load_config(None, ["last_batch=all"])
 
 
-def test_a_rule_on_a_value_of_the_wrong_kind_is_not_tried():
+def test_a_rule_on_a_value_of_the_wrong_kind_is_tried_with_the_one_that_is_named():
+    """Otherwise whoever follows the first message would meet the second only then."""
     with pytest.raises(UserError) as refused:
         load_config(None, ["base_num_query_heads=true", "base_num_kv_heads=3"])
-    assert len(refused.value.problems) == 1
+    assert refused.value.problems == (
+        "base_num_query_heads=true is true or false, not a number. Nearest that works: 8.",
+        "base_num_kv_heads=3 does not divide base_num_query_heads=8. Nearest that work: 2 or 4.",
+    )
+    with pytest.raises(UserError) as refused:
+        load_config(None, ["optimizer=adam", "scale_adam_with_batch=true"])
+    assert len(refused.value.problems) == 2
 
 
 @pytest.mark.parametrize("whole", [1, 7, 12, 30, 256])
