@@ -232,5 +232,12 @@ def _memory_rows(memory: MemoryEstimate) -> list[tuple[str, str]]:
         ("logits (estimate)", memory.logits),
     )
     limit = "" if memory.limit is None else f" of {bytes_text(memory.limit)}"
-    text = f"{bytes_text(memory.total)}{limit} = " + " + ".join(f"{name} {bytes_text(size)}" for name, size in parts)
-    return [("memory per device", text)]
+    # What lies in host memory between updates is on the device while activations are not.
+    sign = "=" if memory.total == sum(size for _, size in parts) else "at most, of"
+    text = f"{bytes_text(memory.total)}{limit} {sign} " + " + ".join(
+        f"{name} {bytes_text(size)}" for name, size in parts
+    )
+    rows = [("memory per device", text)]
+    if memory.offloaded:
+        rows.append(("in host memory", f"{bytes_text(memory.offloaded)} per device"))
+    return rows

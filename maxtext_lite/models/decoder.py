@@ -17,16 +17,6 @@ Params = Any
 """A nested dict of arrays; every leaf under "layers" has a leading L, or [repeats, L / repeats] in a pipeline that
 goes round several times."""
 
-REMAT_POLICIES: dict[str, Any] = {
-    "none": None,
-    "minimal": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "save_dot_products": jax.checkpoint_policies.dots_saveable,
-    "save_qkv_proj": jax.checkpoint_policies.save_only_these_names("query_proj", "key_proj", "value_proj"),
-    "full": jax.checkpoint_policies.nothing_saveable,
-}
-"""What the forward pass keeps for the backward pass: "none" keeps all, "full" only the input of each layer,
-"minimal" the outputs of the projections, "save_dot_products" the attention scores too."""
-
 
 def unstacked(axes: tuple[str, ...]) -> tuple[str, ...]:
     """The logical axes of one layer's parameter, from those of a stack of layers; any others as they are."""
@@ -198,6 +188,12 @@ class Decoder:
             layer_params, layer_cache = scanned
             return nnx.merge(self._layer_graph, layer_params)(x_BTD, rotation, attend_in(layer_cache))
 
-        if shape.remat_policy != "none":
-            layer = jax.checkpoint(layer, policy=REMAT_POLICIES[shape.remat_policy], prevent_cse=False)
+        if shape.saved is not None:
+            policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+                names_which_can_be_saved=shape.saved,
+                names_which_can_be_offloaded=shape.offloaded,
+                offload_src="device",
+                offload_dst="pinned_host",
+            )
+            layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)
         return jax.lax.scan(layer, x_BTD, (layer_params, cache))

@@ -29,7 +29,9 @@ class DecoderShape:
       tied: the output projection is the embedding table.
       initializer_range: standard deviation of the normal initial weights; norms start at 1.
       attention: name of the kernel, one of `attention.KERNELS`.
-      remat_policy: what the backward pass recomputes, one of `decoder.REMAT_POLICIES`.
+      saved: names (`checkpoint_name`) of a layer's tensors that the forward pass keeps for the backward pass, beside
+        the layer's input; the others are made again. None: all are kept.
+      offloaded: names of those that it keeps in pinned host memory.
     """
 
     vocab_size: int
@@ -45,7 +47,8 @@ class DecoderShape:
     initializer_range: float = 0.02
     dtype: Any = jnp.float32
     weight_dtype: Any = jnp.float32
-    remat_policy: str = "none"
+    saved: tuple[str, ...] | None = None
+    offloaded: tuple[str, ...] = ()
     attention: str = "dot_product"
 
 
@@ -86,7 +89,7 @@ class Attention(nnx.Module):
         q_BTNH = rotate(heads(self.query, "query_proj"), rotation)
         k_BTKH = rotate(heads(self.key, "key_proj"), rotation)
         context_BTNH, kept = attend(q_BTNH, k_BTKH, heads(self.value, "value_proj"))
-        return project(context_BTNH, self.out[...], 2), kept
+        return checkpoint_name(project(context_BTNH, self.out[...], 2), "out_proj"), kept
 
 
 class GatedMlp(nnx.Module):
@@ -100,10 +103,10 @@ class GatedMlp(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """The mlp's output [B, T, D], in the dtype of x_BTD."""
-        gate_BTF = project(x_BTD, self.gate[...])
-        up_BTF = project(x_BTD, self.up[...])
+        gate_BTF = checkpoint_name(project(x_BTD, self.gate[...]), "mlpwi_0")
+        up_BTF = checkpoint_name(project(x_BTD, self.up[...]), "mlpwi_1")
         hidden_BTF = constrain(silu_times(gate_BTF, up_BTF), ("batch", "length", "activation_mlp"))
-        return project(hidden_BTF, self.down[...])
+        return checkpoint_name(project(hidden_BTF, self.down[...]), "mlpwo")
 
 
 class DecoderLayer(nnx.Module):
@@ -117,6 +120,7 @@ class DecoderLayer(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, rotation: Rotation, attend: Attend) -> tuple[jax.Array, Any]:
         """The residual stream [B, T, D] after the layer, and what `attend` keeps."""
+        x_BTD = checkpoint_name(x_BTD, "decoder_layer_input")
         attended_BTD, kept = self.attention(self.attention_norm(x_BTD), rotation, attend)
         x_BTD = constrain(x_BTD + attended_BTD, ("batch", "length", "activation_embed"))
         x_BTD = x_BTD + self.mlp(self.mlp_norm(x_BTD))

@@ -165,4 +165,5 @@ def make_optimizer(config: Config, axes: Any) -> GradientAccumulation:
         ),
         loss_scaling(config),
         over_data=config.shard_optimizer_over_data,
+        on_host=config.optimizer_memory_host_offload,
     )

@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
-from maxtext_lite.config import Config, UserError
+from maxtext_lite.config import Config, UserError, remat_of
 from maxtext_lite.models import Decoder, DecoderShape, resolve_attention
 from maxtext_lite.parallel import Pipeline, also_over_data, per_replica, sharding, tree_shardings
 from maxtext_lite.training.accumulate import GradientAccumulation
@@ -51,7 +51,7 @@ def make_decoder(config: Config, platform: str, pipeline: Pipeline | None = None
     Raises:
       UserError: the attention kernel that the config names does not run there.
     """
-    dtype = jnp.dtype(config.dtype)
+    dtype, remat = jnp.dtype(config.dtype), remat_of(config)
     try:
         kernel = resolve_attention(
             config.attention, platform=platform, dtype=dtype, num_tokens=config.max_target_length
@@ -73,7 +73,8 @@ def make_decoder(config: Config, platform: str, pipeline: Pipeline | None = None
             initializer_range=config.initializer_range,
             dtype=dtype,
             weight_dtype=jnp.dtype(config.weight_dtype),
-            remat_policy=config.remat_policy,
+            saved=None if remat is None else remat.saved,
+            offloaded=() if remat is None else remat.offloaded,
             attention=kernel,
         ),
         pipeline,
@@ -138,18 +139,25 @@ def state_shardings(
 
     opt_state = jax.tree_util.tree_map_with_path(lay_out, jax.eval_shape(optimizer.init, decoder.abstract_params))
     progress = Progress(everywhere, everywhere)
+    if local is not None:
+        opt_state = jax.tree.map(per_replica, opt_state)
+    if optimizer.on_host:
+        opt_state = jax.tree.map(_on_host, opt_state, jax.eval_shape(optimizer.init, decoder.abstract_params))
     if local is None:
         return TrainState(params, opt_state, progress, everywhere)
-    replica_params, replica_opt_state, replica_progress = (
-        jax.tree.map(per_replica, tree) for tree in (params, opt_state, progress)
-    )
+    replica_params, replica_progress = (jax.tree.map(per_replica, tree) for tree in (params, progress))
     return TrainState(
         replica_params,
-        replica_opt_state,
+        opt_state,
         replica_progress,
         everywhere,
         OuterState(params, params if local.outer_momentum else None),
     )
+
+
+def _on_host(where: NamedSharding, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+    """`where`, in pinned host memory; counts stay on the devices."""
+    return where.with_memory_kind("pinned_host") if leaf.ndim else where
 
 
 def _names(path: Any) -> tuple[str, ...]:

@@ -248,10 +248,16 @@ def make_train_step(
         state: TrainState, batch: dict[str, jax.Array], num_micro_batches: jax.Array | None = None
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         step = step_gradients(state.params, batch, num_micro_batches, optimizer.loss_scale(state.opt_state))
-        params, opt_state, progress, metrics = update(state.params, state.opt_state, state.progress, step)
+        here = state.opt_state
+        if optimizer.on_host:
+            here = jax.tree.map(lambda x, where: jax.device_put(x, where.with_memory_kind("device")), here, on_host)
+        params, opt_state, progress, metrics = update(state.params, here, state.progress, step)
+        if optimizer.on_host:
+            opt_state = jax.device_put(opt_state, on_host)
         return TrainState(params, opt_state, progress, state.step + 1, state.outer), metrics
 
     shardings = state_shardings(decoder, optimizer, mesh, local)
+    on_host = shardings.opt_state
     everywhere = sharding(mesh)
     return jax.jit(
         train_step,

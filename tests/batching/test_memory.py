@@ -107,7 +107,27 @@ def test_the_total_is_the_sum_and_the_limit_is_in_bytes():
     )
     assert memory.limit == 95_000_000_000
     assert list(memory.to_json()) == [
-        "params", "optimizer_state", "gradients", "activations", "logits", "total", "limit"]  # fmt: skip
+        "params", "optimizer_state", "gradients", "activations", "logits", "total", "limit", "offloaded"]  # fmt: skip
+
+
+def test_what_is_offloaded_leaves_the_device():
+    """D 128, N 8, K 4, H 16, F 384, 4 layers, 16 rows of 256 tokens, float32."""
+    tokens, full = 16 * 256, estimate(["remat_policy=full"])
+    heads = (8 + 4 + 4) * 16
+    for policy, elements in (("qkv_proj_offloaded", heads), ("minimal_offloaded", heads + 128 + 2 * 384 + 128)):
+        memory = estimate([f"remat_policy={policy}"])
+        assert memory.activations == full.activations
+        assert memory.offloaded == 4 * tokens * 4 * elements
+    kept = estimate(["remat_policy=custom", "remat_save=query_proj, context", "remat_offload=decoder_layer_input"])
+    assert kept.activations - full.activations == 4 * tokens * 4 * (2 * 8 * 16 - 128)
+    assert kept.offloaded == 4 * tokens * 4 * 128
+    assert full.offloaded == 0
+
+
+def test_an_optimizer_state_on_the_host_does_not_stand_beside_activations():
+    here, there = estimate(), estimate(["optimizer_memory_host_offload=true"])
+    assert there.offloaded == here.optimizer_state == there.optimizer_state
+    assert there.total == here.params + here.gradients + max(here.optimizer_state, here.activations + here.logits)
 
 
 def test_bytes_are_shown_in_a_unit_that_suits():

@@ -84,6 +84,22 @@ def test_a_rule_on_a_value_of_the_wrong_kind_is_tried_with_the_one_that_is_named
     assert len(refused.value.problems) == 2
 
 
+@pytest.mark.parametrize(("overrides", "problem"), [
+    (["remat_save=context"], "remat_save=context has no use with remat_policy=none. "
+                             "Nearest that work: remat_save= or remat_policy=custom."),
+    (["remat_policy=custom", "remat_offload=query,mlpwo"],
+     "remat_offload=query,mlpwo names query, which is none of decoder_layer_input, query_proj, key_proj, value_proj, "
+     "out_proj, mlpwi_0, mlpwi_1, mlpwo, context. Nearest that works: query_proj,mlpwo."),
+    (["remat_policy=custom", "remat_save=context", "remat_offload=mlpwo,context"],
+     "remat_offload=mlpwo,context names context, as remat_save does. Nearest that works: mlpwo."),
+])  # fmt: skip
+def test_lists_of_tensors_name_tensors_once_and_only_where_they_are_asked_for(overrides, problem):
+    with pytest.raises(UserError) as refused:
+        load_config(None, overrides)
+    assert refused.value.problems == (problem,)
+    load_config(None, ["remat_policy=custom", "remat_save=context, query_proj", "remat_offload=mlpwo"])
+
+
 @pytest.mark.parametrize("whole", [1, 7, 12, 30, 256])
 @pytest.mark.parametrize("value", [1, 2, 5, 13, 300])
 def test_nearest_divisors_are_next_to_the_value(value, whole):
