@@ -191,9 +191,19 @@ def offloaded_activations(
     return piece * of_layer * (1 if config.pipeline_schedule == "1f1b" else num_pipeline_microbatches + stages - 1)
 
 
+def _residual_parts(config: Config, mesh: Mapping[str, int]) -> int:
+    """The parts of a device's tokens into which `tensor` splits what stands between blocks."""
+    return mesh["tensor"] if splits_residual(config, mesh) else 1
+
+
+def splits_residual(config: Config, mesh: Mapping[str, int]) -> bool:
+    """Whether the tokens of a row can be shared out over context x tensor."""
+    return config.max_target_length % (mesh["context"] * mesh["tensor"]) == 0
+
+
 def _tensor_bytes(config: Config, mesh: Mapping[str, int]) -> dict[str, int]:
     """Bytes per token of the tensors of a layer that remat keys name."""
-    emb, tensor = config.base_emb_dim, mesh["tensor"]
+    tensor, emb = mesh["tensor"], config.base_emb_dim // _residual_parts(config, mesh)
     query = config.base_num_query_heads * config.head_dim // tensor
     key_value = config.base_num_kv_heads * config.head_dim // tensor
     mlp = config.base_mlp_dim // tensor
@@ -215,4 +225,5 @@ def _unnamed_bytes(config: Config, mesh: Mapping[str, int]) -> int:
     """Bytes per token of what else a layer's backward pass needs: normed inputs, rotated heads, the gated mlp."""
     tensor = mesh["tensor"]
     mlp = config.base_mlp_dim // tensor
-    return (2 * config.base_emb_dim + mlp) * _BYTES[config.dtype] + 4 * config.base_num_query_heads // tensor
+    normed = 2 * config.base_emb_dim // _residual_parts(config, mesh)
+    return (normed + mlp) * _BYTES[config.dtype] + 4 * config.base_num_query_heads // tensor

@@ -8,7 +8,13 @@ from fractions import Fraction
 from pathlib import Path
 
 from maxtext_lite.batching.length import RunLength
-from maxtext_lite.batching.memory import MemoryEstimate, bytes_text, estimate_activations, estimate_memory
+from maxtext_lite.batching.memory import (
+    MemoryEstimate,
+    bytes_text,
+    estimate_activations,
+    estimate_memory,
+    splits_residual,
+)
 from maxtext_lite.batching.mend import refusals
 from maxtext_lite.batching.pipeline import SCHEDULES, PipelineShape, Schedule
 from maxtext_lite.batching.rampup import BatchStage, RampupBatchManager, samples_before, stage_at
@@ -406,6 +412,12 @@ def _warnings(config: Config, sizes: Sizes, length: RunLength, slots: int, memor
         warnings.append(
             f"num_pipeline_microbatches={pieces} does not divide the micro-batch of {micro} examples: "
             f"{slots - micro} of {slots} slots stay empty."
+        )
+    if not splits_residual(config, sizes.mesh.total):
+        context, tensor = sizes.mesh.total["context"], sizes.mesh.total["tensor"]
+        warnings.append(
+            f"max_target_length={config.max_target_length} is not a multiple of {context} context x {tensor} tensor "
+            "shards: every device of a tensor group holds all activations between blocks."
         )
     if memory.limit is not None and memory.total > memory.limit:
         warnings.append(

@@ -9,7 +9,7 @@ from flax import nnx
 
 from maxtext_lite.models.attention import attention
 from maxtext_lite.models.decoding import KVCache, cached_attention
-from maxtext_lite.models.layers import Attend, DecoderLayer, DecoderShape, Embedding, Head, RMSNorm
+from maxtext_lite.models.layers import RESIDUAL_AXES, Attend, DecoderLayer, DecoderShape, Embedding, Head, RMSNorm
 from maxtext_lite.models.ops import rotary_angles
 from maxtext_lite.parallel import Pipeline
 
@@ -37,7 +37,7 @@ class Stream(NamedTuple):
     position_BT: jax.Array
 
 
-STREAM_AXES: Any = Stream(("batch", "length", "activation_embed"), ("batch", "length"), ("batch", "length"))  # type: ignore[arg-type]
+STREAM_AXES: Any = Stream(RESIDUAL_AXES, ("batch", "length"), ("batch", "length"))  # type: ignore[arg-type]
 """Logical axes of a stream's arrays."""
 
 

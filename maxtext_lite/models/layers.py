@@ -15,6 +15,12 @@ from jax.ad_checkpoint import checkpoint_name
 from maxtext_lite.models.ops import Rotation, project, rms_norm, rotate, silu_times
 from maxtext_lite.parallel import constrain
 
+RESIDUAL_AXES = ("batch", "residual_length", "activation_embed")
+"""Logical axes of the stream between blocks: split over `tensor` along the tokens, so that no device holds or norms
+all of it. Source: Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2."""
+
+_HEADS_AXES = ("batch", "length", "activation_heads", None)
+
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 """(q_BTNH, k_BTKH, v_BTKH) -> (context_BTNH, whatever the caller keeps of the layer, such as its keys and values)."""
 
@@ -83,13 +89,14 @@ class Attention(nnx.Module):
         """The projected context [B, T, D], and what `attend` keeps."""
 
         def heads(weight: nnx.Param, name: str) -> jax.Array:
-            y_BTNH = constrain(project(x_BTD, weight[...]), ("batch", "length", "activation_heads", None))
+            y_BTNH = constrain(project(x_BTD, weight[...]), _HEADS_AXES)
             return checkpoint_name(y_BTNH, name)
 
         q_BTNH = rotate(heads(self.query, "query_proj"), rotation)
         k_BTKH = rotate(heads(self.key, "key_proj"), rotation)
         context_BTNH, kept = attend(q_BTNH, k_BTKH, heads(self.value, "value_proj"))
-        return checkpoint_name(project(context_BTNH, self.out[...], 2), "out_proj"), kept
+        context_BTNH = constrain(context_BTNH, _HEADS_AXES)  # and its gradient, which could follow the tokens instead
+        return checkpoint_name(constrain(project(context_BTNH, self.out[...], 2), RESIDUAL_AXES), "out_proj"), kept
 
 
 class GatedMlp(nnx.Module):
@@ -106,7 +113,7 @@ class GatedMlp(nnx.Module):
         gate_BTF = checkpoint_name(project(x_BTD, self.gate[...]), "mlpwi_0")
         up_BTF = checkpoint_name(project(x_BTD, self.up[...]), "mlpwi_1")
         hidden_BTF = constrain(silu_times(gate_BTF, up_BTF), ("batch", "length", "activation_mlp"))
-        return checkpoint_name(project(hidden_BTF, self.down[...]), "mlpwo")
+        return checkpoint_name(constrain(project(hidden_BTF, self.down[...]), RESIDUAL_AXES), "mlpwo")
 
 
 class DecoderLayer(nnx.Module):
@@ -122,9 +129,9 @@ class DecoderLayer(nnx.Module):
         """The residual stream [B, T, D] after the layer, and what `attend` keeps."""
         x_BTD = checkpoint_name(x_BTD, "decoder_layer_input")
         attended_BTD, kept = self.attention(self.attention_norm(x_BTD), rotation, attend)
-        x_BTD = constrain(x_BTD + attended_BTD, ("batch", "length", "activation_embed"))
+        x_BTD = constrain(x_BTD + attended_BTD, RESIDUAL_AXES)
         x_BTD = x_BTD + self.mlp(self.mlp_norm(x_BTD))
-        return constrain(x_BTD, ("batch", "length", "activation_embed")), kept
+        return constrain(x_BTD, RESIDUAL_AXES), kept
 
 
 class Embedding(nnx.Module):
@@ -137,7 +144,7 @@ class Embedding(nnx.Module):
         """The tokens' vectors [B, T, D], in `dtype`."""
         # Gathered over `embed` first: a look-up in a table split both ways is what partitioners do worst.
         table_VD = constrain(self.table[...], ("vocab", None))
-        return constrain(table_VD[token_BT].astype(dtype), ("end_batch", "length", "activation_embed"))
+        return constrain(table_VD[token_BT].astype(dtype), ("end_batch", *RESIDUAL_AXES[1:]))
 
 
 class Head(nnx.Module):

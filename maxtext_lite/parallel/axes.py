@@ -32,12 +32,17 @@ MESH_AXES_OF: dict[str, tuple[str, ...]] = {
     "end_batch": ("fsdp", "expert", "stage"),  # outside the layers, where pipeline stages share the rows out
     "stages": ("stage",),
     "length": ("context",),
+    "residual_length": ("context", "tensor"),  # between blocks, where each token is by itself
     "activation_embed": (),
     "activation_heads": ("tensor",),
     "activation_mlp": ("tensor",),
     "activation_vocab": ("tensor",),
 }
 """The sharding rules: mesh axes over which each logical axis is split."""
+
+
+UNEVEN = {"residual_length": "length"}
+"""What an activation's axis is laid out as where its parts would not be equal: in decoding, which has one token."""
 
 
 def partition_spec(axes: LogicalAxes) -> PartitionSpec:
@@ -77,7 +82,11 @@ def constrain(x: jax.Array, axes: LogicalAxes) -> jax.Array:
     """`x`, laid out over the mesh in use (`jax.set_mesh`) by its logical axes; `x` itself where there is no mesh."""
     if jax.sharding.get_abstract_mesh().empty:
         return x
-    return jax.lax.with_sharding_constraint(x, partition_spec(axes))
+    even = [
+        UNEVEN[axis] if axis in UNEVEN and size % num_shards(axis) else axis
+        for axis, size in zip(axes, x.shape, strict=True)
+    ]
+    return jax.lax.with_sharding_constraint(x, partition_spec(even))
 
 
 def num_shards(axis: str) -> int:

@@ -21,7 +21,7 @@ def test_every_rule_names_mesh_axes():
 
 
 def test_known_axes():
-    assert partition_spec(("layers", "embed", "mlp")) == jax.P(None, "fsdp", "tensor")
+    assert partition_spec(("layers", "embed", "mlp")) == jax.P("stage", "fsdp", "tensor")
     assert partition_spec(("accumulation", "global_batch", None)) == jax.P(None, ("data", "fsdp", "expert"), None)
 
 

@@ -281,6 +281,30 @@ def test_bfloat16_steps_run_and_stay_close_to_float32(accumulation, mesh, overri
     assert losses[0] != losses[1]
 
 
+def test_tensor_parallelism_splits_what_stands_between_blocks(setup):
+    """Gathered before a projection, reduced after: no all-to-all, no weight gathered, and less is held."""
+    sizes = {}
+    keys = ("base_emb_dim=64", "base_mlp_dim=64", "remat_policy=full", "base_num_decoder_layers=16")
+    for length in (128, 127):  # 127 tokens cannot be shared out
+        it = setup(*keys, f"max_target_length={length}", tensor=2)
+        where = sharding(it.mesh, TRAIN_BATCH_AXES)
+        batch = {
+            name: jax.ShapeDtypeStruct((1, 8, length), "float32" if name == "weights" else "int32", sharding=where)
+            for name in ("tokens", "targets", "segments", "positions", "weights")
+        }
+        compiled = it.compile_step(batch)
+        sizes[length] = compiled.memory_analysis().temp_size_in_bytes
+        if length == 127:
+            continue
+        found = [c for c in collectives(compiled.as_text()) if c.in_loop]
+        assert {c.kind for c in found} <= {"all-gather", "all-reduce", "reduce-scatter"}
+        for c in found:
+            if c.kind == "all-gather":
+                assert f"f32[1,8,{length},64]" in c.line, c.line
+    layer_inputs = 16 * 8 * 128 * 64 * 4
+    assert sizes[127] - sizes[128] > 0.4 * layer_inputs
+
+
 @pytest.mark.parametrize("policy", ["none", "minimal", "save_qkv_proj", "full"])
 def test_the_plan_estimates_what_the_compiler_allocates(policy, setup):
     """Gradients, activations and logits of the plan are within a quarter of the step's temporaries."""
