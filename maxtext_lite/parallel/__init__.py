@@ -10,7 +10,7 @@ from maxtext_lite.parallel.axes import (
     sharding,
     tree_shardings,
 )
-from maxtext_lite.parallel.distributed import end_soon, start_devices
+from maxtext_lite.parallel.distributed import end_soon, simulated_devices, start_devices, topology_devices
 from maxtext_lite.parallel.hosts import exchange, make_any_host
 from maxtext_lite.parallel.mesh import MESH_AXES, make_mesh
 
@@ -27,6 +27,8 @@ __all__ = [
     "over_shards",
     "per_replica",
     "sharding",
+    "simulated_devices",
     "start_devices",
+    "topology_devices",
     "tree_shardings",
 ]

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from maxtext_lite.parallel import sharding
+from maxtext_lite.parallel.hlo import collectives, device_groups
 from maxtext_lite.training.step import EVAL_BATCH_AXES, make_eval_step
-from tests.hlo import collectives, device_groups
 from tests.training.conftest import LENGTH, ROWS
 
 # (accumulation, row slots of a micro-batch, mesh); 16 rows in all, so that the last two leave slots empty
