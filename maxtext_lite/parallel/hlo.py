@@ -87,7 +87,7 @@ def collectives(hlo: str, *, trips_where_unknown: int | None = None) -> list[Col
     partitions = int(header[1]) if header else 1
     times = _runs(bodies, entries[0], trips_where_unknown)
     found = []
-    channels: set[str] = set()
+    parts: set[str] = set()
     for name, body in bodies.items():
         if name not in times:
             continue  # never called
@@ -95,11 +95,13 @@ def collectives(hlo: str, *, trips_where_unknown: int | None = None) -> list[Col
         for line in body.splitlines():
             match = _COLLECTIVE.match(line)
             if match:
-                # A TPU writes a collective that runs beside a fusion into each of the fusion's parts.
-                channel = re.search(r"\bchannel_id=(\d+)", line)
-                if channel and channel[1] in channels:
-                    continue
-                channels.update(channel.groups() if channel else ())
+                # A TPU writes a collective that runs beside other work into every part of that work.
+                if "async_collective_fusion_config" in line:
+                    channel = re.search(r"\bchannel_id=\d+", line)
+                    part = (channel and channel[0], match["kind"], match["groups"], _ARRAY.findall(match["result"]))
+                    if str(part) in parts:
+                        continue
+                    parts.add(str(part))
                 groups = device_groups(match["groups"])
                 if groups and all(len(set(group)) == 1 for group in groups):
                     continue  # each with itself
