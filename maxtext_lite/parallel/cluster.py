@@ -138,7 +138,8 @@ def _meeting(environment: Environment, told_by: str, host: str, job: int) -> tup
     port = str(_FIRST_PORT + job % _NUM_PORTS)
     if "JAX_COORDINATOR_PORT" in environment:
         port = str(_whole_number(environment, "JAX_COORDINATOR_PORT", minimum=1))
-    return f"{host}:{port} ({told_by})", f"{host}:{port}"
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return f"{address} ({told_by})", address
 
 
 def _share(environment: Environment, variable: str, num_sharing: int) -> tuple[int, ...] | None:
@@ -163,25 +164,24 @@ def _tpu(environment: Environment, metadata: Callable[[str], str]) -> Place | No
     """A TPU slice's own word: its workers, and with several slices theirs. jax asks the same again."""
     name = "TPU_PROCESS_ADDRESSES" if "TPU_PROCESS_ADDRESSES" in environment else "TPU_WORKER_HOSTNAMES"
     if name in environment:
-        method, workers = "gketpu", environment[name].split(",")
-        worker = _below(environment, "TPU_WORKER_ID", len(workers), f"the workers of {name}")
-        said = dict(environment)
+        method, number, said = "gketpu", "TPU_WORKER_ID", dict(environment)
+        workers = environment[name].split(",")
     else:
         method, name = "gcetpu", "worker-network-endpoints"
         text = metadata(name)
         if not text:
             return None  # a machine with TPUs that is no TPU VM
-        workers = text.split(",")
-        said = {"agent-worker-number": metadata("agent-worker-number"), **_lines(metadata("tpu-env")), **environment}
-        worker = _below(said, "agent-worker-number", len(workers), f"the workers of {name}")
+        workers, number = text.split(","), "agent-worker-number"
+        said = {number: metadata(number), **_lines(metadata("tpu-env")), **environment}
     num_slices = _whole_number(said, "MEGASCALE_NUM_SLICES", minimum=1) if said.get("MEGASCALE_NUM_SLICES") else 1
-    number = _below(said, "MEGASCALE_SLICE_ID", num_slices, "MEGASCALE_NUM_SLICES") if num_slices > 1 else 0
     if len(workers) * num_slices == 1:
         return None
+    worker = _below(said, number, len(workers), f"the workers of {name}")
+    own_slice = _below(said, "MEGASCALE_SLICE_ID", num_slices, "MEGASCALE_NUM_SLICES") if num_slices > 1 else 0
     told_by = f"{name}={','.join(workers)}"
     if num_slices > 1:
         told_by = f"MEGASCALE_COORDINATOR_ADDRESS={said.get('MEGASCALE_COORDINATOR_ADDRESS', '')}"
-    return Place(told_by, len(workers) * num_slices, number * len(workers) + worker, method=method)
+    return Place(told_by, len(workers) * num_slices, own_slice * len(workers) + worker, method=method)
 
 
 def _lines(text: str) -> dict[str, str]:

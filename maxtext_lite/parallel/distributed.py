@@ -101,7 +101,9 @@ def _join_the_others(found: Place, timeout_seconds: float) -> None:
             )
         else:
             jax.distributed.initialize(cluster_detection_method=found.method, initialization_timeout=timeout)
-    except ValueError as error:  # what the environment said is not what jax can use
+    except (ValueError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and found.method is None:
+            raise  # of the connection; else, what the environment said is not what jax can use
         raise UserError(f"{found.told_by} cannot be used: {str(error).splitlines()[0]}") from None
     finally:
         watch.cancel()

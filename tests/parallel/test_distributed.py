@@ -71,6 +71,33 @@ print(jax.process_index(), jax.process_count(), len(devices), jax.local_device_c
     assert sorted(lines) == [f"[{process}] {process} 2 4 2 {{1111.0}}" for process in (0, 1)]
 
 
+@pytest.mark.parametrize("told", [
+    {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "{process}",
+     "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_LOCALID": "{process}", "JAX_COORDINATOR_PORT": "{port}"},
+    {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "{process}", "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+     "OMPI_COMM_WORLD_LOCAL_RANK": "{process}", "OMPI_MCA_orte_hnp_uri": "4096.0;tcp://127.0.0.1:9",
+     "JAX_COORDINATOR_PORT": "{port}"},
+], ids=["slurm", "open_mpi"])  # fmt: skip
+def test_two_processes_find_each_other_by_what_a_cluster_says(told):
+    program = START + "start_devices()\nprint(jax.process_index(), jax.process_count(), jax.device_count())"
+    port, common = free_port(), {"JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo", "PYTHONPATH": str(REPOSITORY)}
+    common["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", program],
+            env={**os.environ, **common, **{k: v.format(process=process, port=port) for k, v in told.items()}},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for process in range(2)
+    ]
+    for number, process in enumerate(processes):
+        output, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+        assert [line for line in output.splitlines() if "Gloo" not in line] == [f"{number} 2 4"]
+
+
 @pytest.mark.parametrize(("failure", "code", "message"), [
     ("raise UserError('steps=0 is wrong')", 2, "[1] error: steps=0 is wrong"),
     ("raise OSError('no such disk')", 1, "[1] OSError: no such disk"),
