@@ -99,6 +99,7 @@ result)
 stop | end)
   if is_running; then
     if [ "$1" = stop ]; then touch "$run/stopped"; fi
+    while is_running && [ ! -s "$run/child" ]; do sleep 0.1; done
     kill -TERM "$(cat "$run/child")"
     for ((waited = 0; waited < ${2:-600}; waited++)); do
       is_running || break

@@ -6,6 +6,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,12 @@ echo $! >"$CLUSTER/task.new" && mv "$CLUSTER/task.new" "$CLUSTER/task"
 wait $!
 """
 )
-SCANCEL = RECORD + '\nkill -s "${1#--signal=}" "$(cat "$CLUSTER/task")"\n'
+# Waits for the task, which says that it is under way before its number is known.
+SCANCEL = (
+    RECORD
+    + '\nwhile [ ! -f "$CLUSTER/task" ]; do sleep 0.02; done'
+    + '\nkill -s "${1#--signal=}" "$(cat "$CLUSTER/task")"\n'
+)
 
 
 class Cluster:
@@ -135,6 +141,10 @@ def test_a_job_that_is_cancelled_is_not_queued_again_though_its_run_saves(cluste
     process = cluster.start()
     read_until(process, "under way")
     process.send_signal(signal.SIGTERM)  # scancel tells the script and the tasks
+    deadline = time.monotonic() + 30
+    while not (cluster.directory / "task").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
     os.kill(int((cluster.directory / "task").read_text()), signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 75, output
