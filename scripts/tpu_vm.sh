@@ -252,13 +252,17 @@ pack() { # what git tracks or would track; without git, everything but environme
 }
 
 install() {
-  local archive=maxtext_lite.tar.gz unpack
-  if [ -z "$dry_run" ]; then pack "$scratch/$archive" || return; fi
+  local archive=maxtext_lite.tar.gz source unpack
+  source=$archive
+  if [ -z "$dry_run" ]; then
+    source=$scratch/$archive
+    pack "$source" || return
+  fi
   if [ "$slices" -gt 1 ]; then
-    tpus queued-resources scp "$scratch/$archive" "$name:$archive" --node=all --worker=all \
+    tpus queued-resources scp "$source" "$name:$archive" --node=all --worker=all \
       ${connect_flags[@]+"${connect_flags[@]}"} || return
   else
-    tpus tpu-vm scp "$scratch/$archive" "$name:$archive" --worker=all ${connect_flags[@]+"${connect_flags[@]}"} || return
+    tpus tpu-vm scp "$source" "$name:$archive" --worker=all ${connect_flags[@]+"${connect_flags[@]}"} || return
   fi
   unpack="rm -rf maxtext_lite && mkdir maxtext_lite && tar -xzf $archive -C maxtext_lite"
   remote all "$unpack && maxtext_lite/scripts/tpu_worker.sh install" || return
@@ -321,7 +325,7 @@ follow_to_the_end() {
   done
 }
 
-# Whether the TPU is being taken away, or has been: a preemption is seen in the run some time before it is seen in the state.
+# Whether the TPU is being taken away, or has been. The run sees a preemption some time before the state does.
 was_preempted() {
   local looks
   for looks in 1 2 3 4; do

@@ -35,7 +35,7 @@ result() {
 # The images of TPU VMs have a Python that is too old, or no venv module: uv, from PyPI, brings one.
 find_or_install_python() {
   local suits='import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))'
-  if [ -n "${PYTHON:-}" ] || python3 -c "$suits" 2>/dev/null; then return; fi
+  if [ -n "${PYTHON:-}" ] || python3 -c "$suits" >/dev/null 2>&1; then return; fi
   python3 -m pip install --quiet --user uv
   python3 -m uv python install --quiet 3.12
   PYTHON=$(python3 -m uv python find --system 3.12)
@@ -62,17 +62,11 @@ watch)
   shift
   cd "$(dirname "${BASH_SOURCE[0]}")/.."
   # A machine that is shut down sends SIGTERM to every process: once is enough, the second would end the run unsaved.
-  trap 'signalled=1' TERM
-  PYTHONUNBUFFERED=1 "$MAXTEXT_LITE_VENV/bin/python" -m "$@" &
-  child=$!
-  echo "$child" >"$run/child"
-  code=0 signalled=1
-  while [ -n "$signalled" ]; do # a signal ends `wait` early
-    signalled=""
-    again=0
-    wait "$child" || again=$?
-    [ "$again" -eq 127 ] || code=$again
-  done
+  trap : TERM
+  code=0
+  export PYTHONUNBUFFERED=1
+  # shellcheck disable=SC2016  # $$ is the number of the process that becomes Python
+  bash -c 'echo "$$" >"$0"; exec "$@"' "$run/child" "$MAXTEXT_LITE_VENV/bin/python" -m "$@" || code=$?
   echo "$code" >"$run/exit_code.new" # renamed into place, so that it is never seen half-written
   mv "$run/exit_code.new" "$run/exit_code"
   ;;

@@ -90,14 +90,15 @@ class Cloud:
         shutil.copytree(REPOSITORY / "scripts", self.checkout / "scripts")
         for name in ("pyproject.toml", "constraints.txt"):
             shutil.copy(REPOSITORY / name, self.checkout)
-        self._program(self.bin / "gcloud", GCLOUD.format(python=sys.executable, cloud=str(self.directory)))
-        self._program(
+        self.program(self.bin / "gcloud", GCLOUD.format(python=sys.executable, cloud=str(self.directory)))
+        self.program(
             self.directory / "python" / "python3",
             STUB,
         )
         self.trains("echo a step")
 
-    def _program(self, path: Path, text: str) -> None:
+    def program(self, path: Path, text: str) -> None:
+        """Makes a file that can be run."""
         path.write_text(text)
         path.chmod(0o755)
 
@@ -181,6 +182,27 @@ def test_up_creates_installs_trains_on_all_workers_and_shows_the_log(cloud: Clou
     assert "a step on worker-1" not in output
     assert "checkpoints stay on this TPU" in output
     assert not list(cloud.directory.glob("tmp.*")), "what was made for the copy is removed"
+
+
+# A Python that is too old, as Ubuntu 22.04's is, but has pip.
+OLD_PYTHON = """#!/usr/bin/env bash
+case "$*" in
+"-c import ensurepip, sys, venv; "*) exit 1 ;;
+"-m uv python find --system 3.12") echo "$CLOUD/python/new" ;;
+*) printf '%s\\n' "$*" >>"$CLOUD/$WORKER.old_python" ;;
+esac
+"""
+
+
+def test_a_worker_whose_python_is_too_old_gets_one(cloud: Cloud):
+    (cloud.directory / "python" / "python3").rename(cloud.directory / "python" / "new")
+    cloud.program(cloud.directory / "python" / "python3", OLD_PYTHON)
+    code, output = cloud.up()
+    assert code == 0, output
+    for worker in range(2):
+        lines = (cloud.directory / f"worker-{worker}.old_python").read_text().splitlines()
+        assert lines == ["-m pip install --quiet --user uv", "-m uv python install --quiet 3.12"]
+        assert len(cloud.trained(worker)) == 1
 
 
 def test_a_tpu_that_is_there_is_used_and_a_run_under_way_is_followed(cloud: Cloud):
