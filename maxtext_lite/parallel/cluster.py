@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
 
@@ -168,7 +167,7 @@ def _tpu(environment: Environment, metadata: Callable[[str], str]) -> Place | No
         workers = environment[name].split(",")
     else:
         method, name = "gcetpu", "worker-network-endpoints"
-        text = metadata(name)
+        text = "" if "TPU_SKIP_MDS_QUERY" in environment else metadata(name)
         if not text:
             return None  # a machine with TPUs that is no TPU VM
         workers, number = text.split(","), "agent-worker-number"
@@ -195,7 +194,7 @@ def _tpu_metadata(attribute: str) -> str:
     try:
         with urllib.request.urlopen(request, timeout=10) as answer:
             return answer.read().decode()
-    except urllib.error.URLError:  # no such attribute, or no such server: not a TPU VM
+    except OSError:  # no such attribute, or no such server: not a TPU VM
         return ""
 
 

@@ -35,7 +35,7 @@ def start_devices(*, timeout_seconds: float = 300) -> list[Any]:
         if flag.startswith(_SIMULATED):
             os.environ.setdefault("NPROC", str(2 * int(flag.removeprefix(_SIMULATED))))
     if not jax.distributed.is_initialized():
-        found = place(os.environ, on_tpu=_has_tpu())
+        found = place(os.environ, on_tpu=_uses_tpu())
         if found is not None:
             _join_the_others(found, timeout_seconds)
     return jax.devices()
@@ -77,10 +77,10 @@ def topology_devices(name: str, num_slices: int = 1) -> list[Any]:
         ) from None
 
 
-def _has_tpu() -> bool:
-    """Whether this process will use TPUs: jax has seen some (else it sets TPU_SKIP_MDS_QUERY), and may use them."""
-    platforms = jax.config.jax_platforms  # type: ignore[attr-defined]
-    return "TPU_SKIP_MDS_QUERY" not in os.environ and (not platforms or "tpu" in platforms.split(","))
+def _uses_tpu() -> bool:
+    """Whether this process will use TPUs: where jax finds some, it names them in its platforms itself."""
+    platforms: str | None = jax.config.jax_platforms  # type: ignore[attr-defined]
+    return "tpu" in (platforms or "").split(",")
 
 
 def _join_the_others(found: Place, timeout_seconds: float) -> None:

@@ -103,6 +103,7 @@ def test_gke_counts_the_hosts_of_all_slices():
     assert found.told_by == "MEGASCALE_COORDINATOR_ADDRESS=slice-0-0.job"
     one = {key: value for key, value in GKE.items() if not key.startswith("MEGASCALE")}
     assert told(one, on_tpu=True).num_processes == 4
+    assert told({**one, "TPU_SKIP_MDS_QUERY": "true"}, on_tpu=True).num_processes == 4  # as GKE sets it
     assert told({"TPU_WORKER_HOSTNAMES": "localhost"}, on_tpu=True) is None
 
 
@@ -120,6 +121,7 @@ def test_a_tpu_vm_is_asked_for_its_metadata():
     assert (found.num_processes, found.process_id) == (6, 5)
     assert told({}, on_tpu=True, metadata=tpu_vm("10.1.0.1", "0")) is None  # one host
     assert told({}, on_tpu=True, metadata=lambda attribute: "") is None  # no TPU VM
+    assert told({"TPU_SKIP_MDS_QUERY": "true"}, on_tpu=True, metadata=tpu_vm(pod, "1")) is None  # as GKE sets it
 
 
 @pytest.mark.parametrize(("environment", "message"), [

@@ -152,6 +152,24 @@ def test_a_process_that_is_left_alone_says_in_one_line_whom_it_waited_for(proces
     assert result.stderr == f"error: process {process} of 2 {waits_for}\n"
 
 
+@pytest.mark.parametrize(("platforms", "said"), [
+    ("tpu", "TPU_WORKER_ID=5 is not below 2, the workers of TPU_WORKER_HOSTNAMES. Nearest that works: 1."),
+    ("tpu,cpu", "TPU_WORKER_ID=5 is not below 2, the workers of TPU_WORKER_HOSTNAMES. Nearest that works: 1."),
+    ("cpu", "1"),  # what TPUs are told is nothing to a process that uses none
+])  # fmt: skip
+def test_what_tpu_workers_are_told_is_heard_where_tpus_are_used(platforms, said):
+    program = "try: print(len(start_devices()))\nexcept UserError as error: print(error)"
+    told = {"JAX_PLATFORMS": platforms, "TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "5", "XLA_FLAGS": ""}
+    result = subprocess.run(
+        [sys.executable, "-c", START + program],
+        env={**os.environ, **told, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.stdout == said + "\n", result.stderr
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
