@@ -12,7 +12,7 @@ from maxtext_lite.parallel.axes import (
     sharding,
     tree_shardings,
 )
-from maxtext_lite.parallel.distributed import end_soon, start_devices
+from maxtext_lite.parallel.distributed import end_soon, simulated_devices, start_devices, topology_devices
 from maxtext_lite.parallel.hosts import exchange, make_any_host
 from maxtext_lite.parallel.mesh import MESH_AXES, make_mesh
 from maxtext_lite.parallel.pipeline import Flight, Pipeline
@@ -34,6 +34,8 @@ __all__ = [
     "over_stages",
     "per_replica",
     "sharding",
+    "simulated_devices",
     "start_devices",
+    "topology_devices",
     "tree_shardings",
 ]

@@ -9,8 +9,8 @@ import pytest
 
 from maxtext_lite.batching import make_plan
 from maxtext_lite.parallel import sharding
+from maxtext_lite.parallel.hlo import collectives
 from maxtext_lite.training.step import EVAL_BATCH_AXES, TRAIN_BATCH_AXES, make_eval_step
-from tests.hlo import collectives, device_groups
 from tests.training.conftest import LENGTH, ROWS
 
 # (accumulation, row slots of a micro-batch, mesh); 16 rows in all, so that the last two leave slots empty
@@ -250,15 +250,6 @@ def test_row_losses_are_exact_for_any_mesh(setup, rows):
     logits = np.asarray(x, np.float64) @ np.asarray(one.decoder.head(params), np.float64)
     nll = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, rows["targets"][..., None], -1)[..., 0]
     np.testing.assert_allclose(results[0][0], (nll * rows["weights"]).sum(-1), rtol=1e-5, atol=1e-5)
-
-
-def test_device_groups_reads_every_form():
-    assert device_groups("{{0,1},{2,3}}") == ((0, 1), (2, 3))
-    assert device_groups("[2,4]<=[4,2]T(1,0)") == ((0, 2, 4, 6), (1, 3, 5, 7))
-    assert device_groups("mesh['axis_0'=2,'axis_1'=4] {'axis_0'}") == ((0, 4), (1, 5), (2, 6), (3, 7))
-    assert device_groups("mesh['data'=2,'fsdp'=1,'tensor'=4] {'data','fsdp'}") == ((0, 4), (1, 5), (2, 6), (3, 7))
-    with pytest.raises(AssertionError, match="cannot read"):
-        device_groups("mesh['data'=8] {'data':(2)4}")
 
 
 @pytest.mark.parametrize(
