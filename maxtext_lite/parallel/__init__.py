@@ -11,6 +11,7 @@ from maxtext_lite.parallel.axes import (
     per_replica,
     sharding,
     tree_shardings,
+    with_dims,
 )
 from maxtext_lite.parallel.distributed import end_soon, simulated_devices, start_devices, topology_devices
 from maxtext_lite.parallel.hosts import exchange, make_any_host
@@ -38,4 +39,5 @@ __all__ = [
     "start_devices",
     "topology_devices",
     "tree_shardings",
+    "with_dims",
 ]

@@ -135,6 +135,13 @@ def also_over_data(where: NamedSharding, shape: Sequence[int]) -> NamedSharding:
     return where
 
 
+def with_dims(where: NamedSharding, rank: int, first: int, end: int, count: int) -> NamedSharding:
+    """Where an array of that rank lives once its dims first..end are `count` others, which are not split."""
+    spec = [*where.spec, *[None] * (rank - len(where.spec))]
+    spec[first:end] = [None] * count
+    return NamedSharding(where.mesh, PartitionSpec(*spec))
+
+
 def over_all_devices(mesh: Mesh, dim: int = 0) -> NamedSharding:
     """Where an array lives whose `dim` is split over every device of the mesh, in its order."""
     return NamedSharding(mesh, PartitionSpec(*[None] * dim, mesh.axis_names))

@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from maxtext_lite.config import Config, ModelConfig, RunConfig, UserError
+from maxtext_lite.parallel import with_dims
 from maxtext_lite.training.local_updates import OuterState
 from maxtext_lite.training.noise import NoiseScale
 from maxtext_lite.training.state import TrainState
@@ -232,10 +233,9 @@ class _Dealing(NamedTuple):
             if not in_layers or leaf.shape[before:end] != self.here:
                 return leaf
             assert isinstance(leaf.sharding, NamedSharding)
-            spec = [*leaf.sharding.spec, *[None] * (len(leaf.shape) - len(leaf.sharding.spec))]
-            spec[before:end] = [None] * len(self.saved)  # the dim that stages split need not divide there
+            # The dim that stages split need not divide there.
+            where = with_dims(leaf.sharding, leaf.ndim, before, end, len(self.saved))
             shape = (*leaf.shape[:before], *self.saved, *leaf.shape[end:])
-            where = NamedSharding(leaf.sharding.mesh, PartitionSpec(*spec))
             return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=where)
 
         return jax.tree_util.tree_map_with_path(change, abstract)

@@ -18,14 +18,14 @@ from maxtext_lite.data import (
     open_sources_on_hosts,
     target_tokens_of_run,
 )
-from maxtext_lite.parallel import Pipeline, make_mesh, start_devices
+from maxtext_lite.parallel import make_mesh, start_devices
 from maxtext_lite.training.checkpoint import Checkpointer, Counts, checkpoint_directory, fingerprint, load_parameters
 from maxtext_lite.training.environment import environment
 from maxtext_lite.training.local_updates import local_updates
 from maxtext_lite.training.metrics import Speed, Terminal, model_flops_per_example, peak_tflops
 from maxtext_lite.training.noise import why_unknown
 from maxtext_lite.training.optimizer import Schedule, learning_rate_schedule, make_optimizer
-from maxtext_lite.training.state import TrainState, abstract_state, init_state, make_decoder, state_from
+from maxtext_lite.training.state import TrainState, abstract_state, init_state, make_decoder, pipeline_of, state_from
 
 
 class Run:
@@ -57,15 +57,7 @@ class Run:
         self.stated_config = config
         self.config = config = scaled_optimizer(config, plan)
         self.mesh = make_mesh(plan.ici_mesh, plan.dcn_mesh)
-        pipeline = None
-        if plan.num_pipeline_stages > 1:
-            pipeline = Pipeline(
-                plan.num_pipeline_stages,
-                plan.num_pipeline_microbatches,
-                plan.num_pipeline_repeats,
-                plan.pipeline_schedule,
-            )
-        self.decoder = make_decoder(config, jax.default_backend(), pipeline)
+        self.decoder = make_decoder(config, jax.default_backend(), pipeline_of(plan))
         self.optimizer = make_optimizer(config, self.decoder.axes)
         self.local = local_updates(config, plan.diloco_num_replicas)
         self.is_first = jax.process_index() == 0

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
 
+from maxtext_lite.batching import BatchPlan
 from maxtext_lite.config import Config, UserError, remat_of
 from maxtext_lite.models import Decoder, DecoderShape, resolve_attention
 from maxtext_lite.parallel import Pipeline, also_over_data, per_replica, sharding, tree_shardings
@@ -41,6 +42,15 @@ class TrainState:
     def model_params(self) -> Any:
         """The parameters to evaluate and to sample from: with local updates, those of the last synchronisation."""
         return self.params if self.outer is None else self.outer.params
+
+
+def pipeline_of(plan: BatchPlan) -> Pipeline | None:
+    """The pipeline that a plan has; None with one stage."""
+    if plan.num_pipeline_stages == 1:
+        return None
+    return Pipeline(
+        plan.num_pipeline_stages, plan.num_pipeline_microbatches, plan.num_pipeline_repeats, plan.pipeline_schedule
+    )
 
 
 def make_decoder(config: Config, platform: str, pipeline: Pipeline | None = None) -> Decoder:

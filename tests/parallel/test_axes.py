@@ -14,6 +14,7 @@ from maxtext_lite.parallel import (
     over_shards,
     over_stages,
     sharding,
+    with_dims,
 )
 from maxtext_lite.parallel.axes import MESH_AXES_OF, partition_spec
 
@@ -75,6 +76,12 @@ def test_a_dim_that_cannot_be_shared_out_evenly_falls_back_where_its_axis_says_s
         whole, odd = lay_out(jnp.zeros((2, 4, 3))), lay_out(jnp.zeros((2, 1, 3)))
         assert whole.sharding.shard_shape(whole.shape) == (1, 2, 3)
         assert odd.sharding.shard_shape(odd.shape) == (1, 1, 3)
+
+
+def test_dims_are_put_in_place_of_others(mesh):
+    where = sharding(mesh, ("layers", "embed", "mlp"))
+    assert with_dims(where, 3, 0, 1, 2).spec == jax.P(None, None, "fsdp", "tensor")
+    assert with_dims(sharding(mesh, ("replica",)), 3, 1, 3, 1).spec == jax.P("data", None)
 
 
 def test_shards_are_counted_on_the_mesh_in_use(mesh):
