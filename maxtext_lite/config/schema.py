@@ -119,6 +119,7 @@ class MeshConfig(Section):
     ici_context_parallelism: CountOrMinusOne
     ici_expert_parallelism: CountOrMinusOne
     ici_pipeline_parallelism: CountOrMinusOne
+    context_parallel_strategy: Literal["all_gather", "ring"]
     shard_optimizer_over_data: Flag
     num_layers_per_pipeline_stage: Count
     num_pipeline_repeats: CountOrMinusOne

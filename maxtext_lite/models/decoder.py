@@ -96,7 +96,8 @@ class Decoder:
         """
 
         def attend(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array) -> tuple[jax.Array, None]:
-            return attention(q_BTNH, k_BTKH, v_BTKH, segment_BT, kernel=self.shape.attention), None
+            kernel, strategy = self.shape.attention, self.shape.context_strategy
+            return attention(q_BTNH, k_BTKH, v_BTKH, segment_BT, kernel=kernel, strategy=strategy), None
 
         return self._run(params, token_BT, position_BT, lambda _: attend, None)[0]
 

@@ -30,6 +30,7 @@ class DecoderShape:
       initializer_range: standard deviation of the normal initial weights; norms start at 1.
       attention: name of the kernel, one of `attention.KERNELS`.
       remat_policy: what the backward pass recomputes, one of `decoder.REMAT_POLICIES`.
+      context_strategy: how the shards of a context axis exchange keys, one of `context_attention.STRATEGIES`.
     """
 
     vocab_size: int
@@ -47,6 +48,7 @@ class DecoderShape:
     weight_dtype: Any = jnp.float32
     remat_policy: str = "none"
     attention: str = "dot_product"
+    context_strategy: str = "all_gather"
 
 
 def _weight(shape: DecoderShape, rngs: nnx.Rngs, sizes: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param:

@@ -3,6 +3,7 @@
 from maxtext_lite.parallel.axes import (
     also_over_data,
     constrain,
+    num_parts,
     over_all_devices,
     over_replicas,
     over_shards,
@@ -10,23 +11,42 @@ from maxtext_lite.parallel.axes import (
     sharding,
     tree_shardings,
 )
+from maxtext_lite.parallel.context import (
+    CHUNKS_PER_SHARD,
+    context_order,
+    context_shards,
+    from_all_shards,
+    in_context_order,
+    own_shard,
+    sum_to_shards,
+    to_next_shard,
+)
 from maxtext_lite.parallel.distributed import end_soon, start_devices
 from maxtext_lite.parallel.hosts import exchange, make_any_host
 from maxtext_lite.parallel.mesh import MESH_AXES, make_mesh
 
 __all__ = [
+    "CHUNKS_PER_SHARD",
     "MESH_AXES",
     "also_over_data",
     "constrain",
+    "context_order",
+    "context_shards",
     "end_soon",
     "exchange",
+    "from_all_shards",
+    "in_context_order",
     "make_any_host",
     "make_mesh",
+    "num_parts",
     "over_all_devices",
     "over_replicas",
     "over_shards",
+    "own_shard",
     "per_replica",
     "sharding",
     "start_devices",
+    "sum_to_shards",
+    "to_next_shard",
     "tree_shardings",
 ]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from maxtext_lite.models import Decoder
 from maxtext_lite.models.ops import weight_gradient
-from maxtext_lite.parallel import constrain
+from maxtext_lite.parallel import constrain, context_shards
 
 
 class LossSums(NamedTuple):
@@ -45,9 +45,17 @@ def _tile_losses(logits_BTV: jax.Array, target_BT: jax.Array) -> _TileLosses:
 
 
 def _tiles(x: jax.Array, num_tiles: int) -> jax.Array:
-    """[B, T, ...] as [num_tiles, B, T/num_tiles, ...]."""
-    B, T = x.shape[:2]
-    return jnp.moveaxis(x.reshape(B, num_tiles, T // num_tiles, *x.shape[2:]), 1, 0)
+    """[B, T, ...] as [num_tiles, B, T/num_tiles, ...]; each tile has as many tokens of every context shard."""
+    (B, T), shards = x.shape[:2], context_shards()
+    pieces = x.reshape(B, shards, num_tiles, T // (shards * num_tiles), *x.shape[2:])
+    return jnp.moveaxis(pieces, 2, 0).reshape(num_tiles, B, T // num_tiles, *x.shape[2:])
+
+
+def _untiled(x: jax.Array) -> jax.Array:
+    """The inverse of `_tiles`."""
+    (num_tiles, B, t), shards = x.shape[:3], context_shards()
+    pieces = jnp.moveaxis(x.reshape(num_tiles, B, shards, t // shards, *x.shape[3:]), 0, 2)
+    return pieces.reshape(B, num_tiles * t, *x.shape[3:])
 
 
 def _over_tiles(tile_function: Any, carry: Any, num_tiles: int, *arrays: jax.Array) -> tuple[Any, Any]:
@@ -55,12 +63,7 @@ def _over_tiles(tile_function: Any, carry: Any, num_tiles: int, *arrays: jax.Arr
     if num_tiles == 1:
         return tile_function(carry, arrays)
     carry, results = jax.lax.scan(tile_function, carry, tuple(_tiles(x, num_tiles) for x in arrays))
-
-    def join(x: jax.Array) -> jax.Array:
-        x = jnp.moveaxis(x, 0, 1)
-        return x.reshape(x.shape[0], -1, *x.shape[3:])
-
-    return carry, jax.tree.map(join, results)
+    return carry, jax.tree.map(_untiled, results)
 
 
 def token_losses(x_BTD: jax.Array, head_DV: jax.Array, target_BT: jax.Array, num_tiles: int = 1) -> jax.Array:
@@ -68,7 +71,7 @@ def token_losses(x_BTD: jax.Array, head_DV: jax.Array, target_BT: jax.Array, num
 
     Args:
       head_DV: the output projection, in the dtype of x_BTD.
-      num_tiles: pieces the sequence is cut into, a divisor of T; logits of one exist at a time.
+      num_tiles: pieces the sequence is cut into, a divisor of a context shard's tokens; logits of one exist at a time.
     """
 
     def tile(carry: None, arrays: Any) -> tuple[None, jax.Array]:

@@ -73,6 +73,7 @@ def make_decoder(config: Config, platform: str) -> Decoder:
             weight_dtype=jnp.dtype(config.weight_dtype),
             remat_policy=config.remat_policy,
             attention=kernel,
+            context_strategy=config.context_parallel_strategy,
         )
     )
 
