@@ -132,11 +132,9 @@ def _activation_bytes(config: Config, mesh: Mapping[str, int], tokens: int, num_
     key_value = 2 * config.base_num_kv_heads * config.head_dim // tensor
     mlp = config.base_mlp_dim // tensor
     dtype_bytes = _BYTES[config.dtype]
-    # cuDNN and splash attention keep no [T, T] scores; plain attention keeps float32 scores and probabilities.
-    flash = config.attention in ("cudnn_flash", "splash") or (config.attention == "auto" and config.dtype != "float32")
-    scores = 0 if flash else 4 * (config.base_num_query_heads // tensor) * config.max_target_length // mesh["context"]
+    scores, attending = _attention_bytes(config, mesh)
     projections = (query + key_value + emb + 2 * mlp) * dtype_bytes
-    everything = projections + (3 * emb + query + mlp) * dtype_bytes + 2 * scores
+    everything = projections + (3 * emb + query + mlp) * dtype_bytes
     saved = {
         "none": everything,
         "minimal": projections,
@@ -149,4 +147,25 @@ def _activation_bytes(config: Config, mesh: Mapping[str, int], tokens: int, num_
     # A pipeline's scan keeps the inputs of its idle ticks too.
     ticks = num_pipeline_microbatches + stages - 1
     kept = tokens * saved * layers * ticks // num_pipeline_microbatches
-    return kept + (0 if config.remat_policy == "none" else tokens * everything // num_pipeline_microbatches)
+    recomputed = 0 if config.remat_policy == "none" else everything
+    return kept + tokens * (recomputed + attending) // num_pipeline_microbatches
+
+
+def _attention_bytes(config: Config, mesh: Mapping[str, int]) -> tuple[int, int]:
+    """Bytes per token of a device: the scores of all its queries, and what attention of one layer works with.
+
+    cuDNN's and splash attention hold no scores. Plain attention holds those of a block of queries (models/blockwise.py:
+    at least 128, at most a sixteenth of a device's tokens), in float32: scores, weights and their gradient. A context
+    axis adds keys and values of other shards and their float32 gradients: of all with all_gather, of two with ring.
+    """
+    shards, tensor = mesh["context"], mesh["tensor"]
+    flash = config.attention in ("cudnn_flash", "splash") or (config.attention == "auto" and config.dtype != "float32")
+    heads, tokens = config.base_num_query_heads // tensor, config.max_target_length // shards
+    exchanged = 0
+    if shards > 1:
+        others = shards if config.context_parallel_strategy == "all_gather" else 2
+        exchanged = others * 2 * (config.base_num_kv_heads // tensor) * config.head_dim * (_BYTES[config.dtype] + 4)
+    elif flash:
+        return 0, 0
+    block = min(128 * -(-tokens // 2048), tokens)
+    return 4 * heads * config.max_target_length // 2, 3 * 4 * heads * block + exchanged

@@ -16,29 +16,34 @@ KERNELS = ("dot_product", "cudnn_flash", "splash")
 _SPLASH_BLOCK = 128
 
 
-def resolve_attention(name: str, *, platform: str, dtype: Any, num_tokens: int) -> str:
+def resolve_attention(name: str, *, platform: str, dtype: Any, num_tokens: int, num_context_shards: int = 1) -> str:
     """The kernel that `auto` means; any other name stands for itself.
 
     Args:
       platform: "cpu", "gpu" or "tpu".
       num_tokens: of an example.
+      num_context_shards: devices that an example's tokens are split over; only dot_product works on several.
     Raises:
       ValueError: the named kernel does not run there; says what it needs.
     """
     runs = {
         "dot_product": (True, "nothing"),
-        "cudnn_flash": (platform == "gpu" and jnp.dtype(dtype).itemsize == 2, "an NVIDIA GPU and dtype=bfloat16"),
+        "cudnn_flash": (
+            platform == "gpu" and jnp.dtype(dtype).itemsize == 2 and num_context_shards == 1,
+            "an NVIDIA GPU, dtype=bfloat16 and one context shard",
+        ),
         "splash": (
-            platform == "tpu" and num_tokens % _SPLASH_BLOCK == 0,
-            f"a TPU and a max_target_length that is a multiple of {_SPLASH_BLOCK}",
+            platform == "tpu" and num_tokens % _SPLASH_BLOCK == 0 and num_context_shards == 1,
+            f"a TPU, a max_target_length that is a multiple of {_SPLASH_BLOCK} and one context shard",
         ),
     }
     if name == "auto":
         return next(kernel for kernel in reversed(KERNELS) if runs[kernel][0])
     if not runs[name][0]:
+        shards = f"{num_context_shards} context shard{'' if num_context_shards == 1 else 's'}"
         raise ValueError(
-            f"attention={name} needs {runs[name][1]}; here are {platform}, {jnp.dtype(dtype).name} and "
-            f"{num_tokens} tokens. Nearest that works: dot_product."
+            f"attention={name} needs {runs[name][1]}; here are {platform}, {jnp.dtype(dtype).name}, "
+            f"{num_tokens} tokens and {shards}. Nearest that works: dot_product."
         )
     return name
 

@@ -43,16 +43,22 @@ class TrainState:
         return self.params if self.outer is None else self.outer.params
 
 
-def make_decoder(config: Config, platform: str) -> Decoder:
+def make_decoder(config: Config, platform: str, num_context_shards: int = 1) -> Decoder:
     """The decoder a config describes, with the attention kernel that suits the platform ("cpu", "gpu", "tpu").
 
+    Args:
+      num_context_shards: devices that an example's tokens are split over.
     Raises:
       UserError: the attention kernel that the config names does not run there.
     """
     dtype = jnp.dtype(config.dtype)
     try:
         kernel = resolve_attention(
-            config.attention, platform=platform, dtype=dtype, num_tokens=config.max_target_length
+            config.attention,
+            platform=platform,
+            dtype=dtype,
+            num_tokens=config.max_target_length,
+            num_context_shards=num_context_shards,
         )
     except ValueError as error:
         raise UserError(str(error)) from None

@@ -188,7 +188,6 @@ def test_a_loss_that_is_no_number_stops_the_run_and_saves_nothing(tmp_path, docu
 
 @pytest.mark.parametrize(("override", "key"), [
     ("ici_pipeline_parallelism=2", "ici_pipeline_parallelism"),
-    ("ici_context_parallelism=2", "ici_context_parallelism"),
 ])  # fmt: skip
 def test_what_cannot_be_trained_yet_is_refused_by_name(override, key, tmp_path, documents):
     with pytest.raises(UserError, match=key):
