@@ -148,24 +148,25 @@ def _activation_bytes(config: Config, mesh: Mapping[str, int], tokens: int, num_
     ticks = num_pipeline_microbatches + stages - 1
     kept = tokens * saved * layers * ticks // num_pipeline_microbatches
     recomputed = 0 if config.remat_policy == "none" else everything
-    return kept + tokens * (recomputed + attending) // num_pipeline_microbatches
+    rows = tokens * mesh["context"] // config.max_target_length
+    return kept + (tokens * recomputed + rows * attending) // num_pipeline_microbatches
 
 
 def _attention_bytes(config: Config, mesh: Mapping[str, int]) -> tuple[int, int]:
-    """Bytes per token of a device: the scores of all its queries, and what attention of one layer works with.
+    """Bytes of all scores per token of a device, and of what attention in one layer works with per row.
 
-    cuDNN's and splash attention hold no scores. Plain attention holds those of a block of queries (models/blockwise.py:
-    at least 128, at most a sixteenth of a device's tokens), in float32: scores, weights and their gradient. A context
-    axis adds keys and values of other shards and their float32 gradients: of all with all_gather, of two with ring.
+    cuDNN's and splash attention hold no scores. Plain attention has three float32 copies of them at once, of the half
+    of the square that it computes; on context shards, of one tile of at most about 512 x 512 (models/
+    context_attention.py). There it has other shards' keys and values too, and their float32 gradients: of all shards
+    with all_gather, of two with ring.
     """
-    shards, tensor = mesh["context"], mesh["tensor"]
-    flash = config.attention in ("cudnn_flash", "splash") or (config.attention == "auto" and config.dtype != "float32")
-    heads, tokens = config.base_num_query_heads // tensor, config.max_target_length // shards
-    exchanged = 0
+    shards, tensor, length = mesh["context"], mesh["tensor"], config.max_target_length
+    heads = config.base_num_query_heads // tensor
+    scores = 4 * heads * length // 2
     if shards > 1:
-        others = shards if config.context_parallel_strategy == "all_gather" else 2
-        exchanged = others * 2 * (config.base_num_kv_heads // tensor) * config.head_dim * (_BYTES[config.dtype] + 4)
-    elif flash:
-        return 0, 0
-    block = min(128 * -(-tokens // 2048), tokens)
-    return 4 * heads * config.max_target_length // 2, 3 * 4 * heads * block + exchanged
+        others = length if config.context_parallel_strategy == "all_gather" else 2 * length // shards
+        keys_and_values = 2 * (config.base_num_kv_heads // tensor) * config.head_dim
+        tile = min(length // (2 * shards), 512)
+        return scores, 3 * 4 * heads * tile**2 + others * keys_and_values * (_BYTES[config.dtype] + 4)
+    flash = config.attention in ("cudnn_flash", "splash") or (config.attention == "auto" and config.dtype != "float32")
+    return (0, 0) if flash else (scores, 3 * length * scores)

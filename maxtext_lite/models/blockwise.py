@@ -1,8 +1,7 @@
 """Attention by plain matmuls, a block of queries at a time, with a backward pass that keeps no scores.
 
-One device's part: the queries of a block look at the keys that come no later, or at a chunk of earlier keys that
-another device sent. Half of the square of scores is never computed, none of it is kept: the backward pass rebuilds it
-from the log-partition of each row. Source: Dao 2023, arXiv:2307.08691, section 3, without its inner loop over keys.
+Half of the square of scores is never computed, none of it is kept: the backward pass rebuilds it from the log-partition
+of each row. Source: Dao 2023, arXiv:2307.08691, section 3, for whole examples without its inner loop over keys.
 """
 
 import functools
@@ -12,9 +11,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-SMALLEST_BLOCK = 128
-"""Queries in a block, where the tokens are few enough for `MOST_BLOCKS`."""
-MOST_BLOCKS = 16
+_SMALLEST_BLOCK = 128
+_MOST_BLOCKS = 16
 _MASKED = -1e30  # finite: a row without any key inside a block must not give inf - inf
 
 _dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
@@ -23,13 +21,8 @@ Index = int | jax.Array
 
 
 def block_queries(num_tokens: int) -> int:
-    """Queries in a block of a device that holds `num_tokens` tokens of each example."""
-    return SMALLEST_BLOCK * math.ceil(num_tokens / (SMALLEST_BLOCK * MOST_BLOCKS))
-
-
-def blocks(num_tokens: int, block: int) -> list[tuple[int, int]]:
-    """(first, end) of pieces of at most `block` tokens."""
-    return [(first, min(first + block, num_tokens)) for first in range(0, num_tokens, block)]
+    """Queries in a block of `blockwise_attention` of examples of `num_tokens` tokens."""
+    return _SMALLEST_BLOCK * math.ceil(num_tokens / (_SMALLEST_BLOCK * _MOST_BLOCKS))
 
 
 def part(x: jax.Array, first: Index, count: int, axis: int) -> jax.Array:
@@ -132,16 +125,20 @@ def ungrouped(x_BKGTH: jax.Array) -> jax.Array:
     return x_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, K * G, H)
 
 
-def same_document(segment_BT: jax.Array, segment_BS: jax.Array) -> jax.Array:
-    """True where query and key belong to one document: [B, 1, 1, T, S]."""
-    return (segment_BT[:, :, None] == segment_BS[:, None, :])[:, None, None]
+def may_see(
+    segment_BT: jax.Array, segment_BS: jax.Array, first_query: Index | None, first_key: Index | None
+) -> jax.Array:
+    """True where a query may look at a key: one of its document that comes no later, [B, 1, 1, T, S].
 
-
-def _seen(segment_BT: jax.Array, segment_BS: jax.Array, first: int) -> jax.Array:
-    """True where a query of those from `first` on may look at a key of those from 0 on: [B, 1, 1, T, S]."""
-    T, S = segment_BT.shape[1], segment_BS.shape[1]
-    not_later_TS = jnp.arange(first, first + T)[:, None] >= jnp.arange(S)[None, :]
+    Args:
+      first_query: number of the first query among the tokens that keys are numbered by too; None: all keys are earlier.
+      first_key: number of the first key.
+    """
     same_document_BTS = segment_BT[:, :, None] == segment_BS[:, None, :]
+    if first_query is None or first_key is None:
+        return same_document_BTS[:, None, None]
+    T, S = segment_BT.shape[1], segment_BS.shape[1]
+    not_later_TS = (first_query + jnp.arange(T))[:, None] >= (first_key + jnp.arange(S))[None, :]
     return (not_later_TS & same_document_BTS)[:, None, None]
 
 
@@ -182,36 +179,6 @@ def attend_backward(
     return dq_BKGTH, dk_BKHS, dv_BKHS
 
 
-def attend_causally(
-    q_BKGTH: jax.Array, segment_BT: jax.Array, keys: Keys, block: int, dtype: Any
-) -> tuple[jax.Array, jax.Array]:
-    """Context, in `dtype`, and log-partition of queries over the keys of the same positions, in order."""
-    contexts, log_partitions = [], []
-    for first, end in blocks(q_BKGTH.shape[3], block):
-        near = keys.part(0, end)
-        seen_B11TS = _seen(segment_BT[:, first:end], near.segment_BS, first)
-        context_BKGTH, log_partition_BKGT1 = attend(q_BKGTH[:, :, :, first:end], near, seen_B11TS)
-        contexts.append(context_BKGTH.astype(dtype))
-        log_partitions.append(log_partition_BKGT1)
-    return jnp.concatenate(contexts, axis=3), jnp.concatenate(log_partitions, axis=3)
-
-
-def attend_causally_backward(
-    queries: BackwardQueries, keys: BackwardKeys, block: int, dtype: Any
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The gradients of `attend_causally`: dq [B, K, G, T, H] in `dtype`, dk and dv [B, K, H, S] in float32."""
-    dq_blocks = []
-    dk_BKHS, dv_BKHS = jnp.zeros(keys.k_BKHS.shape, jnp.float32), jnp.zeros(keys.v_BKHS.shape, jnp.float32)
-    for first, end in blocks(queries.q_BKGTH.shape[3], block):
-        of_block, near = queries.part(first, end - first), keys.part(0, end)
-        seen_B11TS = _seen(of_block.segment_BT, near.segment_BS, first)
-        dq_BKGTH, dk_near_BKHS, dv_near_BKHS = attend_backward(of_block, near, seen_B11TS)
-        dq_blocks.append(dq_BKGTH.astype(dtype))
-        dk_BKHS = dk_BKHS.at[..., :end].add(dk_near_BKHS)
-        dv_BKHS = dv_BKHS.at[..., :end].add(dv_near_BKHS)
-    return jnp.concatenate(dq_blocks, axis=3), dk_BKHS, dv_BKHS
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def blockwise_attention(
     q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, segment_BT: jax.Array, block: int
@@ -220,12 +187,23 @@ def blockwise_attention(
     return _forward(q_BTNH, k_BSKH, v_BSKH, segment_BT, block)[0]
 
 
+def _blocks(num_tokens: int, block: int) -> list[tuple[int, int]]:
+    return [(first, min(first + block, num_tokens)) for first in range(0, num_tokens, block)]
+
+
 def _forward(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, segment_BT: jax.Array, block: int) -> Any:
     q_BKGTH = grouped(q_BTNH, k_BSKH.shape[2]).transpose(0, 2, 3, 1, 4)
     keys = Keys.of(k_BSKH, v_BSKH, segment_BT)
-    context_BKGTH, log_partition_BKGT1 = attend_causally(q_BKGTH, segment_BT, keys, block, q_BTNH.dtype)
-    context_BTNH = ungrouped(context_BKGTH)
-    return context_BTNH, (q_BTNH, k_BSKH, v_BSKH, segment_BT, context_BTNH, log_partition_BKGT1)
+    contexts, log_partitions = [], []
+    for first, end in _blocks(q_BTNH.shape[1], block):
+        near = keys.part(0, end)
+        seen_B11TS = may_see(segment_BT[:, first:end], near.segment_BS, first, 0)
+        context_BKGTH, log_partition_BKGT1 = attend(q_BKGTH[:, :, :, first:end], near, seen_B11TS)
+        contexts.append(context_BKGTH.astype(q_BTNH.dtype))
+        log_partitions.append(log_partition_BKGT1)
+    context_BTNH = ungrouped(jnp.concatenate(contexts, axis=3))
+    residuals = (q_BTNH, k_BSKH, v_BSKH, segment_BT, context_BTNH, jnp.concatenate(log_partitions, axis=3))
+    return context_BTNH, residuals
 
 
 def _backward(block: int, residuals: Any, g_BTNH: jax.Array) -> Any:
@@ -233,8 +211,17 @@ def _backward(block: int, residuals: Any, g_BTNH: jax.Array) -> Any:
     dtype = q_BTNH.dtype
     queries = BackwardQueries.of(q_BTNH, g_BTNH, context_BTNH, log_partition_BKGT1, segment_BT)
     keys = BackwardKeys.of(k_BSKH, v_BSKH, segment_BT)
-    dq_BKGTH, dk_BKHS, dv_BKHS = attend_causally_backward(queries, keys, block, dtype)
-    return ungrouped(dq_BKGTH), *(x.transpose(0, 3, 1, 2).astype(dtype) for x in (dk_BKHS, dv_BKHS)), None
+    dq_blocks = []
+    dk_BKHS, dv_BKHS = jnp.zeros(keys.k_BKHS.shape, jnp.float32), jnp.zeros(keys.v_BKHS.shape, jnp.float32)
+    for first, end in _blocks(q_BTNH.shape[1], block):
+        of_block, near = queries.part(first, end - first), keys.part(0, end)
+        seen_B11TS = may_see(of_block.segment_BT, near.segment_BS, first, 0)
+        dq_BKGTH, dk_near_BKHS, dv_near_BKHS = attend_backward(of_block, near, seen_B11TS)
+        dq_blocks.append(dq_BKGTH.astype(dtype))
+        dk_BKHS = dk_BKHS.at[..., :end].add(dk_near_BKHS)
+        dv_BKHS = dv_BKHS.at[..., :end].add(dv_near_BKHS)
+    dq_BTNH = ungrouped(jnp.concatenate(dq_blocks, axis=3))
+    return dq_BTNH, dk_BKHS.transpose(0, 3, 1, 2).astype(dtype), dv_BKHS.transpose(0, 3, 1, 2).astype(dtype), None
 
 
 blockwise_attention.defvjp(_forward, _backward)

@@ -1,12 +1,13 @@
 """Attention of examples whose tokens are split over the devices of the context axis, arranged by `context_order`.
 
-Each device first attends its own queries to its own keys, which stand in their true order. Between shard i and any
-other shard j, causality then rules out half of the chunk pairs and asks for all of every other: the late queries see
-all early keys, and of the rest the shard with the lower number is the key: early queries see the early keys of a lower
-shard, late queries the late keys of a higher one. So every device does the same work, none of it is masked but for
-documents, and what is found over the keys of each shard is merged by its log-partition. The strategies differ in how
-the other shards' keys come, and how their gradients go back; neither holds more scores than one block of queries by
-one chunk of keys. Source: Liu et al. 2023, arXiv:2310.01889; Dubey et al. 2024, arXiv:2407.21783, section 3.3.2.
+Each device first attends its own queries to its own keys, which stand in their true order. Of the four pairs of its
+chunks with those of another shard, causality then rules out two and asks for the whole of the others: late queries see
+all early keys, and early queries see the early keys of a lower shard, late queries the late keys of a higher one. So
+every device does the same work, of which documents alone mask something. It is done tile by tile, a square of `tile`
+queries and keys at a time, whose contexts are merged by their log-partitions: one tile's scores exist at a time.
+
+The strategies differ in how the other shards' keys come, and how their gradients go back.
+Source: Liu et al. 2023, arXiv:2310.01889; Dubey et al. 2024, arXiv:2407.21783, section 3.3.2.
 """
 
 import functools
@@ -15,22 +16,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from maxtext_lite.models.blockwise import (
     BackwardKeys,
     BackwardQueries,
-    Index,
     Keys,
     attend,
     attend_backward,
-    attend_causally,
-    attend_causally_backward,
-    block_queries,
-    blocks,
     grouped,
+    may_see,
     merge,
     part,
-    same_document,
     ungrouped,
 )
 from maxtext_lite.parallel import (
@@ -46,6 +43,11 @@ from maxtext_lite.parallel import (
 _HEADS = ("batch", "length", "activation_heads", None)
 _ROWS = ("batch", "activation_heads", None, "length", None)
 _TOKENS = ("batch", "length")
+
+_TILE = 512
+
+Tiles = tuple[Any, Any]
+"""First query and first key of each tile, int arrays of one dim."""
 
 Visit = Callable[[Any, Any, Any, jax.Array], tuple[Any, Any]]
 """(state, sums for the other shard, the other shard's keys, its number) -> (state, sums)."""
@@ -93,10 +95,24 @@ STRATEGIES: dict[str, Callable[[Visit, Any, Any, Any], tuple[Any, Any]]] = {"all
 """How each shard's keys come to the others, by the value of context_parallel_strategy."""
 
 
-def _chunk_pairs(other: jax.Array) -> tuple[tuple[Index, Index], ...]:
-    """(chunk of own queries, chunk of the other's keys) that causality allows; 0 is the early chunk, 1 the late."""
-    later = (other > own_shard()).astype(jnp.int32)
-    return (1, 0), (later, later)
+def tile_tokens(chunk: int) -> int:
+    """Queries, and keys, of a tile: the divisor of a chunk's tokens that is nearest to 512 as a ratio."""
+    divisors = [number for number in range(1, chunk + 1) if chunk % number == 0]
+    return min(divisors, key=lambda number: max(number / _TILE, _TILE / number))
+
+
+def _own_tiles(num_tokens: int, tile: int) -> Tiles:
+    """Those of a device's queries with its own keys that come no later; each query's own tile comes first."""
+    pairs = [(query, key) for query in range(num_tokens // tile) for key in range(query, -1, -1)]
+    query, key = (tile * np.array(side) for side in zip(*pairs, strict=True))
+    return query, key
+
+
+def _tiles_with(other: jax.Array, chunk: int, tile: int) -> Tiles:
+    """Those of a device's queries with the keys of another shard: of the two pairs of chunks that causality allows."""
+    query, key = (tile * side.ravel() for side in np.indices((chunk // tile, chunk // tile)))
+    later = chunk * (other > own_shard()).astype(jnp.int32)  # the late chunks of both, or the early ones
+    return jnp.concatenate([chunk + query, later + query]), jnp.concatenate([key, later + key])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -138,27 +154,32 @@ def _shard_forward(
 ) -> tuple[jax.Array, jax.Array]:
     """One device's context and log-partitions."""
     T = q_BTNH.shape[1]
-    chunk, block = T // CHUNKS_PER_SHARD, block_queries(T)
+    chunk = T // CHUNKS_PER_SHARD
+    tile = tile_tokens(chunk)
     q_BKGTH = grouped(q_BTNH, k_BSKH.shape[2]).transpose(0, 2, 3, 1, 4)
 
-    def visit(state: Any, sums: Any, theirs: Any, other: jax.Array) -> tuple[Any, Any]:
-        keys = Keys.of(*theirs)
-        for query_chunk, key_chunk in _chunk_pairs(other):
-            seen_keys = keys.part(key_chunk * chunk, chunk)
-            for first, end in blocks(chunk, block):
-                at, count = query_chunk * chunk + first, end - first
-                in_document_B11TS = same_document(part(segment_BT, at, count, axis=1), seen_keys.segment_BS)
-                found = attend(part(q_BKGTH, at, count, axis=3), seen_keys, in_document_B11TS)
-                before = tuple(part(x, at, count, axis=3) for x in state)
-                state = tuple(
-                    jax.lax.dynamic_update_slice_in_dim(x, new, at, axis=3)
-                    for x, new in zip(state, merge(before, found), strict=True)
-                )
-        return state, sums
+    def look(state: Any, keys: Keys, tiles: Tiles, *, in_order: bool) -> Any:
+        """`state`, the context and log-partition so far, after these tiles."""
 
-    own_keys = Keys.of(k_BSKH, v_BSKH, segment_BT)
-    state = attend_causally(q_BKGTH, segment_BT, own_keys, block, jnp.float32)
-    (context_BKGTH, log_partition_BKGT1), _ = strategy(visit, state, (k_BSKH, v_BSKH, segment_BT), ())
+        def one(state: Any, at: Any) -> tuple[Any, None]:
+            query, key = at
+            seen_keys = keys.part(key, tile)
+            seen_B11TS = may_see(
+                part(segment_BT, query, tile, axis=1), seen_keys.segment_BS, query if in_order else None, key
+            )
+            found = attend(part(q_BKGTH, query, tile, axis=3), seen_keys, seen_B11TS)
+            both = merge(tuple(part(x, query, tile, axis=3) for x in state), found)
+            return tuple(_put(x, new, query) for x, new in zip(state, both, strict=True)), None
+
+        return jax.lax.scan(one, state, tiles)[0]
+
+    def visit(state: Any, sums: Any, theirs: Any, other: jax.Array) -> tuple[Any, Any]:
+        return look(state, Keys.of(*theirs), _tiles_with(other, chunk, tile), in_order=False), sums
+
+    own = (k_BSKH, v_BSKH, segment_BT)
+    nothing = jnp.zeros(q_BKGTH.shape, jnp.float32), jnp.full((*q_BKGTH.shape[:-1], 1), -jnp.inf, jnp.float32)
+    state = look(nothing, Keys.of(*own), _own_tiles(T, tile), in_order=True)
+    (context_BKGTH, log_partition_BKGT1), _ = strategy(visit, state, own, ())
     return ungrouped(context_BKGTH.astype(q_BTNH.dtype)), log_partition_BKGT1
 
 
@@ -174,32 +195,36 @@ def _shard_backward(
 ) -> tuple[jax.Array, ...]:
     """One device's dq, dk and dv; what other devices' queries add to dk and dv comes back from them."""
     T, dtype = q_BTNH.shape[1], q_BTNH.dtype
-    chunk, block = T // CHUNKS_PER_SHARD, block_queries(T)
+    chunk = T // CHUNKS_PER_SHARD
+    tile = tile_tokens(chunk)
     queries = BackwardQueries.of(q_BTNH, g_BTNH, context_BTNH, log_partition_BKGT1, segment_BT)
 
-    def visit(dq_BKGTH: jax.Array, sums: Any, theirs: Any, other: jax.Array) -> tuple[Any, Any]:
-        keys = BackwardKeys.of(*theirs)
-        for query_chunk, key_chunk in _chunk_pairs(other):
-            seen_keys = keys.part(key_chunk * chunk, chunk)
-            for first, end in blocks(chunk, block):
-                at = query_chunk * chunk + first
-                of_block = queries.part(at, end - first)
-                in_document_B11TS = same_document(of_block.segment_BT, seen_keys.segment_BS)
-                dq_block_BKGTH, *dkv = attend_backward(of_block, seen_keys, in_document_B11TS)
-                dq_BKGTH = _add(dq_BKGTH, dq_block_BKGTH, at)
-                sums = tuple(_add(x, more, key_chunk * chunk) for x, more in zip(sums, dkv, strict=True))
-        return dq_BKGTH, sums
+    def look(dq_BKGTH: jax.Array, sums: Any, keys: BackwardKeys, tiles: Tiles, *, in_order: bool) -> tuple[Any, Any]:
+        """dq, and dk and dv of these keys, with what these tiles add."""
 
-    own_keys = BackwardKeys.of(k_BSKH, v_BSKH, segment_BT)
-    dq_BKGTH, *own_sums = attend_causally_backward(queries, own_keys, block, jnp.float32)
-    zeros = tuple(jnp.zeros_like(x) for x in own_sums)
-    dq_BKGTH, sums = strategy(visit, dq_BKGTH, (k_BSKH, v_BSKH, segment_BT), zeros)
+        def one(carry: Any, at: Any) -> tuple[Any, None]:
+            (dq_BKGTH, sums), (query, key) = carry, at
+            of_tile, seen_keys = queries.part(query, tile), keys.part(key, tile)
+            seen_B11TS = may_see(of_tile.segment_BT, seen_keys.segment_BS, query if in_order else None, key)
+            dq_tile_BKGTH, *dkv = attend_backward(of_tile, seen_keys, seen_B11TS)
+            dq_BKGTH = _put(dq_BKGTH, part(dq_BKGTH, query, tile, axis=3) + dq_tile_BKGTH, query)
+            sums = tuple(_put(x, part(x, key, tile, axis=3) + more, key) for x, more in zip(sums, dkv, strict=True))
+            return (dq_BKGTH, sums), None
+
+        return jax.lax.scan(one, (dq_BKGTH, sums), tiles)[0]
+
+    def visit(dq_BKGTH: jax.Array, sums: Any, theirs: Any, other: jax.Array) -> tuple[Any, Any]:
+        return look(dq_BKGTH, sums, BackwardKeys.of(*theirs), _tiles_with(other, chunk, tile), in_order=False)
+
+    own, keys = (k_BSKH, v_BSKH, segment_BT), BackwardKeys.of(k_BSKH, v_BSKH, segment_BT)
+    zeros = jnp.zeros(keys.k_BKHS.shape, jnp.float32), jnp.zeros(keys.v_BKHS.shape, jnp.float32)
+    dq_BKGTH = jnp.zeros(queries.q_BKGTH.shape, jnp.float32)
+    dq_BKGTH, own_sums = look(dq_BKGTH, zeros, keys, _own_tiles(T, tile), in_order=True)
+    dq_BKGTH, sums = strategy(visit, dq_BKGTH, own, zeros)
     dkv = ((own + others).transpose(0, 3, 1, 2).astype(dtype) for own, others in zip(own_sums, sums, strict=True))
     return ungrouped(dq_BKGTH.astype(dtype)), *dkv
 
 
-def _add(x: jax.Array, more: jax.Array, at: Index) -> jax.Array:
-    """`x` with `more` added to the positions from `at` on, along the dim in which they differ: 3."""
-    axis = 3
-    there = part(x, at, more.shape[axis], axis)
-    return jax.lax.dynamic_update_slice_in_dim(x, there + more, at, axis)
+def _put(x: jax.Array, new: jax.Array, first: jax.Array) -> jax.Array:
+    """`x` with `new` at the positions from `first` on, which dim 3 counts."""
+    return jax.lax.dynamic_update_slice_in_dim(x, new, first, axis=3)
