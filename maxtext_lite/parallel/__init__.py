@@ -3,7 +3,7 @@
 from maxtext_lite.parallel.axes import (
     also_over_data,
     constrain,
-    num_parts,
+    num_shards,
     over_all_devices,
     over_replicas,
     over_shards,
@@ -38,7 +38,7 @@ __all__ = [
     "in_context_order",
     "make_any_host",
     "make_mesh",
-    "num_parts",
+    "num_shards",
     "over_all_devices",
     "over_replicas",
     "over_shards",

@@ -79,8 +79,8 @@ def constrain(x: jax.Array, axes: LogicalAxes) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, partition_spec(axes))
 
 
-def num_parts(axis: str) -> int:
-    """Parts into which the mesh in use splits a logical axis; 1 where there is no mesh."""
+def num_shards(axis: str) -> int:
+    """The parts into which the mesh in use (`jax.set_mesh`) splits a logical axis; 1 where there is no mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     return 1 if mesh.empty else math.prod(mesh.shape[mesh_axis] for mesh_axis in MESH_AXES_OF[axis])
 
@@ -93,15 +93,14 @@ def over_shards(
     Every mesh axis is manual, so that it also works inside `over_replicas`. Without a mesh it is `function` itself.
 
     Args:
-      out_axes: of the result; of each, in a list, where `function` returns a tuple.
+      out_axes: of the result; a list where it is a tuple of several.
     """
     if jax.sharding.get_abstract_mesh().empty:
         return function
-    several = isinstance(out_axes, list)
     return jax.shard_map(
         function,
         in_specs=tuple(partition_spec(axes) for axes in in_axes),
-        out_specs=tuple(partition_spec(axes) for axes in out_axes) if several else partition_spec(out_axes),
+        out_specs=tuple(map(partition_spec, out_axes)) if isinstance(out_axes, list) else partition_spec(out_axes),
         check_vma=False,
     )
 

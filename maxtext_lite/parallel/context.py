@@ -12,31 +12,31 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxtext_lite.parallel.axes import MESH_AXES_OF, LogicalAxes, constrain, num_parts
+from maxtext_lite.parallel.axes import MESH_AXES_OF, LogicalAxes, constrain, num_shards
 
 CHUNKS_PER_SHARD = 2
 """An early and a late chunk; a multiple of so many chunks divides the tokens of an example."""
 
 
-def context_order(num_tokens: int, num_shards: int) -> np.ndarray:
+def context_order(num_tokens: int, shards: int) -> np.ndarray:
     """For each place along an arranged example, the token that stands there: shard i holds chunks i and 2c - 1 - i.
 
     Within a shard the tokens are in their true order, and the whole shard's early chunk comes before its late one.
 
     Raises:
-      ValueError: num_tokens is not a multiple of 2 x num_shards.
+      ValueError: num_tokens is not a multiple of 2 x shards.
     """
-    num_chunks = CHUNKS_PER_SHARD * num_shards
+    num_chunks = CHUNKS_PER_SHARD * shards
     if num_tokens % num_chunks:
-        raise ValueError(f"{num_tokens} tokens are not a multiple of {CHUNKS_PER_SHARD} chunks x {num_shards} shards")
+        raise ValueError(f"{num_tokens} tokens are not a multiple of {CHUNKS_PER_SHARD} chunks x {shards} shards")
     chunks = np.arange(num_tokens).reshape(num_chunks, -1)
-    early = np.arange(num_shards)
+    early = np.arange(shards)
     return chunks[np.stack([early, num_chunks - 1 - early], axis=1).ravel()].ravel()
 
 
 def context_shards() -> int:
     """Parts into which the mesh in use splits the tokens of an example; 1 where there is no mesh."""
-    return num_parts("length")
+    return num_shards("length")
 
 
 def in_context_order(batch: Mapping[str, jax.Array], axes: LogicalAxes) -> dict[str, jax.Array]:

@@ -57,7 +57,7 @@ class Run:
         self.stated_config = config
         self.config = config = scaled_optimizer(config, plan)
         self.mesh = make_mesh(plan.ici_mesh, plan.dcn_mesh)
-        self.decoder = make_decoder(config, jax.default_backend(), plan.mesh["context"])
+        self.decoder = make_decoder(config, jax.default_backend(), num_context_shards=plan.mesh["context"])
         self.optimizer = make_optimizer(config, self.decoder.axes)
         self.local = local_updates(config, plan.diloco_num_replicas)
         self.is_first = jax.process_index() == 0

@@ -43,7 +43,7 @@ class TrainState:
         return self.params if self.outer is None else self.outer.params
 
 
-def make_decoder(config: Config, platform: str, num_context_shards: int = 1) -> Decoder:
+def make_decoder(config: Config, platform: str, *, num_context_shards: int = 1) -> Decoder:
     """The decoder a config describes, with the attention kernel that suits the platform ("cpu", "gpu", "tpu").
 
     Args:
