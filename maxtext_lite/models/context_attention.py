@@ -168,8 +168,10 @@ def _shard_forward(
                 part(segment_BT, query, tile, axis=1), seen_keys.segment_BS, query if in_order else None, key
             )
             found = attend(part(q_BKGTH, query, tile, axis=3), seen_keys, seen_B11TS)
-            both = merge(tuple(part(x, query, tile, axis=3) for x in state), found)
-            return tuple(_put(x, new, query) for x, new in zip(state, both, strict=True)), None
+            context_BKGTH, log_partition_BKGT1 = state
+            before = part(context_BKGTH, query, tile, axis=3), part(log_partition_BKGT1, query, tile, axis=3)
+            both_BKGTH, both_BKGT1 = merge(before, found)
+            return (_put(context_BKGTH, both_BKGTH, query), _put(log_partition_BKGT1, both_BKGT1, query)), None
 
         return jax.lax.scan(one, state, tiles)[0]
 

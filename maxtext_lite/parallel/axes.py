@@ -86,7 +86,9 @@ def num_shards(axis: str) -> int:
 
 
 def over_shards(
-    function: Callable[..., Any], in_axes: Sequence[LogicalAxes], out_axes: LogicalAxes | list[LogicalAxes]
+    function: Callable[..., Any],
+    in_axes: Sequence[LogicalAxes],
+    out_axes: tuple[str | None, ...] | list[tuple[str | None, ...]],
 ) -> Any:
     """`function` run by each device on its own part of each argument: for kernels that the partitioner cannot split.
 

@@ -325,8 +325,7 @@ def test_device_groups_reads_every_form():
     [
         (1, {}, ()),
         (2, {"data": 2, "fsdp": 2, "tensor": 2}, ("logits_via_embedding=true",)),
-        (4, {"fsdp": 4}, ("remat_policy=minimal",)),
-        (2, {"data": 2, "context": 4}, (RING,)),
+        (4, {"fsdp": 2, "context": 2}, ("remat_policy=minimal", RING)),
     ],
     ids=str,
 )
