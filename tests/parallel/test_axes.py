@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext_lite.parallel import MESH_AXES, constrain, make_mesh, over_replicas, over_shards, sharding
-from maxtext_lite.parallel.axes import MESH_AXES_OF, partition_spec
+from maxtext_lite.parallel import MESH_AXES, constrain, make_mesh, num_shards, over_replicas, over_shards, sharding
+from maxtext_lite.parallel.axes import AS_IT_IS, MESH_AXES_OF, partition_spec
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +23,16 @@ def test_every_rule_names_mesh_axes():
 def test_known_axes():
     assert partition_spec(("layers", "embed", "mlp")) == jax.P(None, "fsdp", "tensor")
     assert partition_spec(("accumulation", "global_batch", None)) == jax.P(None, ("data", "fsdp", "expert"), None)
+
+
+def test_a_dim_as_it_is_is_left_to_the_compiler():
+    assert partition_spec(("batch", AS_IT_IS, None)) == jax.P(("fsdp", "expert"), jax.P.UNCONSTRAINED, None)
+
+
+def test_shards_are_counted_over_all_mesh_axes_of_a_name(mesh):
+    assert num_shards("global_batch") == 1
+    with jax.set_mesh(mesh):
+        assert (num_shards("global_batch"), num_shards("heads"), num_shards("length")) == (4, 2, 1)
 
 
 def test_unknown_axis_is_refused_by_name():
@@ -47,6 +57,16 @@ def test_over_replicas_gives_each_replica_its_contiguous_rows(mesh):
     np.testing.assert_array_equal(sums_R, [10 * (0 + 1 + 2 + 3), 10 * (4 + 5 + 6 + 7)])
 
 
+def test_over_replicas_leaves_tokens_split():
+    sizes = dict.fromkeys(MESH_AXES, 1) | {"data": 2, "context": 2}
+    mesh = make_mesh(sizes, dict.fromkeys(MESH_AXES, 1), jax.devices()[:4])
+    rows = jax.device_put(jnp.arange(8.0).reshape(2, 4), sharding(mesh, ("global_batch", "length")))
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(lambda rows: over_replicas(lambda x: 2 * x, 2, rows=(0,))(rows)).lower(rows).compile()
+    np.testing.assert_array_equal(compiled(rows)[:, 0], 2 * np.arange(8.0).reshape(2, 4))
+    assert "all-gather" not in compiled.as_text()
+
+
 def test_over_shards_runs_on_each_device_part_inside_over_replicas(mesh):
     x = jnp.arange(32.0).reshape(8, 4)
 
@@ -58,3 +78,12 @@ def test_over_shards_runs_on_each_device_part_inside_over_replicas(mesh):
         got = jax.jit(lambda x: over_replicas(part_sums, 2, rows=(1,))(None, x))(x)
     blocks = np.asarray(x).reshape(4, 2, 2, 2).sum(axis=(1, 3))
     np.testing.assert_array_equal(np.asarray(got).reshape(8, 4), np.repeat(np.repeat(blocks, 2, 0), 2, 1))
+
+
+def test_over_shards_lays_out_several_results(mesh):
+    x = jnp.arange(16.0).reshape(8, 2)
+    local = lambda part: (part, part[:, :1] * 0 + part.shape[0])  # noqa: E731
+    with jax.set_mesh(mesh):
+        same, rows = jax.jit(over_shards(local, (("global_batch", None),), [("global_batch", None)] * 2))(x)
+    np.testing.assert_array_equal(same, x)
+    np.testing.assert_array_equal(rows, np.full((8, 1), 2))
