@@ -180,7 +180,9 @@ def hidden_loss(
     num_tiles: int,
 ) -> tuple[jax.Array, LossSums]:
     """`next_token_loss` from the final hidden states; of the rows, `targets` and `weights` are looked at."""
-    head_DV = decoder.head(params).astype(x_BTD.dtype)
+    # Gathered here, each once: their two uses, for logits and for the gradient, could each do so.
+    x_BTD = constrain(x_BTD, ("end_batch", "length", "activation_embed"))
+    head_DV = constrain(decoder.head(params).astype(x_BTD.dtype), (None, "vocab"))
     return cross_entropy(x_BTD, head_DV, rows["targets"], rows["weights"], z_loss_multiplier, num_tiles)
 
 
