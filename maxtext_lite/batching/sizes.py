@@ -78,7 +78,7 @@ def work_out(config: Config, topology: Topology, num_examples: int | None = None
             problems.append(part)
     problems.extend(scaling_problems(config, batch if isinstance(batch, Batch) else None, num_devices))
     problems.extend(_model_problems(config, axes, num_devices))
-    problems.extend(_pipeline_problems(config, axes.total["stage"], num_devices))
+    problems.extend(_pipeline_problems(config, axes.total["stage"], axes.total["context"], num_devices))
     if (
         problems
         or isinstance(mesh, Problem)
@@ -174,7 +174,7 @@ def _model_problems(config: Config, mesh: MeshSizes, num_devices: int) -> list[P
     return problems
 
 
-def _pipeline_problems(config: Config, num_stages: int, num_devices: int) -> list[Problem]:
+def _pipeline_problems(config: Config, num_stages: int, context: int, num_devices: int) -> list[Problem]:
     problems: list[Problem] = []
     key, pieces = "num_pipeline_microbatches", config.num_pipeline_microbatches
     if num_stages == 1 and pieces > 1:
@@ -192,6 +192,51 @@ def _pipeline_problems(config: Config, num_stages: int, num_devices: int) -> lis
             Problem(key, f"{key}={pieces} is not a multiple of the {num_stages} pipeline stages.", below, above)
         )
     problems.extend(_layer_problems(config, num_stages, num_devices))
+    problems.extend(_schedule_problems(config, num_stages, context))
+    return problems
+
+
+def _schedule_problems(config: Config, num_stages: int, context: int) -> list[Problem]:
+    """What pipeline_schedule=1f1b asks for: several stages, passed once, and tokens that they can share out."""
+    key = "pipeline_schedule"
+    problems: list[Problem] = []
+    if config.pipeline_schedule == "gpipe":
+        return problems
+    gpipe: Edit = {key: "gpipe"}
+    if num_stages == 1:
+        message = f"{key}=1f1b has no use with 1 pipeline stage (ici_pipeline_parallelism x dcn_pipeline_parallelism)."
+        return [Problem(key, message, below=[gpipe])]
+    layers, at_once = config.base_num_decoder_layers, config.num_layers_per_pipeline_stage
+    if layers % (num_stages * at_once) == 0 and layers != num_stages * at_once:
+        once: Edit = {"num_layers_per_pipeline_stage": layers // num_stages}
+        if config.num_pipeline_repeats not in (-1, 1):
+            once = {**once, "num_pipeline_repeats": 1}
+        problems.append(
+            Problem(
+                key,
+                f"{key}=1f1b passes the stages once, but {layers} layers on {num_stages} stages with "
+                f"num_layers_per_pipeline_stage={at_once} go round {layers // (num_stages * at_once)} times.",
+                below=[once],
+                above=[gpipe],
+                rule="1f1b rounds",
+            )
+        )
+    tokens, parts = config.max_target_length, num_stages * context * config.num_vocab_tiling
+    if tokens % parts:
+        tiles = f" x num_vocab_tiling={config.num_vocab_tiling}" if config.num_vocab_tiling > 1 else ""
+        shards = f" x {context} context shards" if context > 1 else ""
+        below, above = multiples("max_target_length", parts, tokens)
+        problems.append(
+            Problem(
+                "max_target_length",
+                f"max_target_length={tokens} is not a multiple of {num_stages} pipeline stages{shards}{tiles}, between "
+                f"which {key}=1f1b cuts the tokens of a microbatch for the loss.",
+                below,
+                above,
+                (gpipe,),
+                rule="1f1b tokens",
+            )
+        )
     return problems
 
 

@@ -9,7 +9,17 @@ Names of arrays of rank 2 and more end in one letter per dim (global sizes), her
 """
 
 from maxtext_lite.models.attention import resolve_attention
-from maxtext_lite.models.decoder import Decoder, DecoderShape
+from maxtext_lite.models.decoder import STREAM_AXES, Decoder, DecoderShape, Stream, unstacked
 from maxtext_lite.models.decoding import KVCache, Sampling, sample_token
 
-__all__ = ["Decoder", "DecoderShape", "KVCache", "Sampling", "resolve_attention", "sample_token"]
+__all__ = [
+    "STREAM_AXES",
+    "Decoder",
+    "DecoderShape",
+    "KVCache",
+    "Sampling",
+    "Stream",
+    "resolve_attention",
+    "sample_token",
+    "unstacked",
+]

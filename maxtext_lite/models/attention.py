@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
 from maxtext_lite.parallel import over_shards
@@ -127,8 +128,9 @@ def _blockwise_forward(
         context_BKGTH = _dot("BKGTS,BKSH->BKGTH", weight_BKGTS.astype(dtype), v_BKSH[:, :, :end]) / sum_BKGT1
         contexts.append(context_BKGTH.astype(dtype))
         log_partitions.append(max_BKGT1 + jnp.log(sum_BKGT1))
-    context_BTNH = _ungrouped(jnp.concatenate(contexts, axis=3))
-    residuals = (q_BTNH, k_BSKH, v_BSKH, segment_BT, context_BTNH, jnp.concatenate(log_partitions, axis=3))
+    context_BTNH = checkpoint_name(_ungrouped(jnp.concatenate(contexts, axis=3)), "context")
+    log_partition_BKGT1 = checkpoint_name(jnp.concatenate(log_partitions, axis=3), "context")
+    residuals = (q_BTNH, k_BSKH, v_BSKH, segment_BT, context_BTNH, log_partition_BKGT1)
     return context_BTNH, residuals
 
 

@@ -1,6 +1,7 @@
 """The decoder: layers stacked and scanned, offered as pure functions of a nested dict of parameters."""
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,21 +9,36 @@ from flax import nnx
 
 from maxtext_lite.models.attention import attention
 from maxtext_lite.models.decoding import KVCache, cached_attention
-from maxtext_lite.models.layers import Attend, DecoderLayer, DecoderShape, Embedding, Head, RMSNorm
+from maxtext_lite.models.layers import RESIDUAL_AXES, Attend, DecoderLayer, DecoderShape, Embedding, Head, RMSNorm
 from maxtext_lite.models.ops import rotary_angles
+from maxtext_lite.parallel import Pipeline
 
 Params = Any
-"""A nested dict of arrays; every leaf under "layers" has a leading L."""
+"""A nested dict of arrays; every leaf under "layers" has a leading L, or [repeats, L / repeats] in a pipeline that
+goes round several times."""
 
-REMAT_POLICIES: dict[str, Any] = {
-    "none": None,
-    "minimal": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "save_dot_products": jax.checkpoint_policies.dots_saveable,
-    "save_qkv_proj": jax.checkpoint_policies.save_only_these_names("query_proj", "key_proj", "value_proj"),
-    "full": jax.checkpoint_policies.nothing_saveable,
-}
-"""What the forward pass keeps for the backward pass: "none" keeps all, "full" only the input of each layer,
-"minimal" the outputs of the projections, "save_dot_products" the attention scores too."""
+
+def unstacked(axes: tuple[str, ...]) -> tuple[str, ...]:
+    """The logical axes of one layer's parameter, from those of a stack of layers; any others as they are."""
+    return tuple(axis for axis in axes if axis not in ("repeats", "layers"))
+
+
+class Stream(NamedTuple):
+    """What flows from layer to layer.
+
+    Attributes:
+      x_BTD: the residual stream, in `dtype`.
+      segment_BT: document number of each token.
+      position_BT: position of each token in its document.
+    """
+
+    x_BTD: jax.Array
+    segment_BT: jax.Array
+    position_BT: jax.Array
+
+
+STREAM_AXES: Any = Stream(RESIDUAL_AXES, ("batch", "length"), ("batch", "length"))  # type: ignore[arg-type]
+"""Logical axes of a stream's arrays."""
 
 
 class _Modules(nnx.Module):
@@ -53,27 +69,41 @@ class _Modules(nnx.Module):
 class Decoder:
     """A Llama-family decoder (arXiv:2302.13971): pure functions of `params`, which `init` makes.
 
+    Args:
+      shape: decides parameters and arithmetic.
+      pipeline: how the layers are dealt to stages; None: every device has all of them.
+
     Attributes:
-      shape: the DecoderShape it was built from.
+      abstract_params: shapes and dtypes of the parameters.
       axes: a tree like `params` whose leaves are the tuples of logical axes.
     """
 
-    def __init__(self, shape: DecoderShape):
-        self.shape = shape
+    def __init__(self, shape: DecoderShape, pipeline: Pipeline | None = None):
+        self.shape, self.pipeline = shape, pipeline
         with nnx.use_eager_sharding(False):
             self._graph, state = nnx.split(nnx.eval_shape(lambda: _Modules(shape, rngs=nnx.Rngs(params=0))))
             self._layer_graph = nnx.graphdef(nnx.eval_shape(lambda: DecoderLayer(shape, rngs=nnx.Rngs(params=0))))
-        self.abstract_params: Params = nnx.to_pure_dict(state)
         self.axes = nnx.to_pure_dict(
             jax.tree.map(
                 lambda param: param.replace(param.axes), state, is_leaf=lambda node: isinstance(node, nnx.Param)
             )
         )
+        self.abstract_params: Params = jax.eval_shape(self._dealt, nnx.to_pure_dict(state))
+        if pipeline:
+            self.axes["layers"] = jax.tree.map(
+                pipeline.dealt_axes, self.axes["layers"], is_leaf=lambda node: isinstance(node, tuple)
+            )
 
     def init(self, key: jax.Array) -> Params:
         """New parameters, normal with standard deviation `initializer_range`, norms 1; the same for any sharding."""
         with nnx.use_eager_sharding(False):
-            return nnx.to_pure_dict(nnx.state(_Modules(self.shape, rngs=nnx.Rngs(params=key))))
+            return self._dealt(nnx.to_pure_dict(nnx.state(_Modules(self.shape, rngs=nnx.Rngs(params=key)))))
+
+    def _dealt(self, params: Params) -> Params:
+        """The parameters with the layers as the pipeline stores them."""
+        if self.pipeline is None:
+            return params
+        return params | {"layers": jax.tree.map(self.pipeline.dealt, params["layers"])}
 
     def cast(self, params: Params) -> Params:
         """The parameters as matmuls use them: in `dtype`, but norms and the embedding table as they are.
@@ -83,7 +113,7 @@ class Decoder:
         """
 
         def cast_leaf(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
-            return x if axes in (("norm",), ("layers", "norm"), ("vocab", "embed")) else x.astype(self.shape.dtype)
+            return x if unstacked(axes) in (("norm",), ("vocab", "embed")) else x.astype(self.shape.dtype)
 
         return jax.tree.map(cast_leaf, self.axes, params, is_leaf=lambda node: isinstance(node, tuple))
 
@@ -95,10 +125,30 @@ class Decoder:
           position_BT: position of each token in its document.
         """
 
-        def attend(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array) -> tuple[jax.Array, None]:
-            return attention(q_BTNH, k_BTKH, v_BTKH, segment_BT, kernel=self.shape.attention), None
+        stream = Stream(self.embed(params, token_BT), segment_BT, position_BT)
+        run = (
+            self.layers
+            if self.pipeline is None
+            else functools.partial(self.pipeline.run, self.layers, axes=STREAM_AXES)
+        )
+        return self.final_norm(params, run(params["layers"], stream).x_BTD)
 
-        return self._run(params, token_BT, position_BT, lambda _: attend, None)[0]
+    def embed(self, params: Params, token_BT: jax.Array) -> jax.Array:
+        """The tokens' vectors [B, T, D], in `dtype`."""
+        return nnx.merge(self._graph, params).embedding(token_BT, self.shape.dtype)
+
+    def layers(self, layer_params: Params, stream: Stream) -> Stream:
+        """The stream after a stack of layers, all of `params["layers"]` or some of them in a row."""
+
+        def attend(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array) -> tuple[jax.Array, None]:
+            return attention(q_BTNH, k_BTKH, v_BTKH, stream.segment_BT, kernel=self.shape.attention), None
+
+        x_BTD, _ = self._scan(layer_params, stream.x_BTD, stream.position_BT, lambda _: attend, None)
+        return stream._replace(x_BTD=x_BTD)
+
+    def final_norm(self, params: Params, x_BTD: jax.Array) -> jax.Array:
+        """What the output projection is given: the last layer's hidden states [B, T, D], normed."""
+        return nnx.merge(self._graph, params).final_norm(x_BTD)
 
     def decode(
         self, params: Params, token_BT: jax.Array, start_B: jax.Array, cache: KVCache
@@ -113,7 +163,10 @@ class Decoder:
         def attend_in(layer_cache: KVCache) -> Attend:
             return lambda q, k, v: cached_attention(q, k, v, position_BT, layer_cache)
 
-        return self._run(params, token_BT, position_BT, attend_in, cache)
+        assert self.pipeline is None, "a cache belongs to all layers, a stage has some"
+        x_BTD = self.embed(params, token_BT)
+        x_BTD, cache = self._scan(params["layers"], x_BTD, position_BT, attend_in, cache)
+        return self.final_norm(params, x_BTD), cache
 
     def head(self, params: Params) -> jax.Array:
         """The output projection [D, V]."""
@@ -124,17 +177,23 @@ class Decoder:
         head_DV = self.head(params).astype(x_BTD.dtype)
         return jnp.einsum("BTD,DV->BTV", x_BTD, head_DV, preferred_element_type=jnp.float32)
 
-    def _run(self, params: Params, token_BT: jax.Array, position_BT: jax.Array, attend_in: Any, cache: Any) -> Any:
-        """The whole stack; `attend_in(layer's slice of the cache)` is the attention of that layer."""
+    def _scan(
+        self, layer_params: Params, x_BTD: jax.Array, position_BT: jax.Array, attend_in: Any, cache: Any
+    ) -> tuple[jax.Array, Any]:
+        """A stack of layers; `attend_in(layer's slice of the cache)` is the attention of that layer."""
         shape = self.shape
-        ends = nnx.merge(self._graph, params)
         rotation = rotary_angles(position_BT, shape.head_dim, shape.rope_max_timescale)
 
         def layer(x_BTD: jax.Array, scanned: Any) -> tuple[jax.Array, Any]:
             layer_params, layer_cache = scanned
             return nnx.merge(self._layer_graph, layer_params)(x_BTD, rotation, attend_in(layer_cache))
 
-        if shape.remat_policy != "none":
-            layer = jax.checkpoint(layer, policy=REMAT_POLICIES[shape.remat_policy], prevent_cse=False)
-        x_BTD, kept = jax.lax.scan(layer, ends.embedding(token_BT, shape.dtype), (params["layers"], cache))
-        return ends.final_norm(x_BTD), kept
+        if shape.saved is not None:
+            policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+                names_which_can_be_saved=shape.saved,
+                names_which_can_be_offloaded=shape.offloaded,
+                offload_src="device",
+                offload_dst="pinned_host",
+            )
+            layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)
+        return jax.lax.scan(layer, x_BTD, (layer_params, cache))

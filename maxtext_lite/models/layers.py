@@ -15,6 +15,12 @@ from jax.ad_checkpoint import checkpoint_name
 from maxtext_lite.models.ops import Rotation, project, rms_norm, rotate, silu_times
 from maxtext_lite.parallel import constrain
 
+RESIDUAL_AXES = ("batch", "residual_length", "activation_embed")
+"""Logical axes of the stream between blocks: split over `tensor` along the tokens, so that no device holds or norms
+all of it. Source: Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2."""
+
+_HEADS_AXES = ("batch", "length", "activation_heads", None)
+
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 """(q_BTNH, k_BTKH, v_BTKH) -> (context_BTNH, whatever the caller keeps of the layer, such as its keys and values)."""
 
@@ -29,7 +35,9 @@ class DecoderShape:
       tied: the output projection is the embedding table.
       initializer_range: standard deviation of the normal initial weights; norms start at 1.
       attention: name of the kernel, one of `attention.KERNELS`.
-      remat_policy: what the backward pass recomputes, one of `decoder.REMAT_POLICIES`.
+      saved: names (`checkpoint_name`) of a layer's tensors that the forward pass keeps for the backward pass, beside
+        the layer's input; the others are made again. None: all are kept.
+      offloaded: names of those that it keeps in pinned host memory.
     """
 
     vocab_size: int
@@ -45,7 +53,8 @@ class DecoderShape:
     initializer_range: float = 0.02
     dtype: Any = jnp.float32
     weight_dtype: Any = jnp.float32
-    remat_policy: str = "none"
+    saved: tuple[str, ...] | None = None
+    offloaded: tuple[str, ...] = ()
     attention: str = "dot_product"
 
 
@@ -80,13 +89,14 @@ class Attention(nnx.Module):
         """The projected context [B, T, D], and what `attend` keeps."""
 
         def heads(weight: nnx.Param, name: str) -> jax.Array:
-            y_BTNH = constrain(project(x_BTD, weight[...]), ("batch", "length", "activation_heads", None))
+            y_BTNH = constrain(project(x_BTD, weight[...]), _HEADS_AXES)
             return checkpoint_name(y_BTNH, name)
 
         q_BTNH = rotate(heads(self.query, "query_proj"), rotation)
         k_BTKH = rotate(heads(self.key, "key_proj"), rotation)
         context_BTNH, kept = attend(q_BTNH, k_BTKH, heads(self.value, "value_proj"))
-        return project(context_BTNH, self.out[...], 2), kept
+        context_BTNH = constrain(context_BTNH, _HEADS_AXES)  # and its gradient, which could follow the tokens instead
+        return checkpoint_name(constrain(project(context_BTNH, self.out[...], 2), RESIDUAL_AXES), "out_proj"), kept
 
 
 class GatedMlp(nnx.Module):
@@ -100,10 +110,10 @@ class GatedMlp(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """The mlp's output [B, T, D], in the dtype of x_BTD."""
-        gate_BTF = project(x_BTD, self.gate[...])
-        up_BTF = project(x_BTD, self.up[...])
+        gate_BTF = checkpoint_name(project(x_BTD, self.gate[...]), "mlpwi_0")
+        up_BTF = checkpoint_name(project(x_BTD, self.up[...]), "mlpwi_1")
         hidden_BTF = constrain(silu_times(gate_BTF, up_BTF), ("batch", "length", "activation_mlp"))
-        return project(hidden_BTF, self.down[...])
+        return checkpoint_name(constrain(project(hidden_BTF, self.down[...]), RESIDUAL_AXES), "mlpwo")
 
 
 class DecoderLayer(nnx.Module):
@@ -117,10 +127,11 @@ class DecoderLayer(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, rotation: Rotation, attend: Attend) -> tuple[jax.Array, Any]:
         """The residual stream [B, T, D] after the layer, and what `attend` keeps."""
+        x_BTD = checkpoint_name(x_BTD, "decoder_layer_input")
         attended_BTD, kept = self.attention(self.attention_norm(x_BTD), rotation, attend)
-        x_BTD = constrain(x_BTD + attended_BTD, ("batch", "length", "activation_embed"))
+        x_BTD = constrain(x_BTD + attended_BTD, RESIDUAL_AXES)
         x_BTD = x_BTD + self.mlp(self.mlp_norm(x_BTD))
-        return constrain(x_BTD, ("batch", "length", "activation_embed")), kept
+        return constrain(x_BTD, RESIDUAL_AXES), kept
 
 
 class Embedding(nnx.Module):
@@ -133,7 +144,7 @@ class Embedding(nnx.Module):
         """The tokens' vectors [B, T, D], in `dtype`."""
         # Gathered over `embed` first: a look-up in a table split both ways is what partitioners do worst.
         table_VD = constrain(self.table[...], ("vocab", None))
-        return constrain(table_VD[token_BT].astype(dtype), ("batch", "length", "activation_embed"))
+        return constrain(table_VD[token_BT].astype(dtype), ("end_batch", *RESIDUAL_AXES[1:]))
 
 
 class Head(nnx.Module):

@@ -3,32 +3,41 @@
 from maxtext_lite.parallel.axes import (
     also_over_data,
     constrain,
+    num_shards,
     over_all_devices,
     over_replicas,
     over_shards,
+    over_stages,
     per_replica,
     sharding,
     tree_shardings,
+    with_dims,
 )
 from maxtext_lite.parallel.distributed import end_soon, simulated_devices, start_devices, topology_devices
 from maxtext_lite.parallel.hosts import exchange, make_any_host
 from maxtext_lite.parallel.mesh import MESH_AXES, make_mesh
+from maxtext_lite.parallel.pipeline import Flight, Pipeline
 
 __all__ = [
     "MESH_AXES",
+    "Flight",
+    "Pipeline",
     "also_over_data",
     "constrain",
     "end_soon",
     "exchange",
     "make_any_host",
     "make_mesh",
+    "num_shards",
     "over_all_devices",
     "over_replicas",
     "over_shards",
+    "over_stages",
     "per_replica",
     "sharding",
     "simulated_devices",
     "start_devices",
     "topology_devices",
     "tree_shardings",
+    "with_dims",
 ]

@@ -15,7 +15,8 @@ LogicalAxes = Sequence[str | None]
 
 MESH_AXES_OF: dict[str, tuple[str, ...]] = {
     # parameters
-    "layers": (),
+    "repeats": (),
+    "layers": ("stage",),
     "embed": ("fsdp",),
     "vocab": ("tensor",),
     "heads": ("tensor",),
@@ -28,13 +29,20 @@ MESH_AXES_OF: dict[str, tuple[str, ...]] = {
     "global_batch": ("data", "fsdp", "expert"),
     "replica": ("data",),
     "batch": ("fsdp", "expert"),
+    "end_batch": ("fsdp", "expert", "stage"),  # outside the layers, where pipeline stages share the rows out
+    "stages": ("stage",),
     "length": ("context",),
+    "residual_length": ("context", "tensor"),  # between blocks, where each token is by itself
     "activation_embed": (),
     "activation_heads": ("tensor",),
     "activation_mlp": ("tensor",),
     "activation_vocab": ("tensor",),
 }
 """The sharding rules: mesh axes over which each logical axis is split."""
+
+
+UNEVEN = {"residual_length": "length"}
+"""What an activation's axis is laid out as where its parts would not be equal: in decoding, which has one token."""
 
 
 def partition_spec(axes: LogicalAxes) -> PartitionSpec:
@@ -74,7 +82,23 @@ def constrain(x: jax.Array, axes: LogicalAxes) -> jax.Array:
     """`x`, laid out over the mesh in use (`jax.set_mesh`) by its logical axes; `x` itself where there is no mesh."""
     if jax.sharding.get_abstract_mesh().empty:
         return x
-    return jax.lax.with_sharding_constraint(x, partition_spec(axes))
+    even = [
+        UNEVEN[axis] if axis in UNEVEN and size % num_shards(axis) else axis
+        for axis, size in zip(axes, x.shape, strict=True)
+    ]
+    return jax.lax.with_sharding_constraint(x, partition_spec(even))
+
+
+def num_shards(axis: str) -> int:
+    """The parts into which the mesh in use (`jax.set_mesh`) splits a logical axis; 1 where there is no mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return 1 if mesh.empty else math.prod(mesh.shape[mesh_axis] for mesh_axis in MESH_AXES_OF[axis])
+
+
+def over_stages(function: Callable[..., Any], *, in_axes: Any = 0) -> Callable[..., Any]:
+    """`function` run once per pipeline stage, each on its own part of the arguments; results have a leading dim P."""
+    (stage,) = MESH_AXES_OF["stages"]
+    return jax.vmap(function, in_axes=in_axes, spmd_axis_name=stage)
 
 
 def over_shards(function: Callable[..., jax.Array], in_axes: Sequence[LogicalAxes], out_axes: LogicalAxes) -> Any:
@@ -109,6 +133,13 @@ def also_over_data(where: NamedSharding, shape: Sequence[int]) -> NamedSharding:
             spec[dim] = (*axes, data)
             return NamedSharding(where.mesh, PartitionSpec(*spec))
     return where
+
+
+def with_dims(where: NamedSharding, rank: int, first: int, end: int, count: int) -> NamedSharding:
+    """Where an array of that rank lives once its dims first..end are `count` others, which are not split."""
+    spec = [*where.spec, *[None] * (rank - len(where.spec))]
+    spec[first:end] = [None] * count
+    return NamedSharding(where.mesh, PartitionSpec(*spec))
 
 
 def over_all_devices(mesh: Mesh, dim: int = 0) -> NamedSharding:

@@ -38,6 +38,12 @@ class Executables:
         if slots not in self._compiled:
             self._compiled[slots] = self._thread.submit(self._compile, slots)
 
+    def request_after(self, stage: BatchStage) -> None:
+        """`request` for the stage that follows, if one does."""
+        stages = self._plan.stages
+        for following in stages[stages.index(stage) + 1 :][:1]:
+            self.request(following)
+
     def of(self, stage: BatchStage) -> tuple[Any, float]:
         """The compiled step of a stage, and the seconds that compiling took; waits for it."""
         self.request(stage)

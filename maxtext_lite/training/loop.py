@@ -173,6 +173,7 @@ class _Loop:
                 batch = next(batches)
                 examples_seen += batch.num_examples
                 state, metrics = self._take(train_step, state, batch, step)
+                self.executables.request_after(stage)  # once the first step is on its way: tracing holds Python up
                 self._finish(in_flight, state)
                 in_flight = _InFlight(step, metrics, batch)
                 stops = stopping.after_this_step()
@@ -211,22 +212,18 @@ class _Loop:
         return RunResult(run.directory, self.counts.step, self.loss, self.eval_loss, interrupted, run.is_first, state)
 
     def _step_of(self, stage: BatchStage, step: int) -> Any:
-        """The compiled step of a stage that begins; says so and has the next stage's compiled in the background."""
+        """The compiled step of a stage that begins; says so."""
         compiled, seconds = self.executables.of(stage)
-        stages = self.plan.stages
         if self.stage is None:
             self.terminal.say(f"compiled the train step in {seconds:.1f} s")
         elif self.executables.slots(stage) != self.executables.slots(self.stage):
             self.terminal.say(f"compiled the train step of the next stage in {seconds:.1f} s, in the background")
-        if len(stages) > 1:
+        if len(self.plan.stages) > 1:
             self.terminal.say(
                 f"from step {step}: global_batch_to_train={stage.global_batch_to_train} = "
                 f"{float(stage.per_device_batch_size):g} per device x {self.plan.num_devices} devices x "
                 f"{stage.gradient_accumulation_steps} accumulation"
             )
-            following = stages[stages.index(stage) + 1 :][:1]
-            for next_stage in following:
-                self.executables.request(next_stage)
         self.stage = stage
         return compiled
 

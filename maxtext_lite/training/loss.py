@@ -20,7 +20,7 @@ class LossSums(NamedTuple):
 
 def _tile_logits(x_BTD: jax.Array, head_DV: jax.Array) -> jax.Array:
     logits_BTV = jnp.einsum("BTD,DV->BTV", x_BTD, head_DV, preferred_element_type=jnp.float32)
-    return constrain(logits_BTV, ("batch", "length", "activation_vocab"))
+    return constrain(logits_BTV, ("end_batch", "length", "activation_vocab"))
 
 
 class _TileLosses(NamedTuple):
@@ -162,6 +162,19 @@ def next_token_loss(
       rows: tokens, targets, segments, positions (int32) and weights (float32), each [B, T].
     """
     x_BTD = decoder.hidden(params, rows["tokens"], rows["segments"], rows["positions"])
+    return hidden_loss(decoder, params, x_BTD, rows, z_loss_multiplier=z_loss_multiplier, num_tiles=num_tiles)
+
+
+def hidden_loss(
+    decoder: Decoder,
+    params: Any,
+    x_BTD: jax.Array,
+    rows: dict[str, jax.Array],
+    *,
+    z_loss_multiplier: float,
+    num_tiles: int,
+) -> tuple[jax.Array, LossSums]:
+    """`next_token_loss` from the final hidden states; of the rows, `targets` and `weights` are looked at."""
     head_DV = decoder.head(params).astype(x_BTD.dtype)
     return cross_entropy(x_BTD, head_DV, rows["targets"], rows["weights"], z_loss_multiplier, num_tiles)
 

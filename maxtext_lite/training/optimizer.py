@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import optax
 
 from maxtext_lite.config import Config, OptimizerConfig
+from maxtext_lite.models import unstacked
 from maxtext_lite.training.accumulate import GradientAccumulation
 from maxtext_lite.training.loss_scale import loss_scaling
 
-UNDECAYED_AXES = (("norm",), ("layers", "norm"), ("vocab", "embed"))
-"""Logical axes of norms and embedding tables, which weight decay leaves alone by default."""
+UNDECAYED_AXES = (("norm",), ("vocab", "embed"))
+"""Logical axes, but for those of a stack, of norms and embedding tables: weight decay leaves them alone by default."""
 
 Rate = Callable[[Any], Any]
 """Position u in the run, in steps (float or traced) -> learning rate of the update that ends there."""
@@ -119,13 +120,14 @@ def _muon(config: OptimizerConfig, axes: Any) -> optax.GradientTransformation:
     is_axes = lambda node: isinstance(node, tuple)  # noqa: E731
 
     def dimension_numbers(leaf: tuple[str, ...]) -> Any:
-        """Which dims of a stacked projection are its rows: `embed` against all the others but `layers`."""
-        dims = range(1, len(leaf))
+        """Which dims of a stacked projection are its rows: `embed` against all the others but those of the stack."""
+        matrix = unstacked(leaf)
+        if matrix in (leaf, ("norm",)):
+            return None
+        dims = range(len(leaf) - len(matrix), len(leaf))
         embed = tuple(d for d in dims if leaf[d] == "embed")
         others = tuple(d for d in dims if leaf[d] != "embed")
-        if leaf[0] != "layers" or leaf[1:] == ("norm",):
-            return None
-        inputs, outputs = (embed, others) if leaf[1] == "embed" else (others, embed)
+        inputs, outputs = (embed, others) if matrix[0] == "embed" else (others, embed)
         return optax.contrib.MuonDimensionNumbers(reduction_axis=inputs, output_axis=outputs)
 
     # The pieces below scale by a learning rate of their own; 1 leaves that to the common tail, -1 undoes their sign.
@@ -150,7 +152,7 @@ def make_optimizer(config: Config, axes: Any) -> GradientAccumulation:
       axes: the parameters' logical axes, which decide what is decayed.
     """
     decayed = jax.tree.map(
-        lambda leaf: config.weight_decay_on_norms_and_embeddings or leaf not in UNDECAYED_AXES,
+        lambda leaf: config.weight_decay_on_norms_and_embeddings or unstacked(leaf) not in UNDECAYED_AXES,
         axes,
         is_leaf=lambda node: isinstance(node, tuple),
     )
@@ -163,4 +165,5 @@ def make_optimizer(config: Config, axes: Any) -> GradientAccumulation:
         ),
         loss_scaling(config),
         over_data=config.shard_optimizer_over_data,
+        on_host=config.optimizer_memory_host_offload,
     )

@@ -6,11 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
-from maxtext_lite.config import Config, UserError
+from maxtext_lite.batching import BatchPlan
+from maxtext_lite.config import Config, UserError, remat_of
 from maxtext_lite.models import Decoder, DecoderShape, resolve_attention
-from maxtext_lite.parallel import also_over_data, per_replica, sharding, tree_shardings
+from maxtext_lite.parallel import Pipeline, also_over_data, per_replica, sharding, tree_shardings
 from maxtext_lite.training.accumulate import GradientAccumulation
 from maxtext_lite.training.local_updates import LocalUpdates, OuterState
 from maxtext_lite.training.optimizer import Progress
@@ -43,13 +44,24 @@ class TrainState:
         return self.params if self.outer is None else self.outer.params
 
 
-def make_decoder(config: Config, platform: str) -> Decoder:
+def pipeline_of(plan: BatchPlan) -> Pipeline | None:
+    """The pipeline that a plan has; None with one stage."""
+    if plan.num_pipeline_stages == 1:
+        return None
+    return Pipeline(
+        plan.num_pipeline_stages, plan.num_pipeline_microbatches, plan.num_pipeline_repeats, plan.pipeline_schedule
+    )
+
+
+def make_decoder(config: Config, platform: str, pipeline: Pipeline | None = None) -> Decoder:
     """The decoder a config describes, with the attention kernel that suits the platform ("cpu", "gpu", "tpu").
 
+    Args:
+      pipeline: how its layers are dealt to stages; None: every device has all of them.
     Raises:
       UserError: the attention kernel that the config names does not run there.
     """
-    dtype = jnp.dtype(config.dtype)
+    dtype, remat = jnp.dtype(config.dtype), remat_of(config)
     try:
         kernel = resolve_attention(
             config.attention, platform=platform, dtype=dtype, num_tokens=config.max_target_length
@@ -71,9 +83,11 @@ def make_decoder(config: Config, platform: str) -> Decoder:
             initializer_range=config.initializer_range,
             dtype=dtype,
             weight_dtype=jnp.dtype(config.weight_dtype),
-            remat_policy=config.remat_policy,
+            saved=None if remat is None else remat.saved,
+            offloaded=() if remat is None else remat.offloaded,
             attention=kernel,
-        )
+        ),
+        pipeline,
     )
 
 
@@ -135,18 +149,25 @@ def state_shardings(
 
     opt_state = jax.tree_util.tree_map_with_path(lay_out, jax.eval_shape(optimizer.init, decoder.abstract_params))
     progress = Progress(everywhere, everywhere)
+    if local is not None:
+        opt_state = jax.tree.map(per_replica, opt_state)
+    if optimizer.on_host:
+        opt_state = jax.tree.map(_on_host, opt_state, jax.eval_shape(optimizer.init, decoder.abstract_params))
     if local is None:
         return TrainState(params, opt_state, progress, everywhere)
-    replica_params, replica_opt_state, replica_progress = (
-        jax.tree.map(per_replica, tree) for tree in (params, opt_state, progress)
-    )
+    replica_params, replica_progress = (jax.tree.map(per_replica, tree) for tree in (params, progress))
     return TrainState(
         replica_params,
-        replica_opt_state,
+        opt_state,
         replica_progress,
         everywhere,
         OuterState(params, params if local.outer_momentum else None),
     )
+
+
+def _on_host(where: NamedSharding, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+    """`where`, in pinned host memory; counts stay on the devices."""
+    return where.with_memory_kind("pinned_host") if leaf.ndim else where
 
 
 def _names(path: Any) -> tuple[str, ...]:

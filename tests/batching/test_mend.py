@@ -37,6 +37,8 @@ def draw(rng):
             maybe(f"{scope}_{axis}_parallelism", [1, 2, 3, 4, 8, -1], share)
     maybe("num_pipeline_microbatches", [-1, 1, 2, 3, 4, 8], 0.2)
     maybe("num_pipeline_repeats", [-1, 1, 2, 3], 0.1)
+    maybe("pipeline_schedule", ["1f1b"], 0.5 if "ici_pipeline_parallelism" in values else 0.01)
+    maybe("max_target_length", [250, 254], 0.03)
     maybe("num_layers_per_pipeline_stage", [1, 2, 3], 0.1)
     maybe("enable_rampup_batch_size", ["true"])
     maybe("num_epochs", ["1", "0.5", "0.3", "1/7", "0.01", "20"], 0.4)
@@ -142,6 +144,9 @@ def check_arithmetic(plan, values, machine):
          "per_device_batch_size=0.3 x 8 devices = 2.4 examples, not a whole number. Nearest that work: 0.25 or 0.375."),
         ({"per_device_batch_size": "0.1"}, (8, 1),
          "per_device_batch_size=0.1 x 8 devices = 0.8 examples, not a whole number. Nearest that works: 0.125."),
+        ({"pipeline_schedule": "1f1b", "ici_pipeline_parallelism": 2}, (4, 1),
+         "pipeline_schedule=1f1b passes the stages once, but 4 layers on 2 stages with num_layers_per_pipeline_stage=1 "
+         "go round 2 times. Nearest that work: num_layers_per_pipeline_stage=2 or pipeline_schedule=gpipe."),
         ({"num_pipeline_microbatches": 3, "ici_pipeline_parallelism": 2}, (4, 1),
          "num_pipeline_microbatches=3 is not a multiple of the 2 pipeline stages. Nearest that work: 2 or 4."),
         ({"expansion_factor_real_data": 3}, (8, 8),

@@ -118,6 +118,9 @@ def test_what_is_probably_not_meant_is_said():
     assert plan_of("steps=5").warnings == ("warmup_steps=20 is more than steps=5: the run ends in the warm-up.",)
     assert plan_of(device_memory_gb=0.001).warnings[0].endswith("or set remat_policy=full.")
     assert plan_of(device_memory_gb=95).warnings == ()
+    uneven = plan_of("ici_tensor_parallelism=4", "max_target_length=250")
+    assert uneven.warnings[0].startswith("max_target_length=250 is not a multiple of 1 context x 4 tensor shards: ")
+    assert uneven.memory.activations > plan_of("ici_tensor_parallelism=4", "max_target_length=248").memory.activations
 
 
 def test_what_can_be_planned_but_not_trained_is_named_by_its_key():
@@ -126,7 +129,7 @@ def test_what_can_be_planned_but_not_trained_is_named_by_its_key():
     config = load_config(None, overrides)
     problems = not_yet_trainable(config, make_plan(config, num_devices=8, num_hosts=2))
     assert [problem.split(":")[0] for problem in problems] == [
-        "dcn_context_parallelism=2", "ici_expert_parallelism=2", "ici_pipeline_parallelism=2"]  # fmt: skip
+        "dcn_context_parallelism=2", "ici_expert_parallelism=2"]  # fmt: skip
     assert not_yet_trainable(load_config(), plan_of()) == []
 
 

@@ -87,11 +87,13 @@ class Setup:
 
 
 @functools.cache
-def make_setup(*overrides, data=1, fsdp=1, tensor=1, replicas=None):
+def make_setup(*overrides, data=1, fsdp=1, tensor=1, replicas=None, pipeline=None):
     config = load_config(None, [*TINY, *overrides])
-    sizes = {axis: {"data": data, "fsdp": fsdp, "tensor": tensor}.get(axis, 1) for axis in MESH_AXES}
-    mesh = make_mesh(sizes, dict.fromkeys(MESH_AXES, 1), jax.devices()[: data * fsdp * tensor])
-    decoder = make_decoder(config, "cpu")
+    stage = pipeline.num_stages if pipeline else 1
+    given = {"data": data, "fsdp": fsdp, "tensor": tensor, "stage": stage}
+    sizes = {axis: given.get(axis, 1) for axis in MESH_AXES}
+    mesh = make_mesh(sizes, dict.fromkeys(MESH_AXES, 1), jax.devices()[: data * fsdp * tensor * stage])
+    decoder = make_decoder(config, "cpu", pipeline)
     return Setup(config, mesh, decoder, make_optimizer(config, decoder.axes), local_updates(config, replicas))
 
 

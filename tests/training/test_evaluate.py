@@ -10,7 +10,13 @@ from maxtext_lite.training.evaluate import evaluate
 def _batches(rows, size):
     for first in range(0, len(rows), size):
         part = rows[first : first + size]
-        yield Batch({"rows": np.asarray(part, np.float32)}, np.arange(len(part)), len(part), num_micro_batches=1, data_seconds=0.0)
+        yield Batch(
+            {"rows": np.asarray(part, np.float32)},
+            np.arange(len(part)),
+            len(part),
+            num_micro_batches=1,
+            data_seconds=0.0,
+        )
 
 
 def _eval_step(params, arrays):

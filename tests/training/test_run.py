@@ -37,7 +37,7 @@ def test_a_directory_that_cannot_be_made_is_refused(tmp_path):
 
 def test_without_checkpointing_a_run_with_checkpoints_is_not_started_over(tmp_path):
     (tmp_path / "here" / "checkpoints" / "3").mkdir(parents=True)
-    with pytest.raises(UserError, match="would start .* over"):
+    with pytest.raises(UserError, match=r"would start .* over"):
         run_of(tmp_path, "enable_checkpointing=false")
 
 
@@ -50,7 +50,7 @@ def test_the_schedule_ends_at_its_end_in_every_unit(unit, tmp_path):
     progress, rates = state.progress, []
     for update in range(1, 7):
         progress = progress.plus(np.int32(batch), np.int32(batch * length))
-        rates.append(float(run.schedule(update, progress)))
+        rates.append(float(run.schedule(np.int32(update), progress)))
     np.testing.assert_allclose(rates, [0.005, 0.01, 0.0075, 0.005, 0.0025, 0], atol=1e-7)
 
 

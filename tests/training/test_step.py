@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxtext_lite.batching import make_plan
 from maxtext_lite.parallel import sharding
 from maxtext_lite.parallel.hlo import collectives
-from maxtext_lite.training.step import EVAL_BATCH_AXES, make_eval_step
+from maxtext_lite.training.step import EVAL_BATCH_AXES, TRAIN_BATCH_AXES, make_eval_step
 from tests.training.conftest import LENGTH, ROWS
 
 # (accumulation, row slots of a micro-batch, mesh); 16 rows in all, so that the last two leave slots empty
@@ -271,6 +272,64 @@ def test_bfloat16_steps_run_and_stay_close_to_float32(accumulation, mesh, overri
     assert losses[0] != losses[1]
 
 
+def test_tensor_parallelism_splits_what_stands_between_blocks(setup):
+    """Gathered before a projection, reduced after: no all-to-all, no weight gathered, and less is held."""
+    sizes = {}
+    keys = ("base_emb_dim=64", "base_mlp_dim=64", "remat_policy=full", "base_num_decoder_layers=16")
+    for length in (128, 127):  # 127 tokens cannot be shared out
+        it = setup(*keys, f"max_target_length={length}", tensor=2)
+        where = sharding(it.mesh, TRAIN_BATCH_AXES)
+        batch = {
+            name: jax.ShapeDtypeStruct((1, 8, length), "float32" if name == "weights" else "int32", sharding=where)
+            for name in ("tokens", "targets", "segments", "positions", "weights")
+        }
+        compiled = it.compile_step(batch)
+        sizes[length] = compiled.memory_analysis().temp_size_in_bytes
+        if length == 127:
+            continue
+        found = [c for c in collectives(compiled.as_text()) if c.in_loop]
+        assert {c.kind for c in found} <= {"all-gather", "all-reduce", "reduce-scatter"}
+        for c in found:
+            if c.kind == "all-gather":
+                assert f"f32[1,8,{length},64]" in c.line, c.line
+    layer_inputs = 16 * 8 * 128 * 64 * 4
+    assert sizes[127] - sizes[128] > 0.4 * layer_inputs
+
+
+@pytest.mark.parametrize("policy", ["none", "minimal", "save_qkv_proj", "full"])
+def test_the_plan_estimates_what_the_compiler_allocates(policy, setup):
+    """Gradients, activations and logits of the plan are within a quarter of the step's temporaries."""
+    keys = ["base_num_decoder_layers=8", "base_emb_dim=64", "base_num_query_heads=4", "base_num_kv_heads=2",
+            "head_dim=16", "base_mlp_dim=192", "max_target_length=128", "per_device_batch_size=8", "steps=20",
+            f"remat_policy={policy}"]  # fmt: skip
+    it = setup(*keys)
+    plan = make_plan(it.config, num_devices=1)
+    where = sharding(it.mesh, TRAIN_BATCH_AXES)
+    batch = {
+        name: jax.ShapeDtypeStruct((1, 8, 128), "float32" if name == "weights" else "int32", sharding=where)
+        for name in ("tokens", "targets", "segments", "positions", "weights")
+    }
+    found = it.compile_step(batch).memory_analysis().temp_size_in_bytes
+    memory = plan.memory
+    assert memory.gradients + memory.activations + memory.logits == pytest.approx(found, rel=0.25)
+
+
+@pytest.mark.parametrize("mesh", [{}, {"data": 2, "fsdp": 2}], ids=str)
+def test_an_optimizer_state_on_the_host_gives_the_same_update_to_the_bit(mesh, setup, rows):
+    here, there = (setup("optimizer=adamw", *keys, **mesh) for keys in ((), (HOST,)))
+    results = []
+    for it in (here, there):
+        batch = it.batch(rows, 2, 8)
+        results.append(it.run(it.compile_step(batch), batch, 3))
+    jax.tree.map(np.testing.assert_array_equal, *results)
+    kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(there.state().opt_state) if leaf.ndim}
+    assert kinds == {"pinned_host"}
+    step = there.compile_step(there.batch(rows, 2, 8))
+    _, (state_out, _) = step.input_shardings, step.output_shardings
+    assert {where.memory_kind for where in jax.tree.leaves(state_out.opt_state.inner_opt_state)} >= {"pinned_host"}
+
+
+HOST = "optimizer_memory_host_offload=true"
 ZERO = "shard_optimizer_over_data=true"
 
 

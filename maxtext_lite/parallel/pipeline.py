@@ -1,0 +1,271 @@
+"""The pipeline: layers dealt to the devices of the `stage` axis, and one micro-batch flowing through them in pieces."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from maxtext_lite.parallel.axes import constrain, num_shards, over_stages
+
+StageFunction = Callable[[Any, Any], Any]
+"""(parameters of a stack of layers, rows) -> rows, a tree of the same shapes."""
+
+
+class Flight(NamedTuple):
+    """What is under way between two ticks of the schedule 1f1b; P stages, pieces of b rows.
+
+    Attributes:
+      inputs: rows that the stages are given next, [P, b, ...].
+      saved: inputs of the last 2P - 1 ticks, [P, 2P - 1, b, ...], that of tick t at t mod (2P - 1).
+      cotangents: of the outputs that the stages go back through next, [P, b, ...] for each floating-point array.
+    """
+
+    inputs: Any
+    saved: Any
+    cotangents: list[jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+    """How layers are dealt to stages and a micro-batch to pipeline microbatches.
+
+    With several repeats, the stages are passed round so often (the circular schedule): stage p has a stack of layers
+    for each. Layer l belongs to repeat, stage and place l = (repeat * P + stage) * layers per stack + place.
+
+    Attributes:
+      num_stages: P, the size of the mesh axis `stage`.
+      num_microbatches: M, a multiple of P: the pieces of one micro-batch.
+      num_repeats: times that a piece passes all stages.
+      schedule: how a train step orders its work: `gpipe` runs all pieces of a micro-batch forwards and then, by
+        automatic differentiation, backwards; with `1f1b` every tick runs one piece forwards and one backwards, and the
+        pieces of all micro-batches of a step follow each other without a gap. Evaluation has no backward pass.
+    """
+
+    num_stages: int
+    num_microbatches: int
+    num_repeats: int = 1
+    schedule: Literal["gpipe", "1f1b"] = "gpipe"
+
+    @property
+    def num_ticks(self) -> int:
+        """Times that all stages run forwards for one micro-batch; of each stage's, P - 1 are idle."""
+        return self.num_repeats * self.num_microbatches + self.num_stages - 1
+
+    def num_ticks_1f1b(self, num_micro_batches: Any) -> Any:
+        """Times that all stages run forwards and backwards in a step; of each stage's, 2 (P - 1) are idle."""
+        return num_micro_batches * self.num_microbatches + 2 * (self.num_stages - 1)
+
+    def dealt(self, stack: jax.Array) -> jax.Array:
+        """A parameter of all layers, [L, ...], as it is stored: [repeats, L / repeats, ...] where there are several.
+
+        Contiguous parts of the dim of layers are then what the stages hold.
+        """
+        if self.num_repeats == 1:
+            return stack
+        return stack.reshape(self.num_repeats, stack.shape[0] // self.num_repeats, *stack.shape[1:])
+
+    def dealt_axes(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """The logical axes of `dealt` parameters."""
+        return axes if self.num_repeats == 1 else ("repeats", *axes)
+
+    def run(self, stage: StageFunction, params: Any, rows: Any, *, axes: Any) -> Any:
+        """`rows` after all layers: what `stage(all layers, rows)` would be, with M pieces under way at a time.
+
+        Every tick runs each stage on the piece it has and hands the results on to the next stage. The last stage's
+        come round to the first, which keeps all M pieces: before their first pass, between passes and after the last.
+        Idle ticks run on rows that are thrown away; nothing of them reaches a result or a gradient.
+
+        Args:
+          stage: must leave the rows independent of each other.
+          params: leaves [L, ...] or [repeats, L / repeats, ...], sharded over stages.
+          rows: tree of arrays [B, ...]; B a multiple of M x the shards of the batch.
+          axes: like `rows`, the logical axes of each array, the first of them "batch".
+        Source: Huang et al. 2019, arXiv:1811.06965; the circular schedule is Narayanan et al. 2021, arXiv:2104.04473,
+          section 2.2, with breadth before depth.
+        """
+        num_stages, num_pieces = self.num_stages, self.num_microbatches
+        stage_P = jnp.arange(num_stages)
+        params_RP = self._by_stage(params)
+
+        def of_stage(params_R: Any, repeat: jax.Array, piece: Any) -> Any:
+            return stage(self._stack_of(params_R, repeat), piece)
+
+        run_stages = over_stages(of_stage, in_axes=(1, 0, 0))
+
+        def tick(carry: Any, time: jax.Array) -> tuple[Any, None]:
+            pieces_PM, inputs_P = carry
+            repeat_P = jnp.clip((time - stage_P) // num_pieces, 0, self.num_repeats - 1)
+            outputs_P = self._lay_out(run_stages(params_RP, repeat_P, inputs_P), axes)
+            outputs_P = self._lay_out(jax.tree.map(lambda x: jnp.roll(x, 1, axis=0), outputs_P), axes)
+            back = time - (num_stages - 1)  # what the last stage has just run, now with the first
+
+            def keep(pieces: jax.Array, outputs: jax.Array) -> jax.Array:
+                slot = back % num_pieces
+                kept = jax.lax.dynamic_index_in_dim(pieces, slot, axis=1, keepdims=False)
+                kept = jnp.where(back >= 0, outputs, kept)
+                return jax.lax.dynamic_update_index_in_dim(pieces, kept, slot, axis=1)
+
+            def give(pieces: jax.Array, outputs: jax.Array) -> jax.Array:
+                next_piece = jax.lax.dynamic_index_in_dim(pieces, (time + 1) % num_pieces, axis=1, keepdims=False)
+                return jnp.where(_of_first_stage(outputs), next_piece, outputs)
+
+            pieces_PM = self._lay_out(jax.tree.map(keep, pieces_PM, outputs_P), axes, None)
+            return (pieces_PM, self._lay_out(jax.tree.map(give, pieces_PM, outputs_P), axes)), None
+
+        pieces_PM = jax.tree.map(
+            lambda x: jnp.broadcast_to(x, (num_stages, *x.shape)), jax.tree.map(self._pieces, rows, axes)
+        )
+        pieces_PM = self._lay_out(pieces_PM, axes, None)
+        first_P = jax.tree.map(lambda x: jnp.where(_of_first_stage(x[:, 0]), x[:, 0], 0), pieces_PM)
+        carry = pieces_PM, self._lay_out(first_P, axes)
+        (pieces_PM, _), _ = jax.lax.scan(tick, carry, jnp.arange(self.num_ticks))
+        return jax.tree.map(self._joined, pieces_PM, axes)
+
+    def no_flight(self, rows: Any, *leading: int) -> Flight:
+        """Nothing under way yet: zeros.
+
+        Args:
+          rows: shapes and dtypes of a piece, [b, ...].
+          leading: dims before all others.
+        """
+
+        def zeros(x: jax.ShapeDtypeStruct, *between: int) -> jax.Array:
+            return jnp.zeros((*leading, self.num_stages, *between, *x.shape), x.dtype)
+
+        saved = jax.tree.map(lambda x: zeros(x, 2 * self.num_stages - 1), rows)
+        return Flight(jax.tree.map(zeros, rows), saved, [zeros(x) for x in _moving(rows)])
+
+    def tick_1f1b(
+        self,
+        stage: StageFunction,
+        params: Any,
+        flight: Flight,
+        time: jax.Array,
+        *,
+        entering: Any,
+        leave: Callable[[Any], tuple[list[jax.Array], Any]],
+        axes: Any,
+    ) -> tuple[Flight, Any, list[jax.Array], Any]:
+        """One tick of all stages: a piece forwards and an earlier piece backwards.
+
+        Stage p runs piece `time - p` forwards and piece `time - 2 (P - 1) + p` backwards: the last stage turns each
+        piece round in the tick in which it ends, and the first gets it back 2 (P - 1) ticks after it began. A stage
+        keeps its inputs only and runs forwards again before it goes back. Pieces that do not exist must enter as any
+        finite rows and have cotangents of 0, which stay 0 all the way back.
+
+        Args:
+          params: as in `run`, with one repeat.
+          entering: rows of piece `time`.
+          leave: (rows of piece `time - (P - 1)` after the last layer) -> (their cotangents, anything).
+        Returns:
+          The flight, the gradients of `params` (in their dtype and shapes), the cotangents of the rows of piece
+          `time - 2 (P - 1)` as they entered, and what `leave` returned beside its cotangents.
+        Source: Narayanan et al. 2019 (PipeDream), Harlap et al. 2018, arXiv:1806.03377, section 3.2; here without stale
+          weights, as all gradients of a step belong to the same.
+        """
+        num_stages, num_saved = self.num_stages, 2 * self.num_stages - 1
+        stage_P = jnp.arange(num_stages)
+        stacks_P = jax.tree.map(lambda w: w[0], self._by_stage(params))
+
+        def enter(x: jax.Array, inputs: jax.Array) -> jax.Array:
+            return jnp.where(_of_first_stage(inputs), x, inputs)
+
+        inputs_P = self._lay_out(jax.tree.map(enter, entering, flight.inputs), axes)
+
+        def save(saved: jax.Array, inputs: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_update_index_in_dim(saved, inputs, time % num_saved, axis=1)
+
+        saved_P = self._lay_out(jax.tree.map(save, flight.saved, inputs_P), axes, None)
+        outputs_P = self._lay_out(over_stages(stage)(stacks_P, inputs_P), axes)
+        left = jax.tree.map(lambda x: _taken(x, num_stages - 1), outputs_P)
+        left_cotangents, result = leave(left)
+        arrays, tree = jax.tree.flatten(outputs_P)
+        moving_axes = [names for x, names in zip(arrays, tree.flatten_up_to(axes), strict=True) if _is_moving(x)]
+        cotangents_P = [
+            jnp.where(_of_stage(cotangents, num_stages - 1), new, cotangents)
+            for new, cotangents in zip(left_cotangents, flight.cotangents, strict=True)
+        ]
+        cotangents_P = self._lay_out(cotangents_P, moving_axes)
+
+        def back(stack: Any, age: jax.Array, saved: Any, cotangents: list[jax.Array]) -> tuple[Any, list[jax.Array]]:
+            rows = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, age, keepdims=False), saved)
+
+            def moved(stack: Any, moving: list[jax.Array]) -> list[jax.Array]:
+                return _moving(stage(stack, _with_moving(rows, moving)))
+
+            return jax.vjp(moved, stack, _moving(rows))[1](cotangents)
+
+        age_P = (time - 2 * (num_stages - 1) + 2 * stage_P) % num_saved
+        gradients_P, cotangents_P = over_stages(back)(stacks_P, age_P, saved_P, cotangents_P)
+        cotangents_P = self._lay_out(cotangents_P, moving_axes)
+        gradients = jax.tree.map(lambda g, w: g.reshape(w.shape), gradients_P, params)
+        back_at_first = [_taken(x, 0) for x in cotangents_P]
+        onwards = self._lay_out(jax.tree.map(lambda x: jnp.roll(x, 1, axis=0), outputs_P), axes)
+        backwards = self._lay_out([jnp.roll(x, -1, axis=0) for x in cotangents_P], moving_axes)
+        return Flight(onwards, saved_P, backwards), gradients, back_at_first, result
+
+    def _by_stage(self, params: Any) -> Any:
+        """Leaves [repeats, P, layers per stack, ...]."""
+        lead = self.num_repeats, self.num_stages
+
+        def deal(stored: jax.Array) -> jax.Array:
+            rest = stored.shape[1:] if self.num_repeats == 1 else stored.shape[2:]
+            return stored.reshape(*lead, -1, *rest)
+
+        return jax.tree.map(deal, params)
+
+    def _stack_of(self, params_R: Any, repeat: jax.Array) -> Any:
+        """A stage's layers for one of its repeats."""
+        if self.num_repeats == 1:
+            return jax.tree.map(lambda w: w[0], params_R)
+        return jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, repeat, keepdims=False), params_R)
+
+    def _lay_out(self, tree: Any, axes: Any, *between: None) -> Any:
+        return jax.tree.map(lambda x, names: constrain(x, ("stages", *between, *names)), tree, axes)
+
+    def _pieces(self, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+        """[B, ...] as [M, B / M, ...], on every stage; each device of a stage has as many rows of every piece."""
+        shards, pieces = num_shards("batch"), self.num_microbatches
+        x = x.reshape(shards, pieces, x.shape[0] // (shards * pieces), *x.shape[1:])
+        x = x.swapaxes(0, 1)
+        return constrain(x.reshape(pieces, -1, *x.shape[3:]), (None, *axes))
+
+    def _joined(self, x_PM: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+        """The first stage's pieces [P, M, B / M, ...] as [B, ...], with the rows shared out among stages."""
+        x_M = jnp.sum(jnp.where(_of_first_stage(x_PM), x_PM, 0), axis=0, dtype=x_PM.dtype)
+        x_M = constrain(x_M, ("stages", *axes))
+        shards = num_shards("batch")
+        x = x_M.reshape(x_M.shape[0], shards, -1, *x_M.shape[2:]).swapaxes(0, 1)
+        return constrain(x.reshape(-1, *x_M.shape[2:]), ("end_batch", *axes[1:]))
+
+
+def _of_stage(x_P: jax.Array, stage: int) -> jax.Array:
+    """True for one stage's part of an array [P, ...]."""
+    return (jnp.arange(x_P.shape[0]) == stage).reshape(-1, *[1] * (x_P.ndim - 1))
+
+
+def _of_first_stage(x_P: jax.Array) -> jax.Array:
+    return _of_stage(x_P, 0)
+
+
+def _taken(x_P: jax.Array, stage: int) -> jax.Array:
+    """One stage's part, on all stages; a sum, as the partitioner would gather all parts to take one of them."""
+    return jnp.sum(jnp.where(_of_stage(x_P, stage), x_P, 0), axis=0, dtype=x_P.dtype)
+
+
+def _is_moving(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _moving(rows: Any) -> list[Any]:
+    """The floating-point arrays of a tree of rows, which stages change and gradients go back through."""
+    return [x for x in jax.tree.leaves(rows) if _is_moving(x)]
+
+
+def _with_moving(rows: Any, moving: list[jax.Array]) -> Any:
+    """The rows with other floating-point arrays."""
+    leaves, tree = jax.tree.flatten(rows)
+    new = iter(moving)
+    return tree.unflatten([next(new) if _is_moving(x) else x for x in leaves])
