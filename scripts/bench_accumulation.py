@@ -70,7 +70,7 @@ def subjects(variants: Sequence[Variant], num_devices: int, overrides: Sequence[
     from maxtext_lite.config import load_config
     from maxtext_lite.parallel import sharding
     from maxtext_lite.training.optimizer import learning_rate_schedule, make_optimizer
-    from maxtext_lite.training.state import init_state, make_decoder, pipeline_of
+    from maxtext_lite.training.state import init_state, make_decoder
     from maxtext_lite.training.step import TRAIN_BATCH_AXES, make_train_step
 
     holder: list[Any] = []
@@ -86,7 +86,7 @@ def subjects(variants: Sequence[Variant], num_devices: int, overrides: Sequence[
             ],
         )
         plan, mesh = _plan_and_mesh(config, num_devices)
-        decoder = make_decoder(config, jax.default_backend(), pipeline_of(plan))
+        decoder = make_decoder(config, jax.default_backend(), plan)
         optimizer = make_optimizer(config, decoder.axes)
         if not holder:
             holder.append(init_state(decoder, optimizer, mesh, 0))

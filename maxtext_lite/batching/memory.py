@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from maxtext_lite.batching.pipeline import Schedule
 from maxtext_lite.config import Config, remat_of
 
-_QUERY_BLOCK, _MOST_QUERY_BLOCKS = 128, 16  # of the attention in plain matmuls
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -158,7 +157,6 @@ def estimate_activations(
     """
     tokens = _tokens(config, mesh, micro_batch_slots)
     sizes = _tensor_bytes(config, mesh)
-    heads, length = config.base_num_query_heads // mesh["tensor"], config.max_target_length
     everything = sum(sizes.values()) + _unnamed_bytes(config, mesh)
     remat = remat_of(config)
     if remat is None:
@@ -166,16 +164,34 @@ def estimate_activations(
     else:  # the layer's input is always kept, here or on the host
         kept_of_layer = sum(sizes[name] for name in {*remat.saved, "decoder_layer_input"} - {*remat.offloaded})
         recomputed = everything
-    # Attention goes block by block: float32 scores, weights and their gradient of some queries over all keys.
-    block = -(-length // (_QUERY_BLOCK * _MOST_QUERY_BLOCKS)) * _QUERY_BLOCK
-    at_once = recomputed + 3 * 4 * heads * min(block, length)
     stages = mesh["stage"]
     layers = config.base_num_decoder_layers // stages
     piece = tokens // num_pipeline_microbatches
+    rows = piece * mesh["context"] // config.max_target_length
+    at_once = piece * recomputed + rows * _attention_bytes(config, mesh)
     if schedule == "1f1b":
         waiting = (2 * stages - 1) * sizes["decoder_layer_input"]
-        return piece * (kept_of_layer * layers + waiting + at_once)
-    return piece * (kept_of_layer * layers * (num_pipeline_microbatches + stages - 1) + at_once)
+        return piece * (kept_of_layer * layers + waiting) + at_once
+    return piece * kept_of_layer * layers * (num_pipeline_microbatches + stages - 1) + at_once
+
+
+def _attention_bytes(config: Config, mesh: Mapping[str, int]) -> int:
+    """Bytes of what attention in one layer works with per row.
+
+    cuDNN's and splash attention hold no scores. Plain attention has three float32 copies of them at once, of the half
+    of the square that it computes; on context shards, of one tile of at most about 512 x 512 (models/
+    context_attention.py). There it has other shards' keys and values too, and their float32 gradients: of all shards
+    with all_gather, of two with ring.
+    """
+    shards, tensor, length = mesh["context"], mesh["tensor"], config.max_target_length
+    heads = config.base_num_query_heads // tensor
+    if shards > 1:
+        others = length if config.context_parallel_strategy == "all_gather" else 2 * length // shards
+        keys_and_values = 2 * (config.base_num_kv_heads // tensor) * config.head_dim
+        tile = min(length // (2 * shards), 512)
+        return 3 * 4 * heads * tile**2 + others * keys_and_values * (_BYTES[config.dtype] + 4)
+    flash = config.attention in ("cudnn_flash", "splash") or (config.attention == "auto" and config.dtype != "float32")
+    return 0 if flash else 3 * 4 * heads * length**2 // 2
 
 
 def offloaded_activations(

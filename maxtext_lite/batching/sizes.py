@@ -78,6 +78,7 @@ def work_out(config: Config, topology: Topology, num_examples: int | None = None
             problems.append(part)
     problems.extend(scaling_problems(config, batch if isinstance(batch, Batch) else None, num_devices))
     problems.extend(_model_problems(config, axes, num_devices))
+    problems.extend(_context_problems(config, axes.total["context"]))
     problems.extend(_pipeline_problems(config, axes.total["stage"], axes.total["context"], num_devices))
     if (
         problems
@@ -132,18 +133,19 @@ def _diloco_replicas(config: Config, data_axis: int) -> int | Problem | None:
     return Problem(key, message, below, above, ({key: -1},))
 
 
-# Each mesh axis that splits the model, and the dimensions that it splits.
-_SPLIT: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("fsdp", ("base_emb_dim",)),
-    ("tensor", ("base_num_query_heads", "base_num_kv_heads", "base_mlp_dim", "vocab_size")),
-    ("context", ("max_target_length",)),
+# Each mesh axis that splits the model, the pieces that each of its shards holds, and the dimensions that it splits.
+_SPLIT: tuple[tuple[str, int, tuple[str, ...]], ...] = (
+    ("fsdp", 1, ("base_emb_dim",)),
+    ("tensor", 1, ("base_num_query_heads", "base_num_kv_heads", "base_mlp_dim", "vocab_size")),
+    ("context", 2, ("max_target_length",)),  # an early and a late chunk, so that causal attention is equal work
 )
 
 
 def _model_problems(config: Config, mesh: MeshSizes, num_devices: int) -> list[Problem]:
     problems: list[Problem] = []
-    for axis, dimension_keys in _SPLIT:
-        parts = mesh.total[axis]
+    for axis, chunks, dimension_keys in _SPLIT:
+        shards = mesh.total[axis]
+        parts = shards * chunks if shards > 1 else 1
         uneven = {key: int(getattr(config, key)) for key in dimension_keys if int(getattr(config, key)) % parts}
         if not uneven:
             continue
@@ -151,26 +153,52 @@ def _model_problems(config: Config, mesh: MeshSizes, num_devices: int) -> list[P
         key = mesh_key("ici" if in_slice else "dcn", axis)
         size = mesh.ici[axis] if in_slice else mesh.dcn[axis]
         how = f"{key}=-1, the remaining {size}," if getattr(config, key) == -1 else f"{key}={size}"
+        if shards != size:
+            how += f" x {mesh_key('dcn', axis)}={mesh.dcn[axis]}"
+        if chunks > 1:
+            how += f" x {chunks} chunks"
         if parts != size:
-            how += f" x {mesh_key('dcn', axis)}={mesh.dcn[axis]} = {parts}"
+            how += f" = {parts}"
         named = any_of([f"{name}={dimension}" for name, dimension in uneven.items()])
-        below, above = single_edits(key, divisors(num_devices), size)
+        fewer, more = single_edits(key, divisors(num_devices), size)
         wider = [
             edit
             for name, dimension in uneven.items()
             for group in reversed(multiples(name, parts, dimension))
             for edit in group
         ]
+        below, above, otherwise = fewer, more, (*mesh_edits(key, size, num_devices), *wider)
+        if "max_target_length" in uneven:  # which is the run's to choose, as the dimensions of a model are not
+            below, above = multiples("max_target_length", parts, config.max_target_length)
+            otherwise = (*fewer, *more, *mesh_edits(key, size, num_devices))
         problems.append(
             Problem(
                 key,
                 f"{how} does not divide {named}.",
                 below,
                 above,
-                (*mesh_edits(key, size, num_devices), *wider),
+                otherwise,
                 rule=f"{axis} divides the model",
             )
         )
+    return problems
+
+
+def _context_problems(config: Config, num_shards: int) -> list[Problem]:
+    """What does not work on shards of the tokens."""
+    if num_shards == 1:
+        return []
+    problems: list[Problem] = []
+    key, kernel = "attention", config.attention
+    if kernel not in ("auto", "dot_product"):
+        message = f"{key}={kernel} does not work on {num_shards} context shards, whose tokens are dealt in chunks."
+        problems.append(Problem(key, message, otherwise=({key: "auto"},), rule="a kernel for shards"))
+    key, pieces = "num_vocab_tiling", config.num_vocab_tiling
+    tokens, rest = divmod(config.max_target_length, num_shards)
+    if not rest and tokens % pieces:
+        message = f"{key}={pieces} does not divide the {tokens} tokens of each of {num_shards} context shards."
+        below, above = single_edits(key, divisors(tokens), pieces)
+        problems.append(Problem(key, message, below, above, rule="tiles of a shard"))
     return problems
 
 

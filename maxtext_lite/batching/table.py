@@ -16,6 +16,7 @@ def format_plan(plan: BatchPlan) -> str:
         ("num_devices", f"{plan.num_devices} = {_mesh_text(plan)}, on {plan.num_hosts} host{_s(plan.num_hosts)}"),
         *_batch_rows(plan),
         *_loading_rows(plan),
+        *_context_rows(plan),
         *_pipeline_rows(plan),
         *_length_rows(plan),
         *_optimizer_rows(plan),
@@ -91,6 +92,19 @@ def _loading_rows(plan: BatchPlan) -> list[tuple[str, str]]:
             f"{hosts} of {plan.num_hosts}, each reads {_text(share)} example{_s(share)}{about} "
             f"in each of {plan.loads_per_step} load{_s(plan.loads_per_step)} per step",
         ),
+    ]
+
+
+def _context_rows(plan: BatchPlan) -> list[tuple[str, str]]:
+    shards, tokens = plan.mesh["context"], plan.max_target_length
+    if shards == 1:
+        return []
+    return [
+        (
+            "context shards",
+            f"{shards}, each with an early and a late chunk of {tokens // (2 * shards)} of the {tokens} tokens of an "
+            "example",
+        )
     ]
 
 

@@ -120,6 +120,7 @@ class MeshConfig(Section):
     ici_context_parallelism: CountOrMinusOne
     ici_expert_parallelism: CountOrMinusOne
     ici_pipeline_parallelism: CountOrMinusOne
+    context_parallel_strategy: Literal["all_gather", "ring"]
     shard_optimizer_over_data: Flag
     pipeline_schedule: Literal["gpipe", "1f1b"]
     num_layers_per_pipeline_stage: Count

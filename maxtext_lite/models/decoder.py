@@ -141,7 +141,8 @@ class Decoder:
         """The stream after a stack of layers, all of `params["layers"]` or some of them in a row."""
 
         def attend(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array) -> tuple[jax.Array, None]:
-            return attention(q_BTNH, k_BTKH, v_BTKH, stream.segment_BT, kernel=self.shape.attention), None
+            kernel, strategy = self.shape.attention, self.shape.context_strategy
+            return attention(q_BTNH, k_BTKH, v_BTKH, stream.segment_BT, kernel=kernel, strategy=strategy), None
 
         x_BTD, _ = self._scan(layer_params, stream.x_BTD, stream.position_BT, lambda _: attend, None)
         return stream._replace(x_BTD=x_BTD)

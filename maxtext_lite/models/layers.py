@@ -38,6 +38,7 @@ class DecoderShape:
       saved: names (`checkpoint_name`) of a layer's tensors that the forward pass keeps for the backward pass, beside
         the layer's input; the others are made again. None: all are kept.
       offloaded: names of those that it keeps in pinned host memory.
+      context_strategy: how the shards of a context axis exchange keys, one of `context_attention.STRATEGIES`.
     """
 
     vocab_size: int
@@ -56,6 +57,7 @@ class DecoderShape:
     saved: tuple[str, ...] | None = None
     offloaded: tuple[str, ...] = ()
     attention: str = "dot_product"
+    context_strategy: str = "all_gather"
 
 
 def _weight(shape: DecoderShape, rngs: nnx.Rngs, sizes: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param:

@@ -11,7 +11,9 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 LogicalAxes = Sequence[str | None]
-"""Name of each dim of an array; None: not sharded."""
+"""Name of each dim of an array; None: not sharded; AS_IT_IS: as the compiler finds it."""
+
+AS_IT_IS = "as it is"
 
 MESH_AXES_OF: dict[str, tuple[str, ...]] = {
     # parameters
@@ -52,10 +54,10 @@ def partition_spec(axes: LogicalAxes) -> PartitionSpec:
       ValueError: an axis is not in MESH_AXES_OF, or two dims would be split over the same mesh axis.
     """
     used: dict[str, str] = {}
-    entries: list[tuple[str, ...] | str | None] = []
+    entries: list[Any] = []
     for axis in axes:
-        if axis is None:
-            entries.append(None)
+        if axis is None or axis == AS_IT_IS:
+            entries.append(None if axis is None else PartitionSpec.UNCONSTRAINED)
             continue
         if axis not in MESH_AXES_OF:
             raise ValueError(f"unknown logical axis {axis!r}; known: {', '.join(MESH_AXES_OF)}")
@@ -101,17 +103,24 @@ def over_stages(function: Callable[..., Any], *, in_axes: Any = 0) -> Callable[.
     return jax.vmap(function, in_axes=in_axes, spmd_axis_name=stage)
 
 
-def over_shards(function: Callable[..., jax.Array], in_axes: Sequence[LogicalAxes], out_axes: LogicalAxes) -> Any:
+def over_shards(
+    function: Callable[..., Any],
+    in_axes: Sequence[LogicalAxes],
+    out_axes: tuple[str | None, ...] | list[tuple[str | None, ...]],
+) -> Any:
     """`function` run by each device on its own part of each argument: for kernels that the partitioner cannot split.
 
     Every mesh axis is manual, so that it also works inside `over_replicas`. Without a mesh it is `function` itself.
+
+    Args:
+      out_axes: of the result; a list where it is a tuple of several.
     """
     if jax.sharding.get_abstract_mesh().empty:
         return function
     return jax.shard_map(
         function,
         in_specs=tuple(partition_spec(axes) for axes in in_axes),
-        out_specs=partition_spec(out_axes),
+        out_specs=tuple(map(partition_spec, out_axes)) if isinstance(out_axes, list) else partition_spec(out_axes),
         check_vma=False,
     )
 
@@ -163,7 +172,7 @@ def over_replicas(
 
     def split(x: jax.Array) -> jax.Array:
         x = x.reshape(num_replicas, x.shape[0] // num_replicas, *x.shape[1:])
-        return constrain(x, ("replica", "batch") + (None,) * (x.ndim - 2))
+        return constrain(x, ("replica", "batch") + (AS_IT_IS,) * (x.ndim - 2))
 
     def mapped(*arguments: Any) -> Any:
         split_up = [jax.tree.map(split, x) if at in rows else x for at, x in enumerate(arguments)]

@@ -122,9 +122,15 @@ class InterleavedStep:
         """[b, T, ...] as [b P, T / P, ...], of which each stage has a part."""
         b, T = x.shape[:2]
         stages = self._pipeline.num_stages
+        x = self._whole(x)
         return constrain(x.reshape(b * stages, T // stages, *x.shape[2:]), ("end_batch",) + (None,) * (x.ndim - 1))
 
     def _uncut(self, x: jax.Array) -> jax.Array:
         """Takes `_cut` back."""
         stages = self._pipeline.num_stages
-        return x.reshape(x.shape[0] // stages, -1, *x.shape[2:])
+        return self._whole(x.reshape(x.shape[0] // stages, -1, *x.shape[2:]))
+
+    @staticmethod
+    def _whole(x: jax.Array) -> jax.Array:
+        """Rows on their devices with all of their tokens: from one split of them the other is not a step away."""
+        return constrain(x, ("batch",) + (None,) * (x.ndim - 1))

@@ -17,7 +17,7 @@ from maxtext_lite.training.executables import Executables
 from maxtext_lite.training.local_updates import LocalUpdates, local_updates
 from maxtext_lite.training.metrics import model_flops_per_example
 from maxtext_lite.training.optimizer import learning_rate_schedule, make_optimizer
-from maxtext_lite.training.state import TrainState, abstract_state, make_decoder, pipeline_of
+from maxtext_lite.training.state import TrainState, abstract_state, make_decoder
 from maxtext_lite.training.step import make_synchronise, make_train_step
 
 
@@ -116,7 +116,7 @@ def compile_program(config: Config, plan: BatchPlan, devices: Sequence[Any]) -> 
     """
     config = scaled_optimizer(config, plan)
     mesh = make_mesh(plan.ici_mesh, plan.dcn_mesh, devices)
-    decoder = make_decoder(config, devices[0].platform, pipeline_of(plan))
+    decoder = make_decoder(config, devices[0].platform, plan)
     optimizer = make_optimizer(config, decoder.axes)
     local = local_updates(config, plan.diloco_num_replicas)
     schedule = learning_rate_schedule(config, last=plan.steps)

@@ -25,7 +25,7 @@ from maxtext_lite.training.local_updates import local_updates
 from maxtext_lite.training.metrics import Speed, Terminal, model_flops_per_example, peak_tflops
 from maxtext_lite.training.noise import why_unknown
 from maxtext_lite.training.optimizer import Schedule, learning_rate_schedule, make_optimizer
-from maxtext_lite.training.state import TrainState, abstract_state, init_state, make_decoder, pipeline_of, state_from
+from maxtext_lite.training.state import TrainState, abstract_state, init_state, make_decoder, state_from
 
 
 class Run:
@@ -57,7 +57,7 @@ class Run:
         self.stated_config = config
         self.config = config = scaled_optimizer(config, plan)
         self.mesh = make_mesh(plan.ici_mesh, plan.dcn_mesh)
-        self.decoder = make_decoder(config, jax.default_backend(), pipeline_of(plan))
+        self.decoder = make_decoder(config, jax.default_backend(), plan)
         self.optimizer = make_optimizer(config, self.decoder.axes)
         self.local = local_updates(config, plan.diloco_num_replicas)
         self.is_first = jax.process_index() == 0

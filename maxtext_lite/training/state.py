@@ -44,27 +44,22 @@ class TrainState:
         return self.params if self.outer is None else self.outer.params
 
 
-def pipeline_of(plan: BatchPlan) -> Pipeline | None:
-    """The pipeline that a plan has; None with one stage."""
-    if plan.num_pipeline_stages == 1:
-        return None
-    return Pipeline(
-        plan.num_pipeline_stages, plan.num_pipeline_microbatches, plan.num_pipeline_repeats, plan.pipeline_schedule
-    )
-
-
-def make_decoder(config: Config, platform: str, pipeline: Pipeline | None = None) -> Decoder:
+def make_decoder(config: Config, platform: str, plan: BatchPlan | None = None) -> Decoder:
     """The decoder a config describes, with the attention kernel that suits the platform ("cpu", "gpu", "tpu").
 
     Args:
-      pipeline: how its layers are dealt to stages; None: every device has all of them.
+      plan: deals layers to pipeline stages and tokens to context shards; None: every device has all of them.
     Raises:
       UserError: the attention kernel that the config names does not run there.
     """
     dtype, remat = jnp.dtype(config.dtype), remat_of(config)
     try:
         kernel = resolve_attention(
-            config.attention, platform=platform, dtype=dtype, num_tokens=config.max_target_length
+            config.attention,
+            platform=platform,
+            dtype=dtype,
+            num_tokens=config.max_target_length,
+            num_context_shards=1 if plan is None else plan.mesh["context"],
         )
     except ValueError as error:
         raise UserError(str(error)) from None
@@ -86,8 +81,17 @@ def make_decoder(config: Config, platform: str, pipeline: Pipeline | None = None
             saved=None if remat is None else remat.saved,
             offloaded=() if remat is None else remat.offloaded,
             attention=kernel,
+            context_strategy=config.context_parallel_strategy,
         ),
-        pipeline,
+        None if plan is None else _pipeline(plan),
+    )
+
+
+def _pipeline(plan: BatchPlan) -> Pipeline | None:
+    if plan.num_pipeline_stages == 1:
+        return None
+    return Pipeline(
+        plan.num_pipeline_stages, plan.num_pipeline_microbatches, plan.num_pipeline_repeats, plan.pipeline_schedule
     )
 
 

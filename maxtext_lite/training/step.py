@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from maxtext_lite.config import NumericsConfig
 from maxtext_lite.models import Decoder
-from maxtext_lite.parallel import constrain, over_replicas, per_replica, sharding, tree_shardings
+from maxtext_lite.parallel import constrain, in_context_order, over_replicas, per_replica, sharding, tree_shardings
 from maxtext_lite.training.accumulate import GradientAccumulation
 from maxtext_lite.training.interleaved import InterleavedStep
 from maxtext_lite.training.local_updates import LocalUpdates
@@ -103,6 +103,7 @@ def accumulate_gradients(
     def step_gradients(
         params: Any, batch: dict[str, jax.Array], num_micro_batches: Any = None, loss_scale: jax.Array | None = None
     ) -> StepGradients:
+        batch = in_context_order(batch, TRAIN_BATCH_AXES)
         has_target_ABT, has_example_AB = batch["weights"] > 0, batch["segments"][..., 0] > 0
         tokens_R = per_replica_sum(jnp.sum(has_target_ABT, axis=-1, dtype=jnp.int32))
         examples_R = per_replica_sum(has_example_AB.astype(jnp.int32))
@@ -316,7 +317,8 @@ def make_eval_step(decoder: Decoder, mesh: Mesh, config: NumericsConfig) -> Any:
     by_replica = over_replicas(losses, mesh.shape["data"], rows=(1,))
 
     def eval_step(params: Any, batch: dict[str, jax.Array]) -> Any:
-        return jax.tree.map(lambda x_RB: x_RB.reshape(-1), by_replica(decoder.cast(params), batch))
+        rows = in_context_order(batch, EVAL_BATCH_AXES)
+        return jax.tree.map(lambda x_RB: x_RB.reshape(-1), by_replica(decoder.cast(params), rows))
 
     return jax.jit(
         eval_step,

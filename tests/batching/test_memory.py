@@ -95,6 +95,19 @@ def test_gpipe_keeps_every_tick_and_1f1b_the_inputs_of_twice_the_stages():
     assert estimate([*keys, "pipeline_schedule=1f1b"], mesh, slots=8, pieces=2).logits == 2 * 4 * 4 * 256 * 320 // 2
 
 
+def test_context_shards_hold_their_tokens_and_the_scores_of_a_tile():
+    """8,192 tokens, 16 rows: without shards half of the square of scores, three times; with 4, one tile's."""
+    keys = ["max_target_length=8192", "remat_policy=full"]
+    one, ring = estimate(keys), estimate([*keys, "context_parallel_strategy=ring"], {"context": 4})
+    gathered = estimate(keys, {"context": 4})
+    assert (ring.logits, ring.params) == (one.logits // 4, one.params)
+    heads, keys_and_values = 8, 2 * 4 * 16
+    working = 3 * 4 * 16 * heads * 8192**2 // 2
+    tile = 3 * 4 * 16 * heads * 512**2
+    assert (one.activations - working) // 4 == ring.activations - tile - 16 * 2 * 2048 * keys_and_values * (4 + 4)
+    assert gathered.activations - ring.activations == 16 * (8192 - 2 * 2048) * keys_and_values * (4 + 4)
+
+
 @pytest.mark.parametrize("optimizer", ["muon", "adafactor"])
 def test_estimated_optimizer_state_lies_below_adams(optimizer):
     assert 0 < estimate([f"optimizer={optimizer}"]).optimizer_state < estimate().optimizer_state

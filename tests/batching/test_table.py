@@ -55,6 +55,15 @@ def test_both_schedules_of_a_pipeline_are_weighed():
     assert "with 1f1b" not in table_of(["ici_pipeline_parallelism=2"], num_devices=4), "it goes round twice"
 
 
+def test_context_shards_are_shown():
+    table = table_of(["ici_context_parallelism=4"], num_devices=8)
+    assert row(table, "num_devices") == "8 = fsdp 2 x context 4, on 1 host"
+    assert (
+        row(table, "context shards") == "4, each with an early and a late chunk of 32 of the 256 tokens of an example"
+    )
+    assert "context shards" not in table_of(num_devices=8)
+
+
 def test_a_long_ramp_is_cut_short():
     table = table_of(["enable_rampup_batch_size=true", "per_device_batch_size=1000"], num_devices=1)
     assert "... 487 more stages (--json has them all)" in table

@@ -16,7 +16,7 @@ from maxtext_lite.parallel import (
     sharding,
     with_dims,
 )
-from maxtext_lite.parallel.axes import MESH_AXES_OF, partition_spec
+from maxtext_lite.parallel.axes import AS_IT_IS, MESH_AXES_OF, partition_spec
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +33,16 @@ def test_every_rule_names_mesh_axes():
 def test_known_axes():
     assert partition_spec(("layers", "embed", "mlp")) == jax.P("stage", "fsdp", "tensor")
     assert partition_spec(("accumulation", "global_batch", None)) == jax.P(None, ("data", "fsdp", "expert"), None)
+
+
+def test_a_dim_as_it_is_is_left_to_the_compiler():
+    assert partition_spec(("batch", AS_IT_IS, None)) == jax.P(("fsdp", "expert"), jax.P.UNCONSTRAINED, None)
+
+
+def test_shards_are_counted_over_all_mesh_axes_of_a_name(mesh):
+    assert num_shards("global_batch") == 1
+    with jax.set_mesh(mesh):
+        assert (num_shards("global_batch"), num_shards("heads"), num_shards("length")) == (4, 2, 1)
 
 
 def test_unknown_axis_is_refused_by_name():
@@ -55,6 +65,16 @@ def test_over_replicas_gives_each_replica_its_contiguous_rows(mesh):
     with jax.set_mesh(mesh):
         sums_R = jax.jit(lambda rows: over_replicas(lambda scale, x: scale * x.sum(), 2, rows=(1,))(10.0, rows))(rows)
     np.testing.assert_array_equal(sums_R, [10 * (0 + 1 + 2 + 3), 10 * (4 + 5 + 6 + 7)])
+
+
+def test_over_replicas_leaves_tokens_split():
+    sizes = dict.fromkeys(MESH_AXES, 1) | {"data": 2, "context": 2}
+    mesh = make_mesh(sizes, dict.fromkeys(MESH_AXES, 1), jax.devices()[:4])
+    rows = jax.device_put(jnp.arange(8.0).reshape(2, 4), sharding(mesh, ("global_batch", "length")))
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(lambda rows: over_replicas(lambda x: 2 * x, 2, rows=(0,))(rows)).lower(rows).compile()
+    np.testing.assert_array_equal(compiled(rows)[:, 0], 2 * np.arange(8.0).reshape(2, 4))
+    assert "all-gather" not in compiled.as_text()
 
 
 def test_over_shards_runs_on_each_device_part_inside_over_replicas(mesh):
@@ -96,3 +116,12 @@ def test_over_stages_runs_each_stage_on_its_part():
     with jax.set_mesh(stages):
         got = jax.jit(over_stages(lambda a, b: a @ b, in_axes=(0, None)))(jnp.arange(8.0).reshape(4, 2), jnp.ones(2))
     np.testing.assert_array_equal(got, [1, 5, 9, 13])
+
+
+def test_over_shards_lays_out_several_results(mesh):
+    x = jnp.arange(16.0).reshape(8, 2)
+    local = lambda part: (part, part[:, :1] * 0 + part.shape[0])  # noqa: E731
+    with jax.set_mesh(mesh):
+        same, rows = jax.jit(over_shards(local, (("global_batch", None),), [("global_batch", None)] * 2))(x)
+    np.testing.assert_array_equal(same, x)
+    np.testing.assert_array_equal(rows, np.full((8, 1), 2))

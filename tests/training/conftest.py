@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -87,13 +88,13 @@ class Setup:
 
 
 @functools.cache
-def make_setup(*overrides, data=1, fsdp=1, tensor=1, replicas=None, pipeline=None):
+def make_setup(*overrides, replicas=None, pipeline=None, **mesh_sizes):
     config = load_config(None, [*TINY, *overrides])
-    stage = pipeline.num_stages if pipeline else 1
-    given = {"data": data, "fsdp": fsdp, "tensor": tensor, "stage": stage}
-    sizes = {axis: given.get(axis, 1) for axis in MESH_AXES}
-    mesh = make_mesh(sizes, dict.fromkeys(MESH_AXES, 1), jax.devices()[: data * fsdp * tensor * stage])
-    decoder = make_decoder(config, "cpu", pipeline)
+    sizes = dict.fromkeys(MESH_AXES, 1) | mesh_sizes
+    if pipeline:
+        sizes["stage"] = pipeline.num_stages
+    mesh = make_mesh(sizes, dict.fromkeys(MESH_AXES, 1), jax.devices()[: math.prod(sizes.values())])
+    decoder = Decoder(make_decoder(config, "cpu").shape, pipeline)
     return Setup(config, mesh, decoder, make_optimizer(config, decoder.axes), local_updates(config, replicas))
 
 
