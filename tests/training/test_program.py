@@ -17,6 +17,8 @@ from tests.training.conftest import TINY, make_setup
 LAYERS, TABLES, NORMS = 2 * 1920 * 4, 2 * 264 * 16 * 4, 5 * 16 * 4  # bytes
 STREAM = 8 * 32 * 16 * 4  # of 8 rows on a device: 16 on fsdp 2
 PARAMETERS = LAYERS + TABLES + NORMS
+TABLE = TABLES // 2
+LAYERS_OF_4_KV_HEADS = LAYERS + 2 * 2 * 16 * 2 * 4 * 4
 
 
 @functools.cache
@@ -50,9 +52,9 @@ TABLES_OF = {
         ("all-reduce", "data"): (3, (LAYERS + TABLES) // 4 + NORMS + 24),  # each device its share
     },
     "fsdp 2 x tensor 4": {
-        ("all-gather", "fsdp"): (30, 17152),
+        ("all-gather", "fsdp"): (30, (2 * LAYERS_OF_4_KV_HEADS + 2 * TABLE) // 4),
         ("all-reduce", "fsdp"): (8, 13240),
-        # Two before blocks, and four behind them, in each of two layers; the loss's, and the gradient of the embedding's.
+        # Two in the forward pass and four in the backward pass of each of two layers, two at the ends.
         ("all-gather", "tensor"): (14, 14 * STREAM),
         # As many sums, and the look-up's and the loss's; logits' maxima and sums; gradients of norms; scalars.
         ("all-reduce", "tensor"): (16, 16 * STREAM + 2 * STREAM // 16 + NORMS + 1132),
@@ -62,7 +64,7 @@ TABLES_OF = {
         ("all-gather", "data"): (12, PARAMETERS),
     },
     "data 2 x fsdp 2 x tensor 2, local updates": {
-        ("all-gather", "fsdp"): (30, (2 * LAYERS + TABLES) // 2),
+        ("all-gather", "fsdp"): (30, (2 * LAYERS + 2 * TABLE) // 2),
         ("all-reduce", "fsdp"): (8, 25016),
         ("all-gather", "tensor"): (14, 14 * STREAM // 2),
         ("all-reduce", "tensor"): (16, 16 * STREAM // 2 + 2 * STREAM // 32 + NORMS + 620),
