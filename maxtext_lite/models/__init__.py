@@ -6,6 +6,7 @@ Names of arrays of rank 2 and more end in one letter per dim (global sizes), her
     F mlp                 V vocabulary          N query heads         K kv heads
     H head width          L layers              P stages              M pipeline microbatches
     A accumulation        E experts             R data replicas       G query heads per kv head
+    J experts of a token  C slots of an expert  U rows given to experts, one for each of a token's
 """
 
 from maxtext_lite.models.attention import resolve_attention

@@ -12,6 +12,7 @@ from maxtext_lite.parallel.axes import (
     sharding,
     tree_shardings,
 )
+from maxtext_lite.parallel.collectives import gathered, scattered_sum, shard_index, summed
 from maxtext_lite.parallel.distributed import end_soon, start_devices
 from maxtext_lite.parallel.hosts import exchange, make_any_host
 from maxtext_lite.parallel.mesh import MESH_AXES, make_mesh
@@ -24,6 +25,7 @@ __all__ = [
     "constrain",
     "end_soon",
     "exchange",
+    "gathered",
     "make_any_host",
     "make_mesh",
     "num_shards",
@@ -32,7 +34,10 @@ __all__ = [
     "over_shards",
     "over_stages",
     "per_replica",
+    "scattered_sum",
+    "shard_index",
     "sharding",
     "start_devices",
+    "summed",
     "tree_shardings",
 ]

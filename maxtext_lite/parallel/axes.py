@@ -24,6 +24,9 @@ MESH_AXES_OF: dict[str, tuple[str, ...]] = {
     "head_dim": (),
     "mlp": ("tensor",),
     "norm": (),
+    "experts": ("expert",),
+    "router": (),
+    "router_bias": (),
     # batch and activations; inside `over_replicas` the replica dim is mapped away and a batch is one replica's rows
     "accumulation": (),
     "global_batch": ("data", "fsdp", "expert"),
@@ -35,6 +38,8 @@ MESH_AXES_OF: dict[str, tuple[str, ...]] = {
     "activation_embed": (),
     "activation_heads": ("tensor",),
     "activation_mlp": ("tensor",),
+    "routed_rows": ("fsdp", "expert", "context"),  # what each device makes of its own tokens for experts
+    "exchanged_batch": ("fsdp",),  # rows of tokens that have gone to the devices of their experts
     "activation_vocab": ("tensor",),
 }
 """The sharding rules: mesh axes over which each logical axis is split."""
@@ -92,17 +97,22 @@ def over_stages(function: Callable[..., Any], *, in_axes: Any = 0) -> Callable[.
     return jax.vmap(function, in_axes=in_axes, spmd_axis_name=stage)
 
 
-def over_shards(function: Callable[..., jax.Array], in_axes: Sequence[LogicalAxes], out_axes: LogicalAxes) -> Any:
+def over_shards(
+    function: Callable[..., Any], in_axes: Sequence[LogicalAxes], out_axes: LogicalAxes | list[LogicalAxes]
+) -> Any:
     """`function` run by each device on its own part of each argument: for kernels that the partitioner cannot split.
 
     Every mesh axis is manual, so that it also works inside `over_replicas`. Without a mesh it is `function` itself.
+
+    Args:
+      out_axes: of the result; a list where it is a tuple of several.
     """
     if jax.sharding.get_abstract_mesh().empty:
         return function
     return jax.shard_map(
         function,
         in_specs=tuple(partition_spec(axes) for axes in in_axes),
-        out_specs=partition_spec(out_axes),
+        out_specs=tuple(map(partition_spec, out_axes)) if isinstance(out_axes, list) else partition_spec(out_axes),
         check_vma=False,
     )
 
