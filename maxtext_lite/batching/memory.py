@@ -6,6 +6,7 @@ figures (`memory_analysis()`) are the truth; these tell 10 GB from 100 before th
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -46,7 +47,7 @@ class ParameterCount:
     Attributes:
       matrices: elements of the layers' matrices.
       tables: elements of the embedding table and of the output projection where it is not tied.
-      norms: elements of the norm scales.
+      norms: elements of the norm scales and of the routers' biases.
     """
 
     matrices: int
@@ -59,15 +60,26 @@ class ParameterCount:
         return self.matrices + self.tables + self.norms
 
 
-def count_parameters(config: Config, *, fsdp: int = 1, tensor: int = 1, stage: int = 1) -> ParameterCount:
-    """Parameters per device, exactly: matrices are split over fsdp and tensor, layers over stages, norms not."""
+def count_parameters(
+    config: Config, *, fsdp: int = 1, tensor: int = 1, stage: int = 1, expert: int = 1
+) -> ParameterCount:
+    """Parameters per device, exactly.
+
+    Matrices are split over fsdp and tensor, experts over the expert axis too, routers over fsdp only, layers over
+    stages, norms and routers' biases over nothing else.
+    """
     emb, heads, kv_heads = config.base_emb_dim, config.base_num_query_heads, config.base_num_kv_heads
     layers = config.base_num_decoder_layers // stage
     attention = 2 * emb * heads * config.head_dim + 2 * emb * kv_heads * config.head_dim
-    mlp = 3 * emb * config.base_mlp_dim
+    mlp, norms = 3 * emb * config.base_mlp_dim // (fsdp * tensor), 2 * emb
+    if config.num_experts > 1:
+        shared, one = 3 * emb * config.shared_experts * config.moe_mlp_dim, 3 * emb * config.moe_mlp_dim
+        routed = one * config.num_experts // expert
+        mlp = (shared + routed) // (fsdp * tensor) + emb * config.num_experts // fsdp
+        norms += config.num_experts if config.routed_bias else 0
     tables = config.vocab_size * emb * (1 if config.logits_via_embedding else 2)
     shards = fsdp * tensor
-    return ParameterCount(layers * (attention + mlp) // shards, tables // shards, (2 * layers + 1) * emb)
+    return ParameterCount(layers * (attention // shards + mlp), tables // shards, layers * norms + emb)
 
 
 def estimate_memory(
@@ -88,7 +100,9 @@ def estimate_memory(
       diloco_num_replicas: copies of local updates, or None. A device then holds replicas / data copies of parameters,
         optimizer state and gradients, and beside them the outer parameters and their float32 momentum.
     """
-    count = count_parameters(config, fsdp=mesh["fsdp"], tensor=mesh["tensor"], stage=mesh["stage"])
+    count = count_parameters(
+        config, fsdp=mesh["fsdp"], tensor=mesh["tensor"], stage=mesh["stage"], expert=mesh["expert"]
+    )
     weight_bytes = _BYTES[config.weight_dtype]
     params = count.total * weight_bytes
     state = _optimizer_elements(config, count) * 4  # float32, whatever the weights are
@@ -130,13 +144,14 @@ def _activation_bytes(config: Config, mesh: Mapping[str, int], tokens: int, num_
     emb, tensor = config.base_emb_dim, mesh["tensor"]
     query = config.base_num_query_heads * config.head_dim // tensor
     key_value = 2 * config.base_num_kv_heads * config.head_dim // tensor
-    mlp = config.base_mlp_dim // tensor
+    mlp, rows = _mlp_width(config, mesh) // tensor, _rows_per_token(config, mesh)
     dtype_bytes = _BYTES[config.dtype]
     # cuDNN and splash attention keep no [T, T] scores; plain attention keeps float32 scores and probabilities.
     flash = config.attention in ("cudnn_flash", "splash") or (config.attention == "auto" and config.dtype != "float32")
     scores = 0 if flash else 4 * (config.base_num_query_heads // tensor) * config.max_target_length // mesh["context"]
     projections = (query + key_value + emb + 2 * mlp) * dtype_bytes
     everything = projections + (3 * emb + query + mlp) * dtype_bytes + 2 * scores
+    recomputed = everything + 2 * rows * emb * dtype_bytes  # what goes into the experts and comes out of them
     saved = {
         "none": everything,
         "minimal": projections,
@@ -149,4 +164,26 @@ def _activation_bytes(config: Config, mesh: Mapping[str, int], tokens: int, num_
     # A pipeline's scan keeps the inputs of its idle ticks too.
     ticks = num_pipeline_microbatches + stages - 1
     kept = tokens * saved * layers * ticks // num_pipeline_microbatches
-    return kept + (0 if config.remat_policy == "none" else tokens * everything // num_pipeline_microbatches)
+    once = 2 * rows * emb * dtype_bytes if config.remat_policy == "none" else recomputed
+    return kept + tokens * once // num_pipeline_microbatches
+
+
+def _rows_per_token(config: Config, mesh: Mapping[str, int]) -> int:
+    """Rows that a device has room for in its experts' matmuls, for each of its own tokens; 0 without experts.
+
+    Dropless, all tokens of the devices along the expert axis may come, each with as many choices as there are experts
+    here.
+    """
+    if config.num_experts == 1:
+        return 0
+    chosen, experts = config.num_experts_per_tok, config.num_experts
+    if config.capacity_factor == -1:
+        return mesh["expert"] * min(chosen, experts // mesh["expert"])
+    return math.ceil(min(config.capacity_factor * chosen, experts))
+
+
+def _mlp_width(config: Config, mesh: Mapping[str, int]) -> int:
+    """Width of the mlps that a token goes through, as far as a device has room for them."""
+    if config.num_experts == 1:
+        return config.base_mlp_dim
+    return (_rows_per_token(config, mesh) + config.shared_experts) * config.moe_mlp_dim

@@ -57,6 +57,11 @@ class _Request:
         assert isinstance(hosts, int)
         return _Request(config, Topology(devices, hosts), self.num_examples)
 
+    def as_it_stands(self, edit: Edit) -> Edit:
+        """An earlier change, with the values that later ones have given its keys."""
+        machine = {"num_devices": self.topology.num_devices, "num_hosts": self.topology.num_hosts}
+        return {key: machine[key] if key in machine else getattr(self.config, key) for key in edit}
+
     def broken(self) -> set[str]:
         """Identities of the broken rules; those of the config alone too, which a candidate may break."""
         outcome = work_out(self.config, self.topology, self.num_examples)
@@ -80,7 +85,7 @@ def refusals(
     found: list[Refusal] = []
     for problem in problems:
         if problem.identity in mended_by:  # by a change named above, which is therefore what to name here too
-            edits = [mended_by[problem.identity]]
+            edits = [request.as_it_stands(mended_by[problem.identity])]
         else:
             edits = _working(problem, request)
             if edits:

@@ -347,7 +347,6 @@ def not_yet_trainable(config: Config, plan: BatchPlan) -> list[str]:
     """What can be planned but not yet trained, one refusal for each; an issue that adds a feature deletes its entry."""
     lacking = (
         ("ici_context_parallelism", plan.mesh["context"] > 1, "a context axis", "1"),
-        ("ici_expert_parallelism", plan.mesh["expert"] > 1, "an expert axis", "1"),
     )
     problems: list[str] = []
     for key, wanted, what, legal in lacking:

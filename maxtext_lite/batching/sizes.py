@@ -132,19 +132,26 @@ def _diloco_replicas(config: Config, data_axis: int) -> int | Problem | None:
     return Problem(key, message, below, above, ({key: -1},))
 
 
-# Each mesh axis that splits the model, and the dimensions that it splits.
+# Each mesh axis that splits the model, and the dimensions that it splits; an expert's width where there are experts.
 _SPLIT: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("fsdp", ("base_emb_dim",)),
-    ("tensor", ("base_num_query_heads", "base_num_kv_heads", "base_mlp_dim", "vocab_size")),
+    ("tensor", ("base_num_query_heads", "base_num_kv_heads", "base_mlp_dim", "base_moe_mlp_dim", "vocab_size")),
     ("context", ("max_target_length",)),
+    ("expert", ("num_experts",)),
 )
+
+
+def _dimensions(config: Config, keys: tuple[str, ...]) -> dict[str, int]:
+    """The dimensions that the model has, by key: of the mlp's width and the experts', the one that is used."""
+    unused = "base_mlp_dim" if config.num_experts > 1 and config.base_moe_mlp_dim != -1 else "base_moe_mlp_dim"
+    return {key: int(getattr(config, key)) for key in keys if key != unused}
 
 
 def _model_problems(config: Config, mesh: MeshSizes, num_devices: int) -> list[Problem]:
     problems: list[Problem] = []
     for axis, dimension_keys in _SPLIT:
         parts = mesh.total[axis]
-        uneven = {key: int(getattr(config, key)) for key in dimension_keys if int(getattr(config, key)) % parts}
+        uneven = {key: size for key, size in _dimensions(config, dimension_keys).items() if size % parts}
         if not uneven:
             continue
         in_slice = mesh.ici[axis] > 1

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from maxtext_lite.config.errors import Refusal, number_text
+from maxtext_lite.config.errors import Refusal, number_text, value_text
 from maxtext_lite.config.schema import Config
 
 _BYTE_TOKENS = 257  # 256 bytes and the end of text
@@ -220,12 +220,53 @@ def _loss_scale(config: Config) -> Refusal | None:
     )
 
 
+def _experts_per_token(config: Config) -> Refusal | None:
+    experts, chosen = config.num_experts, config.num_experts_per_tok
+    if chosen <= experts:
+        return None
+    return Refusal(
+        "num_experts_per_tok", f"num_experts_per_tok={chosen} is more than num_experts={experts}.", (experts,)
+    )
+
+
+def _experts_that_are_not(config: Config) -> Refusal | None:
+    """Of the keys that say something about experts, the first that does where there are none."""
+    if config.num_experts > 1:
+        return None
+    for key, value, unused in (
+        ("base_moe_mlp_dim", config.base_moe_mlp_dim, -1),
+        ("shared_experts", config.shared_experts, 0),
+        ("capacity_factor", config.capacity_factor, -1),
+        ("routed_bias", config.routed_bias, False),
+        ("router_z_loss_multiplier", config.router_z_loss_multiplier, 0),
+    ):
+        if value != unused:
+            return Refusal(
+                key,
+                f"{key}={value_text(value)} has no use with num_experts=1, a model without experts.",
+                (unused,),
+            )
+    return None
+
+
 RULES: tuple[Rule, ...] = (
     Rule(("schedule_unit", "enable_diloco"), _schedule_of_replicas),
     Rule(("loss_scale", "dtype"), _loss_scale),
     Rule(("shard_optimizer_over_data", "enable_diloco"), _shared_optimizer),
     Rule(("base_num_kv_heads", "base_num_query_heads"), _kv_heads),
     Rule(("head_dim",), _head_dim),
+    Rule(("num_experts_per_tok", "num_experts"), _experts_per_token),
+    Rule(
+        (
+            "num_experts",
+            "base_moe_mlp_dim",
+            "shared_experts",
+            "capacity_factor",
+            "routed_bias",
+            "router_z_loss_multiplier",
+        ),
+        _experts_that_are_not,
+    ),
     Rule(("num_vocab_tiling", "max_target_length"), _vocab_tiling),
     Rule(("vocab_size", "tokenizer_type"), _byte_vocabulary),
     Rule(("tokenizer_path", "tokenizer_type"), _tokenizer_path),

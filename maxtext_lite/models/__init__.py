@@ -12,5 +12,19 @@ Names of arrays of rank 2 and more end in one letter per dim (global sizes), her
 from maxtext_lite.models.attention import resolve_attention
 from maxtext_lite.models.decoder import Decoder, DecoderShape, unstacked
 from maxtext_lite.models.decoding import KVCache, Sampling, sample_token
+from maxtext_lite.models.moe import BALANCE, DROPPED, LOAD, ROUTER_Z, ExpertShape
 
-__all__ = ["Decoder", "DecoderShape", "KVCache", "Sampling", "resolve_attention", "sample_token", "unstacked"]
+__all__ = [
+    "BALANCE",
+    "DROPPED",
+    "LOAD",
+    "ROUTER_Z",
+    "Decoder",
+    "DecoderShape",
+    "ExpertShape",
+    "KVCache",
+    "Sampling",
+    "resolve_attention",
+    "sample_token",
+    "unstacked",
+]

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from maxtext_lite.config import Config, UserError
-from maxtext_lite.models import Decoder, DecoderShape, resolve_attention
+from maxtext_lite.config import Config, ModelConfig, UserError
+from maxtext_lite.models import Decoder, DecoderShape, ExpertShape, resolve_attention
 from maxtext_lite.parallel import Pipeline, also_over_data, per_replica, sharding, tree_shardings
 from maxtext_lite.training.accumulate import GradientAccumulation
 from maxtext_lite.training.local_updates import LocalUpdates, OuterState
@@ -75,8 +75,25 @@ def make_decoder(config: Config, platform: str, pipeline: Pipeline | None = None
             weight_dtype=jnp.dtype(config.weight_dtype),
             remat_policy=config.remat_policy,
             attention=kernel,
+            experts=_expert_shape(config),
         ),
         pipeline,
+    )
+
+
+def _expert_shape(config: ModelConfig) -> ExpertShape | None:
+    if config.num_experts == 1:
+        return None
+    return ExpertShape(
+        num_experts=config.num_experts,
+        num_per_token=config.num_experts_per_tok,
+        mlp_dim=config.moe_mlp_dim,
+        num_shared=config.shared_experts,
+        score=config.routed_score_func,
+        normalised=config.norm_topk_prob,
+        scaling=config.routed_scaling_factor,
+        capacity_factor=None if config.capacity_factor == -1 else config.capacity_factor,
+        biased=config.routed_bias,
     )
 
 

@@ -122,11 +122,10 @@ def test_what_is_probably_not_meant_is_said():
 
 def test_what_can_be_planned_but_not_trained_is_named_by_its_key():
     overrides = ["enable_rampup_batch_size=true", "expansion_factor_real_data=2", "ici_pipeline_parallelism=2",
-                 "dcn_context_parallelism=2", "ici_expert_parallelism=2"]  # fmt: skip
+                 "dcn_context_parallelism=2"]  # fmt: skip
     config = load_config(None, overrides)
     problems = not_yet_trainable(config, make_plan(config, num_devices=8, num_hosts=2))
-    assert [problem.split(":")[0] for problem in problems] == [
-        "dcn_context_parallelism=2", "ici_expert_parallelism=2"]  # fmt: skip
+    assert [problem.split(":")[0] for problem in problems] == ["dcn_context_parallelism=2"]
     assert not_yet_trainable(load_config(), plan_of()) == []
 
 

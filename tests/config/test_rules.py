@@ -25,6 +25,13 @@ REFUSED = {
                         "Nearest that works: drop.",
     "scale_adam_with_batch=true": "scale_adam_with_batch=true belongs to learning_rate_scaling=sqrt and "
                                   "optimizer=adamw, not to learning_rate_scaling=none. Nearest that works: false.",
+    "num_experts_per_tok=2": "num_experts_per_tok=2 is more than num_experts=1. Nearest that works: 1.",
+    "shared_experts=1": "shared_experts=1 has no use with num_experts=1, a model without experts. Nearest that works: "
+                        "0.",
+    "capacity_factor=1.25": "capacity_factor=1.25 has no use with num_experts=1, a model without experts. Nearest "
+                            "that works: -1.",
+    "routed_bias=true": "routed_bias=true has no use with num_experts=1, a model without experts. Nearest that works: "
+                        "false.",
     "attention=cudnn_flash": "attention=cudnn_flash does not compute in dtype=float32. Nearest that work: "
                              "dtype=bfloat16 or attention=dot_product.",
 }  # fmt: skip

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -87,11 +88,11 @@ class Setup:
 
 
 @functools.cache
-def make_setup(*overrides, data=1, fsdp=1, tensor=1, replicas=None):
+def make_setup(*overrides, replicas=None, pipeline=None, **mesh_sizes):
     config = load_config(None, [*TINY, *overrides])
-    sizes = {axis: {"data": data, "fsdp": fsdp, "tensor": tensor}.get(axis, 1) for axis in MESH_AXES}
-    mesh = make_mesh(sizes, dict.fromkeys(MESH_AXES, 1), jax.devices()[: data * fsdp * tensor])
-    decoder = make_decoder(config, "cpu")
+    sizes = dict.fromkeys(MESH_AXES, 1) | mesh_sizes
+    mesh = make_mesh(sizes, dict.fromkeys(MESH_AXES, 1), jax.devices()[: math.prod(sizes.values())])
+    decoder = make_decoder(config, "cpu", pipeline)
     return Setup(config, mesh, decoder, make_optimizer(config, decoder.axes), local_updates(config, replicas))
 
 
