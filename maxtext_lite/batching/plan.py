@@ -345,9 +345,7 @@ def _joined(first: Sequence[Refusal], later: Sequence[Refusal]) -> list[str]:
 
 def not_yet_trainable(config: Config, plan: BatchPlan) -> list[str]:
     """What can be planned but not yet trained, one refusal for each; an issue that adds a feature deletes its entry."""
-    lacking = (
-        ("ici_context_parallelism", plan.mesh["context"] > 1, "a context axis", "1"),
-    )
+    lacking = (("ici_context_parallelism", plan.mesh["context"] > 1, "a context axis", "1"),)
     problems: list[str] = []
     for key, wanted, what, legal in lacking:
         if wanted:

@@ -28,7 +28,7 @@ def grouped_matmul(x_Ui: jax.Array, weight_Eio: jax.Array, size_E: jax.Array) ->
 
 
 def grouped_matmul_transposed(g_Uo: jax.Array, weight_Eio: jax.Array, size_E: jax.Array) -> jax.Array:
-    """Each row times its group's weight transposed: [U, in] in float32; rows after the last group hold nothing of use."""
+    """`grouped_matmul` by the transposed weights: [U, in] in float32."""
     return _by_rows_transposed(g_Uo, weight_Eio, size_E)
 
 
@@ -75,7 +75,7 @@ def _whole(x: jax.Array, is_mapped: bool, num_sets: int) -> jax.Array:
 
 
 def _mappable(name: str, of_rows: Callable[..., jax.Array], rows_out: bool) -> Any:
-    """`of_rows(left, right, size_E)` with a rule for vmap: left has rows, right too unless the result has (rows_out)."""
+    """`of_rows(left, right, size_E)` with a rule for vmap: `left` has rows, and `right` where the result has none."""
 
     @custom_vmap
     def function(left: jax.Array, right: jax.Array, size_E: jax.Array) -> jax.Array:

@@ -210,13 +210,14 @@ def _sent_back(x_ND: jax.Array, like_BTD: jax.Array) -> jax.Array:
 
 def _whole_weights(weights: ExpertWeights) -> ExpertWeights:
     """This device's experts, gathered over the axis that splits their `embed` dim."""
-    return ExpertWeights(*(gathered(w, "embed", axes.index("embed")) for w, axes in zip(weights, _WEIGHT_AXES)))
+    pairs = zip(weights, _WEIGHT_AXES, strict=True)
+    return ExpertWeights(*(gathered(w, "embed", axes.index("embed")) for w, axes in pairs))
 
 
 def _local_forward(
     x_BTD: jax.Array, expert_BTJ: jax.Array, share_BTJ: jax.Array, *weights: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The tokens' outputs, and the two inner results that the backward pass asks for again."""
+) -> tuple[jax.Array, ...]:
+    """The tokens' outputs, and what the backward pass asks for again: the order of rows, and two inner results."""
     w = _whole_weights(ExpertWeights(*weights))
     by = _sort(_tokens(expert_BTJ), w.gate_EDF.shape[0])
     x_UD = _tokens(x_BTD)[by.choice_U // expert_BTJ.shape[-1]]
@@ -224,24 +225,16 @@ def _local_forward(
     up_UF = grouped_matmul(x_UD, w.up_EDF, by.size_E).astype(x_BTD.dtype)
     y_UD = grouped_matmul(silu_times(gate_UF, up_UF), w.down_EFD, by.size_E)
     y_ND = summed(_sum_of_choices(y_UD, by, _tokens(share_BTJ)), "mlp")
-    return _sent_back(y_ND, x_BTD).astype(x_BTD.dtype), gate_UF, up_UF
+    return _sent_back(y_ND, x_BTD).astype(x_BTD.dtype), *by, gate_UF, up_UF
 
 
 def _local_backward(
-    x_BTD: jax.Array,
-    expert_BTJ: jax.Array,
-    share_BTJ: jax.Array,
-    gate_EDF: jax.Array,
-    up_EDF: jax.Array,
-    down_EFD: jax.Array,
-    gate_UF: jax.Array,
-    up_UF: jax.Array,
-    g_BTD: jax.Array,
+    x_BTD: jax.Array, share_BTJ: jax.Array, g_BTD: jax.Array, *kept: jax.Array
 ) -> tuple[jax.Array, ...]:
-    dtype, num_choices = x_BTD.dtype, expert_BTJ.shape[-1]
-    w = _whole_weights(ExpertWeights(gate_EDF, up_EDF, down_EFD))
-    by = _sort(_tokens(expert_BTJ), w.gate_EDF.shape[0])
-    token_U = by.choice_U // num_choices
+    dtype = x_BTD.dtype
+    w, by = _whole_weights(ExpertWeights(*kept[:3])), _Sorted(*kept[3:7])
+    gate_UF, up_UF = kept[7:]
+    token_U = by.choice_U // share_BTJ.shape[-1]
     x_UD, g_UD = _tokens(x_BTD)[token_U], _tokens(g_BTD)[token_U]
     share_U1 = _tokens(share_BTJ).reshape(-1)[by.choice_U][:, None]
     hidden_UF, silu_backward = jax.vjp(silu_times, gate_UF, up_UF)
@@ -262,32 +255,32 @@ def _local_backward(
         _sent_back(dx_ND, x_BTD).astype(dtype),
         _sent_back(dshare_NJ, share_BTJ),
         *(
-            scattered_sum(summed(dw, "length"), "embed", axes.index("embed")).astype(gate_EDF.dtype)
-            for dw, axes in zip(dweights, _WEIGHT_AXES)
+            scattered_sum(summed(dw, "length"), "embed", axes.index("embed")).astype(like.dtype)
+            for dw, axes, like in zip(dweights, _WEIGHT_AXES, w, strict=True)
         ),
     )
 
 
 _TOKEN_AXES = ("batch", "length", None)
+_SORTED_AXES = [("routed_rows",), ("routed_rows", None), ("routed_rows", None), ("routed_rows",)]
 _INNER_AXES = ("routed_rows", "activation_mlp")
 
 
 def _forward(x_BTD: jax.Array, expert_BTJ: jax.Array, share_BTJ: jax.Array, weights: ExpertWeights) -> Any:
-    run = over_shards(
-        _local_forward, [_TOKEN_AXES] * 3 + list(_WEIGHT_AXES), [_TOKEN_AXES, _INNER_AXES, _INNER_AXES]
-    )
-    y_BTD, *inner = run(x_BTD, expert_BTJ, share_BTJ, *weights)
-    return y_BTD, (x_BTD, expert_BTJ, share_BTJ, weights, *inner)
+    kept_axes = [*_SORTED_AXES, _INNER_AXES, _INNER_AXES]
+    run = over_shards(_local_forward, [_TOKEN_AXES] * 3 + list(_WEIGHT_AXES), [_TOKEN_AXES, *kept_axes])
+    y_BTD, *kept = run(x_BTD, expert_BTJ, share_BTJ, *weights)
+    return y_BTD, (x_BTD, share_BTJ, weights, kept)
 
 
 def _backward(residuals: Any, g_BTD: jax.Array) -> Any:
-    x_BTD, expert_BTJ, share_BTJ, weights, gate_UF, up_UF = residuals
+    x_BTD, share_BTJ, weights, kept = residuals
     run = over_shards(
         _local_backward,
-        [_TOKEN_AXES] * 3 + list(_WEIGHT_AXES) + [_INNER_AXES, _INNER_AXES, _TOKEN_AXES],
+        [_TOKEN_AXES] * 3 + [*_WEIGHT_AXES, *_SORTED_AXES, _INNER_AXES, _INNER_AXES],
         [_TOKEN_AXES, _TOKEN_AXES, *_WEIGHT_AXES],
     )
-    dx_BTD, dshare_BTJ, *dweights = run(x_BTD, expert_BTJ, share_BTJ, *weights, gate_UF, up_UF, g_BTD)
+    dx_BTD, dshare_BTJ, *dweights = run(x_BTD, share_BTJ, g_BTD, *weights, *kept)
     return dx_BTD, None, dshare_BTJ, ExpertWeights(*dweights)
 
 
@@ -295,9 +288,9 @@ def _backward(residuals: Any, g_BTD: jax.Array) -> Any:
 def dropless(x_BTD: jax.Array, expert_BTJ: jax.Array, share_BTJ: jax.Array, weights: ExpertWeights) -> jax.Array:
     """Sum over each token's experts of share x mlp(x): [B, T, D] in the dtype of x_BTD; no choice is ever dropped.
 
-    Each device sorts the tokens by expert and runs grouped matmuls. Derivatives are written out because inside
-    `over_replicas` a `shard_map` may be run but not transposed: the sums over devices that its transpose would add
-    to an argument all replicas share include those over the data axis.
+    Each device sorts the tokens by expert and runs grouped matmuls. Derivatives are written out so that both
+    directions look rows up, where automatic ones would add them up in no certain order, gather weights that are split
+    again instead of keeping them whole, and keep no more than the two inner results of the experts.
 
     Args:
       expert_BTJ: distinct for a token; E where there is none.
@@ -375,7 +368,7 @@ def _inverse(slot_Bt: jax.Array, num_slots: int) -> jax.Array:
 
 @jax.custom_vjp
 def _into_slots(x_BTD: jax.Array, slot_BTJ: jax.Array, choice_BS: jax.Array) -> jax.Array:
-    """The token in each slot, [B, S, D]; zeros where there is none. Both directions are look-ups, not sums at random."""
+    """The token in each slot, [B, S, D], zeros where there is none: in both directions look-ups, in a certain order."""
     return _looked_up(x_BTD, choice_BS // slot_BTJ.shape[-1])
 
 

@@ -38,7 +38,7 @@ MESH_AXES_OF: dict[str, tuple[str, ...]] = {
     "activation_embed": (),
     "activation_heads": ("tensor",),
     "activation_mlp": ("tensor",),
-    "routed_rows": ("fsdp", "expert", "context"),  # what each device makes of its own tokens for experts
+    "routed_rows": ("fsdp", "expert", "context"),  # what each device makes of the tokens that come to its experts
     "exchanged_batch": ("fsdp",),  # rows of tokens that have gone to the devices of their experts
     "activation_vocab": ("tensor",),
 }

@@ -25,7 +25,7 @@ class LossSums(NamedTuple):
     @classmethod
     def zeros(cls, decoder: Decoder, zero: jax.Array) -> "LossSums":
         """Before the first micro-batch: `zero` for each."""
-        return cls(zero, zero, {name: zero for name in _summed_names(decoder)})
+        return cls(zero, zero, dict.fromkeys(_summed_names(decoder), zero))
 
 
 def _tile_logits(x_BTD: jax.Array, head_DV: jax.Array) -> jax.Array:

@@ -191,8 +191,8 @@ def make_train_step(
     A step whose gradient is not finite, or that has no target, leaves parameters, optimizer state and schedule as they
     are: it is `skipped`. Metrics are replicated scalars: loss, target_tokens, grad_norm (before clipping), param_norm
     (after the update), learning_rate, skipped, groups and group_squares (see `noise`) and, where there are any, z_loss,
-    loss_scale and AUXILIARY_METRICS. With local updates each is [R], one value for each replica, which also skips for itself, and nothing
-    crosses the data axis: `summarise` and `make_synchronise` do.
+    AUXILIARY_METRICS and loss_scale. With local updates each is [R], one value for each replica, which also skips for
+    itself, and nothing crosses the data axis: `summarise` and `make_synchronise` do.
     """
     step_gradients = accumulate_gradients(decoder, optimizer, mesh, config, local)
 
