@@ -74,7 +74,7 @@ def _whole(x: jax.Array, is_mapped: bool, num_sets: int) -> jax.Array:
     return x if is_mapped else jnp.broadcast_to(x, (num_sets, *x.shape))
 
 
-def _mappable(name: str, of_rows: Callable[..., jax.Array], rows_out: bool) -> Any:
+def _mappable(of_rows: Callable[..., jax.Array], rows_out: bool) -> Any:
     """`of_rows(left, right, size_E)` with a rule for vmap: `left` has rows, and `right` where the result has none."""
 
     @custom_vmap
@@ -97,10 +97,9 @@ def _mappable(name: str, of_rows: Callable[..., jax.Array], rows_out: bool) -> A
             result = result[to] if rows_out else result
         return result.reshape(num_sets, num_rows if rows_out else num_groups, *result.shape[1:]), True
 
-    function.__name__ = name
     return function
 
 
-_by_rows = _mappable("by_rows", lambda x, w, size: _ragged(x, w, size, _BY_ROWS), True)
-_by_rows_transposed = _mappable("by_rows_transposed", lambda g, w, size: _ragged(g, w, size, _BY_ROWS_TRANSPOSED), True)
-_over_rows = _mappable("over_rows", lambda x, g, size: _ragged(x, g, size, _OVER_ROWS), False)
+_by_rows = _mappable(lambda x, w, size: _ragged(x, w, size, _BY_ROWS), True)
+_by_rows_transposed = _mappable(lambda g, w, size: _ragged(g, w, size, _BY_ROWS_TRANSPOSED), True)
+_over_rows = _mappable(lambda x, g, size: _ragged(x, g, size, _OVER_ROWS), False)

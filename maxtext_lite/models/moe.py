@@ -75,7 +75,7 @@ class ExpertWeights(NamedTuple):
     down_EFD: jax.Array
 
 
-_WEIGHT_AXES = ExpertWeights(("experts", "embed", "mlp"), ("experts", "embed", "mlp"), ("experts", "mlp", "embed"))  # type: ignore[arg-type]
+_WEIGHT_AXES = (("experts", "embed", "mlp"), ("experts", "embed", "mlp"), ("experts", "mlp", "embed"))
 
 
 class Routing(NamedTuple):

@@ -97,15 +97,13 @@ def over_stages(function: Callable[..., Any], *, in_axes: Any = 0) -> Callable[.
     return jax.vmap(function, in_axes=in_axes, spmd_axis_name=stage)
 
 
-def over_shards(
-    function: Callable[..., Any], in_axes: Sequence[LogicalAxes], out_axes: LogicalAxes | list[LogicalAxes]
-) -> Any:
+def over_shards(function: Callable[..., Any], in_axes: Sequence[LogicalAxes], out_axes: Any) -> Any:
     """`function` run by each device on its own part of each argument: for kernels that the partitioner cannot split.
 
     Every mesh axis is manual, so that it also works inside `over_replicas`. Without a mesh it is `function` itself.
 
     Args:
-      out_axes: of the result; a list where it is a tuple of several.
+      out_axes: LogicalAxes of the result; a list of them where it is a tuple of several.
     """
     if jax.sharding.get_abstract_mesh().empty:
         return function

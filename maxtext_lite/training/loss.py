@@ -171,13 +171,14 @@ def next_token_loss(
     Args:
       params: the decoder's parameters as `Decoder.cast` gives them.
       rows: tokens, targets, segments, positions (int32) and weights (float32), each [B, T], and example_weights [B],
-        a row's target tokens where weights are 1 or 0.
+        each row's target tokens, divided as the weights are.
     """
     x_BTD, aux = decoder.hidden_and_aux(params, rows["tokens"], rows["segments"], rows["positions"])
     head_DV = decoder.head(params).astype(x_BTD.dtype)
-    loss, sums = cross_entropy(
+    both: Any = cross_entropy(
         x_BTD, head_DV, rows["targets"], rows["weights"], config.z_loss_multiplier, config.num_vocab_tiling
     )
+    loss, sums = both
     more, sums_of_aux = auxiliary_loss(decoder, aux, rows, config)
     return loss + more, sums._replace(aux=sums_of_aux)
 
