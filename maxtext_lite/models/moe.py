@@ -75,6 +75,7 @@ class ExpertWeights(NamedTuple):
     down_EFD: jax.Array
 
 
+_TOKEN_AXES = ("batch", "length", None)
 _WEIGHT_AXES = (("experts", "embed", "mlp"), ("experts", "embed", "mlp"), ("experts", "mlp", "embed"))
 
 
@@ -125,7 +126,12 @@ def route(
 
 def _choose(score_BTE: jax.Array, shape: ExpertShape) -> tuple[jax.Array, jax.Array]:
     """The J largest: True at each, [B, T, J, E], and their numbers [B, T, J]."""
-    _, expert_BTJ = jax.lax.top_k(jax.lax.stop_gradient(score_BTE), shape.num_per_token)
+
+    def largest(score_BTE: jax.Array) -> jax.Array:
+        return jax.lax.top_k(score_BTE, shape.num_per_token)[1]
+
+    # Each device for its own tokens: the partitioner would gather everybody's scores.
+    expert_BTJ = over_shards(largest, [_TOKEN_AXES], _TOKEN_AXES)(jax.lax.stop_gradient(score_BTE))
     return expert_BTJ[..., None] == jnp.arange(shape.num_experts), expert_BTJ
 
 
@@ -204,8 +210,8 @@ def _tokens(x_BTD: jax.Array) -> jax.Array:
 
 
 def _sent_back(x_ND: jax.Array, like_BTD: jax.Array) -> jax.Array:
-    """The sums over those devices of `_tokens`, each with the device that the token is from."""
-    return scattered_sum(x_ND.reshape(-1, *like_BTD.shape[1:]), "experts", 0)
+    """The sums over those devices, and over the parts of the experts' width, with the device that the token is from."""
+    return summed(scattered_sum(x_ND.reshape(-1, *like_BTD.shape[1:]), "experts", 0), "mlp")
 
 
 def _whole_weights(weights: ExpertWeights) -> ExpertWeights:
@@ -224,7 +230,7 @@ def _local_forward(
     gate_UF = grouped_matmul(x_UD, w.gate_EDF, by.size_E).astype(x_BTD.dtype)
     up_UF = grouped_matmul(x_UD, w.up_EDF, by.size_E).astype(x_BTD.dtype)
     y_UD = grouped_matmul(silu_times(gate_UF, up_UF), w.down_EFD, by.size_E)
-    y_ND = summed(_sum_of_choices(y_UD, by, _tokens(share_BTJ)), "mlp")
+    y_ND = _sum_of_choices(y_UD, by, _tokens(share_BTJ))
     return _sent_back(y_ND, x_BTD).astype(x_BTD.dtype), *by, gate_UF, up_UF
 
 
@@ -240,12 +246,12 @@ def _local_backward(
     hidden_UF, silu_backward = jax.vjp(silu_times, gate_UF, up_UF)
     # <y, g> = <hidden, g down^T>: the share's derivative needs no y.
     unweighted_UF = grouped_matmul_transposed(g_UD, w.down_EFD, by.size_E)
-    dshare_U1 = summed(jnp.sum(hidden_UF.astype(jnp.float32) * unweighted_UF, axis=-1, keepdims=True), "mlp")
+    dshare_U = jnp.sum(hidden_UF.astype(jnp.float32) * unweighted_UF, axis=-1)
     dgate_UF, dup_UF = silu_backward((share_U1 * unweighted_UF).astype(dtype))
     dx_UD = grouped_matmul_transposed(dgate_UF, w.gate_EDF, by.size_E)
     dx_UD += grouped_matmul_transposed(dup_UF, w.up_EDF, by.size_E)
-    dx_ND = summed(_sum_of_choices(dx_UD, by, jnp.ones(by.row_NJ.shape)), "mlp")
-    dshare_NJ = jnp.where(by.is_here_NJ, dshare_U1[by.row_NJ, 0], 0)
+    dx_ND = _sum_of_choices(dx_UD, by, jnp.ones(by.row_NJ.shape))
+    dshare_NJ = jnp.where(by.is_here_NJ, dshare_U[by.row_NJ], 0)
     dweights = ExpertWeights(
         grouped_weight_gradient(x_UD, dgate_UF, by.size_E),
         grouped_weight_gradient(x_UD, dup_UF, by.size_E),
@@ -261,7 +267,6 @@ def _local_backward(
     )
 
 
-_TOKEN_AXES = ("batch", "length", None)
 _SORTED_AXES = [("routed_rows",), ("routed_rows", None), ("routed_rows", None), ("routed_rows",)]
 _INNER_AXES = ("routed_rows", "activation_mlp")
 

@@ -130,7 +130,8 @@ def _only_tokens_cross(it, found, *, exchanged):
     gathered = [c.line.split(" all-gather")[0] for c in crossing if c.kind == "all-gather"]
     shapes = [shape for line in gathered for shape in re.findall(r"\w+\[([\d,]+)\]", line)]
     assert shapes
-    assert not [shape for shape in shapes if ",".join(shape.split(",")[-2:]) in matrices]
+    scores = {"32,4"}  # of tokens' choices among 4 experts: each device makes its own
+    assert not [shape for shape in shapes if ",".join(shape.split(",")[-2:]) in matrices | scores]
 
 
 @pytest.fixture(scope="module")
