@@ -229,6 +229,41 @@ def _experts_per_token(config: Config) -> Refusal | None:
     )
 
 
+def _routing_groups(config: Config) -> Refusal | None:
+    groups, experts = config.n_routing_groups, config.num_experts
+    if groups == 1 or (experts % groups == 0 and experts // groups >= 2):
+        return None
+    legal = [number for number in range(1, experts // 2 + 1) if experts % number == 0] or [1]
+    near = [
+        max((number for number in legal if number < groups), default=None),
+        min((number for number in legal if number > groups), default=None),
+    ]
+    return Refusal(
+        "n_routing_groups",
+        f"n_routing_groups={groups} does not cut num_experts={experts} into equal groups of at least 2.",
+        tuple(number for number in near if number is not None),
+    )
+
+
+def _chosen_groups(config: Config) -> Refusal | None:
+    groups, chosen, experts = config.n_routing_groups, config.topk_routing_group, config.num_experts
+    if chosen > groups:
+        return Refusal(
+            "topk_routing_group", f"topk_routing_group={chosen} is more than n_routing_groups={groups}.", (groups,)
+        )
+    if experts % groups or chosen * experts // groups >= config.num_experts_per_tok:
+        return None
+    enough = -(-config.num_experts_per_tok * groups // experts)
+    if enough > groups:  # more experts a token than there are: another rule's
+        return None
+    return Refusal(
+        "topk_routing_group",
+        f"topk_routing_group={chosen} x {experts // groups} experts of a group are fewer than "
+        f"num_experts_per_tok={config.num_experts_per_tok}.",
+        (enough,),
+    )
+
+
 def _experts_that_are_not(config: Config) -> Refusal | None:
     """Of the keys that say something about experts, the first that does where there are none."""
     if config.num_experts > 1:
@@ -256,6 +291,8 @@ RULES: tuple[Rule, ...] = (
     Rule(("base_num_kv_heads", "base_num_query_heads"), _kv_heads),
     Rule(("head_dim",), _head_dim),
     Rule(("num_experts_per_tok", "num_experts"), _experts_per_token),
+    Rule(("n_routing_groups", "num_experts"), _routing_groups),
+    Rule(("topk_routing_group", "n_routing_groups", "num_experts", "num_experts_per_tok"), _chosen_groups),
     Rule(
         (
             "num_experts",

@@ -149,6 +149,8 @@ class ModelConfig(Section):
     norm_topk_prob: Flag
     routed_scaling_factor: Positive
     capacity_factor: ExactOrUnlimited
+    n_routing_groups: Count
+    topk_routing_group: Count
     routed_bias: Flag
 
     @property

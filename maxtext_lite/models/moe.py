@@ -44,6 +44,8 @@ class ExpertShape:
       capacity_factor: an expert takes ceil(factor x tokens of the example x J / E) tokens of each example, the first
         ones; None: all (dropless).
       biased: a bias per expert is added to the scores for choosing, and for nothing else.
+      num_groups: groups of neighbours into which the experts are cut.
+      groups_per_token: a token chooses among the experts of so many groups: those whose best two sum highest.
     """
 
     num_experts: int
@@ -55,6 +57,8 @@ class ExpertShape:
     scaling: float = 1.0
     capacity_factor: Fraction | None = None
     biased: bool = False
+    num_groups: int = 1
+    groups_per_token: int = 1
 
     @property
     def aux_axes(self) -> dict[str, tuple[str, ...]]:
@@ -125,9 +129,18 @@ def route(
 
 
 def _choose(score_BTE: jax.Array, shape: ExpertShape) -> tuple[jax.Array, jax.Array]:
-    """The J largest: True at each, [B, T, J, E], and their numbers [B, T, J]."""
+    """The J largest, in the best groups: True at each, [B, T, J, E], and their numbers [B, T, J].
+
+    Source: groups are DeepSeek-AI 2024, arXiv:2412.19437, section 2.1.2, node-limited routing.
+    """
 
     def largest(score_BTE: jax.Array) -> jax.Array:
+        if shape.num_groups > 1:
+            group = jnp.arange(shape.num_experts) // (shape.num_experts // shape.num_groups)
+            best_two = jax.lax.top_k(score_BTE.reshape(*score_BTE.shape[:2], shape.num_groups, -1), 2)[0]
+            _, chosen = jax.lax.top_k(jnp.sum(best_two, axis=-1), shape.groups_per_token)
+            in_chosen_BTE = jnp.any(chosen[..., None] == group, axis=-2)
+            score_BTE = jnp.where(in_chosen_BTE, score_BTE, -jnp.inf)
         return jax.lax.top_k(score_BTE, shape.num_per_token)[1]
 
     # Each device for its own tokens: the partitioner would gather everybody's scores.

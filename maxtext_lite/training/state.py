@@ -94,6 +94,8 @@ def _expert_shape(config: ModelConfig) -> ExpertShape | None:
         scaling=config.routed_scaling_factor,
         capacity_factor=None if config.capacity_factor == -1 else config.capacity_factor,
         biased=config.routed_bias,
+        num_groups=config.n_routing_groups,
+        groups_per_token=config.topk_routing_group,
     )
 
 

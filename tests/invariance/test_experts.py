@@ -142,7 +142,9 @@ def plain_steps(setup, rows):
 
 
 def test_steps_agree_however_they_are_split(plain_steps, setup, rows, agrees):
-    it = setup(*EXPERTS, "learning_rate=0.1", "routed_bias_update_rate=0.01", data=2, fsdp=2, expert=2)
+    """Also where layers are computed again in the backward pass, and the optimizer's state is shared (ZeRO-1)."""
+    other = ("remat_policy=full", "shard_optimizer_over_data=true")
+    it = setup(*EXPERTS, "learning_rate=0.1", "routed_bias_update_rate=0.01", *other, data=2, fsdp=2, expert=2)
     batch = it.batch(rows, 2, 8)
     state, metrics = it.run(it.compile_step(batch), batch, 4)
     want_state, want = plain_steps
