@@ -13,6 +13,7 @@ from maxtext_lite.config.errors import did_you_mean
 COMMANDS: dict[str, str] = {
     "train": "pre-training; resumes by itself",
     "plan": "batch sizes, pipeline, ramp-up and memory for a machine that need not exist",
+    "compile": "the train step compiled ahead of time: shardings, collectives, memory and FLOPs",
     "generate": "text from a run directory",
     "report": "one HTML page of a run, or of several over each other",
 }

@@ -5,10 +5,12 @@ import json
 import math
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from maxtext_lite.batching import format_plan, load_plan, not_yet_trainable
+from maxtext_lite.batching import BatchPlan, format_plan, load_plan
 from maxtext_lite.cli import ArgumentParser, config_arguments, run_command
-from maxtext_lite.config import Config
+from maxtext_lite.config import Config, UserError
+from maxtext_lite.reporting.pipeline_view import pipeline_svg, pipeline_text
 
 
 def main(argv: Sequence[str]) -> int:
@@ -24,8 +26,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--examples", type=int, help="training examples in the data (default: counted for num_epochs)")
     parser.add_argument("--device-memory-gb", type=_gigabytes, help="memory of a device in GB (1e9 bytes)")
     parser.add_argument("--json", action="store_true", help="print plan.json")
+    parser.add_argument("--draw", choices=("pipeline",), help="show the pipeline's timetable, tick by tick")
+    parser.add_argument("--draw-to", metavar="FILE.svg", help="draw it into a file instead of on the terminal")
     arguments = parser.parse(argv)
-    config, plan = load_plan(
+    _, plan = load_plan(
         arguments.config,
         arguments.overrides,
         num_devices=arguments.devices,
@@ -33,12 +37,29 @@ def main(argv: Sequence[str]) -> int:
         num_examples=_count_examples if arguments.examples is None else arguments.examples,
         device_memory_gb=arguments.device_memory_gb,
     )
+    if arguments.draw or arguments.draw_to:
+        return _draw(plan, arguments.draw_to)
     if arguments.json:
         print(json.dumps(plan.to_json(), indent=2))
         return 0
     print(format_plan(plan))
-    for problem in not_yet_trainable(config, plan):
-        print(f"note: {problem}")
+    return 0
+
+
+def _draw(plan: BatchPlan, path: str | None) -> int:
+    if plan.num_pipeline_stages == 1:
+        raise UserError(
+            "--draw pipeline has nothing to show with 1 pipeline stage. Nearest that works: ici_pipeline_parallelism=2."
+        )
+    shape, schedule = plan.pipeline_shape, plan.pipeline_schedule
+    if path is None:
+        print(pipeline_text(shape, schedule))
+        return 0
+    try:
+        Path(path).write_text(pipeline_svg(shape, schedule) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--draw-to {path} cannot be written: {error.strerror}.") from None
+    print(f"drew {path}")
     return 0
 
 

@@ -17,7 +17,7 @@ failed=0
 "$venv/bin/ruff" format --check . || failed=1
 "$venv/bin/pyright" --pythonpath "$venv_python" || failed=1
 if command -v shellcheck >/dev/null; then
-  shellcheck scripts/*.sh .ci/run || failed=1
+  shellcheck scripts/*.sh scripts/*.sbatch .ci/run || failed=1
 else
   echo "shellcheck is not installed; the shell scripts were not checked"
 fi

@@ -37,11 +37,10 @@ def test_a_machine_that_does_not_exist_is_planned(capsys):
     assert plan["epochs"] is None
 
 
-def test_the_table_names_what_cannot_be_trained_yet(capsys):
+def test_the_table_is_printed(capsys):
     assert main(["ici_context_parallelism=2", "--devices", "4"]) == 0
     out = capsys.readouterr().out
     assert "global_batch_to_train        64 examples = 16 per device x 4 devices x 1 accumulation\n" in out
-    assert "note: ici_context_parallelism=2: a context axis can be planned but not trained yet." in out
 
 
 HELP = "`maxtext-lite plan --help` lists what there is."
@@ -65,6 +64,20 @@ def test_mistakes_are_error_lines_and_exit_code_2(argv, errors, capsys):
     captured = capsys.readouterr()
     assert captured.err.splitlines() == [f"error: {error}" for error in errors]
     assert captured.out == ""
+
+
+def test_the_pipeline_is_drawn_as_text_and_into_a_file(tmp_path, capsys):
+    keys = ["ici_pipeline_parallelism=4", "pipeline_schedule=1f1b", "--devices", "4"]
+    assert main([*keys, "--draw", "pipeline"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("1f1b: 10 ticks forwards and backwards in a step of 1 micro-batch x 4 microbatches")
+    assert lines[4] == "stage 3   .    .    .    F0B0 F1B1 F2B2 F3B3 .    .    ."
+    assert main([*keys, "--draw", "pipeline", "--draw-to", str(tmp_path / "p.svg")]) == 0
+    assert (tmp_path / "p.svg").read_text().startswith("<svg ")
+    assert run_command(main, [*keys, "--draw-to", str(tmp_path / "no" / "p.svg")]) == 2
+    assert "cannot be written: No such file or directory." in capsys.readouterr().err
+    assert run_command(main, ["--draw", "pipeline"]) == 2
+    assert "Nearest that works: ici_pipeline_parallelism=2." in capsys.readouterr().err
 
 
 def test_it_imports_no_jax_and_answers_at_once():

@@ -12,7 +12,9 @@ import pytest
 
 from tests.source_tree import REPOSITORY
 
-SCRIPTS = sorted([*(REPOSITORY / "scripts").glob("*.sh"), REPOSITORY / ".ci" / "run"])
+SCRIPTS = sorted(
+    [*(REPOSITORY / "scripts").glob("*.sh"), REPOSITORY / "scripts" / "slurm.sbatch", REPOSITORY / ".ci" / "run"]
+)
 COMMANDS = [path for path in SCRIPTS if path.name != "environment.sh"]  # which is sourced by the others
 
 # Stands in for an interpreter: `-m venv` makes an environment of itself, every other call is written to calls.txt and

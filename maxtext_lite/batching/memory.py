@@ -10,14 +10,20 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from maxtext_lite.config import Config
+from maxtext_lite.batching.pipeline import Schedule
+from maxtext_lite.config import Config, remat_of
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes per device while a step runs; `limit` is what a device has, where it is known."""
+    """Bytes per device while a step runs.
+
+    Attributes:
+      total: on the device; `limit` is what it has, where that is known.
+      offloaded: in the host's pinned memory, which is not part of the total.
+    """
 
     params: int
     optimizer_state: int
@@ -26,6 +32,7 @@ class MemoryEstimate:
     logits: int
     total: int
     limit: int | None
+    offloaded: int = 0
 
     def to_json(self) -> dict[str, object]:
         """The fields by name."""
@@ -115,14 +122,19 @@ def estimate_memory(
         copies = diloco_num_replicas // mesh["data"]
         outer_momentum = count.total * 4 if config.diloco_outer_momentum else 0
         params, state, gradients = (copies + 1) * params, copies * state + outer_momentum, copies * gradients
-    rows = micro_batch_slots // (mesh["data"] * mesh["fsdp"] * mesh["expert"])
-    tokens = rows * config.max_target_length // mesh["context"]
-    activations = _activation_bytes(config, mesh, tokens, num_pipeline_microbatches)
-    # Float32 logits of one piece of the sequence, and their gradient.
-    logits = 2 * 4 * tokens * config.vocab_size // (mesh["tensor"] * config.num_vocab_tiling)
+    schedule = config.pipeline_schedule
+    activations = estimate_activations(config, mesh, micro_batch_slots, num_pipeline_microbatches, schedule)
+    # Float32 logits of one piece of the sequence, and their gradient; stages share the tokens out.
+    tokens = _tokens(config, mesh, micro_batch_slots) // mesh["stage"]
+    at_once = tokens // num_pipeline_microbatches if schedule == "1f1b" else tokens
+    logits = 2 * 4 * at_once * config.vocab_size // (mesh["tensor"] * config.num_vocab_tiling)
+    offloaded = offloaded_activations(config, mesh, micro_batch_slots, num_pipeline_microbatches)
     total = params + state + gradients + activations + logits
+    if config.optimizer_memory_host_offload:  # the state comes back when activations have gone
+        offloaded += state
+        total = params + gradients + max(state, activations + logits)
     limit = None if device_memory_gb is None else int(device_memory_gb * 1e9)
-    return MemoryEstimate(params, state, gradients, activations, logits, total, limit)
+    return MemoryEstimate(params, state, gradients, activations, logits, total, limit, offloaded)
 
 
 def _optimizer_elements(config: Config, count: ParameterCount) -> int:
@@ -139,33 +151,114 @@ def _optimizer_elements(config: Config, count: ParameterCount) -> int:
             return count.norms + (count.matrices + count.tables) // max(config.base_emb_dim // 2, 1)
 
 
-def _activation_bytes(config: Config, mesh: Mapping[str, int], tokens: int, num_pipeline_microbatches: int) -> int:
-    """Values kept for the backward pass: those that remat_policy saves in each layer, and one layer recomputed."""
-    emb, tensor = config.base_emb_dim, mesh["tensor"]
-    query = config.base_num_query_heads * config.head_dim // tensor
-    key_value = 2 * config.base_num_kv_heads * config.head_dim // tensor
-    mlp, rows = _mlp_width(config, mesh) // tensor, _rows_per_token(config, mesh)
-    dtype_bytes = _BYTES[config.dtype]
-    # cuDNN and splash attention keep no [T, T] scores; plain attention keeps float32 scores and probabilities.
-    flash = config.attention in ("cudnn_flash", "splash") or (config.attention == "auto" and config.dtype != "float32")
-    scores = 0 if flash else 4 * (config.base_num_query_heads // tensor) * config.max_target_length // mesh["context"]
-    projections = (query + key_value + emb + 2 * mlp) * dtype_bytes
-    everything = projections + (3 * emb + query + mlp) * dtype_bytes + 2 * scores
-    recomputed = everything + 2 * rows * emb * dtype_bytes  # what goes into the experts and comes out of them
-    saved = {
-        "none": everything,
-        "minimal": projections,
-        "save_dot_products": projections + query * dtype_bytes + scores,
-        "save_qkv_proj": (query + key_value) * dtype_bytes,
-        "full": 0,
-    }[config.remat_policy] + emb * dtype_bytes  # the layer's input is always kept
+def _tokens(config: Config, mesh: Mapping[str, int], micro_batch_slots: int) -> int:
+    """Tokens of one micro-batch that a device has."""
+    rows = micro_batch_slots // (mesh["data"] * mesh["fsdp"] * mesh["expert"])
+    return rows * config.max_target_length // mesh["context"]
+
+
+def estimate_activations(
+    config: Config,
+    mesh: Mapping[str, int],
+    micro_batch_slots: int,
+    num_pipeline_microbatches: int,
+    schedule: Schedule,
+) -> int:
+    """Bytes per device kept for the backward pass, and of what is recomputed in it at a time.
+
+    Kept is what remat_policy saves in each layer: with gpipe of every tick of a micro-batch, idle ones too; with 1f1b
+    of one pipeline microbatch, beside the inputs of the last 2 S - 1 ticks.
+    """
+    tokens = _tokens(config, mesh, micro_batch_slots)
+    sizes = _tensor_bytes(config, mesh)
+    everything = sum(sizes.values()) + _unnamed_bytes(config, mesh)
+    remat = remat_of(config)
+    if remat is None:
+        kept_of_layer, recomputed = everything, 0
+    else:  # the layer's input is always kept, here or on the host
+        kept_of_layer = sum(sizes[name] for name in {*remat.saved, "decoder_layer_input"} - {*remat.offloaded})
+        recomputed = everything
     stages = mesh["stage"]
     layers = config.base_num_decoder_layers // stages
-    # A pipeline's scan keeps the inputs of its idle ticks too.
-    ticks = num_pipeline_microbatches + stages - 1
-    kept = tokens * saved * layers * ticks // num_pipeline_microbatches
-    once = 2 * rows * emb * dtype_bytes if config.remat_policy == "none" else recomputed
-    return kept + tokens * once // num_pipeline_microbatches
+    piece = tokens // num_pipeline_microbatches
+    rows = piece * mesh["context"] // config.max_target_length
+    # And what goes into the experts of a layer and comes out of them.
+    routed = 2 * _rows_per_token(config, mesh) * config.base_emb_dim * _BYTES[config.dtype]
+    at_once = piece * (recomputed + routed) + rows * _attention_bytes(config, mesh)
+    if schedule == "1f1b":
+        waiting = (2 * stages - 1) * sizes["decoder_layer_input"]
+        return piece * (kept_of_layer * layers + waiting) + at_once
+    return piece * kept_of_layer * layers * (num_pipeline_microbatches + stages - 1) + at_once
+
+
+def _attention_bytes(config: Config, mesh: Mapping[str, int]) -> int:
+    """Bytes of what attention in one layer works with per row.
+
+    cuDNN's and splash attention hold no scores. Plain attention has three float32 copies of them at once, of the half
+    of the square that it computes; on context shards, of one tile of at most about 512 x 512 (models/
+    context_attention.py). There it has other shards' keys and values too, and their float32 gradients: of all shards
+    with all_gather, of two with ring.
+    """
+    shards, tensor, length = mesh["context"], mesh["tensor"], config.max_target_length
+    heads = config.base_num_query_heads // tensor
+    if shards > 1:
+        others = length if config.context_parallel_strategy == "all_gather" else 2 * length // shards
+        keys_and_values = 2 * (config.base_num_kv_heads // tensor) * config.head_dim
+        tile = min(length // (2 * shards), 512)
+        return 3 * 4 * heads * tile**2 + others * keys_and_values * (_BYTES[config.dtype] + 4)
+    flash = config.attention in ("cudnn_flash", "splash") or (config.attention == "auto" and config.dtype != "float32")
+    return 0 if flash else 3 * 4 * heads * length**2 // 2
+
+
+def offloaded_activations(
+    config: Config, mesh: Mapping[str, int], micro_batch_slots: int, num_pipeline_microbatches: int
+) -> int:
+    """Bytes per device of the layers' tensors that wait for the backward pass in pinned host memory."""
+    remat = remat_of(config)
+    if remat is None:
+        return 0
+    sizes, stages = _tensor_bytes(config, mesh), mesh["stage"]
+    of_layer = sum(sizes[name] for name in remat.offloaded) * config.base_num_decoder_layers // stages
+    piece = _tokens(config, mesh, micro_batch_slots) // num_pipeline_microbatches
+    return piece * of_layer * (1 if config.pipeline_schedule == "1f1b" else num_pipeline_microbatches + stages - 1)
+
+
+def _residual_parts(config: Config, mesh: Mapping[str, int]) -> int:
+    """The parts of a device's tokens into which `tensor` splits what stands between blocks."""
+    return mesh["tensor"] if splits_residual(config, mesh) else 1
+
+
+def splits_residual(config: Config, mesh: Mapping[str, int]) -> bool:
+    """Whether the tokens of a row can be shared out over context x tensor."""
+    return config.max_target_length % (mesh["context"] * mesh["tensor"]) == 0
+
+
+def _tensor_bytes(config: Config, mesh: Mapping[str, int]) -> dict[str, int]:
+    """Bytes per token of the tensors of a layer that remat keys name."""
+    tensor, emb = mesh["tensor"], config.base_emb_dim // _residual_parts(config, mesh)
+    query = config.base_num_query_heads * config.head_dim // tensor
+    key_value = config.base_num_kv_heads * config.head_dim // tensor
+    mlp = _mlp_width(config, mesh) // tensor
+    elements = {
+        "decoder_layer_input": emb,
+        "query_proj": query,
+        "key_proj": key_value,
+        "value_proj": key_value,
+        "context": query,
+        "out_proj": emb,
+        "mlpwi_0": mlp,
+        "mlpwi_1": mlp,
+        "mlpwo": emb,
+    }
+    return {name: size * _BYTES[config.dtype] for name, size in elements.items()}
+
+
+def _unnamed_bytes(config: Config, mesh: Mapping[str, int]) -> int:
+    """Bytes per token of what else a layer's backward pass needs: normed inputs, rotated heads, the gated mlp."""
+    tensor = mesh["tensor"]
+    mlp = _mlp_width(config, mesh) // tensor
+    normed = 2 * config.base_emb_dim // _residual_parts(config, mesh)
+    return (normed + mlp) * _BYTES[config.dtype] + 4 * config.base_num_query_heads // tensor
 
 
 def _rows_per_token(config: Config, mesh: Mapping[str, int]) -> int:

@@ -1,6 +1,6 @@
 """Which values would work: each problem's candidate changes, tried by planning with them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -13,6 +13,7 @@ from maxtext_lite.config.errors import Refusal, value_text
 from maxtext_lite.config.rules import rule_problems
 
 _PLAIN_PIPELINE: Edit = {
+    "pipeline_schedule": "gpipe",
     "num_pipeline_microbatches": -1,
     "num_layers_per_pipeline_stage": 1,
     "num_pipeline_repeats": -1,
@@ -57,10 +58,10 @@ class _Request:
         assert isinstance(hosts, int)
         return _Request(config, Topology(devices, hosts), self.num_examples)
 
-    def as_it_stands(self, edit: Edit) -> Edit:
-        """An earlier change, with the values that later ones have given its keys."""
+    def values(self, keys: Iterable[str]) -> Edit:
+        """What the keys are set to here."""
         machine = {"num_devices": self.topology.num_devices, "num_hosts": self.topology.num_hosts}
-        return {key: machine[key] if key in machine else getattr(self.config, key) for key in edit}
+        return {key: machine[key] if key in machine else getattr(self.config, key) for key in keys}
 
     def broken(self) -> set[str]:
         """Identities of the broken rules; those of the config alone too, which a candidate may break."""
@@ -82,18 +83,26 @@ def refusals(
     """
     request = _Request(config, topology, num_examples)
     mended_by: dict[str, Edit] = {}
-    found: list[Refusal] = []
+    named: list[list[Edit] | None] = []
     for problem in problems:
-        if problem.identity in mended_by:  # by a change named above, which is therefore what to name here too
-            edits = [request.as_it_stands(mended_by[problem.identity])]
-        else:
-            edits = _working(problem, request)
-            if edits:
-                edited = request.edited(edits[0])
-                mended_by |= dict.fromkeys(request.broken() - edited.broken(), edits[0])
-                request = edited
-        found.append(Refusal(problem.key, problem.message, _nearest(problem, edits)))
-    return found
+        if problem.identity in mended_by:
+            named.append(None)
+            continue
+        edits = _working(problem, request)
+        if edits:
+            edited = request.edited(edits[0])
+            mended_by |= dict.fromkeys(request.broken() - edited.broken(), edits[0])
+            request = edited
+        named.append(edits)
+    # What a change for another problem has mended is named again, with what later changes have made of its values.
+    return [
+        Refusal(
+            problem.key,
+            problem.message,
+            _nearest(problem, [request.values(mended_by[problem.identity])] if edits is None else edits),
+        )
+        for problem, edits in zip(problems, named, strict=True)
+    ]
 
 
 def _working(problem: Problem, request: _Request) -> list[Edit]:

@@ -8,14 +8,33 @@ from fractions import Fraction
 from pathlib import Path
 
 from maxtext_lite.batching.length import RunLength
-from maxtext_lite.batching.memory import MemoryEstimate, bytes_text, estimate_memory
+from maxtext_lite.batching.memory import (
+    MemoryEstimate,
+    bytes_text,
+    estimate_activations,
+    estimate_memory,
+    splits_residual,
+)
 from maxtext_lite.batching.mend import refusals
+from maxtext_lite.batching.pipeline import SCHEDULES, PipelineShape, Schedule
 from maxtext_lite.batching.rampup import BatchStage, RampupBatchManager, samples_before, stage_at
 from maxtext_lite.batching.scaling import OptimizerScaling, scaling_warnings
 from maxtext_lite.batching.sizes import Sizes, work_out
 from maxtext_lite.batching.topology import Topology
 from maxtext_lite.config import Config, ConfigError, Refusal, UserError, load_config
-from maxtext_lite.config.errors import number_text, value_text
+from maxtext_lite.config.errors import number_text
+
+
+@dataclass(frozen=True)
+class ScheduleCost:
+    """What a pipeline schedule costs: the share of ticks that a stage waits, and estimated activations in bytes."""
+
+    bubble_fraction: Fraction
+    activations: int
+
+    def to_json(self) -> dict[str, object]:
+        """The fields by name."""
+        return {"bubble_fraction": _json_value(self.bubble_fraction), "activations": self.activations}
 
 
 @dataclass(frozen=True)
@@ -27,6 +46,8 @@ class BatchPlan:
       empty_slots_per_micro_batch: slots of a micro-batch without an example: rows are laid out in equal shares.
       examples_per_loading_host: examples that one loading host reads in one load, on average.
       pipeline_microbatch_size: the most examples in one pipeline microbatch.
+      pipeline_bubble_fraction: the share of its ticks that a stage waits, with the schedule that is set.
+      pipeline_schedules: for each schedule that this pipeline could have, what it costs; empty without stages.
       steps: optimizer steps in the whole run, stated or derived from num_epochs.
       num_examples: training examples in the data; None where not known.
       epochs: passes over the data in the whole run; null without a data index, as is steps_per_epoch.
@@ -57,8 +78,10 @@ class BatchPlan:
     num_pipeline_stages: int
     num_pipeline_microbatches: int
     num_pipeline_repeats: int
+    pipeline_schedule: Schedule
     pipeline_microbatch_size: int
     pipeline_bubble_fraction: Fraction
+    pipeline_schedules: Mapping[Schedule, ScheduleCost]
     steps: int
     num_examples: int | None
     epochs: Fraction | None
@@ -72,6 +95,16 @@ class BatchPlan:
     rampup: RampupBatchManager | None
     memory: MemoryEstimate
     warnings: tuple[str, ...]
+
+    @property
+    def pipeline_shape(self) -> PipelineShape:
+        """The pipeline and the work of one step at the target batch."""
+        return PipelineShape(
+            self.num_pipeline_stages,
+            self.num_pipeline_microbatches,
+            self.num_pipeline_repeats,
+            self.gradient_accumulation_steps,
+        )
 
     @property
     def batch_shards(self) -> int:
@@ -186,7 +219,8 @@ class BatchPlan:
             "empty_slots_per_micro_batch", "gradient_accumulation_steps", "global_batch_to_train",
             "global_batch_to_load", "loads_per_step", "loading_hosts", "examples_per_loading_host", "tokens_per_step",
             "eval_per_device_batch_size", "eval_batch_examples", "num_pipeline_stages", "num_pipeline_microbatches",
-            "pipeline_microbatch_size", "pipeline_bubble_fraction", "steps", "epochs", "steps_per_epoch",
+            "num_pipeline_repeats", "pipeline_schedule", "pipeline_microbatch_size",
+            "pipeline_bubble_fraction", "steps", "epochs", "steps_per_epoch",
             "num_examples", "total_examples", "last_batch_examples", "dropped_examples", "learning_rate",
             "learning_rate_multiplier", "adam_b1", "adam_b2", "adam_eps", "diloco_num_replicas", "diloco_sync_period",
         )  # fmt: skip
@@ -195,6 +229,7 @@ class BatchPlan:
             "mesh": dict(self.mesh),
             "loading_hosts": list(self.loading_hosts),
             "rampup": None if self.rampup is None else _rampup_json(self.rampup),
+            "pipeline_schedules": {name: cost.to_json() for name, cost in self.pipeline_schedules.items()},
             "memory": self.memory.to_json(),
             "warnings": list(self.warnings),
         }
@@ -248,6 +283,14 @@ def make_plan(
     memory = estimate_memory(
         config, mesh.total, slots, batch.gradient_accumulation_steps, pieces, device_memory_gb, replicas
     )
+    shape = PipelineShape(stages, pieces, sizes.num_pipeline_repeats, batch.gradient_accumulation_steps)
+    schedules: dict[Schedule, ScheduleCost] = {
+        schedule: ScheduleCost(
+            shape.bubble_fraction(schedule), estimate_activations(config, mesh.total, slots, pieces, schedule)
+        )
+        for schedule in SCHEDULES
+        if stages > 1 and (schedule == "gpipe" or sizes.num_pipeline_repeats == 1)
+    }
     total = batch.global_batch_to_train
     return BatchPlan(
         num_devices=num_devices,
@@ -270,8 +313,10 @@ def make_plan(
         num_pipeline_stages=stages,
         num_pipeline_microbatches=pieces,
         num_pipeline_repeats=sizes.num_pipeline_repeats,
+        pipeline_schedule=config.pipeline_schedule,
         pipeline_microbatch_size=-(-batch.micro_batch_to_train // pieces),
-        pipeline_bubble_fraction=Fraction(stages - 1, sizes.num_pipeline_repeats * pieces + stages - 1),
+        pipeline_bubble_fraction=shape.bubble_fraction(config.pipeline_schedule),
+        pipeline_schedules=schedules,
         steps=sizes.length.steps,
         num_examples=num_examples,
         epochs=None if num_examples is None else Fraction(sizes.length.total_examples, num_examples),
@@ -343,19 +388,6 @@ def _joined(first: Sequence[Refusal], later: Sequence[Refusal]) -> list[str]:
     return [str(refusal) for refusal in (*shown, *(refusal for refusal in later if refusal.key not in better))]
 
 
-def not_yet_trainable(config: Config, plan: BatchPlan) -> list[str]:
-    """What can be planned but not yet trained, one refusal for each; an issue that adds a feature deletes its entry."""
-    lacking = (("ici_context_parallelism", plan.mesh["context"] > 1, "a context axis", "1"),)
-    problems: list[str] = []
-    for key, wanted, what, legal in lacking:
-        if wanted:
-            # A dcn key is the one to change where the axis spans slices only.
-            named = key.replace("ici_", "dcn_") if getattr(config, key) == 1 else key
-            text = value_text(getattr(config, named))
-            problems.append(f"{named}={text}: {what} can be planned but not trained yet. Nearest that works: {legal}.")
-    return problems
-
-
 def _warnings(config: Config, sizes: Sizes, length: RunLength, slots: int, memory: MemoryEstimate) -> list[str]:
     warnings = [*_length_warnings(config, sizes, length), *scaling_warnings(config, sizes.scaling)]
     warnings += _diloco_warnings(config, sizes, length)
@@ -364,6 +396,12 @@ def _warnings(config: Config, sizes: Sizes, length: RunLength, slots: int, memor
         warnings.append(
             f"num_pipeline_microbatches={pieces} does not divide the micro-batch of {micro} examples: "
             f"{slots - micro} of {slots} slots stay empty."
+        )
+    if not splits_residual(config, sizes.mesh.total):
+        context, tensor = sizes.mesh.total["context"], sizes.mesh.total["tensor"]
+        warnings.append(
+            f"max_target_length={config.max_target_length} is not a multiple of {context} context x {tensor} tensor "
+            "shards: every device of a tensor group holds all activations between blocks."
         )
     if memory.limit is not None and memory.total > memory.limit:
         warnings.append(

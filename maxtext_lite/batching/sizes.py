@@ -78,7 +78,8 @@ def work_out(config: Config, topology: Topology, num_examples: int | None = None
             problems.append(part)
     problems.extend(scaling_problems(config, batch if isinstance(batch, Batch) else None, num_devices))
     problems.extend(_model_problems(config, axes, num_devices))
-    problems.extend(_pipeline_problems(config, axes.total["stage"], num_devices))
+    problems.extend(_context_problems(config, axes.total["context"]))
+    problems.extend(_pipeline_problems(config, axes.total["stage"], axes.total["context"], num_devices))
     if (
         problems
         or isinstance(mesh, Problem)
@@ -132,12 +133,13 @@ def _diloco_replicas(config: Config, data_axis: int) -> int | Problem | None:
     return Problem(key, message, below, above, ({key: -1},))
 
 
-# Each mesh axis that splits the model, and the dimensions that it splits; an expert's width where there are experts.
-_SPLIT: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("fsdp", ("base_emb_dim",)),
-    ("tensor", ("base_num_query_heads", "base_num_kv_heads", "base_mlp_dim", "base_moe_mlp_dim", "vocab_size")),
-    ("context", ("max_target_length",)),
-    ("expert", ("num_experts",)),
+# Each mesh axis that splits the model, the pieces that each of its shards holds, and the dimensions that it splits; an
+# expert's width where there are experts.
+_SPLIT: tuple[tuple[str, int, tuple[str, ...]], ...] = (
+    ("fsdp", 1, ("base_emb_dim",)),
+    ("tensor", 1, ("base_num_query_heads", "base_num_kv_heads", "base_mlp_dim", "base_moe_mlp_dim", "vocab_size")),
+    ("context", 2, ("max_target_length",)),  # an early and a late chunk, so that causal attention is equal work
+    ("expert", 1, ("num_experts",)),
 )
 
 
@@ -149,8 +151,9 @@ def _dimensions(config: Config, keys: tuple[str, ...]) -> dict[str, int]:
 
 def _model_problems(config: Config, mesh: MeshSizes, num_devices: int) -> list[Problem]:
     problems: list[Problem] = []
-    for axis, dimension_keys in _SPLIT:
-        parts = mesh.total[axis]
+    for axis, chunks, dimension_keys in _SPLIT:
+        shards = mesh.total[axis]
+        parts = shards * chunks if shards > 1 else 1
         uneven = {key: size for key, size in _dimensions(config, dimension_keys).items() if size % parts}
         if not uneven:
             continue
@@ -158,30 +161,56 @@ def _model_problems(config: Config, mesh: MeshSizes, num_devices: int) -> list[P
         key = mesh_key("ici" if in_slice else "dcn", axis)
         size = mesh.ici[axis] if in_slice else mesh.dcn[axis]
         how = f"{key}=-1, the remaining {size}," if getattr(config, key) == -1 else f"{key}={size}"
+        if shards != size:
+            how += f" x {mesh_key('dcn', axis)}={mesh.dcn[axis]}"
+        if chunks > 1:
+            how += f" x {chunks} chunks"
         if parts != size:
-            how += f" x {mesh_key('dcn', axis)}={mesh.dcn[axis]} = {parts}"
+            how += f" = {parts}"
         named = any_of([f"{name}={dimension}" for name, dimension in uneven.items()])
-        below, above = single_edits(key, divisors(num_devices), size)
+        fewer, more = single_edits(key, divisors(num_devices), size)
         wider = [
             edit
             for name, dimension in uneven.items()
             for group in reversed(multiples(name, parts, dimension))
             for edit in group
         ]
+        below, above, otherwise = fewer, more, (*mesh_edits(key, size, num_devices), *wider)
+        if "max_target_length" in uneven:  # which is the run's to choose, as the dimensions of a model are not
+            below, above = multiples("max_target_length", parts, config.max_target_length)
+            otherwise = (*fewer, *more, *mesh_edits(key, size, num_devices))
         problems.append(
             Problem(
                 key,
                 f"{how} does not divide {named}.",
                 below,
                 above,
-                (*mesh_edits(key, size, num_devices), *wider),
+                otherwise,
                 rule=f"{axis} divides the model",
             )
         )
     return problems
 
 
-def _pipeline_problems(config: Config, num_stages: int, num_devices: int) -> list[Problem]:
+def _context_problems(config: Config, num_shards: int) -> list[Problem]:
+    """What does not work on shards of the tokens."""
+    if num_shards == 1:
+        return []
+    problems: list[Problem] = []
+    key, kernel = "attention", config.attention
+    if kernel not in ("auto", "dot_product"):
+        message = f"{key}={kernel} does not work on {num_shards} context shards, whose tokens are dealt in chunks."
+        problems.append(Problem(key, message, otherwise=({key: "auto"},), rule="a kernel for shards"))
+    key, pieces = "num_vocab_tiling", config.num_vocab_tiling
+    tokens, rest = divmod(config.max_target_length, num_shards)
+    if not rest and tokens % pieces:
+        message = f"{key}={pieces} does not divide the {tokens} tokens of each of {num_shards} context shards."
+        below, above = single_edits(key, divisors(tokens), pieces)
+        problems.append(Problem(key, message, below, above, rule="tiles of a shard"))
+    return problems
+
+
+def _pipeline_problems(config: Config, num_stages: int, context: int, num_devices: int) -> list[Problem]:
     problems: list[Problem] = []
     key, pieces = "num_pipeline_microbatches", config.num_pipeline_microbatches
     if num_stages == 1 and pieces > 1:
@@ -199,6 +228,51 @@ def _pipeline_problems(config: Config, num_stages: int, num_devices: int) -> lis
             Problem(key, f"{key}={pieces} is not a multiple of the {num_stages} pipeline stages.", below, above)
         )
     problems.extend(_layer_problems(config, num_stages, num_devices))
+    problems.extend(_schedule_problems(config, num_stages, context))
+    return problems
+
+
+def _schedule_problems(config: Config, num_stages: int, context: int) -> list[Problem]:
+    """What pipeline_schedule=1f1b asks for: several stages, passed once, and tokens that they can share out."""
+    key = "pipeline_schedule"
+    problems: list[Problem] = []
+    if config.pipeline_schedule == "gpipe":
+        return problems
+    gpipe: Edit = {key: "gpipe"}
+    if num_stages == 1:
+        message = f"{key}=1f1b has no use with 1 pipeline stage (ici_pipeline_parallelism x dcn_pipeline_parallelism)."
+        return [Problem(key, message, below=[gpipe])]
+    layers, at_once = config.base_num_decoder_layers, config.num_layers_per_pipeline_stage
+    if layers % (num_stages * at_once) == 0 and layers != num_stages * at_once:
+        once: Edit = {"num_layers_per_pipeline_stage": layers // num_stages}
+        if config.num_pipeline_repeats not in (-1, 1):
+            once = {**once, "num_pipeline_repeats": 1}
+        problems.append(
+            Problem(
+                key,
+                f"{key}=1f1b passes the stages once, but {layers} layers on {num_stages} stages with "
+                f"num_layers_per_pipeline_stage={at_once} go round {layers // (num_stages * at_once)} times.",
+                below=[once],
+                above=[gpipe],
+                rule="1f1b rounds",
+            )
+        )
+    tokens, parts = config.max_target_length, num_stages * context * config.num_vocab_tiling
+    if tokens % parts:
+        tiles = f" x num_vocab_tiling={config.num_vocab_tiling}" if config.num_vocab_tiling > 1 else ""
+        shards = f" x {context} context shards" if context > 1 else ""
+        below, above = multiples("max_target_length", parts, tokens)
+        problems.append(
+            Problem(
+                "max_target_length",
+                f"max_target_length={tokens} is not a multiple of {num_stages} pipeline stages{shards}{tiles}, between "
+                f"which {key}=1f1b cuts the tokens of a microbatch for the loss.",
+                below,
+                above,
+                (gpipe,),
+                rule="1f1b tokens",
+            )
+        )
     return problems
 
 

@@ -1,5 +1,6 @@
 """The plan as a table for people: each quantity with its formula filled in."""
 
+from dataclasses import replace
 from fractions import Fraction
 
 from maxtext_lite.batching.memory import MemoryEstimate, bytes_text
@@ -15,6 +16,7 @@ def format_plan(plan: BatchPlan) -> str:
         ("num_devices", f"{plan.num_devices} = {_mesh_text(plan)}, on {plan.num_hosts} host{_s(plan.num_hosts)}"),
         *_batch_rows(plan),
         *_loading_rows(plan),
+        *_context_rows(plan),
         *_pipeline_rows(plan),
         *_length_rows(plan),
         *_optimizer_rows(plan),
@@ -93,8 +95,21 @@ def _loading_rows(plan: BatchPlan) -> list[tuple[str, str]]:
     ]
 
 
+def _context_rows(plan: BatchPlan) -> list[tuple[str, str]]:
+    shards, tokens = plan.mesh["context"], plan.max_target_length
+    if shards == 1:
+        return []
+    return [
+        (
+            "context shards",
+            f"{shards}, each with an early and a late chunk of {tokens // (2 * shards)} of the {tokens} tokens of an "
+            "example",
+        )
+    ]
+
+
 def _pipeline_rows(plan: BatchPlan) -> list[tuple[str, str]]:
-    stages, pieces, repeats = plan.num_pipeline_stages, plan.num_pipeline_microbatches, plan.num_pipeline_repeats
+    stages, pieces = plan.num_pipeline_stages, plan.num_pipeline_microbatches
     if stages == 1:
         return []
     uneven = "" if plan.micro_batch_to_train % pieces == 0 else ", rounded up"
@@ -104,12 +119,34 @@ def _pipeline_rows(plan: BatchPlan) -> list[tuple[str, str]]:
             f"{plan.pipeline_microbatch_size} example{_s(plan.pipeline_microbatch_size)} = "
             f"micro-batch {plan.micro_batch_to_train} / {pieces} pipeline microbatches{uneven}",
         ),
-        (
-            "pipeline_bubble_fraction",
-            f"{float(plan.pipeline_bubble_fraction):.4g} = ({stages} stages - 1) / "
-            f"({repeats} repeat{_s(repeats)} x {pieces} microbatches + {stages} stages - 1), in every micro-batch",
+        ("pipeline_bubble_fraction", _bubble_text(plan)),
+        *(
+            (f"with {name}", f"bubble {float(cost.bubble_fraction):.4g}, activations {bytes_text(cost.activations)}")
+            for name, cost in plan.pipeline_schedules.items()
+            if len(plan.pipeline_schedules) > 1
         ),
     ]
+
+
+def _bubble_text(plan: BatchPlan) -> str:
+    stages, pieces, repeats = plan.num_pipeline_stages, plan.num_pipeline_microbatches, plan.num_pipeline_repeats
+    accumulation, bubble = plan.gradient_accumulation_steps, f"{float(plan.pipeline_bubble_fraction):.4g}"
+    if plan.pipeline_schedule == "1f1b":
+        return (
+            f"{bubble} = 2 x ({stages} stages - 1) / ({accumulation} accumulation x {pieces} microbatches + "
+            f"2 x ({stages} stages - 1)), once in a step"
+        )
+    text = (
+        f"{bubble} = ({stages} stages - 1) / ({repeats} repeat{_s(repeats)} x {pieces} microbatches + {stages} "
+        "stages - 1), in every micro-batch"
+    )
+    if accumulation == 1:
+        return text
+    merged = replace(plan.pipeline_shape, num_microbatches=pieces * accumulation, gradient_accumulation_steps=1)
+    return (
+        f"{text}; as one micro-batch of {pieces * accumulation} microbatches it would be "
+        f"{float(merged.bubble_fraction('gpipe')):.4g}, with {accumulation} times the activations"
+    )
 
 
 def _length_rows(plan: BatchPlan) -> list[tuple[str, str]]:
@@ -209,5 +246,12 @@ def _memory_rows(memory: MemoryEstimate) -> list[tuple[str, str]]:
         ("logits (estimate)", memory.logits),
     )
     limit = "" if memory.limit is None else f" of {bytes_text(memory.limit)}"
-    text = f"{bytes_text(memory.total)}{limit} = " + " + ".join(f"{name} {bytes_text(size)}" for name, size in parts)
-    return [("memory per device", text)]
+    # What lies in host memory between updates is on the device while activations are not.
+    sign = "=" if memory.total == sum(size for _, size in parts) else "at most, of"
+    text = f"{bytes_text(memory.total)}{limit} {sign} " + " + ".join(
+        f"{name} {bytes_text(size)}" for name, size in parts
+    )
+    rows = [("memory per device", text)]
+    if memory.offloaded:
+        rows.append(("in host memory", f"{bytes_text(memory.offloaded)} per device"))
+    return rows

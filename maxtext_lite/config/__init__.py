@@ -2,6 +2,7 @@
 
 from maxtext_lite.config.errors import Refusal, UserError
 from maxtext_lite.config.load import ConfigError, load_config, packaged_directory, packaged_file
+from maxtext_lite.config.remat import Remat, remat_of
 from maxtext_lite.config.resolved import describe, write_resolved
 from maxtext_lite.config.schema import (
     KEYS,
@@ -29,6 +30,7 @@ __all__ = [
     "NumericsConfig",
     "OptimizerConfig",
     "Refusal",
+    "Remat",
     "RunConfig",
     "UserError",
     "YamlValue",
@@ -37,5 +39,6 @@ __all__ = [
     "packaged_directory",
     "packaged_file",
     "parse_value",
+    "remat_of",
     "write_resolved",
 ]

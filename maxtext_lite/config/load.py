@@ -276,7 +276,8 @@ def _validate(layers: Sequence[_Layer], problems: list[Refusal]) -> Config:
             values[key] = refused[key].nearest[0]
         config = Config.model_validate(values)
     problems.extend(refused[key] for key in KEYS if key in refused)
-    broken = _broken_rules(config, set(KEYS) - set(refused), layers[0])
+    # With legal values in place of those of the wrong kind: what those then contradict is wrong as well.
+    broken = _broken_rules(config, KEYS, layers[0])
     problems.extend(broken)
     legal = {
         refusal.key: refusal.nearest[0]

@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 from maxtext_lite.config.errors import Refusal, number_text, value_text
+from maxtext_lite.config.remat import REMAT_TENSORS, listed
 from maxtext_lite.config.schema import Config
 
 _BYTE_TOKENS = 257  # 256 bytes and the end of text
@@ -30,7 +32,7 @@ def nearest_divisors(value: int, whole: int) -> tuple[int, ...]:
 
 
 def rule_problems(config: Config, known: Collection[str]) -> list[Refusal]:
-    """The refusals of all rules whose keys are all in `known`, the keys that hold a value of the right kind."""
+    """The refusals of all rules whose keys are all in `known`."""
     problems = [rule.check(config) for rule in RULES if all(key in known for key in rule.keys)]
     return [problem for problem in problems if problem is not None]
 
@@ -189,6 +191,33 @@ def _cudnn_dtype(config: Config) -> Refusal | None:
     )
 
 
+def _remat_lists(config: Config) -> Refusal | None:
+    names = {"remat_save": listed(config.remat_save), "remat_offload": listed(config.remat_offload)}
+    for key, tensors in names.items():
+        value = getattr(config, key)
+        if tensors and config.remat_policy != "custom":
+            return Refusal(
+                key,
+                f"{key}={value} has no use with remat_policy={config.remat_policy}.",
+                (f"{key}=", "remat_policy=custom"),
+            )
+        unknown = [name for name in tensors if name not in REMAT_TENSORS]
+        if unknown:
+            alike = get_close_matches(unknown[0], REMAT_TENSORS, n=1, cutoff=0)
+            mended = dict.fromkeys(alike[0] if name == unknown[0] else name for name in tensors)
+            message = f"{key}={value} names {unknown[0]}, which is none of {', '.join(REMAT_TENSORS)}."
+            return Refusal(key, message, (",".join(mended),))
+    saved, offloaded = names["remat_save"], names["remat_offload"]
+    both = [name for name in offloaded if name in saved]
+    if both:
+        return Refusal(
+            "remat_offload",
+            f"remat_offload={config.remat_offload} names {both[0]}, as remat_save does.",
+            (",".join(name for name in offloaded if name not in saved),),
+        )
+    return None
+
+
 def _schedule_of_replicas(config: Config) -> Refusal | None:
     if not config.enable_diloco or config.schedule_unit == "steps":
         return None
@@ -285,6 +314,7 @@ def _experts_that_are_not(config: Config) -> Refusal | None:
 
 
 RULES: tuple[Rule, ...] = (
+    Rule(("remat_policy", "remat_save", "remat_offload"), _remat_lists),
     Rule(("schedule_unit", "enable_diloco"), _schedule_of_replicas),
     Rule(("loss_scale", "dtype"), _loss_scale),
     Rule(("shard_optimizer_over_data", "enable_diloco"), _shared_optimizer),
@@ -315,4 +345,4 @@ RULES: tuple[Rule, ...] = (
     Rule(("last_batch", "num_epochs"), _last_batch),
     Rule(("scale_adam_with_batch", "learning_rate_scaling", "optimizer"), _scaled_adam),
 )
-"""Every rule. A rule about a key of the wrong kind is not tried: the kind is the problem."""
+"""Every rule. One about a key of the wrong kind is tried with the legal value that is named in its place."""

@@ -94,6 +94,7 @@ class OptimizerConfig(Section):
     gradient_clipping_threshold: NotNegative
     skip_nonfinite_updates: Flag
     max_skipped_updates: Count
+    optimizer_memory_host_offload: Flag
 
 
 class LocalUpdatesConfig(Section):
@@ -121,7 +122,9 @@ class MeshConfig(Section):
     ici_context_parallelism: CountOrMinusOne
     ici_expert_parallelism: CountOrMinusOne
     ici_pipeline_parallelism: CountOrMinusOne
+    context_parallel_strategy: Literal["all_gather", "ring"]
     shard_optimizer_over_data: Flag
+    pipeline_schedule: Literal["gpipe", "1f1b"]
     num_layers_per_pipeline_stage: Count
     num_pipeline_repeats: CountOrMinusOne
 
@@ -168,7 +171,18 @@ class NumericsConfig(Section):
     loss_scale: NotNegative
     loss_scale_growth_interval: Count
     matmul_precision: Literal["default", "high", "highest"]
-    remat_policy: Literal["none", "minimal", "save_dot_products", "save_qkv_proj", "full"]
+    remat_policy: Literal[
+        "none",
+        "save_dot_products",
+        "minimal",
+        "save_qkv_proj",
+        "minimal_offloaded",
+        "qkv_proj_offloaded",
+        "full",
+        "custom",
+    ]
+    remat_save: Text
+    remat_offload: Text
     attention: Literal["auto", "dot_product", "cudnn_flash", "splash"]
     num_vocab_tiling: Count
     z_loss_multiplier: NotNegative

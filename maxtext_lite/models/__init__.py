@@ -10,7 +10,7 @@ Names of arrays of rank 2 and more end in one letter per dim (global sizes), her
 """
 
 from maxtext_lite.models.attention import resolve_attention
-from maxtext_lite.models.decoder import Decoder, DecoderShape, unstacked
+from maxtext_lite.models.decoder import Decoder, DecoderShape, Stream, stream_axes, unstacked
 from maxtext_lite.models.decoding import KVCache, Sampling, sample_token
 from maxtext_lite.models.moe import BALANCE, DROPPED, LOAD, ROUTER_Z, ExpertShape
 
@@ -24,7 +24,9 @@ __all__ = [
     "ExpertShape",
     "KVCache",
     "Sampling",
+    "Stream",
     "resolve_attention",
     "sample_token",
+    "stream_axes",
     "unstacked",
 ]

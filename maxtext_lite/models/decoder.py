@@ -9,23 +9,13 @@ from flax import nnx
 
 from maxtext_lite.models.attention import attention
 from maxtext_lite.models.decoding import KVCache, cached_attention
-from maxtext_lite.models.layers import Attend, DecoderLayer, DecoderShape, Embedding, Head, RMSNorm
+from maxtext_lite.models.layers import RESIDUAL_AXES, Attend, DecoderLayer, DecoderShape, Embedding, Head, RMSNorm
 from maxtext_lite.models.ops import rotary_angles
 from maxtext_lite.parallel import Pipeline
 
 Params = Any
 """A nested dict of arrays; every leaf under "layers" has a leading L, or [repeats, L / repeats] in a pipeline that
 goes round several times."""
-
-REMAT_POLICIES: dict[str, Any] = {
-    "none": None,
-    "minimal": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "save_dot_products": jax.checkpoint_policies.dots_saveable,
-    "save_qkv_proj": jax.checkpoint_policies.save_only_these_names("query_proj", "key_proj", "value_proj"),
-    "full": jax.checkpoint_policies.nothing_saveable,
-}
-"""What the forward pass keeps for the backward pass: "none" keeps all, "full" only the input of each layer,
-"minimal" the outputs of the projections, "save_dot_products" the attention scores too."""
 
 
 def unstacked(axes: tuple[str, ...]) -> tuple[str, ...]:
@@ -56,7 +46,7 @@ def stream_axes(shape: DecoderShape) -> Any:
     """Logical axes of a stream's arrays."""
     token_axes: Any = ("batch", "length")
     aux_axes: Any = {} if shape.experts is None else shape.experts.aux_axes
-    return Stream((*token_axes, "activation_embed"), token_axes, token_axes, aux_axes)  # type: ignore[arg-type]
+    return Stream(RESIDUAL_AXES, token_axes, token_axes, aux_axes)  # type: ignore[arg-type]
 
 
 class _Modules(nnx.Module):
@@ -167,7 +157,8 @@ class Decoder:
         """The stream after a stack of layers, all of `params["layers"]` or some of them in a row."""
 
         def attend(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array) -> tuple[jax.Array, None]:
-            return attention(q_BTNH, k_BTKH, v_BTKH, stream.segment_BT, kernel=self.shape.attention), None
+            kernel, strategy = self.shape.attention, self.shape.context_strategy
+            return attention(q_BTNH, k_BTKH, v_BTKH, stream.segment_BT, kernel=kernel, strategy=strategy), None
 
         return self._scan(layer_params, stream, lambda _: attend, None)[0]
 
@@ -218,7 +209,13 @@ class Decoder:
             x_BTD, kept, more = module(x_BTD, rotation, attend_in(layer_cache), real_BT, drop=drop)
             return (x_BTD, {name: aux[name] + more[name] for name in aux}), kept
 
-        if shape.remat_policy != "none":
-            layer = jax.checkpoint(layer, policy=REMAT_POLICIES[shape.remat_policy], prevent_cse=False)
+        if shape.saved is not None:
+            policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+                names_which_can_be_saved=shape.saved,
+                names_which_can_be_offloaded=shape.offloaded,
+                offload_src="device",
+                offload_dst="pinned_host",
+            )
+            layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)
         (x_BTD, aux), kept = jax.lax.scan(layer, (stream.x_BTD, stream.aux), (layer_params, cache))
         return stream._replace(x_BTD=x_BTD, aux=aux), kept

@@ -16,6 +16,12 @@ from maxtext_lite.models.moe import DROPPED, ExpertShape, ExpertWeights, droples
 from maxtext_lite.models.ops import Rotation, project, rms_norm, rotate, silu_times
 from maxtext_lite.parallel import constrain
 
+RESIDUAL_AXES = ("batch", "residual_length", "activation_embed")
+"""Logical axes of the stream between blocks: split over `tensor` along the tokens, so that no device holds or norms
+all of it. Source: Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2."""
+
+_HEADS_AXES = ("batch", "length", "activation_heads", None)
+
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 """(q_BTNH, k_BTKH, v_BTKH) -> (context_BTNH, whatever the caller keeps of the layer, such as its keys and values)."""
 
@@ -30,7 +36,10 @@ class DecoderShape:
       tied: the output projection is the embedding table.
       initializer_range: standard deviation of the normal initial weights; norms start at 1.
       attention: name of the kernel, one of `attention.KERNELS`.
-      remat_policy: what the backward pass recomputes, one of `decoder.REMAT_POLICIES`.
+      saved: names (`checkpoint_name`) of a layer's tensors that the forward pass keeps for the backward pass, beside
+        the layer's input; the others are made again. None: all are kept.
+      offloaded: names of those that it keeps in pinned host memory.
+      context_strategy: how the shards of a context axis exchange keys, one of `context_attention.STRATEGIES`.
       experts: in place of each layer's mlp; None: the mlp.
     """
 
@@ -47,8 +56,10 @@ class DecoderShape:
     initializer_range: float = 0.02
     dtype: Any = jnp.float32
     weight_dtype: Any = jnp.float32
-    remat_policy: str = "none"
+    saved: tuple[str, ...] | None = None
+    offloaded: tuple[str, ...] = ()
     attention: str = "dot_product"
+    context_strategy: str = "all_gather"
     experts: ExpertShape | None = None
 
 
@@ -83,13 +94,14 @@ class Attention(nnx.Module):
         """The projected context [B, T, D], and what `attend` keeps."""
 
         def heads(weight: nnx.Param, name: str) -> jax.Array:
-            y_BTNH = constrain(project(x_BTD, weight[...]), ("batch", "length", "activation_heads", None))
+            y_BTNH = constrain(project(x_BTD, weight[...]), _HEADS_AXES)
             return checkpoint_name(y_BTNH, name)
 
         q_BTNH = rotate(heads(self.query, "query_proj"), rotation)
         k_BTKH = rotate(heads(self.key, "key_proj"), rotation)
         context_BTNH, kept = attend(q_BTNH, k_BTKH, heads(self.value, "value_proj"))
-        return project(context_BTNH, self.out[...], 2), kept
+        context_BTNH = constrain(context_BTNH, _HEADS_AXES)  # and its gradient, which could follow the tokens instead
+        return checkpoint_name(constrain(project(context_BTNH, self.out[...], 2), RESIDUAL_AXES), "out_proj"), kept
 
 
 class GatedMlp(nnx.Module):
@@ -103,10 +115,10 @@ class GatedMlp(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """The mlp's output [B, T, D], in the dtype of x_BTD."""
-        gate_BTF = project(x_BTD, self.gate[...])
-        up_BTF = project(x_BTD, self.up[...])
+        gate_BTF = checkpoint_name(project(x_BTD, self.gate[...]), "mlpwi_0")
+        up_BTF = checkpoint_name(project(x_BTD, self.up[...]), "mlpwi_1")
         hidden_BTF = constrain(silu_times(gate_BTF, up_BTF), ("batch", "length", "activation_mlp"))
-        return project(hidden_BTF, self.down[...])
+        return checkpoint_name(constrain(project(hidden_BTF, self.down[...]), RESIDUAL_AXES), "mlpwo")
 
 
 class MixtureOfExperts(nnx.Module):
@@ -141,6 +153,7 @@ class MixtureOfExperts(nnx.Module):
         else:
             y_BTD, dropped_B = with_capacity(x_BTD, routing, weights, experts)
             aux = aux | {DROPPED: dropped_B}
+        y_BTD = checkpoint_name(constrain(y_BTD, RESIDUAL_AXES), "mlpwo")
         return y_BTD + self.shared(x_BTD) if experts.num_shared else y_BTD, aux
 
 
@@ -164,14 +177,15 @@ class DecoderLayer(nnx.Module):
         Args:
           real_BT: False for padding; only experts look at it, as only they look at `drop` (`MixtureOfExperts`).
         """
+        x_BTD = checkpoint_name(x_BTD, "decoder_layer_input")
         attended_BTD, kept = self.attention(self.attention_norm(x_BTD), rotation, attend)
-        x_BTD = constrain(x_BTD + attended_BTD, ("batch", "length", "activation_embed"))
+        x_BTD = constrain(x_BTD + attended_BTD, RESIDUAL_AXES)
         normed_BTD, aux = self.mlp_norm(x_BTD), {}
         if isinstance(self.mlp, MixtureOfExperts):
             y_BTD, aux = self.mlp(normed_BTD, real_BT, drop=drop)
         else:
             y_BTD = self.mlp(normed_BTD)
-        return constrain(x_BTD + y_BTD, ("batch", "length", "activation_embed")), kept, aux
+        return constrain(x_BTD + y_BTD, RESIDUAL_AXES), kept, aux
 
 
 class Embedding(nnx.Module):
@@ -184,7 +198,7 @@ class Embedding(nnx.Module):
         """The tokens' vectors [B, T, D], in `dtype`."""
         # Gathered over `embed` first: a look-up in a table split both ways is what partitioners do worst.
         table_VD = constrain(self.table[...], ("vocab", None))
-        return constrain(table_VD[token_BT].astype(dtype), ("end_batch", "length", "activation_embed"))
+        return constrain(table_VD[token_BT].astype(dtype), ("end_batch", *RESIDUAL_AXES[1:]))
 
 
 class Head(nnx.Module):

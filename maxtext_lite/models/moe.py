@@ -21,7 +21,16 @@ from maxtext_lite.models.grouped_matmul import (
     grouped_weight_gradient,
 )
 from maxtext_lite.models.ops import silu_times
-from maxtext_lite.parallel import constrain, gathered, over_shards, scattered_sum, shard_index, summed
+from maxtext_lite.parallel import (
+    constrain,
+    context_order,
+    context_shards,
+    gathered,
+    over_shards,
+    scattered_sum,
+    shard_index,
+    summed,
+)
 
 BALANCE, ROUTER_Z, DROPPED, LOAD = "moe_balance", "router_z", "moe_dropped_fraction", "moe_load"
 """Names of what a layer adds to the stream's `aux`, float32: per example [B] the balance loss, per token [B, T] the
@@ -347,9 +356,9 @@ def with_capacity(
     capacity_T = expert_capacity(shape, T)
     num_slots = int(capacity_T[-1])
     tokens_B = jnp.sum(real_BT, axis=1, dtype=jnp.int32)
-    expert_Bt = constrain(routing.expert_BTJ.reshape(B, T * J), ("batch", None))  # a choice after the other
-    is_chosen_BtE = expert_Bt[..., None] == jnp.arange(E)
-    before_Bt = jnp.sum(jnp.where(is_chosen_BtE, jnp.cumsum(is_chosen_BtE, axis=1, dtype=jnp.int32) - 1, 0), axis=-1)
+    expert_BTJ = constrain(routing.expert_BTJ, ("batch", None, None))
+    expert_Bt = expert_BTJ.reshape(B, T * J)  # a choice after the other
+    before_Bt = _earlier_choices(expert_BTJ, E).reshape(B, T * J)
     is_kept_Bt = (expert_Bt < E) & (before_Bt < jnp.asarray(capacity_T)[tokens_B][:, None])
     slot_Bt = jnp.where(is_kept_Bt, expert_Bt * num_slots + before_Bt, E * num_slots)
     choice_BS = _inverse(slot_Bt, E * num_slots)
@@ -367,6 +376,16 @@ def with_capacity(
     kept_B = jnp.sum(is_kept_Bt, axis=1, dtype=jnp.float32)
     dropped_B = 1 - kept_B / jnp.maximum(J * tokens_B, 1)
     return y_BTD, jnp.where(tokens_B > 0, dropped_B, 0)
+
+
+def _earlier_choices(expert_BTJ: jax.Array, num_experts: int) -> jax.Array:
+    """How often an example's earlier choices were of the same expert, in the true order of its tokens: [B, T, J]."""
+    B, T, J = expert_BTJ.shape
+    order_T = context_order(T, context_shards()) if context_shards() > 1 else np.arange(T)
+    true_order_Bt = expert_BTJ[:, np.argsort(order_T)].reshape(B, T * J)
+    is_chosen_BtE = true_order_Bt[..., None] == jnp.arange(num_experts)
+    before_BtE = jnp.cumsum(is_chosen_BtE, axis=1, dtype=jnp.int32) - 1
+    return jnp.sum(jnp.where(is_chosen_BtE, before_BtE, 0), axis=-1).reshape(B, T, J)[:, order_T]
 
 
 def _experts_matmul(x_EBCi: jax.Array, weight_Eio: jax.Array) -> jax.Array:

@@ -11,21 +11,38 @@ from maxtext_lite.parallel.axes import (
     per_replica,
     sharding,
     tree_shardings,
+    with_dims,
 )
 from maxtext_lite.parallel.collectives import gathered, scattered_sum, shard_index, summed
-from maxtext_lite.parallel.distributed import end_soon, start_devices
+from maxtext_lite.parallel.context import (
+    CHUNKS_PER_SHARD,
+    context_order,
+    context_shards,
+    from_all_shards,
+    in_context_order,
+    own_shard,
+    sum_to_shards,
+    to_next_shard,
+)
+from maxtext_lite.parallel.distributed import end_soon, simulated_devices, start_devices, topology_devices
 from maxtext_lite.parallel.hosts import exchange, make_any_host
 from maxtext_lite.parallel.mesh import MESH_AXES, make_mesh
-from maxtext_lite.parallel.pipeline import Pipeline
+from maxtext_lite.parallel.pipeline import Flight, Pipeline
 
 __all__ = [
+    "CHUNKS_PER_SHARD",
     "MESH_AXES",
+    "Flight",
     "Pipeline",
     "also_over_data",
     "constrain",
+    "context_order",
+    "context_shards",
     "end_soon",
     "exchange",
+    "from_all_shards",
     "gathered",
+    "in_context_order",
     "make_any_host",
     "make_mesh",
     "num_shards",
@@ -33,11 +50,17 @@ __all__ = [
     "over_replicas",
     "over_shards",
     "over_stages",
+    "own_shard",
     "per_replica",
     "scattered_sum",
     "shard_index",
     "sharding",
+    "simulated_devices",
     "start_devices",
+    "sum_to_shards",
     "summed",
+    "to_next_shard",
+    "topology_devices",
     "tree_shardings",
+    "with_dims",
 ]

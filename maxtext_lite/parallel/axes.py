@@ -11,7 +11,9 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 LogicalAxes = Sequence[str | None]
-"""Name of each dim of an array; None: not sharded."""
+"""Name of each dim of an array; None: not sharded; AS_IT_IS: as the compiler finds it."""
+
+AS_IT_IS = "as it is"
 
 MESH_AXES_OF: dict[str, tuple[str, ...]] = {
     # parameters
@@ -35,6 +37,7 @@ MESH_AXES_OF: dict[str, tuple[str, ...]] = {
     "end_batch": ("fsdp", "expert", "stage"),  # outside the layers, where pipeline stages share the rows out
     "stages": ("stage",),
     "length": ("context",),
+    "residual_length": ("context", "tensor"),  # between blocks, where each token is by itself
     "activation_embed": (),
     "activation_heads": ("tensor",),
     "activation_mlp": ("tensor",),
@@ -45,6 +48,10 @@ MESH_AXES_OF: dict[str, tuple[str, ...]] = {
 """The sharding rules: mesh axes over which each logical axis is split."""
 
 
+UNEVEN = {"residual_length": "length"}
+"""What an activation's axis is laid out as where its parts would not be equal: in decoding, which has one token."""
+
+
 def partition_spec(axes: LogicalAxes) -> PartitionSpec:
     """The PartitionSpec of an array whose dims have these logical axes.
 
@@ -52,10 +59,10 @@ def partition_spec(axes: LogicalAxes) -> PartitionSpec:
       ValueError: an axis is not in MESH_AXES_OF, or two dims would be split over the same mesh axis.
     """
     used: dict[str, str] = {}
-    entries: list[tuple[str, ...] | str | None] = []
+    entries: list[Any] = []
     for axis in axes:
-        if axis is None:
-            entries.append(None)
+        if axis is None or axis == AS_IT_IS:
+            entries.append(None if axis is None else PartitionSpec.UNCONSTRAINED)
             continue
         if axis not in MESH_AXES_OF:
             raise ValueError(f"unknown logical axis {axis!r}; known: {', '.join(MESH_AXES_OF)}")
@@ -82,7 +89,11 @@ def constrain(x: jax.Array, axes: LogicalAxes) -> jax.Array:
     """`x`, laid out over the mesh in use (`jax.set_mesh`) by its logical axes; `x` itself where there is no mesh."""
     if jax.sharding.get_abstract_mesh().empty:
         return x
-    return jax.lax.with_sharding_constraint(x, partition_spec(axes))
+    even = [
+        UNEVEN[axis] if axis in UNEVEN and size % num_shards(axis) else axis
+        for axis, size in zip(axes, x.shape, strict=True)
+    ]
+    return jax.lax.with_sharding_constraint(x, partition_spec(even))
 
 
 def num_shards(axis: str) -> int:
@@ -97,13 +108,17 @@ def over_stages(function: Callable[..., Any], *, in_axes: Any = 0) -> Callable[.
     return jax.vmap(function, in_axes=in_axes, spmd_axis_name=stage)
 
 
-def over_shards(function: Callable[..., Any], in_axes: Sequence[LogicalAxes], out_axes: Any) -> Any:
+def over_shards(
+    function: Callable[..., Any],
+    in_axes: Sequence[LogicalAxes],
+    out_axes: tuple[str | None, ...] | list[tuple[str | None, ...]],
+) -> Any:
     """`function` run by each device on its own part of each argument: for kernels that the partitioner cannot split.
 
     Every mesh axis is manual, so that it also works inside `over_replicas`. Without a mesh it is `function` itself.
 
     Args:
-      out_axes: LogicalAxes of the result; a list of them where it is a tuple of several.
+      out_axes: of the result; a list where it is a tuple of several.
     """
     if jax.sharding.get_abstract_mesh().empty:
         return function
@@ -134,6 +149,13 @@ def also_over_data(where: NamedSharding, shape: Sequence[int]) -> NamedSharding:
     return where
 
 
+def with_dims(where: NamedSharding, rank: int, first: int, end: int, count: int) -> NamedSharding:
+    """Where an array of that rank lives once its dims first..end are `count` others, which are not split."""
+    spec = [*where.spec, *[None] * (rank - len(where.spec))]
+    spec[first:end] = [None] * count
+    return NamedSharding(where.mesh, PartitionSpec(*spec))
+
+
 def over_all_devices(mesh: Mesh, dim: int = 0) -> NamedSharding:
     """Where an array lives whose `dim` is split over every device of the mesh, in its order."""
     return NamedSharding(mesh, PartitionSpec(*[None] * dim, mesh.axis_names))
@@ -155,7 +177,7 @@ def over_replicas(
 
     def split(x: jax.Array) -> jax.Array:
         x = x.reshape(num_replicas, x.shape[0] // num_replicas, *x.shape[1:])
-        return constrain(x, ("replica", "batch") + (None,) * (x.ndim - 2))
+        return constrain(x, ("replica", "batch") + (AS_IT_IS,) * (x.ndim - 2))
 
     def mapped(*arguments: Any) -> Any:
         split_up = [jax.tree.map(split, x) if at in rows else x for at, x in enumerate(arguments)]

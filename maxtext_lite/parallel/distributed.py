@@ -1,7 +1,6 @@
 """The start of a process: the other processes of its run, and the devices of all."""
 
 import os
-import re
 import signal
 import sys
 import threading
@@ -9,10 +8,11 @@ from types import TracebackType
 from typing import Any
 
 import jax
+from jax.experimental import topologies
 
 from maxtext_lite.config import UserError
+from maxtext_lite.parallel.cluster import Place, place
 
-_ADDRESS, _NUM_PROCESSES, _PROCESS_ID = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 _SIMULATED = "--xla_force_host_platform_device_count="
 _EXIT_SECONDS = 5.0
 
@@ -20,9 +20,8 @@ _EXIT_SECONDS = 5.0
 def start_devices(*, timeout_seconds: float = 300) -> list[Any]:
     """All devices of the run, once the runtime is up. Call it before anything else asks jax for a device.
 
-    A process that is one of several joins the others first, and sees their devices too. It is one of several where the
-    environment says so: JAX_COORDINATOR_ADDRESS (host:port of process 0), JAX_NUM_PROCESSES and JAX_PROCESS_ID, as
-    scripts/launch_local.py sets them. (jax itself reads only the first of the three.)
+    A process that is one of several joins the others first, and sees their devices too: see `cluster.place`. A process
+    that is alone starts nothing.
 
     A CPU that simulates N devices gets 2 N threads. XLA gives it one for each core or device, every device blocks
     one inside a collective, and work that finds none left stops the run: XLA aborts after 40 seconds.
@@ -30,43 +29,84 @@ def start_devices(*, timeout_seconds: float = 300) -> list[Any]:
     Args:
       timeout_seconds: how long to wait for the other processes. After that the process ends with exit code 1.
     Raises:
-      UserError: one of the three variables is missing or wrong.
+      UserError: the environment describes the processes only in part, or wrongly.
     """
     for flag in os.environ.get("XLA_FLAGS", "").split():
         if flag.startswith(_SIMULATED):
             os.environ.setdefault("NPROC", str(2 * int(flag.removeprefix(_SIMULATED))))
-    if _is_one_of_several() and not jax.distributed.is_initialized():
-        _join_the_others(timeout_seconds)
+    if not jax.distributed.is_initialized():
+        found = place(os.environ, on_tpu=_uses_tpu())
+        if found is not None:
+            _join_the_others(found, timeout_seconds)
     return jax.devices()
 
 
-def _is_one_of_several() -> bool:
-    return bool(os.environ.get(_ADDRESS)) or os.environ.get(_NUM_PROCESSES, "1") != "1"
+def simulated_devices(num_devices: int) -> list[Any]:
+    """So many CPU devices that this process simulates, joining no other; call it before jax has been asked for any.
 
-
-def _join_the_others(timeout_seconds: float) -> None:
-    address = os.environ.get(_ADDRESS, "")
-    if not re.fullmatch(r".+:\d+", address):
-        raise UserError(f"{_ADDRESS}={address} is not host:port of process 0.")
-    num_processes = _whole_number(_NUM_PROCESSES, minimum=1)
-    process_id = _whole_number(_PROCESS_ID, minimum=0)
-    if process_id >= num_processes:
+    Raises:
+      UserError: jax runs already, with fewer.
+    """
+    kept = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(_SIMULATED)]
+    os.environ["XLA_FLAGS"] = " ".join([*kept, f"{_SIMULATED}{num_devices}"])
+    jax.config.update("jax_platforms", "cpu")
+    devices = jax.devices()
+    if len(devices) < num_devices:
         raise UserError(
-            f"{_PROCESS_ID}={process_id} is not below {_NUM_PROCESSES}={num_processes}. "
-            f"Nearest that works: {num_processes - 1}."
+            f"--devices={num_devices}: jax has started with {len(devices)}. Nearest that works: {len(devices)}."
         )
+    return devices[:num_devices]
+
+
+def topology_devices(name: str, num_slices: int = 1) -> list[Any]:
+    """The devices of TPU slices that need not be attached, to compile for; jax itself runs on the CPU.
+
+    Args:
+      name: generation and chips of a slice, as v5e:4x4.
+    Raises:
+      UserError: there is no such topology, or libtpu is not installed.
+    """
+    jax.config.update("jax_platforms", "cpu")
+    try:
+        return list(topologies.get_topology_desc(name, "tpu", num_slices=num_slices).devices)
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        why = str(error).strip().split("\n")[0][:200].rstrip(".")
+        raise UserError(
+            f"--topology={name} cannot be compiled for here: {why}. It needs libtpu (the extra tpu) and a name such as "
+            "v4:2x2x4, v5e:4x4, v5p:2x2x2 or v6e:4x4; --devices N needs neither."
+        ) from None
+
+
+def _uses_tpu() -> bool:
+    """Whether this process will use TPUs: where jax finds some, it names them in its platforms itself."""
+    platforms: str | None = jax.config.jax_platforms  # type: ignore[attr-defined]
+    return "tpu" in (platforms or "").split(",")
+
+
+def _join_the_others(found: Place, timeout_seconds: float) -> None:
     # XLA answers a time-out with abort() and a stack trace, which Python cannot catch: we give up before it does.
-    watch = threading.Timer(timeout_seconds, _give_up, (address, num_processes, process_id, timeout_seconds))
+    watch = threading.Timer(timeout_seconds, _give_up, (found, timeout_seconds))
     watch.daemon = True
     watch.start()
-    jax.distributed.initialize(
-        address,
-        num_processes,
-        process_id,
-        cluster_detection_method="deactivate",  # it might hand us a share of the devices
-        initialization_timeout=int(timeout_seconds) + 60,
-    )
-    watch.cancel()
+    timeout = int(timeout_seconds) + 60
+    try:
+        if found.method is None:
+            jax.distributed.initialize(
+                found.address,
+                found.num_processes,
+                found.process_id,
+                local_device_ids=found.local_device_ids,
+                cluster_detection_method="deactivate",  # it might hand us a share of the devices
+                initialization_timeout=timeout,
+            )
+        else:
+            jax.distributed.initialize(cluster_detection_method=found.method, initialization_timeout=timeout)
+    except (ValueError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and found.method is None:
+            raise  # of the connection; else, what the environment said is not what jax can use
+        raise UserError(f"{found.told_by} cannot be used: {str(error).splitlines()[0]}") from None
+    finally:
+        watch.cancel()
     sys.excepthook = _report_and_end_soon
 
 
@@ -88,20 +128,11 @@ def _report_and_end_soon(kind: type[BaseException], error: BaseException, traceb
     end_soon(128 + signal.SIGINT if issubclass(kind, KeyboardInterrupt) else 1)
 
 
-def _whole_number(variable: str, *, minimum: int) -> int:
-    text = os.environ.get(variable, "")
-    if not (text.isascii() and text.isdigit() and int(text) >= minimum):
-        raise UserError(
-            f"{variable}={text} is not a whole number of at least {minimum}. Nearest that works: {minimum}."
-        )
-    return int(text)
-
-
-def _give_up(address: str, num_processes: int, process_id: int, timeout_seconds: float) -> None:
-    waited_for = f"process 0 at {_ADDRESS}={address}" if process_id else f"all {num_processes} processes"
+def _give_up(found: Place, timeout_seconds: float) -> None:
+    waited_for = f"process 0 at {found.told_by}" if found.process_id else f"all {found.num_processes} processes"
     print(
-        f"error: process {process_id} of {num_processes} waited {timeout_seconds:g} seconds for {waited_for}; "
-        f"{'it does' if process_id else 'some did'} not answer.",
+        f"error: process {found.process_id} of {found.num_processes} waited {timeout_seconds:g} seconds for "
+        f"{waited_for}; {'it does' if found.process_id else 'some did'} not answer.",
         file=sys.stderr,
         flush=True,
     )

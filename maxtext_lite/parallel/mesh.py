@@ -8,6 +8,9 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
+from maxtext_lite.batching.topology import mesh_key
+from maxtext_lite.config import UserError
+
 MESH_AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
 """Names of the mesh axes, slowest first: neighbours in `tensor` are neighbours in the machine."""
 
@@ -22,23 +25,39 @@ def make_mesh(ici: Mapping[str, int], dcn: Mapping[str, int], devices: Sequence[
       dcn: size of each axis across slices (slow links); all 1 for one slice.
     Raises:
       ValueError: the sizes do not multiply to the number of devices.
+      UserError: the devices are TPU slices, in another number than that of the `dcn` sizes.
     """
-    devices = list(jax.devices() if devices is None else devices)
+    grid = device_grid(ici, dcn, jax.devices() if devices is None else devices)
+    return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def device_grid(ici: Mapping[str, int], dcn: Mapping[str, int], devices: Sequence[Any]) -> np.ndarray:
+    """The devices as an array with a dim for each axis, `dcn` outside `ici`.
+
+    Where there are as many slices (TPU slices; GPU hosts or NVLink domains) as the `dcn` sizes say, jax arranges each
+    by its links. Otherwise devices are cut into so many equal parts in the order of slice, process and number.
+    """
+    devices = list(devices)
     ici_shape = [ici[axis] for axis in MESH_AXES]
     dcn_shape = [dcn[axis] for axis in MESH_AXES]
-    num_slices = int(np.prod(dcn_shape))
-    if int(np.prod(ici_shape)) * num_slices != len(devices):
+    num_parts = int(np.prod(dcn_shape))
+    if int(np.prod(ici_shape)) * num_parts != len(devices):
         raise ValueError(f"a mesh of {dict(ici)} x {dict(dcn)} does not cover {len(devices)} devices")
-    if num_slices == 1:
-        grid = mesh_utils.create_device_mesh(ici_shape, devices, allow_split_physical_axes=True)
-    else:
-        # Devices that do not know their slice (CPU, GPU) are cut by process, or in order within one process.
-        if all(getattr(device, "slice_index", None) is not None for device in devices):
-            grid = mesh_utils.create_hybrid_device_mesh(ici_shape, dcn_shape, devices, allow_split_physical_axes=True)
-        else:
-            devices.sort(key=lambda device: (device.process_index, device.id))
-            interleaved = np.asarray(devices).reshape(dcn_shape + ici_shape)
-            rank = len(MESH_AXES)
-            order = [dim for axis in range(rank) for dim in (axis, axis + rank)]
-            grid = interleaved.transpose(order).reshape([i * d for i, d in zip(ici_shape, dcn_shape, strict=True)])
-    return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+    slices = {device.slice_index for device in devices if getattr(device, "slice_index", None) is not None}
+    if devices[0].platform == "tpu" and num_parts != max(len(slices), 1):
+        stated = " x ".join(f"{mesh_key('dcn', axis)}={dcn[axis]}" for axis in MESH_AXES if dcn[axis] > 1)
+        stated = stated or "dcn_data_parallelism=1, as all dcn axes are,"
+        there = max(len(slices), 1)
+        raise UserError(
+            f"{stated} asks for {num_parts} TPU slices, but there are {there}. "
+            f"Nearest that works: dcn_data_parallelism={there} alone."
+        )
+    if num_parts == 1:
+        return mesh_utils.create_device_mesh(ici_shape, devices, allow_split_physical_axes=True)
+    if num_parts == len(slices):
+        return mesh_utils.create_hybrid_device_mesh(ici_shape, dcn_shape, devices, allow_split_physical_axes=True)
+    devices.sort(key=lambda device: (getattr(device, "slice_index", None) or 0, device.process_index, device.id))
+    parts = np.asarray(devices).reshape(dcn_shape + ici_shape)
+    rank = len(MESH_AXES)
+    order = [dim for axis in range(rank) for dim in (axis, axis + rank)]
+    return parts.transpose(order).reshape([i * d for i, d in zip(ici_shape, dcn_shape, strict=True)])

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,20 @@ from maxtext_lite.parallel.axes import constrain, num_shards, over_stages
 
 StageFunction = Callable[[Any, Any], Any]
 """(parameters of a stack of layers, rows) -> rows, a tree of the same shapes."""
+
+
+class Flight(NamedTuple):
+    """What is under way between two ticks of the schedule 1f1b; P stages, pieces of b rows.
+
+    Attributes:
+      inputs: rows that the stages are given next, [P, b, ...].
+      saved: inputs of the last 2P - 1 ticks, [P, 2P - 1, b, ...], that of tick t at t mod (2P - 1).
+      cotangents: of the outputs that the stages go back through next, [P, b, ...] for each floating-point array.
+    """
+
+    inputs: Any
+    saved: Any
+    cotangents: list[jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,16 +38,24 @@ class Pipeline:
       num_stages: P, the size of the mesh axis `stage`.
       num_microbatches: M, a multiple of P: the pieces of one micro-batch.
       num_repeats: times that a piece passes all stages.
+      schedule: how a train step orders its work: `gpipe` runs all pieces of a micro-batch forwards and then, by
+        automatic differentiation, backwards; with `1f1b` every tick runs one piece forwards and one backwards, and the
+        pieces of all micro-batches of a step follow each other without a gap. Evaluation has no backward pass.
     """
 
     num_stages: int
     num_microbatches: int
     num_repeats: int = 1
+    schedule: Literal["gpipe", "1f1b"] = "gpipe"
 
     @property
     def num_ticks(self) -> int:
-        """Times that all stages run for one micro-batch; of each stage's, P - 1 are idle."""
+        """Times that all stages run forwards for one micro-batch; of each stage's, P - 1 are idle."""
         return self.num_repeats * self.num_microbatches + self.num_stages - 1
+
+    def num_ticks_1f1b(self, num_micro_batches: Any) -> Any:
+        """Times that all stages run forwards and backwards in a step; of each stage's, 2 (P - 1) are idle."""
+        return num_micro_batches * self.num_microbatches + 2 * (self.num_stages - 1)
 
     def dealt(self, stack: jax.Array) -> jax.Array:
         """A parameter of all layers, [L, ...], as it is stored: [repeats, L / repeats, ...] where there are several.
@@ -101,6 +123,89 @@ class Pipeline:
         (pieces_PM, _), _ = jax.lax.scan(tick, carry, jnp.arange(self.num_ticks))
         return jax.tree.map(self._joined, pieces_PM, axes)
 
+    def no_flight(self, rows: Any, *leading: int) -> Flight:
+        """Nothing under way yet: zeros.
+
+        Args:
+          rows: shapes and dtypes of a piece, [b, ...].
+          leading: dims before all others.
+        """
+
+        def zeros(x: jax.ShapeDtypeStruct, *between: int) -> jax.Array:
+            return jnp.zeros((*leading, self.num_stages, *between, *x.shape), x.dtype)
+
+        saved = jax.tree.map(lambda x: zeros(x, 2 * self.num_stages - 1), rows)
+        return Flight(jax.tree.map(zeros, rows), saved, [zeros(x) for x in _moving(rows)])
+
+    def tick_1f1b(
+        self,
+        stage: StageFunction,
+        params: Any,
+        flight: Flight,
+        time: jax.Array,
+        *,
+        entering: Any,
+        leave: Callable[[Any], tuple[list[jax.Array], Any]],
+        axes: Any,
+    ) -> tuple[Flight, Any, list[jax.Array], Any]:
+        """One tick of all stages: a piece forwards and an earlier piece backwards.
+
+        Stage p runs piece `time - p` forwards and piece `time - 2 (P - 1) + p` backwards: the last stage turns each
+        piece round in the tick in which it ends, and the first gets it back 2 (P - 1) ticks after it began. A stage
+        keeps its inputs only and runs forwards again before it goes back. Pieces that do not exist must enter as any
+        finite rows and have cotangents of 0, which stay 0 all the way back.
+
+        Args:
+          params: as in `run`, with one repeat.
+          entering: rows of piece `time`.
+          leave: (rows of piece `time - (P - 1)` after the last layer) -> (their cotangents, anything).
+        Returns:
+          The flight, the gradients of `params` (in their dtype and shapes), the cotangents of the rows of piece
+          `time - 2 (P - 1)` as they entered, and what `leave` returned beside its cotangents.
+        Source: Narayanan et al. 2019 (PipeDream), Harlap et al. 2018, arXiv:1806.03377, section 3.2; here without stale
+          weights, as all gradients of a step belong to the same.
+        """
+        num_stages, num_saved = self.num_stages, 2 * self.num_stages - 1
+        stage_P = jnp.arange(num_stages)
+        stacks_P = jax.tree.map(lambda w: w[0], self._by_stage(params))
+
+        def enter(x: jax.Array, inputs: jax.Array) -> jax.Array:
+            return jnp.where(_of_first_stage(inputs), x, inputs)
+
+        inputs_P = self._lay_out(jax.tree.map(enter, entering, flight.inputs), axes)
+
+        def save(saved: jax.Array, inputs: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_update_index_in_dim(saved, inputs, time % num_saved, axis=1)
+
+        saved_P = self._lay_out(jax.tree.map(save, flight.saved, inputs_P), axes, None)
+        outputs_P = self._lay_out(over_stages(stage)(stacks_P, inputs_P), axes)
+        left = jax.tree.map(lambda x: _taken(x, num_stages - 1), outputs_P)
+        left_cotangents, result = leave(left)
+        arrays, tree = jax.tree.flatten(outputs_P)
+        moving_axes = [names for x, names in zip(arrays, tree.flatten_up_to(axes), strict=True) if _is_moving(x)]
+        cotangents_P = [
+            jnp.where(_of_stage(cotangents, num_stages - 1), new, cotangents)
+            for new, cotangents in zip(left_cotangents, flight.cotangents, strict=True)
+        ]
+        cotangents_P = self._lay_out(cotangents_P, moving_axes)
+
+        def back(stack: Any, age: jax.Array, saved: Any, cotangents: list[jax.Array]) -> tuple[Any, list[jax.Array]]:
+            rows = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, age, keepdims=False), saved)
+
+            def moved(stack: Any, moving: list[jax.Array]) -> list[jax.Array]:
+                return _moving(stage(stack, _with_moving(rows, moving)))
+
+            return jax.vjp(moved, stack, _moving(rows))[1](cotangents)
+
+        age_P = (time - 2 * (num_stages - 1) + 2 * stage_P) % num_saved
+        gradients_P, cotangents_P = over_stages(back)(stacks_P, age_P, saved_P, cotangents_P)
+        cotangents_P = self._lay_out(cotangents_P, moving_axes)
+        gradients = jax.tree.map(lambda g, w: g.reshape(w.shape), gradients_P, params)
+        back_at_first = [_taken(x, 0) for x in cotangents_P]
+        onwards = self._lay_out(jax.tree.map(lambda x: jnp.roll(x, 1, axis=0), outputs_P), axes)
+        backwards = self._lay_out([jnp.roll(x, -1, axis=0) for x in cotangents_P], moving_axes)
+        return Flight(onwards, saved_P, backwards), gradients, back_at_first, result
+
     def _by_stage(self, params: Any) -> Any:
         """Leaves [repeats, P, layers per stack, ...]."""
         lead = self.num_repeats, self.num_stages
@@ -136,6 +241,31 @@ class Pipeline:
         return constrain(x.reshape(-1, *x_M.shape[2:]), ("end_batch", *axes[1:]))
 
 
+def _of_stage(x_P: jax.Array, stage: int) -> jax.Array:
+    """True for one stage's part of an array [P, ...]."""
+    return (jnp.arange(x_P.shape[0]) == stage).reshape(-1, *[1] * (x_P.ndim - 1))
+
+
 def _of_first_stage(x_P: jax.Array) -> jax.Array:
-    """True for the first stage's part of an array [P, ...]."""
-    return (jnp.arange(x_P.shape[0]) == 0).reshape(-1, *[1] * (x_P.ndim - 1))
+    return _of_stage(x_P, 0)
+
+
+def _taken(x_P: jax.Array, stage: int) -> jax.Array:
+    """One stage's part, on all stages; a sum, as the partitioner would gather all parts to take one of them."""
+    return jnp.sum(jnp.where(_of_stage(x_P, stage), x_P, 0), axis=0, dtype=x_P.dtype)
+
+
+def _is_moving(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _moving(rows: Any) -> list[Any]:
+    """The floating-point arrays of a tree of rows, which stages change and gradients go back through."""
+    return [x for x in jax.tree.leaves(rows) if _is_moving(x)]
+
+
+def _with_moving(rows: Any, moving: list[jax.Array]) -> Any:
+    """The rows with other floating-point arrays."""
+    leaves, tree = jax.tree.flatten(rows)
+    new = iter(moving)
+    return tree.unflatten([next(new) if _is_moving(x) else x for x in leaves])

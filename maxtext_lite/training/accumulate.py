@@ -36,6 +36,7 @@ class GradientAccumulation(optax.MultiSteps):
       over_data: each replica of the data axis keeps its share of the state, and updates its share of the parameters
         (ZeRO-1: Rajbhandari et al. 2020, arXiv:1910.02054, section 5.1). Parameters that are not float32 then have a
         float32 master copy in the state.
+      on_host: between updates the state lies in pinned host memory.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class GradientAccumulation(optax.MultiSteps):
         loads: Any = None,
         load_rate: float = 0.0,
         over_data: bool = False,
+        on_host: bool = False,
     ):
         if loads is not None:
             inner = optax.masked(inner, jax.tree.map(operator.not_, loads))
@@ -53,6 +55,7 @@ class GradientAccumulation(optax.MultiSteps):
         self._loads, self._load_rate = loads, load_rate
         self.loss_scaling = loss_scaling
         self.over_data = over_data
+        self.on_host = on_host
 
     def init(self, params: Any) -> optax.MultiStepsState:
         """State before the first step: the inner optimizer's, in float32 as its gradients are, and no accumulator."""

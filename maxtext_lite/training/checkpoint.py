@@ -1,13 +1,16 @@
 """Checkpoints by Orbax: the state, the counts beside it, and a fingerprint of what it may be continued with."""
 
 import dataclasses
+import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
+from jax.sharding import NamedSharding
 
 from maxtext_lite.config import Config, ModelConfig, RunConfig, UserError
+from maxtext_lite.parallel import with_dims
 from maxtext_lite.training.local_updates import OuterState
 from maxtext_lite.training.noise import NoiseScale
 from maxtext_lite.training.state import TrainState
@@ -82,7 +85,9 @@ class Checkpointer:
         """Saves the state after `counts.step` steps; with async_checkpointing, returns once it is copied."""
         if self._manager.latest_step() == counts.step:
             return
-        about = {"format": _FORMAT, **dataclasses.asdict(counts), "fingerprint": self._fingerprint}
+        layer_dims = list(_layer_dims(state.model_params))
+        counted = dataclasses.asdict(counts)
+        about = {"format": _FORMAT, **counted, "layer_dims": layer_dims, "fingerprint": self._fingerprint}
         self._manager.save(
             counts.step,
             args=ocp.args.Composite(
@@ -94,7 +99,7 @@ class Checkpointer:
         )
 
     def restore(self, abstract: TrainState) -> tuple[TrainState, Counts]:
-        """The newest checkpoint, laid out as `abstract` says, whatever mesh it was saved from.
+        """The newest checkpoint, laid out as `abstract` says, whatever mesh and pipeline it was saved from.
 
         Raises:
           UserError: the checkpoint belongs to another model, optimizer or data order; says what differs.
@@ -109,13 +114,14 @@ class Checkpointer:
                 "its parameters."
             )
         self._refuse_other_run(step, about["fingerprint"])
-        restored = self._manager.restore(
-            step,
-            args=ocp.args.Composite(
-                params=ocp.args.StandardRestore(abstract.model_params),
-                update_state=ocp.args.StandardRestore(_update_state(abstract)),
-            ),
-        )
+        wanted = {"params": abstract.model_params, "update_state": _update_state(abstract)}
+        dealing = _Dealing(_layer_dims(abstract.model_params), tuple(about["layer_dims"]))
+        # With local updates, all of the update's state has replicas before layers.
+        before = {"params": 0, "update_state": int(abstract.outer is not None)}
+        as_saved = {name: dealing.as_saved(tree, before[name]) for name, tree in wanted.items()}
+        arguments = {name: ocp.args.StandardRestore(tree) for name, tree in as_saved.items()}
+        restored = self._manager.restore(step, args=ocp.args.Composite(**arguments))
+        restored = {name: _reshaped(restored[name], tree) for name, tree in wanted.items()}
         counts = Counts(**{field.name: about[field.name] for field in dataclasses.fields(Counts)})
         counts = dataclasses.replace(counts, noise=NoiseScale(**about["noise"]))
         steps_done = jax.device_put(jax.numpy.asarray(step, abstract.step.dtype), abstract.step.sharding)
@@ -189,18 +195,66 @@ def _handlers() -> dict[str, Any]:
 
 
 def load_parameters(path: str | Path, abstract_params: Any, key: str) -> Any:
-    """The parameters of a checkpoint, laid out as `abstract_params` says.
+    """The parameters of a checkpoint, laid out as `abstract_params` says, whatever pipeline it was saved from.
 
     Raises:
       UserError: there is no checkpoint at `path`, or its parameters have other shapes; names `key`.
     """
     directory = checkpoint_directory(path, key)
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler(**_handlers())) as checkpointer:
-        problems = _shape_differences(checkpointer.metadata(directory).item_metadata["params"], abstract_params)
+        saved = checkpointer.metadata(directory).item_metadata["params"]
+        dealing = _Dealing(_layer_dims(abstract_params), _layer_dims(saved))
+        as_saved = dealing.as_saved(abstract_params)
+        problems = _shape_differences(saved, as_saved)
         if problems:
             raise UserError([f"{key}={path}: {problem}" for problem in problems])
-        wanted = ocp.args.Composite(params=ocp.args.StandardRestore(abstract_params))
-        return checkpointer.restore(directory, args=wanted)["params"]
+        wanted = ocp.args.Composite(params=ocp.args.StandardRestore(as_saved))
+        return _reshaped(checkpointer.restore(directory, args=wanted)["params"], abstract_params)
+
+
+class _Dealing(NamedTuple):
+    """The first dims of layers' parameters, [L] or [repeats, L / repeats], here and in a checkpoint."""
+
+    here: tuple[int, ...]
+    saved: tuple[int, ...]
+
+    def as_saved(self, abstract: Any, before: int = 0) -> Any:
+        """A tree of shapes and shardings with the layers dealt as in the checkpoint.
+
+        Args:
+          before: dims that stand before those of the layers.
+        """
+        if self.here == self.saved or math.prod(self.here) != math.prod(self.saved):
+            return abstract
+        end = before + len(self.here)
+
+        def change(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            in_layers = any(isinstance(entry, jax.tree_util.DictKey) and entry.key == "layers" for entry in path)
+            if not in_layers or leaf.shape[before:end] != self.here:
+                return leaf
+            assert isinstance(leaf.sharding, NamedSharding)
+            # The dim that stages split need not divide there.
+            where = with_dims(leaf.sharding, leaf.ndim, before, end, len(self.saved))
+            shape = (*leaf.shape[:before], *self.saved, *leaf.shape[end:])
+            return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=where)
+
+        return jax.tree_util.tree_map_with_path(change, abstract)
+
+
+def _layer_dims(params: Any) -> tuple[int, ...]:
+    """The first dims of the layers' parameters: all but the last of the norms' scales, which are vectors."""
+    return min((tuple(leaf.shape) for leaf in jax.tree.leaves(params["layers"])), key=len)[:-1]
+
+
+def _reshaped(tree: Any, abstract: Any) -> Any:
+    """The arrays in the shapes and shardings of `abstract`; those that have them are not touched."""
+
+    def change(x: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
+        if x.shape == wanted.shape:
+            return x
+        return jax.jit(lambda x: x.reshape(wanted.shape), out_shardings=wanted.sharding)(x)
+
+    return jax.tree.map(change, tree, abstract)
 
 
 def _shape_differences(saved: Any, wanted: Any) -> list[str]:

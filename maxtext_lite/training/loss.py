@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from maxtext_lite.config import NumericsConfig
 from maxtext_lite.models import BALANCE, DROPPED, LOAD, ROUTER_Z, Decoder
 from maxtext_lite.models.ops import weight_gradient
-from maxtext_lite.parallel import constrain
+from maxtext_lite.parallel import constrain, context_shards
 
 
 class LossSums(NamedTuple):
@@ -54,23 +54,28 @@ def _tile_losses(logits_BTV: jax.Array, target_BT: jax.Array) -> _TileLosses:
     return _TileLosses(log_partition_BT - target_logit_BT, log_partition_BT, exponential_BTV, sum_BT, is_target_BTV)
 
 
-def _tiles(x: jax.Array, num_tiles: int) -> jax.Array:
-    """[B, T, ...] as [num_tiles, B, T/num_tiles, ...]."""
-    B, T = x.shape[:2]
-    return jnp.moveaxis(x.reshape(B, num_tiles, T // num_tiles, *x.shape[2:]), 1, 0)
-
-
 def _over_tiles(tile_function: Any, carry: Any, num_tiles: int, *arrays: jax.Array) -> tuple[Any, Any]:
-    """`scan` of tile_function(carry, tiles) over tiles of the sequence; results are put back in order."""
+    """`scan` of tile_function(carry, tiles) over tiles of the sequence; results are put back in order.
+
+    A tile has as many tokens of each context shard, so that every device works on every tile.
+    """
     if num_tiles == 1:
         return tile_function(carry, arrays)
-    carry, results = jax.lax.scan(tile_function, carry, tuple(_tiles(x, num_tiles) for x in arrays))
+    (B, T), shards = arrays[0].shape[:2], context_shards()
 
-    def join(x: jax.Array) -> jax.Array:
-        x = jnp.moveaxis(x, 0, 1)
-        return x.reshape(x.shape[0], -1, *x.shape[3:])
+    def pieces(x: jax.Array) -> jax.Array:
+        x = x.reshape(B, shards, num_tiles, T // (shards * num_tiles), *x.shape[2:])
+        return jnp.moveaxis(x, 2, 0)
 
-    return carry, jax.tree.map(join, results)
+    def joined(x: jax.Array) -> jax.Array:
+        return jnp.moveaxis(x, 0, 2).reshape(B, T, *x.shape[4:])
+
+    def one(carry: Any, tiles: Any) -> tuple[Any, Any]:
+        carry, results = tile_function(carry, tuple(x.reshape(B, T // num_tiles, *x.shape[3:]) for x in tiles))
+        return carry, jax.tree.map(lambda x: x.reshape(B, shards, -1, *x.shape[2:]), results)
+
+    carry, results = jax.lax.scan(one, carry, tuple(pieces(x) for x in arrays))
+    return carry, jax.tree.map(joined, results)
 
 
 def token_losses(x_BTD: jax.Array, head_DV: jax.Array, target_BT: jax.Array, num_tiles: int = 1) -> jax.Array:
@@ -78,7 +83,7 @@ def token_losses(x_BTD: jax.Array, head_DV: jax.Array, target_BT: jax.Array, num
 
     Args:
       head_DV: the output projection, in the dtype of x_BTD.
-      num_tiles: pieces the sequence is cut into, a divisor of T; logits of one exist at a time.
+      num_tiles: pieces the sequence is cut into, a divisor of a context shard's tokens; logits of one exist at a time.
     """
 
     def tile(carry: None, arrays: Any) -> tuple[None, jax.Array]:
@@ -174,13 +179,19 @@ def next_token_loss(
         each row's target tokens, divided as the weights are.
     """
     x_BTD, aux = decoder.hidden_and_aux(params, rows["tokens"], rows["segments"], rows["positions"])
-    head_DV = decoder.head(params).astype(x_BTD.dtype)
-    both: Any = cross_entropy(
-        x_BTD, head_DV, rows["targets"], rows["weights"], config.z_loss_multiplier, config.num_vocab_tiling
-    )
-    loss, sums = both
+    loss, sums = hidden_loss(decoder, params, x_BTD, rows, config)
     more, sums_of_aux = auxiliary_loss(decoder, aux, rows, config)
     return loss + more, sums._replace(aux=sums_of_aux)
+
+
+def hidden_loss(
+    decoder: Decoder, params: Any, x_BTD: jax.Array, rows: dict[str, jax.Array], config: NumericsConfig
+) -> tuple[jax.Array, LossSums]:
+    """`next_token_loss` from the final hidden states, without auxiliary losses; looks at `targets` and `weights`."""
+    head_DV = decoder.head(params).astype(x_BTD.dtype)
+    return cross_entropy(
+        x_BTD, head_DV, rows["targets"], rows["weights"], config.z_loss_multiplier, config.num_vocab_tiling
+    )
 
 
 def auxiliary_loss(

@@ -97,10 +97,16 @@ class NoiseScale:
         }
 
 
-def why_unknown(*, num_replicas: int, accumulation: int, local_updates: bool) -> str | None:
-    """Why the noise scale of a run cannot be known; None where it can."""
+def why_unknown(*, num_replicas: int, accumulation: int, local_updates: bool, interleaved: bool) -> str | None:
+    """Why the noise scale of a run cannot be known; None where it can.
+
+    Args:
+      interleaved: the pipeline schedule is 1f1b, in which micro-batches have no gradients of their own.
+    """
     if local_updates:
         return "replicas have parameters of their own (enable_diloco), so their gradients are not samples of one"
+    if interleaved and num_replicas == 1:
+        return "pipeline_schedule=1f1b adds up the micro-batches of one replica on the data axis; it takes two replicas"
     if num_replicas * accumulation > 1:
         return None
     return "a step has one gradient (gradient_accumulation_steps=1 and one replica on the data axis); it takes two"

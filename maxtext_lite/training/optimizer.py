@@ -177,4 +177,5 @@ def make_optimizer(config: Config, axes: Any) -> GradientAccumulation:
         loads=loads if any(jax.tree.leaves(loads)) else None,
         load_rate=config.routed_bias_update_rate,
         over_data=config.shard_optimizer_over_data,
+        on_host=config.optimizer_memory_host_offload,
     )

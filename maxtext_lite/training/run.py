@@ -10,7 +10,6 @@ import jax
 from maxtext_lite.batching import (
     format_plan,
     make_plan,
-    not_yet_trainable,
     scaled_optimizer,
 )
 from maxtext_lite.config import Config, UserError, describe, write_resolved
@@ -18,7 +17,7 @@ from maxtext_lite.data import (
     open_sources_on_hosts,
     target_tokens_of_run,
 )
-from maxtext_lite.parallel import Pipeline, make_mesh, start_devices
+from maxtext_lite.parallel import make_mesh, start_devices
 from maxtext_lite.training.checkpoint import Checkpointer, Counts, checkpoint_directory, fingerprint, load_parameters
 from maxtext_lite.training.environment import environment
 from maxtext_lite.training.local_updates import local_updates
@@ -45,9 +44,6 @@ class Run:
         start_devices()
         num_devices, num_hosts = jax.device_count(), jax.process_count()
         plan = make_plan(_before_data(config), num_devices=num_devices, num_hosts=num_hosts)
-        refused = not_yet_trainable(config, plan)
-        if refused:
-            raise UserError(refused)
         self.source, self.eval_source = open_sources_on_hosts(
             config, vocab_size=config.vocab_size, loading_hosts=plan.loading_hosts
         )
@@ -57,10 +53,7 @@ class Run:
         self.stated_config = config
         self.config = config = scaled_optimizer(config, plan)
         self.mesh = make_mesh(plan.ici_mesh, plan.dcn_mesh)
-        pipeline = None
-        if plan.num_pipeline_stages > 1:
-            pipeline = Pipeline(plan.num_pipeline_stages, plan.num_pipeline_microbatches, plan.num_pipeline_repeats)
-        self.decoder = make_decoder(config, jax.default_backend(), pipeline)
+        self.decoder = make_decoder(config, jax.default_backend(), plan)
         self.optimizer = make_optimizer(config, self.decoder.axes)
         self.local = local_updates(config, plan.diloco_num_replicas)
         self.is_first = jax.process_index() == 0
@@ -144,6 +137,7 @@ class Run:
             num_replicas=self.plan.mesh["data"],
             accumulation=self.plan.gradient_accumulation_steps,
             local_updates=self.local is not None,
+            interleaved=self.plan.pipeline_schedule == "1f1b",
         )
         if unknown:
             terminal.say(f"gradient_noise_scale: null, as {unknown}")

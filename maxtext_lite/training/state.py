@@ -6,9 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
-from maxtext_lite.config import Config, ModelConfig, UserError
+from maxtext_lite.batching import BatchPlan
+from maxtext_lite.config import Config, ModelConfig, UserError, remat_of
 from maxtext_lite.models import Decoder, DecoderShape, ExpertShape, resolve_attention
 from maxtext_lite.parallel import Pipeline, also_over_data, per_replica, sharding, tree_shardings
 from maxtext_lite.training.accumulate import GradientAccumulation
@@ -43,18 +44,22 @@ class TrainState:
         return self.params if self.outer is None else self.outer.params
 
 
-def make_decoder(config: Config, platform: str, pipeline: Pipeline | None = None) -> Decoder:
+def make_decoder(config: Config, platform: str, plan: BatchPlan | None = None) -> Decoder:
     """The decoder a config describes, with the attention kernel that suits the platform ("cpu", "gpu", "tpu").
 
     Args:
-      pipeline: how its layers are dealt to stages; None: every device has all of them.
+      plan: deals layers to pipeline stages and tokens to context shards; None: every device has all of them.
     Raises:
       UserError: the attention kernel that the config names does not run there.
     """
-    dtype = jnp.dtype(config.dtype)
+    dtype, remat = jnp.dtype(config.dtype), remat_of(config)
     try:
         kernel = resolve_attention(
-            config.attention, platform=platform, dtype=dtype, num_tokens=config.max_target_length
+            config.attention,
+            platform=platform,
+            dtype=dtype,
+            num_tokens=config.max_target_length,
+            num_context_shards=1 if plan is None else plan.mesh["context"],
         )
     except ValueError as error:
         raise UserError(str(error)) from None
@@ -73,11 +78,21 @@ def make_decoder(config: Config, platform: str, pipeline: Pipeline | None = None
             initializer_range=config.initializer_range,
             dtype=dtype,
             weight_dtype=jnp.dtype(config.weight_dtype),
-            remat_policy=config.remat_policy,
+            saved=None if remat is None else remat.saved,
+            offloaded=() if remat is None else remat.offloaded,
             attention=kernel,
+            context_strategy=config.context_parallel_strategy,
             experts=_expert_shape(config),
         ),
-        pipeline,
+        None if plan is None else _pipeline(plan),
+    )
+
+
+def _pipeline(plan: BatchPlan) -> Pipeline | None:
+    if plan.num_pipeline_stages == 1:
+        return None
+    return Pipeline(
+        plan.num_pipeline_stages, plan.num_pipeline_microbatches, plan.num_pipeline_repeats, plan.pipeline_schedule
     )
 
 
@@ -157,18 +172,25 @@ def state_shardings(
 
     opt_state = jax.tree_util.tree_map_with_path(lay_out, jax.eval_shape(optimizer.init, decoder.abstract_params))
     progress = Progress(everywhere, everywhere)
+    if local is not None:
+        opt_state = jax.tree.map(per_replica, opt_state)
+    if optimizer.on_host:
+        opt_state = jax.tree.map(_on_host, opt_state, jax.eval_shape(optimizer.init, decoder.abstract_params))
     if local is None:
         return TrainState(params, opt_state, progress, everywhere)
-    replica_params, replica_opt_state, replica_progress = (
-        jax.tree.map(per_replica, tree) for tree in (params, opt_state, progress)
-    )
+    replica_params, replica_progress = (jax.tree.map(per_replica, tree) for tree in (params, progress))
     return TrainState(
         replica_params,
-        replica_opt_state,
+        opt_state,
         replica_progress,
         everywhere,
         OuterState(params, params if local.outer_momentum else None),
     )
+
+
+def _on_host(where: NamedSharding, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+    """`where`, in pinned host memory; counts stay on the devices."""
+    return where.with_memory_kind("pinned_host") if leaf.ndim else where
 
 
 def _names(path: Any) -> tuple[str, ...]:

@@ -10,8 +10,9 @@ from jax.sharding import Mesh
 
 from maxtext_lite.config import NumericsConfig
 from maxtext_lite.models import Decoder
-from maxtext_lite.parallel import constrain, over_replicas, per_replica, sharding, tree_shardings
+from maxtext_lite.parallel import constrain, in_context_order, over_replicas, per_replica, sharding, tree_shardings
 from maxtext_lite.training.accumulate import GradientAccumulation
+from maxtext_lite.training.interleaved import InterleavedStep
 from maxtext_lite.training.local_updates import LocalUpdates
 from maxtext_lite.training.loss import (
     AUXILIARY_METRICS,
@@ -75,7 +76,8 @@ def accumulate_gradients(
     so that the accumulation may change without another executable. Every micro-batch's loss is divided by the number
     of target tokens of the whole step, so that gradients add up to those of one big batch whatever A, B and the masks
     are. Each replica of the `data` axis adds up its own gradients in float32; they meet once, after the loop, in
-    `grad_dtype`. With local updates they do not meet: each replica has parameters and target tokens of its own.
+    `grad_dtype`. With local updates they do not meet: each replica has parameters and target tokens of its own. With
+    the pipeline schedule 1f1b the loop is over ticks instead of micro-batches, and adds up to the same.
     """
     num_replicas = local.num_replicas if local else mesh.shape["data"]
 
@@ -89,6 +91,11 @@ def accumulate_gradients(
         jax.value_and_grad(loss_share, has_aux=True), num_replicas, own=(0, 1) if local else (1,), rows=(2,)
     )
 
+    pipeline = decoder.pipeline
+    interleaved = None
+    if pipeline and pipeline.schedule == "1f1b":
+        interleaved = InterleavedStep(decoder, config, num_replicas, own_params=local is not None)
+
     def per_replica_sum(x_AB: jax.Array) -> jax.Array:
         """[A, B] -> [R]."""
         return over_replicas(lambda x_BA: jnp.sum(x_BA, dtype=jnp.int32), num_replicas, rows=(0,))(x_AB.T)
@@ -99,6 +106,7 @@ def accumulate_gradients(
     def step_gradients(
         params: Any, batch: dict[str, jax.Array], num_micro_batches: Any = None, loss_scale: jax.Array | None = None
     ) -> StepGradients:
+        batch = in_context_order(batch, TRAIN_BATCH_AXES)
         has_target_ABT, has_example_AB = batch["weights"] > 0, batch["segments"][..., 0] > 0
         tokens_R = per_replica_sum(jnp.sum(has_target_ABT, axis=-1, dtype=jnp.int32))
         examples_R = per_replica_sum(has_example_AB.astype(jnp.int32))
@@ -106,7 +114,8 @@ def accumulate_gradients(
         step_tokens_R = jnp.maximum(step_tokens_R, 1).astype(jnp.float32)
         factor_R = 1.0 / step_tokens_R if loss_scale is None else loss_scale / step_tokens_R
         cast_params = decoder.cast(params)
-        several_groups = not local and batch["weights"].shape[0] * num_replicas > 1
+        # Where pieces of several micro-batches are under way at once, only replicas have gradients of their own.
+        num_groups = num_replicas * (1 if interleaved else batch["weights"].shape[0])
 
         def micro_step(index: Any, sums: _Sums) -> _Sums:
             rows = {name: jax.lax.dynamic_index_in_dim(x, index, keepdims=False) for name, x in batch.items()}
@@ -114,22 +123,34 @@ def accumulate_gradients(
             # loop, whole embeddings would be gathered before it and kept until its end.
             micro_params, rows = jax.lax.optimization_barrier((cast_params, rows))
             (_, losses), gradients = differentiate(micro_params, factor_R, rows)
+            sums = added(sums, gradients, losses)
+            group_tokens_R = per_replica_sum(jnp.sum(rows["weights"] > 0, axis=-1, dtype=jnp.int32)[None])
+            return with_groups(sums, gradients, group_tokens_R)
+
+        def added(sums: _Sums, gradients: Any, losses: LossSums) -> _Sums:
             accumulator = optimizer.accumulate(sums.gradients, gradients)
             accumulator = jax.tree.map(lay_out, accumulator, decoder.axes)
-            group_squares, groups = sums.group_squares, sums.groups
-            if several_groups:
-                group_tokens_R = per_replica_sum(jnp.sum(rows["weights"] > 0, axis=-1, dtype=jnp.int32)[None])
-                share_R = group_tokens_R / step_tokens_R
-                squares_R = sum(_squares_by_replica(g) for g in optimizer.slopes(gradients))
-                group_squares += jnp.where(group_tokens_R > 0, squares_R / jnp.maximum(share_R, 1e-30), 0.0)
-                groups += (group_tokens_R > 0).astype(jnp.int32)
-            return _Sums(accumulator, jax.tree.map(jnp.add, sums.losses, losses), group_squares, groups)
+            return sums._replace(gradients=accumulator, losses=jax.tree.map(jnp.add, sums.losses, losses))
+
+        def with_groups(sums: _Sums, gradients: Any, group_tokens_R: jax.Array) -> _Sums:
+            """With one more group in each replica."""
+            if local or num_groups == 1:
+                return sums
+            share_R = group_tokens_R / step_tokens_R
+            squares_R = sum(_squares_by_replica(g) for g in optimizer.slopes(gradients))
+            group_squares = jnp.where(group_tokens_R > 0, squares_R / jnp.maximum(share_R, 1e-30), 0.0)
+            groups = (group_tokens_R > 0).astype(jnp.int32)
+            return sums._replace(group_squares=sums.group_squares + group_squares, groups=sums.groups + groups)
 
         zeros_R = jnp.zeros(num_replicas)
         zeros = jax.tree.map(lay_out, optimizer.accumulator(decoder.abstract_params, num_replicas), decoder.axes)
         start = _Sums(zeros, LossSums.zeros(decoder, zeros_R), zeros_R, jnp.zeros(num_replicas, jnp.int32))
         end = batch["weights"].shape[0] if num_micro_batches is None else num_micro_batches
-        sums = jax.lax.fori_loop(0, end, micro_step, start)
+        if interleaved is None:
+            sums = jax.lax.fori_loop(0, end, micro_step, start)
+        else:
+            sums = interleaved.all_ticks(cast_params, factor_R, batch, end, start=start, added=added)
+            sums = with_groups(sums, sums.gradients, tokens_R)
 
         def meet(x_R: jax.Array) -> jax.Array:
             return x_R if local else jnp.sum(x_R, axis=0)
@@ -235,10 +256,16 @@ def make_train_step(
         state: TrainState, batch: dict[str, jax.Array], num_micro_batches: jax.Array | None = None
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         step = step_gradients(state.params, batch, num_micro_batches, optimizer.loss_scale(state.opt_state))
-        params, opt_state, progress, metrics = update(state.params, state.opt_state, state.progress, step)
+        here = state.opt_state
+        if optimizer.on_host:
+            here = jax.tree.map(lambda x, where: jax.device_put(x, where.with_memory_kind("device")), here, on_host)
+        params, opt_state, progress, metrics = update(state.params, here, state.progress, step)
+        if optimizer.on_host:
+            opt_state = jax.device_put(opt_state, on_host)
         return TrainState(params, opt_state, progress, state.step + 1, state.outer), metrics
 
     shardings = state_shardings(decoder, optimizer, mesh, local)
+    on_host = shardings.opt_state
     everywhere = sharding(mesh)
     return jax.jit(
         train_step,
@@ -297,7 +324,8 @@ def make_eval_step(decoder: Decoder, mesh: Mesh, config: NumericsConfig) -> Any:
     by_replica = over_replicas(losses, mesh.shape["data"], rows=(1,))
 
     def eval_step(params: Any, batch: dict[str, jax.Array]) -> Any:
-        return jax.tree.map(lambda x_RB: x_RB.reshape(-1), by_replica(decoder.cast(params), batch))
+        rows = in_context_order(batch, EVAL_BATCH_AXES)
+        return jax.tree.map(lambda x_RB: x_RB.reshape(-1), by_replica(decoder.cast(params), rows))
 
     return jax.jit(
         eval_step,

@@ -99,6 +99,40 @@ def test_activations_and_logits_follow_the_rows_of_a_device():
     assert estimate(slots=16, accumulation=8).activations == one.activations
 
 
+def test_gpipe_keeps_every_tick_and_1f1b_the_inputs_of_twice_the_stages():
+    mesh, keys = {"stage": 2}, ["remat_policy=full", "num_layers_per_pipeline_stage=2"]
+    sizes = {
+        schedule: {
+            pieces: estimate(
+                [*keys, f"pipeline_schedule={schedule}"], mesh, slots=4 * pieces, pieces=pieces
+            ).activations
+            for pieces in (2, 4, 16)
+        }
+        for schedule in ("gpipe", "1f1b")
+    }
+    piece = 4 * 256 * 128 * 4  # bytes of the input of a layer, for a pipeline microbatch of 4 rows
+    assert sizes["gpipe"][4] - sizes["gpipe"][2] == 2 * 2 * piece  # two more ticks, two layers in each
+    assert sizes["gpipe"][16] - sizes["gpipe"][4] == 12 * 2 * piece
+    assert sizes["1f1b"][2] == sizes["1f1b"][4] == sizes["1f1b"][16]
+    assert sizes["gpipe"][2] - sizes["1f1b"][2] == (3 * 2 - (2 + 3)) * piece
+    # Stages share the tokens out for the loss: all of a micro-batch's, or those of one piece at a time.
+    assert estimate(keys, mesh, slots=8, pieces=2).logits == 2 * 4 * 8 * 256 * 320 // 2
+    assert estimate([*keys, "pipeline_schedule=1f1b"], mesh, slots=8, pieces=2).logits == 2 * 4 * 4 * 256 * 320 // 2
+
+
+def test_context_shards_hold_their_tokens_and_the_scores_of_a_tile():
+    """8,192 tokens, 16 rows: without shards half of the square of scores, three times; with 4, one tile's."""
+    keys = ["max_target_length=8192", "remat_policy=full"]
+    one, ring = estimate(keys), estimate([*keys, "context_parallel_strategy=ring"], {"context": 4})
+    gathered = estimate(keys, {"context": 4})
+    assert (ring.logits, ring.params) == (one.logits // 4, one.params)
+    heads, keys_and_values = 8, 2 * 4 * 16
+    working = 3 * 4 * 16 * heads * 8192**2 // 2
+    tile = 3 * 4 * 16 * heads * 512**2
+    assert (one.activations - working) // 4 == ring.activations - tile - 16 * 2 * 2048 * keys_and_values * (4 + 4)
+    assert gathered.activations - ring.activations == 16 * (8192 - 2 * 2048) * keys_and_values * (4 + 4)
+
+
 @pytest.mark.parametrize("optimizer", ["muon", "adafactor"])
 def test_estimated_optimizer_state_lies_below_adams(optimizer):
     assert 0 < estimate([f"optimizer={optimizer}"]).optimizer_state < estimate().optimizer_state
@@ -111,7 +145,27 @@ def test_the_total_is_the_sum_and_the_limit_is_in_bytes():
     )
     assert memory.limit == 95_000_000_000
     assert list(memory.to_json()) == [
-        "params", "optimizer_state", "gradients", "activations", "logits", "total", "limit"]  # fmt: skip
+        "params", "optimizer_state", "gradients", "activations", "logits", "total", "limit", "offloaded"]  # fmt: skip
+
+
+def test_what_is_offloaded_leaves_the_device():
+    """D 128, N 8, K 4, H 16, F 384, 4 layers, 16 rows of 256 tokens, float32."""
+    tokens, full = 16 * 256, estimate(["remat_policy=full"])
+    heads = (8 + 4 + 4) * 16
+    for policy, elements in (("qkv_proj_offloaded", heads), ("minimal_offloaded", heads + 128 + 2 * 384 + 128)):
+        memory = estimate([f"remat_policy={policy}"])
+        assert memory.activations == full.activations
+        assert memory.offloaded == 4 * tokens * 4 * elements
+    kept = estimate(["remat_policy=custom", "remat_save=query_proj, context", "remat_offload=decoder_layer_input"])
+    assert kept.activations - full.activations == 4 * tokens * 4 * (2 * 8 * 16 - 128)
+    assert kept.offloaded == 4 * tokens * 4 * 128
+    assert full.offloaded == 0
+
+
+def test_an_optimizer_state_on_the_host_does_not_stand_beside_activations():
+    here, there = estimate(), estimate(["optimizer_memory_host_offload=true"])
+    assert there.offloaded == here.optimizer_state == there.optimizer_state
+    assert there.total == here.params + here.gradients + max(here.optimizer_state, here.activations + here.logits)
 
 
 def test_bytes_are_shown_in_a_unit_that_suits():

@@ -37,6 +37,8 @@ def draw(rng):
             maybe(f"{scope}_{axis}_parallelism", [1, 2, 3, 4, 8, -1], share)
     maybe("num_pipeline_microbatches", [-1, 1, 2, 3, 4, 8], 0.2)
     maybe("num_pipeline_repeats", [-1, 1, 2, 3], 0.1)
+    maybe("pipeline_schedule", ["1f1b"], 0.5 if "ici_pipeline_parallelism" in values else 0.01)
+    maybe("max_target_length", [250, 254], 0.03)
     maybe("num_layers_per_pipeline_stage", [1, 2, 3], 0.1)
     maybe("enable_rampup_batch_size", ["true"])
     maybe("num_epochs", ["1", "0.5", "0.3", "1/7", "0.01", "20"], 0.4)
@@ -97,6 +99,35 @@ def test_random_configs_plan_or_name_values_that_work(seed):
     assert planned > 5
 
 
+def test_shards_of_the_tokens_plan_or_name_values_that_work():
+    rng = random.Random(0)
+    refused = 0
+    for _ in range(300):
+        tiles = rng.choice([1, 1, 3, 4, 64])
+        values = {"max_target_length": tiles * rng.choice([1, 5, 16, 64]), "num_vocab_tiling": tiles,
+                  "attention": rng.choice(["auto", "dot_product", "splash"])}  # fmt: skip
+        values |= {f"{scope}_context_parallelism": rng.choice([1, 2, 3, 4, 8, -1][:most])
+                   for scope, most in (("ici", 5), ("dcn", 2))}  # fmt: skip
+        machine = {"num_devices": rng.choice([8, 16, 48]), "num_hosts": 1}
+        try:
+            plan = make_plan(configured(values), **machine)
+            tokens, rest = divmod(values["max_target_length"], plan.mesh["context"])
+            assert rest == tokens % tiles == 0
+            assert plan.mesh["context"] == 1 or (tokens % 2 == 0 and values["attention"] != "splash")
+            continue
+        except UserError as error:
+            problems = error.problems
+        refused += 1
+        if len(problems) == 1:
+            for edit in alternatives(problems[0]):
+                edited, on = changed(values, machine, edit)
+                make_plan(configured(edited), **on)
+        for problem in problems:
+            values, machine = changed(values, machine, next(alternatives(problem)))
+        make_plan(configured(values), **machine)
+    assert 100 < refused < 250
+
+
 def test_values_of_the_wrong_kind_are_mended_along_with_the_rest():
     rng = random.Random(7)
     wrong = {"per_device_batch_size": ["0", "-2"], "gradient_accumulation_steps": [0, "x"], "global_batch_size": [-3],
@@ -142,6 +173,9 @@ def check_arithmetic(plan, values, machine):
          "per_device_batch_size=0.3 x 8 devices = 2.4 examples, not a whole number. Nearest that work: 0.25 or 0.375."),
         ({"per_device_batch_size": "0.1"}, (8, 1),
          "per_device_batch_size=0.1 x 8 devices = 0.8 examples, not a whole number. Nearest that works: 0.125."),
+        ({"pipeline_schedule": "1f1b", "ici_pipeline_parallelism": 2}, (4, 1),
+         "pipeline_schedule=1f1b passes the stages once, but 4 layers on 2 stages with num_layers_per_pipeline_stage=1 "
+         "go round 2 times. Nearest that work: num_layers_per_pipeline_stage=2 or pipeline_schedule=gpipe."),
         ({"num_pipeline_microbatches": 3, "ici_pipeline_parallelism": 2}, (4, 1),
          "num_pipeline_microbatches=3 is not a multiple of the 2 pipeline stages. Nearest that work: 2 or 4."),
         ({"expansion_factor_real_data": 3}, (8, 8),
@@ -150,6 +184,17 @@ def check_arithmetic(plan, values, machine):
         ({"global_batch_size": 100}, (8, 1),
          "global_batch_size=100 contradicts per_device_batch_size=16 x 8 devices x gradient_accumulation_steps=1 = "
          "128. Nearest that work: global_batch_size=128 or per_device_batch_size=-1."),
+        ({"ici_context_parallelism": 8, "max_target_length": 100}, (8, 1),
+         "ici_context_parallelism=8 x 2 chunks = 16 does not divide max_target_length=100. "
+         "Nearest that work: max_target_length=96 or max_target_length=112."),
+        ({"ici_context_parallelism": 8, "max_target_length": 10, "num_vocab_tiling": 5}, (8, 1),
+         "ici_context_parallelism=8 x 2 chunks = 16 does not divide max_target_length=10. "
+         "Nearest that works: max_target_length=80."),
+        ({"ici_context_parallelism": 4, "num_vocab_tiling": 128}, (8, 1),
+         "num_vocab_tiling=128 does not divide the 64 tokens of each of 4 context shards. Nearest that works: 64."),
+        ({"ici_context_parallelism": 4, "attention": "splash"}, (8, 1),
+         "attention=splash does not work on 4 context shards, whose tokens are dealt in chunks. "
+         "Nearest that works: auto."),
         ({}, (6, 1), "ici_fsdp_parallelism=-1, the remaining 6, does not divide base_emb_dim=128. "
                      "Nearest that works: ici_fsdp_parallelism=2 ici_data_parallelism=-1."),
     ],

@@ -38,6 +38,32 @@ def test_a_pipeline_a_ramp_and_loading_hosts_are_shown():
     assert "MB per device are needed, more than the 1.0 MB it has: lower per_device_batch_size" in table
 
 
+def test_both_schedules_of_a_pipeline_are_weighed():
+    """4 stages, 4 microbatches, 8 micro-batches: 3 of 7 ticks wait in each of 8, or 6 of 38 once."""
+    keys = ["ici_pipeline_parallelism=4", "gradient_accumulation_steps=8"]
+    table = table_of(keys, num_devices=4)
+    assert row(table, "pipeline_bubble_fraction") == (
+        "0.4286 = (4 stages - 1) / (1 repeat x 4 microbatches + 4 stages - 1), in every micro-batch; as one "
+        "micro-batch of 32 microbatches it would be 0.08571, with 8 times the activations"
+    )
+    assert row(table, "with gpipe").startswith("bubble 0.4286, activations ")
+    assert row(table, "with 1f1b").startswith("bubble 0.1579, activations ")
+    interleaved = table_of([*keys, "pipeline_schedule=1f1b"], num_devices=4)
+    assert row(interleaved, "pipeline_bubble_fraction") == (
+        "0.1579 = 2 x (4 stages - 1) / (8 accumulation x 4 microbatches + 2 x (4 stages - 1)), once in a step"
+    )
+    assert "with 1f1b" not in table_of(["ici_pipeline_parallelism=2"], num_devices=4), "it goes round twice"
+
+
+def test_context_shards_are_shown():
+    table = table_of(["ici_context_parallelism=4"], num_devices=8)
+    assert row(table, "num_devices") == "8 = fsdp 2 x context 4, on 1 host"
+    assert (
+        row(table, "context shards") == "4, each with an early and a late chunk of 32 of the 256 tokens of an example"
+    )
+    assert "context shards" not in table_of(num_devices=8)
+
+
 def test_a_long_ramp_is_cut_short():
     table = table_of(["enable_rampup_batch_size=true", "per_device_batch_size=1000"], num_devices=1)
     assert "... 487 more stages (--json has them all)" in table

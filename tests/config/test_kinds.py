@@ -37,7 +37,8 @@ REFUSED = {
     "expansion_factor_real_data=0":
         "expansion_factor_real_data=0 must be above 0, or -1 (which means 1). Nearest that works: 1.",
     "optimizer=adam": "optimizer=adam is not one of adamw, sgd, adafactor, muon, lion. Nearest that works: adamw.",
-    "remat_policy=Full": "remat_policy=Full is not one of none, minimal, save_dot_products, save_qkv_proj, full. "
+    "remat_policy=Full": "remat_policy=Full is not one of none, save_dot_products, minimal, save_qkv_proj, "
+    "minimal_offloaded, qkv_proj_offloaded, full, custom. "
                          "Nearest that works: full.",
     "run_name=": "run_name= must not be empty. Nearest that works: default.",
     "dataset_path=null": "dataset_path=null is not text. Nearest that works: shakespeare.jsonl.gz.",

@@ -81,10 +81,33 @@ def test_a_value_of_the_wrong_kind_is_answered_with_one_that_suits_the_others():
         load_config(None, ["last_batch=all"])
 
 
-def test_a_rule_on_a_value_of_the_wrong_kind_is_not_tried():
+def test_a_rule_on_a_value_of_the_wrong_kind_is_tried_with_the_one_that_is_named():
+    """Otherwise whoever follows the first message would meet the second only then."""
     with pytest.raises(UserError) as refused:
         load_config(None, ["base_num_query_heads=true", "base_num_kv_heads=3"])
-    assert len(refused.value.problems) == 1
+    assert refused.value.problems == (
+        "base_num_query_heads=true is true or false, not a number. Nearest that works: 8.",
+        "base_num_kv_heads=3 does not divide base_num_query_heads=8. Nearest that work: 2 or 4.",
+    )
+    with pytest.raises(UserError) as refused:
+        load_config(None, ["optimizer=adam", "scale_adam_with_batch=true"])
+    assert len(refused.value.problems) == 2
+
+
+@pytest.mark.parametrize(("overrides", "problem"), [
+    (["remat_save=context"], "remat_save=context has no use with remat_policy=none. "
+                             "Nearest that work: remat_save= or remat_policy=custom."),
+    (["remat_policy=custom", "remat_offload=query,mlpwo"],
+     "remat_offload=query,mlpwo names query, which is none of decoder_layer_input, query_proj, key_proj, value_proj, "
+     "out_proj, mlpwi_0, mlpwi_1, mlpwo, context. Nearest that works: query_proj,mlpwo."),
+    (["remat_policy=custom", "remat_save=context", "remat_offload=mlpwo,context"],
+     "remat_offload=mlpwo,context names context, as remat_save does. Nearest that works: mlpwo."),
+])  # fmt: skip
+def test_lists_of_tensors_name_tensors_once_and_only_where_they_are_asked_for(overrides, problem):
+    with pytest.raises(UserError) as refused:
+        load_config(None, overrides)
+    assert refused.value.problems == (problem,)
+    load_config(None, ["remat_policy=custom", "remat_save=context, query_proj", "remat_offload=mlpwo"])
 
 
 @pytest.mark.parametrize("whole", [1, 7, 12, 30, 256])

@@ -85,6 +85,17 @@ def test_the_bubbles():
         assert f"{float(plan.pipeline_bubble_fraction):.4f}" == row["pipeline_bubble_fraction"]
 
 
+def test_the_schedules():
+    for row in table("S", "M", "A", "gpipe"):
+        stages, pieces, accumulation = (int(row[name]) for name in "SMA")
+        plan = plan_of(f"ici_pipeline_parallelism={stages}", f"num_pipeline_microbatches={pieces}",
+                       f"gradient_accumulation_steps={accumulation}", f"base_num_decoder_layers={stages}",
+                       num_devices=stages)  # fmt: skip
+        for schedule, cost in plan.pipeline_schedules.items():
+            assert f"{float(cost.bubble_fraction):.4f}" == row[schedule]
+        assert len(plan.pipeline_shape.timetable("1f1b")[0]) == int(row["ticks of 1f1b"])
+
+
 RAMP = ("enable_rampup_batch_size=true", "per_device_batch_size_start=1", "per_device_batch_size=4",
         "per_device_batch_size_increment=1", "global_rampup_samples=15")  # fmt: skip
 

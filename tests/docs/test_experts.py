@@ -12,7 +12,7 @@ from maxtext_lite.batching import make_plan
 from maxtext_lite.config import load_config
 from maxtext_lite.models.moe import ExpertShape, ExpertWeights, Routing, dropless, with_capacity
 from maxtext_lite.parallel import MESH_AXES, make_mesh, sharding
-from tests.hlo import collectives
+from maxtext_lite.parallel.hlo import collectives
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "parallelism.md").read_text(encoding="utf-8")
 SECTION = PAGE[PAGE.index("## Mixture of experts") :].partition("\n## ")[0]

@@ -32,13 +32,13 @@ class Commands:
     output: str | None = None
 
 
-def blocks() -> list[Commands]:
+def blocks(page: str = README) -> list[Commands]:
     found: list[Commands] = []
-    for match in BLOCK.finditer(README):
+    for match in BLOCK.finditer(page):
         note = match["note"] or ""
         if match["language"] == "bash" and not note.startswith("not run: "):
             code = re.fullmatch(r"exit code (\d+)", note)
-            line = README[: match.start("text")].count("\n") + 1
+            line = page[: match.start("text")].count("\n") + 1
             found.append(Commands(match["text"], line, int(code[1]) if code else 0))
         elif match["language"] == "text" and note == "output":
             found[-1].output = match["text"]

@@ -11,10 +11,10 @@ import pytest
 from maxtext_lite.config import load_config
 from maxtext_lite.models import BALANCE, DROPPED, LOAD, ROUTER_Z
 from maxtext_lite.parallel import Pipeline
+from maxtext_lite.parallel.hlo import collectives
 from maxtext_lite.training import train
 from maxtext_lite.training.loss import row_losses
 from maxtext_lite.training.step import accumulate_gradients, make_summarise
-from tests.hlo import collectives
 from tests.invariance.conftest import MODEL
 
 # Weights large enough for each auxiliary loss to be a good part of the gradient; sgd without clipping shows it.
@@ -32,6 +32,8 @@ SPLITS = {
     "A=2 on data 2 fsdp 2 expert 2": (2, 8, {"data": 2, "fsdp": 2, "expert": 2}),
     "A=1 on expert 4 tensor 2": (1, 16, {"expert": 4, "tensor": 2}),
     "A=2 on a pipeline, data 2 expert 2": (2, 8, {"data": 2, "expert": 2, "stage": 2}),
+    "A=2 on a pipeline, 1f1b, data 2 expert 2": (2, 8, {"data": 2, "expert": 2, "stage": 2}),
+    "A=2 on context 2 expert 2": (2, 8, {"context": 2, "expert": 2}),
 }  # fmt: skip
 
 
@@ -64,8 +66,11 @@ def _by_hand(it, params, rows):
     return loss + 0.5 * parts[BALANCE] + 0.05 * parts[ROUTER_Z] + jnp.sum(aux[LOAD]), (loss, parts)
 
 
-CASES = [*(("dropless", split) for split in SPLITS), ("capacity", "A=2 on data 2 fsdp 2 expert 2")]
-"""With a capacity, one mesh shows it: what differs are plain array operations."""
+CASES = [
+    *(("dropless", split) for split in SPLITS),
+    ("capacity", "A=2 on data 2 fsdp 2 expert 2"),
+    ("capacity", "A=2 on context 2 expert 2"),  # whose tokens stand in another order
+]
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +117,8 @@ def test_gradients_equal_those_of_all_rows_at_once(split, wanted, setup, rows, a
     """Also of a router that sends everything to the same experts, under a loss scale that is no power of two."""
     accumulation, slots, mesh = SPLITS[split]
     keys, cases = wanted
-    it = setup(*keys, pipeline=Pipeline(2, 2) if "stage" in mesh else None, **mesh)
+    schedule = "1f1b" if "1f1b" in split else "gpipe"
+    it = setup(*keys, pipeline=Pipeline(2, 2, 1, schedule) if "stage" in mesh else None, **mesh)
     gradients = Gradients(it, it.batch(rows, accumulation, slots))
     for (params, result), loss_scale in zip(cases, (3.0, 1.0), strict=True):
         _same(gradients(params, loss_scale), result, agrees)

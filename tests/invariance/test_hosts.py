@@ -26,7 +26,8 @@ def rows_of_documents(*overrides):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, documents):
-    """Two runs by one process with 8 devices, both by two with 2 each, and the second by four with 1 each."""
+    """Two runs by one process with 8 devices, both by two with 2 each, the second with tokens split over both too, and
+    by four with 1 each."""
     directory = tmp_path_factory.mktemp("runs")
     text = "dataset_path={}/{}/documents.jsonl".format(documents, "{process}")
 
@@ -45,6 +46,8 @@ def runs(tmp_path_factory, documents):
                       "ici_data_parallelism=2", "eval_per_device_batch_size=0.5"),
                 named("rows-2", *rows_of_documents(*ramp("per_device_batch_size", 1)), "ici_tensor_parallelism=4",
                       "expansion_factor_real_data=2"),
+                named("rows-context", *rows_of_documents(*ramp("gradient_accumulation_steps", 2)),
+                      "ici_context_parallelism=4", "context_parallel_strategy=ring"),
             ],
             processes=2, devices=2, watched=documents,
         ),
@@ -59,7 +62,7 @@ def runs(tmp_path_factory, documents):
     return lambda name: RunFiles(directory / name), opened
 
 
-WAYS = [("packed", "packed-2"), ("rows", "rows-2"), ("rows", "rows-4")]
+WAYS = [("packed", "packed-2"), ("rows", "rows-2"), ("rows", "rows-context"), ("rows", "rows-4")]
 
 
 @pytest.mark.parametrize(("one", "several"), WAYS)

@@ -1,14 +1,15 @@
 """The decoder against transformers' Llama with the same weights, packed documents against separate ones, remat."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxtext_lite.config.remat import PROJECTIONS, QKV, REMAT_POLICIES, REMAT_TENSORS, Remat
 from maxtext_lite.models import Decoder, DecoderShape
-from maxtext_lite.models.decoder import REMAT_POLICIES
 
 SHAPE = DecoderShape(
     vocab_size=97, emb_dim=32, num_query_heads=4, num_kv_heads=2, head_dim=12, mlp_dim=48, num_layers=3
@@ -100,11 +101,16 @@ def test_packed_documents_do_not_see_each_other():
 
 @pytest.fixture(scope="module")
 def gradients_without_remat():
-    return _loss_and_gradients("none")
+    return _loss_and_gradients(None)
 
 
-def _loss_and_gradients(policy):
-    decoder = Decoder(dataclasses.replace(SHAPE, remat_policy=policy))
+def _with(remat, **changed):
+    saved, offloaded = (None, ()) if remat is None else remat
+    return Decoder(dataclasses.replace(SHAPE, saved=saved, offloaded=offloaded, **changed))
+
+
+def _loss_and_gradients(remat):
+    decoder = _with(remat)
     tokens = jnp.asarray(np.random.default_rng(3).integers(0, 97, (2, 16)))
 
     def loss(params):
@@ -113,23 +119,77 @@ def _loss_and_gradients(policy):
     return jax.jit(jax.value_and_grad(loss))(_random_params(decoder))
 
 
-@pytest.mark.parametrize("policy", [policy for policy in REMAT_POLICIES if policy != "none"])
-def test_remat_changes_no_gradient(policy, gradients_without_remat):
+@pytest.mark.parametrize("remat", [
+    *REMAT_POLICIES.values(), Remat(("context", "mlpwo"), ("decoder_layer_input", "mlpwi_0"))], ids=str)  # fmt: skip
+def test_remat_changes_no_gradient(remat, gradients_without_remat):
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * np.abs(b).max()),
-        _loss_and_gradients(policy),
+        _loss_and_gradients(remat),
         gradients_without_remat,
     )
 
 
-def test_full_remat_saves_memory():
-    def temporaries(policy):
-        decoder = Decoder(dataclasses.replace(SHAPE, remat_policy=policy, num_layers=16))
+def _kept(remat):
+    """Shapes of what the forward pass of three layers keeps of each layer, and in which memory."""
+    decoder = _with(remat)
+    tokens = jnp.zeros((2, 20), jnp.int32)
+    loss = lambda p: jnp.sum(decoder.hidden(p, tokens, *_whole(tokens)))  # noqa: E731
+    residuals = jax.tree.leaves(jax.eval_shape(lambda p: jax.vjp(loss, p)[1], decoder.abstract_params))
+    jaxpr = jax.make_jaxpr(lambda p: jax.vjp(loss, p)[1])(decoder.abstract_params)
+    assert len(jaxpr.out_avals) == len(residuals)
+    return sorted((aval.shape[3:], str(aval.memory_space)) for aval in jaxpr.out_avals if aval.shape[:3] == (3, 2, 20))
+
+
+@pytest.mark.parametrize(("tensors", "shapes"), [
+    (QKV, [(2, 12), (2, 12), (4, 12)]),
+    (("context",), [(4, 12)]),
+    (("mlpwi_0", "mlpwi_1"), [(48,), (48,)]),
+    (PROJECTIONS, [(2, 12), (2, 12), (4, 12), (32,), (48,), (48,)]),
+], ids=str)  # fmt: skip
+def test_what_is_named_is_kept_and_nothing_else(tensors, shapes):
+    """Three layers of two rows of 20 tokens: D 32, N 4, K 2, H 12, F 48; beside them, the input of each layer.
+
+    The mlp's result is not kept though it is named: the next layer's input holds it already.
+    """
+    device, host = "Device", "Host"
+    places = {str(place) for _, place in _kept(Remat(()))}
+    assert _kept(Remat(())) == [((32,), places.pop())]
+    kept = _kept(Remat(tensors))
+    assert [shape for shape, _ in kept] == sorted([(32,), *shapes])
+    assert {device in place for _, place in kept} == {True}
+    offloaded = _kept(Remat((), tensors))
+    assert [shape for shape, place in offloaded if host in place] == sorted(shapes)
+    assert [shape for shape, place in offloaded if host not in place] == [(32,)]
+
+
+def test_a_layers_input_can_be_kept_on_the_host():
+    assert [(shape, "Host" in place) for shape, place in _kept(Remat((), ("decoder_layer_input",)))] == [((32,), True)]
+
+
+def test_the_less_is_kept_the_less_memory_is_needed():
+    def temporaries(remat):
+        decoder = _with(remat, num_layers=16)
         tokens = jnp.zeros((8, 64), jnp.int32)
         loss = lambda p: jnp.sum(decoder.hidden(p, tokens, *_whole(tokens)))  # noqa: E731
         return jax.jit(jax.grad(loss)).lower(decoder.abstract_params).compile().memory_analysis().temp_size_in_bytes
 
-    assert temporaries("full") < 0.6 * temporaries("none")
+    sizes = [temporaries(remat) for remat in (None, Remat(PROJECTIONS), Remat(QKV), Remat(()))]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[-1] < 0.6 * sizes[0]
+    # Of 16 layers, 8 rows and 64 tokens, float32: queries, keys and values; the others but the mlp's result.
+    heads, rest = (4 + 2 + 2) * 12, 32 + 48 + 48
+    unit = 16 * 8 * 64 * 4
+    assert sizes[2] - sizes[3] == pytest.approx(unit * heads, rel=0.15)
+    assert sizes[1] - sizes[2] == pytest.approx(unit * rest, rel=0.15)
+
+
+def test_every_name_of_a_tensor_is_one_that_the_model_gives():
+    """A name that no tensor has would be a key that does nothing."""
+    tokens = jnp.zeros((2, 20), jnp.int32)
+    decoder = _with(None)
+    text = str(jax.make_jaxpr(jax.grad(lambda p: jnp.sum(decoder.hidden(p, tokens, *_whole(tokens)))))(
+        decoder.abstract_params))  # fmt: skip
+    assert set(re.findall(r"name\[name=(\w+)", text)) == set(REMAT_TENSORS)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -71,6 +71,33 @@ print(jax.process_index(), jax.process_count(), len(devices), jax.local_device_c
     assert sorted(lines) == [f"[{process}] {process} 2 4 2 {{1111.0}}" for process in (0, 1)]
 
 
+@pytest.mark.parametrize("told", [
+    {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "{process}",
+     "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_LOCALID": "{process}", "JAX_COORDINATOR_PORT": "{port}"},
+    {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "{process}", "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+     "OMPI_COMM_WORLD_LOCAL_RANK": "{process}", "OMPI_MCA_orte_hnp_uri": "4096.0;tcp://127.0.0.1:9",
+     "JAX_COORDINATOR_PORT": "{port}"},
+], ids=["slurm", "open_mpi"])  # fmt: skip
+def test_two_processes_find_each_other_by_what_a_cluster_says(told):
+    program = START + "start_devices()\nprint(jax.process_index(), jax.process_count(), jax.device_count())"
+    port, common = free_port(), {"JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo", "PYTHONPATH": str(REPOSITORY)}
+    common["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", program],
+            env={**os.environ, **common, **{k: v.format(process=process, port=port) for k, v in told.items()}},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for process in range(2)
+    ]
+    for number, process in enumerate(processes):
+        output, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+        assert [line for line in output.splitlines() if "Gloo" not in line] == [f"{number} 2 4"]
+
+
 @pytest.mark.parametrize(("failure", "code", "message"), [
     ("raise UserError('steps=0 is wrong')", 2, "[1] error: steps=0 is wrong"),
     ("raise OSError('no such disk')", 1, "[1] OSError: no such disk"),
@@ -123,6 +150,24 @@ def test_a_process_that_is_left_alone_says_in_one_line_whom_it_waited_for(proces
     )
     assert result.returncode == 1
     assert result.stderr == f"error: process {process} of 2 {waits_for}\n"
+
+
+@pytest.mark.parametrize(("platforms", "said"), [
+    ("tpu", "TPU_WORKER_ID=5 is not below 2, the workers of TPU_WORKER_HOSTNAMES. Nearest that works: 1."),
+    ("tpu,cpu", "TPU_WORKER_ID=5 is not below 2, the workers of TPU_WORKER_HOSTNAMES. Nearest that works: 1."),
+    ("cpu", "1"),  # what TPUs are told is nothing to a process that uses none
+])  # fmt: skip
+def test_what_tpu_workers_are_told_is_heard_where_tpus_are_used(platforms, said):
+    program = "try: print(len(start_devices()))\nexcept UserError as error: print(error)"
+    told = {"JAX_PLATFORMS": platforms, "TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "5", "XLA_FLAGS": ""}
+    result = subprocess.run(
+        [sys.executable, "-c", START + program],
+        env={**os.environ, **told, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.stdout == said + "\n", result.stderr
 
 
 def free_port() -> int:

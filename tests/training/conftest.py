@@ -91,8 +91,10 @@ class Setup:
 def make_setup(*overrides, replicas=None, pipeline=None, **mesh_sizes):
     config = load_config(None, [*TINY, *overrides])
     sizes = dict.fromkeys(MESH_AXES, 1) | mesh_sizes
+    if pipeline:
+        sizes["stage"] = pipeline.num_stages
     mesh = make_mesh(sizes, dict.fromkeys(MESH_AXES, 1), jax.devices()[: math.prod(sizes.values())])
-    decoder = make_decoder(config, "cpu", pipeline)
+    decoder = Decoder(make_decoder(config, "cpu").shape, pipeline)
     return Setup(config, mesh, decoder, make_optimizer(config, decoder.axes), local_updates(config, replicas))
 
 

@@ -167,6 +167,17 @@ def test_a_signal_stops_after_the_step_and_saves(tmp_path, documents):
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL  # handed back
 
 
+def test_tokens_split_over_devices_show_nowhere(whole, tmp_path, documents):
+    """The run of the 8 devices of fsdp again, each example on two of them."""
+    split = _train(tmp_path, documents, "ici_context_parallelism=2", "context_parallel_strategy=ring")
+    for got, want in zip(_records(split), _records(whole), strict=True):
+        exact = [key for key in want[0] if key in ("step", "examples_hash", "target_tokens", "eval_target_tokens")]
+        assert [[record[key] for key in exact] for record in got] == [[record[key] for key in exact] for record in want]
+        for key in ("loss", "grad_norm", "eval_loss"):
+            if key in want[0]:
+                np.testing.assert_allclose([r[key] for r in got], [r[key] for r in want], rtol=1e-5)
+
+
 def test_parameters_of_another_run_start_a_new_one(whole, tmp_path, documents):
     fresh = _train(tmp_path, documents, f"load_parameters_path={whole.run_directory}", "steps=2")
     assert _records(fresh)[0][0]["loss"] < _records(whole)[0][0]["loss"] - 0.1
@@ -184,15 +195,6 @@ def test_a_loss_that_is_no_number_stops_the_run_and_saves_nothing(tmp_path, docu
             "checkpoint_period=6",
         )
     assert not [p for p in (tmp_path / "default" / "checkpoints").glob("*") if p.name.isdigit()]
-
-
-@pytest.mark.parametrize(("override", "key"), [
-    ("ici_pipeline_parallelism=2", "ici_pipeline_parallelism"),
-    ("ici_context_parallelism=2", "ici_context_parallelism"),
-])  # fmt: skip
-def test_what_cannot_be_trained_yet_is_refused_by_name(override, key, tmp_path, documents):
-    with pytest.raises(UserError, match=key):
-        _train(tmp_path, documents, override, "num_pipeline_microbatches=2" if "pipeline" in key else "log_period=1")
 
 
 RAMP = ("enable_rampup_batch_size=true", "global_batch_size=0", "gradient_accumulation_steps=1",

@@ -99,7 +99,9 @@ def test_a_checkpoint_keeps_all_of_it():
 
 
 def test_why_it_is_unknown():
-    assert "one gradient" in why_unknown(num_replicas=1, accumulation=1, local_updates=False)
-    assert "enable_diloco" in why_unknown(num_replicas=4, accumulation=2, local_updates=True)
-    assert why_unknown(num_replicas=2, accumulation=1, local_updates=False) is None
-    assert why_unknown(num_replicas=1, accumulation=2, local_updates=False) is None
+    assert "one gradient" in why_unknown(num_replicas=1, accumulation=1, local_updates=False, interleaved=False)
+    assert "enable_diloco" in why_unknown(num_replicas=4, accumulation=2, local_updates=True, interleaved=False)
+    assert why_unknown(num_replicas=2, accumulation=1, local_updates=False, interleaved=False) is None
+    assert why_unknown(num_replicas=1, accumulation=2, local_updates=False, interleaved=False) is None
+    assert "1f1b" in why_unknown(num_replicas=1, accumulation=2, local_updates=False, interleaved=True)
+    assert why_unknown(num_replicas=2, accumulation=1, local_updates=False, interleaved=True) is None

@@ -50,7 +50,7 @@ def test_the_schedule_ends_at_its_end_in_every_unit(unit, tmp_path):
     progress, rates = state.progress, []
     for update in range(1, 7):
         progress = progress.plus(np.int32(batch), np.int32(batch * length))
-        rates.append(float(run.schedule(update, progress)))
+        rates.append(float(run.schedule(np.int32(update), progress)))
     np.testing.assert_allclose(rates, [0.005, 0.01, 0.0075, 0.005, 0.0025, 0], atol=1e-7)
 
 

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxtext_lite.batching import make_plan
 from maxtext_lite.parallel import sharding
-from maxtext_lite.training.step import EVAL_BATCH_AXES, make_eval_step
-from tests.hlo import collectives, device_groups
+from maxtext_lite.parallel.hlo import collectives
+from maxtext_lite.training.step import EVAL_BATCH_AXES, TRAIN_BATCH_AXES, make_eval_step
 from tests.training.conftest import LENGTH, ROWS
 
 # (accumulation, row slots of a micro-batch, mesh); 16 rows in all, so that the last two leave slots empty
@@ -47,6 +48,53 @@ def test_accumulated_gradients_equal_those_of_all_rows_at_once(split, setup, row
     assert got.examples == ROWS
 
 
+RING, GATHER = "context_parallel_strategy=ring", "context_parallel_strategy=all_gather"
+# (accumulation, row slots, mesh, further keys)
+CONTEXTS = {
+    "ring of 2": (1, 16, {"context": 2}, (RING,)),
+    "ring of 8, A=4": (4, 4, {"context": 8}, (RING, "remat_policy=full")),
+    "gathered over 4 on data 2, A=2": (2, 8, {"data": 2, "context": 4}, (GATHER, "remat_policy=save_dot_products")),
+    "gathered over 2 on fsdp 2 tensor 2": (1, 16, {"fsdp": 2, "context": 2, "tensor": 2}, (GATHER,)),
+    "ring of 2 on data 2 tensor 2, A=3, empty slots": (
+        3, 8, {"data": 2, "context": 2, "tensor": 2}, (RING, "remat_policy=minimal", "num_vocab_tiling=4")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("split", CONTEXTS)
+def test_gradients_of_tokens_split_over_devices_equal_those_of_whole_examples(split, setup, rows, by_hand, agrees):
+    """Documents cross every cut: each shard has two chunks of 8, 4 or 2 tokens of the 32."""
+    accumulation, slots, mesh, overrides = CONTEXTS[split]
+    it = setup("optimizer=sgd", *overrides, **mesh)
+    _, loss, gradients = by_hand
+    got = it.gradients(it.state().params, it.batch(rows, accumulation, slots))
+    agrees(got.gradients, gradients)
+    assert got.loss == pytest.approx(loss, rel=1e-6)
+    assert (got.target_tokens, got.examples) == (np.count_nonzero(rows["weights"]), ROWS)
+
+
+def test_gradients_of_4096_tokens_in_a_ring_of_8(setup, agrees):
+    """Two rows, of documents of some 600 tokens, on a decoder of one layer."""
+    rng = np.random.default_rng(0)
+    starts = rng.random((2, 4096)) < 1 / 600
+    segments = (np.cumsum(starts, axis=1) + 1).astype(np.int32)
+    since = np.maximum.accumulate(np.where(starts, np.arange(4096), 0), axis=1)
+    whole = {
+        "tokens": rng.integers(0, 264, (2, 4096)).astype(np.int32),
+        "targets": rng.integers(0, 264, (2, 4096)).astype(np.int32),
+        "segments": segments,
+        "positions": (np.arange(4096) - since).astype(np.int32),
+        "weights": rng.choice([0.0, 1.0], (2, 4096)).astype(np.float32),
+    }
+    keys = ("optimizer=sgd", "max_target_length=4096", "base_num_decoder_layers=1", "num_vocab_tiling=8", RING)
+    results = []
+    for mesh in ({}, {"context": 8}):
+        it = setup(*keys, **mesh)
+        results.append(it.gradients(it.state().params, it.batch(whole, 1, 2)))
+    one, eight = results
+    agrees(eight.gradients, one.gradients)
+    assert eight.loss == pytest.approx(one.loss, rel=1e-6)
+
+
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_five_steps_agree_however_they_are_split(optimizer, setup, rows, agrees):
     results = []
@@ -54,11 +102,13 @@ def test_five_steps_agree_however_they_are_split(optimizer, setup, rows, agrees)
         SPLITS["A=1 on 1"],
         SPLITS["A=4, empty slots, on data 8"],
         SPLITS["A=1 on data 2 fsdp 2 tensor 2"],
+        (2, 8, {"data": 2, "context": 4}),
     ):
         rate = {"sgd": 0.5, "adamw": 0.01}[optimizer]
         it = setup(
-            f"optimizer={optimizer}", f"learning_rate={rate}", "num_vocab_tiling=2", "z_loss_multiplier=1e-3", **mesh
-        )
+            f"optimizer={optimizer}", f"learning_rate={rate}", "num_vocab_tiling=2", "z_loss_multiplier=1e-3", RING,
+            **mesh,
+        )  # fmt: skip
         batch = it.batch(rows, accumulation, slots)
         results.append(it.run(it.compile_step(batch), batch, 5))
     (state, metrics), *others = results
@@ -197,6 +247,16 @@ def test_gradients_cross_the_data_axis_once_a_step(compiled):
     assert parameters / 2 <= reduced <= parameters + 100  # each device reduces its fsdp half, once
 
 
+def test_a_ring_s_keys_are_not_gathered_and_gradients_still_cross_the_data_axis_once(setup, rows):
+    it = setup("optimizer=sgd", RING, data=2, context=4)
+    found = collectives(it.compile_step(it.batch(rows, 2, 8)).as_text())
+    assert not [c.line for c in found if c.in_loop and c.crosses(it.mesh, "data")]
+    along = [c for c in found if c.crosses(it.mesh, "context")]
+    assert {c.kind for c in along if c.in_loop} == {"collective-permute", "all-reduce"}  # keys; weights' gradients
+    # Tokens, targets, documents, positions and weights, arranged before the loop, are all that is gathered.
+    assert len([c for c in along if c.kind == "all-gather"]) == 5
+
+
 def test_memory_is_flat_in_accumulation(compiled):
     """From A = 2 on nothing grows; A = 2 adds one float32 accumulator, and where weights are sharded, XLA keeps
     re-laid copies of this device's parts of the embedding and the head through the loop."""
@@ -235,8 +295,9 @@ def test_the_state_holds_no_accumulator(setup):
     assert sum(leaf.size for leaf in jax.tree.leaves(it.initial)) <= 3 * parameters + 12
 
 
-def test_row_losses_are_exact_for_any_mesh(setup, rows):
-    one, eight = setup(), setup(data=2, fsdp=2, tensor=2)
+@pytest.mark.parametrize("mesh", [{"data": 2, "fsdp": 2, "tensor": 2}, {"data": 2, "context": 4}], ids=str)
+def test_row_losses_are_exact_for_any_mesh(mesh, setup, rows):
+    one, eight = setup(), setup("num_vocab_tiling=2", **mesh)
     params = one.initial.params
     results = []
     for it in (one, eight):
@@ -251,21 +312,12 @@ def test_row_losses_are_exact_for_any_mesh(setup, rows):
     np.testing.assert_allclose(results[0][0], (nll * rows["weights"]).sum(-1), rtol=1e-5, atol=1e-5)
 
 
-def test_device_groups_reads_every_form():
-    assert device_groups("{{0,1},{2,3}}") == ((0, 1), (2, 3))
-    assert device_groups("[2,4]<=[4,2]T(1,0)") == ((0, 2, 4, 6), (1, 3, 5, 7))
-    assert device_groups("mesh['axis_0'=2,'axis_1'=4] {'axis_0'}") == ((0, 4), (1, 5), (2, 6), (3, 7))
-    assert device_groups("mesh['data'=2,'fsdp'=1,'tensor'=4] {'data','fsdp'}") == ((0, 4), (1, 5), (2, 6), (3, 7))
-    with pytest.raises(AssertionError, match="cannot read"):
-        device_groups("mesh['data'=8] {'data':(2)4}")
-
-
 @pytest.mark.parametrize(
     ("accumulation", "mesh", "overrides"),
     [
         (1, {}, ()),
         (2, {"data": 2, "fsdp": 2, "tensor": 2}, ("logits_via_embedding=true",)),
-        (4, {"fsdp": 4}, ("remat_policy=minimal",)),
+        (4, {"fsdp": 2, "context": 2}, ("remat_policy=minimal", RING)),
     ],
     ids=str,
 )
@@ -280,6 +332,64 @@ def test_bfloat16_steps_run_and_stay_close_to_float32(accumulation, mesh, overri
     assert losses[0] != losses[1]
 
 
+def test_tensor_parallelism_splits_what_stands_between_blocks(setup):
+    """Gathered before a projection, reduced after: no all-to-all, no weight gathered, and less is held."""
+    sizes = {}
+    keys = ("base_emb_dim=64", "base_mlp_dim=64", "remat_policy=full", "base_num_decoder_layers=16")
+    for length in (128, 127):  # 127 tokens cannot be shared out
+        it = setup(*keys, f"max_target_length={length}", tensor=2)
+        where = sharding(it.mesh, TRAIN_BATCH_AXES)
+        batch = {
+            name: jax.ShapeDtypeStruct((1, 8, length), "float32" if name == "weights" else "int32", sharding=where)
+            for name in ("tokens", "targets", "segments", "positions", "weights")
+        }
+        compiled = it.compile_step(batch)
+        sizes[length] = compiled.memory_analysis().temp_size_in_bytes
+        if length == 127:
+            continue
+        found = [c for c in collectives(compiled.as_text()) if c.in_loop]
+        assert {c.kind for c in found} <= {"all-gather", "all-reduce", "reduce-scatter"}
+        for c in found:
+            if c.kind == "all-gather":
+                assert f"f32[1,8,{length},64]" in c.line, c.line
+    layer_inputs = 16 * 8 * 128 * 64 * 4
+    assert sizes[127] - sizes[128] > 0.4 * layer_inputs
+
+
+@pytest.mark.parametrize("policy", ["none", "minimal", "save_qkv_proj", "full"])
+def test_the_plan_estimates_what_the_compiler_allocates(policy, setup):
+    """Gradients, activations and logits of the plan are within a quarter of the step's temporaries."""
+    keys = ["base_num_decoder_layers=8", "base_emb_dim=64", "base_num_query_heads=4", "base_num_kv_heads=2",
+            "head_dim=16", "base_mlp_dim=192", "max_target_length=128", "per_device_batch_size=8", "steps=20",
+            f"remat_policy={policy}"]  # fmt: skip
+    it = setup(*keys)
+    plan = make_plan(it.config, num_devices=1)
+    where = sharding(it.mesh, TRAIN_BATCH_AXES)
+    batch = {
+        name: jax.ShapeDtypeStruct((1, 8, 128), "float32" if name == "weights" else "int32", sharding=where)
+        for name in ("tokens", "targets", "segments", "positions", "weights")
+    }
+    found = it.compile_step(batch).memory_analysis().temp_size_in_bytes
+    memory = plan.memory
+    assert memory.gradients + memory.activations + memory.logits == pytest.approx(found, rel=0.25)
+
+
+@pytest.mark.parametrize("mesh", [{}, {"data": 2, "fsdp": 2}], ids=str)
+def test_an_optimizer_state_on_the_host_gives_the_same_update_to_the_bit(mesh, setup, rows):
+    here, there = (setup("optimizer=adamw", *keys, **mesh) for keys in ((), (HOST,)))
+    results = []
+    for it in (here, there):
+        batch = it.batch(rows, 2, 8)
+        results.append(it.run(it.compile_step(batch), batch, 3))
+    jax.tree.map(np.testing.assert_array_equal, *results)
+    kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(there.state().opt_state) if leaf.ndim}
+    assert kinds == {"pinned_host"}
+    step = there.compile_step(there.batch(rows, 2, 8))
+    _, (state_out, _) = step.input_shardings, step.output_shardings
+    assert {where.memory_kind for where in jax.tree.leaves(state_out.opt_state.inner_opt_state)} >= {"pinned_host"}
+
+
+HOST = "optimizer_memory_host_offload=true"
 ZERO = "shard_optimizer_over_data=true"
 
 

@@ -1,0 +1,86 @@
+"""The pipeline's timetables: what each stage does at each tick, and how long stages wait."""
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
+
+Schedule = Literal["gpipe", "1f1b"]
+SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b")
+"""Orders of a train step's work on a pipeline, as `parallel.Pipeline` describes them."""
+
+
+@dataclass(frozen=True)
+class PipelineShape:
+    """A pipeline and the work of one step.
+
+    Attributes:
+      num_stages: S.
+      num_microbatches: M, pieces of one micro-batch.
+      num_repeats: R, rounds through the stages.
+      gradient_accumulation_steps: A, micro-batches of a step.
+    """
+
+    num_stages: int
+    num_microbatches: int
+    num_repeats: int
+    gradient_accumulation_steps: int
+
+    def bubble_fraction(self, schedule: Schedule) -> Fraction:
+        """The share of its ticks in which a stage has no work; `1f1b` needs one round.
+
+        With gpipe (S - 1) / (R M + S - 1) of each micro-batch, forwards as backwards; with 1f1b, whose ticks run a
+        piece forwards and one backwards, 2 (S - 1) / (A M + 2 (S - 1)) of the step.
+        """
+        idle = self.num_stages - 1
+        if schedule == "gpipe":
+            return Fraction(idle, self.num_repeats * self.num_microbatches + idle)
+        return Fraction(2 * idle, self.gradient_accumulation_steps * self.num_microbatches + 2 * idle)
+
+    def timetable(self, schedule: Schedule) -> list[list["Work"]]:
+        """For each stage what it does in each tick of one step."""
+        return self._gpipe() if schedule == "gpipe" else self._one_forward_one_backward()
+
+    def _gpipe(self) -> list[list["Work"]]:
+        M, S = self.num_microbatches, self.num_stages
+        passes = self.num_repeats * M
+        stages: list[list[Work]] = []
+        for stage in range(S):
+            ticks: list[Work] = []
+            for micro_batch in range(self.gradient_accumulation_steps):
+                forward: list[Work] = []
+                for tick in range(passes + S - 1):
+                    number = tick - stage
+                    working = 0 <= number < passes
+                    piece = Piece(micro_batch * M + number % M, number // M) if working else None
+                    forward.append(Work(piece, None))
+                ticks += forward
+                ticks += [Work(None, work.forward) for work in reversed(forward)]
+            stages.append(ticks)
+        return stages
+
+    def _one_forward_one_backward(self) -> list[list["Work"]]:
+        pieces, turn = self.gradient_accumulation_steps * self.num_microbatches, self.num_stages - 1
+
+        def piece(number: int) -> Piece | None:
+            return Piece(number, 0) if 0 <= number < pieces else None
+
+        return [
+            [Work(piece(tick - stage), piece(tick - 2 * turn + stage)) for tick in range(pieces + 2 * turn)]
+            for stage in range(self.num_stages)
+        ]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A pipeline microbatch on one of its rounds; both are counted from 0, microbatches over the whole step."""
+
+    number: int
+    round: int
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a stage does in a tick; None where it has nothing to do."""
+
+    forward: Piece | None
+    backward: Piece | None

@@ -1,0 +1,44 @@
+"""What the backward pass finds: tensors of a layer that are kept on the device, on the host, or made again."""
+
+from typing import NamedTuple
+
+from maxtext_lite.config.schema import NumericsConfig
+
+QKV = ("query_proj", "key_proj", "value_proj")
+PROJECTIONS = (*QKV, "out_proj", "mlpwi_0", "mlpwi_1", "mlpwo")
+REMAT_TENSORS = ("decoder_layer_input", *PROJECTIONS, "context")
+"""Tensors of a layer that may be named: its input, the results of its matmuls, and what attention gives."""
+
+
+class Remat(NamedTuple):
+    """Tensors that the forward pass keeps on the device, and those that it sends to pinned host memory."""
+
+    saved: tuple[str, ...]
+    offloaded: tuple[str, ...] = ()
+
+
+REMAT_POLICIES: dict[str, Remat] = {
+    "save_dot_products": Remat((*PROJECTIONS, "context")),
+    "minimal": Remat(PROJECTIONS),
+    "save_qkv_proj": Remat(QKV),
+    "minimal_offloaded": Remat((), PROJECTIONS),
+    "qkv_proj_offloaded": Remat((), QKV),
+    "full": Remat(()),
+}
+"""What each remat_policy keeps, beside the input of each layer; `none` keeps everything, `custom` what is listed."""
+
+
+def remat_of(config: NumericsConfig) -> Remat | None:
+    """What is kept of each layer; None: everything."""
+    match config.remat_policy:
+        case "none":
+            return None
+        case "custom":
+            return Remat(listed(config.remat_save), listed(config.remat_offload))
+        case policy:
+            return REMAT_POLICIES[policy]
+
+
+def listed(text: str) -> tuple[str, ...]:
+    """The names in a list with commas."""
+    return tuple(name for name in (part.strip() for part in text.split(",")) if name)

@@ -1,0 +1,74 @@
+"""The context axis: which tokens of an example each of its shards holds, and how shards exchange arrays.
+
+A causal query looks at all earlier keys, so that late tokens are more work than early ones. The tokens are therefore
+cut into twice as many chunks as there are shards, and each shard holds one early chunk and the late one that makes its
+work that of every other shard. Source: Dubey et al. 2024, arXiv:2407.21783, section 3.3.2.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxtext_lite.parallel.axes import MESH_AXES_OF, LogicalAxes, constrain, num_shards
+
+CHUNKS_PER_SHARD = 2
+"""An early and a late chunk; a multiple of so many chunks divides the tokens of an example."""
+
+
+def context_order(num_tokens: int, shards: int) -> np.ndarray:
+    """For each place along an arranged example, the token that stands there: shard i holds chunks i and 2c - 1 - i.
+
+    Within a shard the tokens are in their true order, and the whole shard's early chunk comes before its late one.
+
+    Raises:
+      ValueError: num_tokens is not a multiple of 2 x shards.
+    """
+    num_chunks = CHUNKS_PER_SHARD * shards
+    if num_tokens % num_chunks:
+        raise ValueError(f"{num_tokens} tokens are not a multiple of {CHUNKS_PER_SHARD} chunks x {shards} shards")
+    chunks = np.arange(num_tokens).reshape(num_chunks, -1)
+    early = np.arange(shards)
+    return chunks[np.stack([early, num_chunks - 1 - early], axis=1).ravel()].ravel()
+
+
+def context_shards() -> int:
+    """Parts into which the mesh in use splits the tokens of an example; 1 where there is no mesh."""
+    return num_shards("length")
+
+
+def in_context_order(batch: Mapping[str, jax.Array], axes: LogicalAxes) -> dict[str, jax.Array]:
+    """Arrays [..., T] whose dims have these logical axes, arranged as `context_order` says; as they are on one shard.
+
+    Sums over tokens do not change, and within a shard a later place is a later token.
+    """
+    if context_shards() == 1:
+        return dict(batch)
+
+    def arrange(x: jax.Array) -> jax.Array:
+        return constrain(jnp.take(x, context_order(x.shape[-1], context_shards()), axis=-1), axes)
+
+    return {name: arrange(x) for name, x in batch.items()}
+
+
+def own_shard() -> jax.Array:
+    """Inside `over_shards`: this device's number along the context axis, an int32 scalar."""
+    return jax.lax.axis_index(MESH_AXES_OF["length"])
+
+
+def to_next_shard(tree: Any) -> Any:
+    """Inside `over_shards`: what the shard before holds, while this one's goes to the next; the last one's to 0."""
+    shards = context_shards()
+    return jax.lax.ppermute(tree, MESH_AXES_OF["length"], [(shard, (shard + 1) % shards) for shard in range(shards)])
+
+
+def from_all_shards(tree: Any) -> Any:
+    """Inside `over_shards`: what every shard holds, by its number on a new first dim."""
+    return jax.lax.all_gather(tree, MESH_AXES_OF["length"])
+
+
+def sum_to_shards(tree: Any) -> Any:
+    """Inside `over_shards`: the sum over shards of what each has for this one on its first dim, which is dropped."""
+    return jax.lax.psum_scatter(tree, MESH_AXES_OF["length"])

@@ -1,0 +1,144 @@
+"""The gradients of a step by the pipeline schedule 1f1b: every tick runs one piece forwards and one backwards."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from maxtext_lite.config import NumericsConfig
+from maxtext_lite.models import Decoder, Stream, stream_axes
+from maxtext_lite.parallel import Flight, constrain, num_shards, over_replicas
+from maxtext_lite.training.loss import LossSums, auxiliary_loss, hidden_loss
+
+
+class InterleavedStep:
+    """The loop over a step that `step.accumulate_gradients` runs for the schedule 1f1b.
+
+    Piece i of a step is pipeline microbatch i % M of micro-batch i // M. The embedding and the loss belong to all
+    stages: each takes a part of the tokens of a piece, cut along the sequence.
+    """
+
+    def __init__(self, decoder: Decoder, config: NumericsConfig, num_replicas: int, *, own_params: bool):
+        assert decoder.pipeline is not None
+        self._decoder, self._pipeline, self._config = decoder, decoder.pipeline, config
+        self._num_replicas = num_replicas
+        own = (0, 1, 2) if own_params else (1, 2)
+        self._tick = over_replicas(self._tick_of_replica, num_replicas, own=own, rows=(3, 4, 5))
+
+    def all_ticks(
+        self,
+        params: Any,
+        factor_R: jax.Array,
+        batch: dict[str, jax.Array],
+        num_micro_batches: Any,
+        *,
+        start: Any,
+        added: Callable[[Any, Any, LossSums], Any],
+    ) -> Any:
+        """`added(sums, gradients, losses)` of every tick of a step in turn, beginning with the sums `start`.
+
+        Args:
+          params: the decoder's parameters as `Decoder.cast` gives them; [R, ...] where replicas have their own.
+          factor_R: what each replica's weights are multiplied by.
+          batch: arrays [A, B, T], of which the first `num_micro_batches` (may be traced) are looked at.
+        """
+
+        def tick(time: Any, carry: tuple[Flight, Any]) -> tuple[Flight, Any]:
+            flight, sums = carry
+            ages = 0, self._pipeline.num_stages - 1, 2 * (self._pipeline.num_stages - 1)
+            rows = [self._piece_at(time - age, batch, num_micro_batches) for age in ages]
+            here, rows = jax.lax.optimization_barrier((params, rows))  # as in the loop over micro-batches
+            flight, losses, gradients = self._tick(here, factor_R, flight, *rows, time)
+            return flight, added(sums, gradients, losses)
+
+        num_ticks = self._pipeline.num_ticks_1f1b(num_micro_batches)
+        return jax.lax.fori_loop(0, num_ticks, tick, (self._no_flight(batch), start))[1]
+
+    def _no_flight(self, batch: dict[str, jax.Array]) -> Flight:
+        shape, (_, B, T) = self._decoder.shape, batch["tokens"].shape
+        sizes = B // (self._num_replicas * self._pipeline.num_microbatches), T
+        x_BTD = jax.ShapeDtypeStruct((*sizes, shape.emb_dim), shape.dtype)
+        token_BT: Any = jax.ShapeDtypeStruct(sizes, jnp.int32)
+        aux: Any = {
+            name: jax.ShapeDtypeStruct(sizes[: len(axes)], jnp.float32) for name, axes in stream_axes(shape).aux.items()
+        }
+        stream = Stream(x_BTD, token_BT, token_BT, aux)  # type: ignore[arg-type]
+        return self._pipeline.no_flight(stream, self._num_replicas)
+
+    def _piece_at(self, item: Any, batch: dict[str, jax.Array], num_micro_batches: Any) -> dict[str, jax.Array]:
+        """The rows of a piece, [B / M, T]; one that does not exist has weight 0 and is all padding."""
+        M = self._pipeline.num_microbatches
+        num_items = num_micro_batches * M
+        exists = (item >= 0) & (item < num_items)
+        item = jnp.clip(item, 0, num_items - 1)
+        shards = self._num_replicas * num_shards("batch")
+
+        def take(x_ABT: jax.Array) -> jax.Array:
+            x_BT = jax.lax.dynamic_index_in_dim(x_ABT, item // M, keepdims=False)
+            parts = x_BT.reshape(shards, M, -1, x_BT.shape[-1])
+            return jax.lax.dynamic_index_in_dim(parts, item % M, axis=1, keepdims=False).reshape(-1, x_BT.shape[-1])
+
+        rows = {name: take(x) for name, x in batch.items()}
+        return rows | {"weights": rows["weights"] * exists, "segments": rows["segments"] * exists}
+
+    def _tick_of_replica(
+        self, params: Any, factor: jax.Array, flight: Flight, entering: Any, leaving: Any, returning: Any, time: Any
+    ) -> Any:
+        decoder, layers, axes = self._decoder, params["layers"], stream_axes(self._decoder.shape)
+        ends = {name: value for name, value in params.items() if name != "layers"}
+
+        def embed(ends: Any, rows: Any) -> jax.Array:
+            x_BTD = decoder.embed(ends | {"layers": layers}, self._cut(rows["tokens"]))
+            return constrain(self._uncut(x_BTD), axes.x_BTD)
+
+        def loss(ends: Any, x_BTD: jax.Array, aux: dict[str, jax.Array]) -> tuple[jax.Array, LossSums]:
+            whole = ends | {"layers": layers}
+            weights, target_tokens_B = leaving["weights"] * factor, jnp.sum(leaving["weights"] > 0, axis=-1)
+            main, sums = hidden_loss(
+                decoder,
+                whole,
+                decoder.final_norm(whole, self._cut(x_BTD)),
+                {"targets": self._cut(leaving["targets"]), "weights": self._cut(weights)},
+                self._config,
+            )
+            rows = {"weights": weights, "example_weights": target_tokens_B * factor}
+            more, sums_of_aux = auxiliary_loss(decoder, aux, rows, self._config)
+            return main + more, sums._replace(aux=sums_of_aux)
+
+        def leave(stream: Stream) -> tuple[list[jax.Array], Any]:
+            differentiated = jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)
+            (_, losses), (ends_gradient, *cotangents) = differentiated(ends, stream.x_BTD, stream.aux)
+            laid_out = jax.tree.map(constrain, cotangents, [axes.x_BTD, axes.aux])
+            return jax.tree.leaves(laid_out), (losses, ends_gradient)
+
+        aux = {name: jnp.zeros(entering["tokens"].shape[: len(names)], jnp.float32) for name, names in axes.aux.items()}
+        flight, layer_gradients, cotangents, (losses, loss_gradient) = self._pipeline.tick_1f1b(
+            decoder.layers,
+            layers,
+            flight,
+            time,
+            entering=Stream(embed(ends, entering), entering["segments"], entering["positions"], aux),
+            leave=leave,
+            axes=axes,
+        )
+        (embed_gradient,) = jax.vjp(lambda ends: embed(ends, returning), ends)[1](cotangents[0])
+        gradients = jax.tree.map(jnp.add, loss_gradient, embed_gradient)
+        return flight, losses, gradients | {"layers": layer_gradients}
+
+    def _cut(self, x: jax.Array) -> jax.Array:
+        """[b, T, ...] as [b P, T / P, ...], of which each stage has a part."""
+        b, T = x.shape[:2]
+        stages = self._pipeline.num_stages
+        x = self._whole(x)
+        return constrain(x.reshape(b * stages, T // stages, *x.shape[2:]), ("end_batch",) + (None,) * (x.ndim - 1))
+
+    def _uncut(self, x: jax.Array) -> jax.Array:
+        """Takes `_cut` back."""
+        stages = self._pipeline.num_stages
+        return self._whole(x.reshape(x.shape[0] // stages, -1, *x.shape[2:]))
+
+    @staticmethod
+    def _whole(x: jax.Array) -> jax.Array:
+        """Rows on their devices with all of their tokens: from one split of them the other is not a step away."""
+        return constrain(x, ("batch",) + (None,) * (x.ndim - 1))

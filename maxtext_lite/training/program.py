@@ -1,0 +1,204 @@
+"""The train step compiled ahead of time: where parameters lie, what crosses the mesh, memory and FLOPs."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from maxtext_lite.batching import BatchPlan, scaled_optimizer
+from maxtext_lite.config import Config
+from maxtext_lite.parallel import make_mesh
+from maxtext_lite.parallel.hlo import Collective, collectives
+from maxtext_lite.training.executables import Executables
+from maxtext_lite.training.local_updates import LocalUpdates, local_updates
+from maxtext_lite.training.metrics import model_flops_per_example
+from maxtext_lite.training.optimizer import learning_rate_schedule, make_optimizer
+from maxtext_lite.training.state import TrainState, abstract_state, make_decoder
+from maxtext_lite.training.step import make_synchronise, make_train_step
+
+
+@dataclasses.dataclass(frozen=True)
+class ParameterLayout:
+    """Where a parameter lies.
+
+    Attributes:
+      name: its path, as in layers.mlp.up.
+      shape: of the whole array; with local updates its first dim is the replicas'.
+      axes: the logical axis of each dim.
+      partition_spec: the mesh axes over which each dim is split, an entry for each dim.
+      bytes_per_device: of the part on one device.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    axes: tuple[str | None, ...]
+    partition_spec: tuple[tuple[str, ...], ...]
+    bytes_per_device: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """What one kind of collective moves over one set of mesh axes.
+
+    Attributes:
+      operations: places in the program.
+      times: how often they run in all; None where a loop's trips are not known, as is `payload_bytes`.
+      payload_bytes: the bytes on one device of the arrays that come out (of a reduce-scatter: that go in), times
+        included. What a link carries follows from it: a ring of n sends (n - 1) / n of it, for an all-reduce twice.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    operations: int
+    times: int | None
+    payload_bytes: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramMemory:
+    """Bytes per device by XLA's `memory_analysis()`.
+
+    Attributes:
+      arguments: state and batch.
+      outputs: new state and metrics, of which `aliased` take the place of arguments.
+      temporaries: what the step needs beside them.
+    """
+
+    arguments: int
+    outputs: int
+    aliased: int
+    temporaries: int
+    generated_code: int
+
+    @property
+    def total(self) -> int:
+        """At the step's peak."""
+        return self.arguments + self.outputs - self.aliased + self.temporaries + self.generated_code
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """The compiled train step of a run's last stage, and with local updates the replicas' meeting.
+
+    Attributes:
+      compiled: the executable; it can be called where the devices are there.
+      state_bytes: bytes per device of `params`, `opt_state` and, with local updates, `outer`.
+      collectives: of one step, those that move most bytes first.
+      meeting: collectives of one synchronisation, every `diloco_sync_period` steps; None without local updates.
+      xla_flops: of one device, by `cost_analysis()`, which counts the body of a loop once; None where it has none.
+      model_flops: of the whole step on all devices: forward and backward, nothing computed twice.
+    """
+
+    compiled: Any
+    compile_seconds: float
+    mesh: Mesh
+    parameters: tuple[ParameterLayout, ...]
+    state_bytes: dict[str, int]
+    collectives: tuple[Traffic, ...]
+    meeting: tuple[Traffic, ...] | None
+    memory: ProgramMemory
+    xla_flops: float | None
+    model_flops: float
+
+
+def compile_program(config: Config, plan: BatchPlan, devices: Sequence[Any]) -> Program:
+    """Lowers and compiles the train step for these devices, which need not be attached; nothing is allocated.
+
+    The schedule's constants are those of a run of `plan.steps`; data are not looked at.
+
+    Raises:
+      UserError: the config asks for a kernel that does not run on these devices.
+    """
+    config = scaled_optimizer(config, plan)
+    mesh = make_mesh(plan.ici_mesh, plan.dcn_mesh, devices)
+    decoder = make_decoder(config, devices[0].platform, plan)
+    optimizer = make_optimizer(config, decoder.axes)
+    local = local_updates(config, plan.diloco_num_replicas)
+    schedule = learning_rate_schedule(config, last=plan.steps)
+    step = make_train_step(decoder, optimizer, mesh, config=config, schedule=schedule, local=local)
+    state = abstract_state(decoder, optimizer, mesh, local)
+    stage = plan.stages[-1]
+    with contextlib.closing(Executables(step, state, plan, mesh, config=config)) as executables:
+        compiled, seconds = executables.of(stage)
+    meeting = None
+    if local:
+        with jax.set_mesh(mesh):
+            meet = make_synchronise(decoder, optimizer, mesh, local).lower(state).compile()
+        meeting = total_traffic(collectives(meet.as_text()), mesh)
+    # A ramp of the accumulation leaves one loop's bound open: that over micro-batches.
+    found = collectives(compiled.as_text(), trips_where_unknown=_open_trips(plan))
+    analysis = compiled.cost_analysis()
+    flops_per_example = model_flops_per_example(decoder.shape, config.max_target_length)
+    return Program(
+        compiled=compiled,
+        compile_seconds=seconds,
+        mesh=mesh,
+        parameters=tuple(parameter_layouts(state.params, decoder.axes, local)),
+        state_bytes=state_bytes(state),
+        collectives=total_traffic(found, mesh),
+        meeting=meeting,
+        memory=_memory(compiled),
+        xla_flops=float(analysis["flops"]) if analysis and "flops" in analysis else None,
+        model_flops=flops_per_example * stage.global_batch_to_train,
+    )
+
+
+def _open_trips(plan: BatchPlan) -> int | None:
+    return plan.stages[-1].gradient_accumulation_steps if plan.ramps_accumulation else None
+
+
+def parameter_layouts(params: Any, axes_tree: Any, local: LocalUpdates | None) -> Iterable[ParameterLayout]:
+    """Where each parameter of an abstract state lies; `axes_tree` has the logical axes of each."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    all_axes = jax.tree.leaves(axes_tree, is_leaf=lambda node: isinstance(node, tuple))
+    for (path, leaf), axes in zip(leaves, all_axes, strict=True):
+        spec = [() if entry is None else (entry,) if isinstance(entry, str) else entry for entry in leaf.sharding.spec]
+        yield ParameterLayout(
+            name=".".join(str(entry.key) for entry in path),
+            shape=tuple(leaf.shape),
+            dtype=str(leaf.dtype),
+            axes=(("replica",) if local else ()) + tuple(axes),
+            partition_spec=tuple(map(tuple, spec)) + ((),) * (leaf.ndim - len(spec)),
+            bytes_per_device=bytes_per_device(leaf),
+        )
+
+
+def bytes_per_device(leaf: Any) -> int:
+    """Bytes of one device's part of an array, which may be abstract."""
+    return int(np.prod(leaf.sharding.shard_shape(leaf.shape), dtype=np.int64)) * leaf.dtype.itemsize
+
+
+def state_bytes(state: TrainState) -> dict[str, int]:
+    """Bytes per device of each part of a state, which may be abstract."""
+    parts = {"params": state.params, "opt_state": state.opt_state, "outer": state.outer}
+    return {name: sum(map(bytes_per_device, jax.tree.leaves(part))) for name, part in parts.items()}
+
+
+def total_traffic(found: Sequence[Collective], mesh: Mesh) -> tuple[Traffic, ...]:
+    """The collectives of a program added up by kind and mesh axes, those that move most bytes first."""
+    together: dict[tuple[str, tuple[str, ...]], list[Collective]] = {}
+    for collective in found:
+        together.setdefault((collective.kind, collective.axes(mesh)), []).append(collective)
+    rows = []
+    for (kind, axes), members in together.items():
+        times = [c.times for c in members if c.times is not None]
+        known = len(times) == len(members)
+        moved = sum(c.payload_bytes * c.times for c in members if c.times is not None)
+        rows.append(Traffic(kind, axes, len(members), sum(times) if known else None, moved if known else None))
+    return tuple(sorted(rows, key=lambda row: (-(row.payload_bytes or 0), row.kind, row.axes)))
+
+
+def _memory(compiled: Any) -> ProgramMemory:
+    stats = compiled.memory_analysis()
+    return ProgramMemory(
+        arguments=stats.argument_size_in_bytes,
+        outputs=stats.output_size_in_bytes,
+        aliased=stats.alias_size_in_bytes,
+        temporaries=stats.temp_size_in_bytes,
+        generated_code=stats.generated_code_size_in_bytes,
+    )

@@ -1,0 +1,58 @@
+"""Pieces of attention put together are attention: over parts of the keys, and in either direction."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxtext_lite.models.blockwise import Keys, attend, block_queries, blockwise_attention, grouped, may_see, merge
+from tests.models.test_attention import by_loops, inputs
+
+B, T, N, K, H = 2, 128, 4, 2, 16
+
+
+def test_what_is_found_over_two_parts_of_the_keys_merges_into_the_whole():
+    q, k, v, segment = (jnp.asarray(x) for x in inputs())
+    q_BKGTH = grouped(q, K).transpose(0, 2, 3, 1, 4)
+    keys = Keys.of(k, v, segment)
+    found = []
+    for first, count in ((0, 128), (0, 40), (40, 88)):
+        part = keys.part(first, count)
+        # Every query sees a key of the first part: documents and order masked only in the second.
+        seen = may_see(segment, part.segment_BS, 0, first) if first else jnp.ones((B, 1, 1, T, count), bool)
+        whole = jnp.concatenate([jnp.ones((B, 1, 1, T, 40), bool), may_see(segment, segment[:, 40:], 0, 40)], axis=-1)
+        found.append(attend(q_BKGTH, part, whole if count == T else seen))
+    want, *parts = found
+    for got, expected in zip(merge(*parts), want, strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_part_without_any_key_to_see_counts_for_nothing():
+    q, k, v, segment = (jnp.asarray(x) for x in inputs())
+    q_BKGTH, keys = grouped(q, K).transpose(0, 2, 3, 1, 4), Keys.of(k, v, segment)
+    everything = jnp.ones((B, 1, 1, T, T), bool)
+    one = attend(q_BKGTH, keys, everything)
+    for got, want in zip(merge(one, attend(q_BKGTH, keys, ~everything)), one, strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_may_see_is_causal_and_within_documents():
+    segment_T, segment_S = jnp.array([[1, 1, 2]]), jnp.array([[1, 2]])
+    seen = lambda *firsts: may_see(segment_T, segment_S, *firsts)[0, 0, 0].tolist()  # noqa: E731
+    assert seen(5, 5) == [[True, False], [True, False], [False, True]]
+    assert seen(0, 1) == [[False, False], [True, False], [False, True]]
+    assert seen(None, 7) == [[True, False], [True, False], [False, True]]
+
+
+@pytest.mark.parametrize(("num_tokens", "block"), [(1, 128), (2048, 128), (2049, 256), (32768, 2048)])
+def test_there_are_at_most_16_blocks_of_a_multiple_of_128(num_tokens, block):
+    assert block_queries(num_tokens) == block
+
+
+def test_bfloat16_runs_and_stays_close():
+    q, k, v, segment = inputs()
+    narrow = [jnp.asarray(x, jnp.bfloat16) for x in (q, k, v)]
+    got, vjp = jax.vjp(lambda q, k, v: blockwise_attention(q, k, v, segment, 64), *narrow)
+    assert got.dtype == jnp.bfloat16
+    assert all(g.dtype == jnp.bfloat16 for g in vjp(got))
+    np.testing.assert_allclose(np.asarray(got, np.float32), by_loops(q, k, v, segment), atol=0.05)

@@ -1,0 +1,148 @@
+"""Every launcher's word is understood, a process alone starts nothing, and a wrong word is refused in one line."""
+
+import pytest
+
+from maxtext_lite.config import UserError
+from maxtext_lite.parallel.cluster import Place, place
+
+
+def told(environment, **options):
+    return place(environment, **{"on_tpu": False, **options})
+
+
+STATED = {"JAX_COORDINATOR_ADDRESS": "10.0.0.1:1234", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"}
+
+# As srun sets it for task 5 of 8, of which four are on each of two nodes.
+SLURM = {
+    "SLURM_JOB_ID": "4242", "SLURM_STEP_NODELIST": "gpu-[007-008]", "SLURM_STEP_NUM_TASKS": "8", "SLURM_NTASKS": "8",
+    "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+}  # fmt: skip
+
+# As Open MPI 4 sets it for rank 2 of 4, two on each machine.
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911",
+}  # fmt: skip
+
+# As GKE sets it in worker 1 of the second of two slices of four hosts.
+GKE = {
+    "TPU_WORKER_HOSTNAMES": "w-0.job,w-1.job,w-2.job,w-3.job", "TPU_WORKER_ID": "1", "MEGASCALE_NUM_SLICES": "2",
+    "MEGASCALE_SLICE_ID": "1", "MEGASCALE_COORDINATOR_ADDRESS": "slice-0-0.job",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("environment", [
+    {},
+    {"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"},
+    {**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"},
+    # In a batch script SLURM describes the job, but this process is no task of a step.
+    {key: value for key, value in SLURM.items() if not key.startswith("SLURM_STEP")},
+    # One task of its own in an allocation of eight.
+    {**SLURM, "SLURM_STEP_NUM_TASKS": "1"},
+    {**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "1"},
+    GKE,  # but the process does not use TPUs
+])  # fmt: skip
+def test_a_process_alone_starts_nothing(environment):
+    assert told(environment) is None
+
+
+def test_the_three_variables_come_first():
+    found = told({**SLURM, **STATED})
+    assert found == Place("JAX_COORDINATOR_ADDRESS=10.0.0.1:1234", 4, 3, "10.0.0.1:1234")
+
+
+def test_slurm_meets_at_the_first_node_on_a_port_of_the_job():
+    found = told(SLURM)
+    assert (found.num_processes, found.process_id) == (8, 5)
+    assert found.address == f"gpu-007:{61440 + 4242 % 4096}"
+    assert found.told_by == f"{found.address} (SLURM_STEP_NODELIST=gpu-[007-008])"
+    assert found.method is None
+
+
+@pytest.mark.parametrize(("nodes", "first"), [
+    ("node001", "node001"), ("node001,host2", "node001"), ("node[001-015],host2", "node001"),
+    ("node[001,007-015],host2", "node001"), ("rack2-n[3,5]-ib,x", "rack2-n3-ib"),
+])  # fmt: skip
+def test_the_first_of_slurms_nodes(nodes, first):
+    assert told({**SLURM, "SLURM_STEP_NODELIST": nodes}).address.split(":")[0] == first
+
+
+@pytest.mark.parametrize(("changes", "devices"), [
+    ({"SLURM_STEP_TASKS_PER_NODE": "1(x8)"}, None),  # one process on each node has all its GPUs
+    ({}, (1,)),  # one GPU each, as jax has it
+    ({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, (1,)),
+    ({"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}, (2, 3)),
+    ({"CUDA_VISIBLE_DEVICES": "5"}, None),  # SLURM has bound the task to its GPU
+    ({"SLURM_GPUS_PER_TASK": "4", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}, None),
+    ({"JAX_LOCAL_DEVICE_IDS": "7"}, None),  # jax reads it
+    ({"SLURM_STEP_TASKS_PER_NODE": "7,1"}, None),  # alone on the second node
+])  # fmt: skip
+def test_tasks_of_one_node_share_its_gpus(changes, devices):
+    assert told({**SLURM, **changes}).local_device_ids == devices
+
+
+def test_an_address_or_a_port_that_is_stated_replaces_the_launchers():
+    assert told({**SLURM, "JAX_COORDINATOR_ADDRESS": "head:99"}).address == "head:99"
+    assert told({**SLURM, "JAX_COORDINATOR_PORT": "99"}).address == "gpu-007:99"
+
+
+def test_open_mpi_meets_where_its_launcher_runs():
+    found = told(OPEN_MPI)
+    port = 61440 + (1531576320 // 4096) % 4096
+    assert (found.num_processes, found.process_id, found.address) == (4, 2, f"10.96.0.1:{port}")
+    assert found.local_device_ids == (0,)
+    six = told({**OPEN_MPI, "OMPI_MCA_orte_hnp_uri": "4096.0;tcp6://[fe80::b9b,2620:10d::2]:43370"})
+    assert six.address == "[fe80::b9b]:61441"
+    five = {key: value for key, value in OPEN_MPI.items() if key != "OMPI_MCA_orte_hnp_uri"}
+    assert told({**five, "JAX_COORDINATOR_ADDRESS": "head:99"}).address == "head:99"
+
+
+def test_gke_counts_the_hosts_of_all_slices():
+    found = told(GKE, on_tpu=True)
+    assert (found.num_processes, found.process_id, found.method) == (8, 5, "gketpu")
+    assert found.told_by == "MEGASCALE_COORDINATOR_ADDRESS=slice-0-0.job"
+    one = {key: value for key, value in GKE.items() if not key.startswith("MEGASCALE")}
+    assert told(one, on_tpu=True).num_processes == 4
+    assert told({**one, "TPU_SKIP_MDS_QUERY": "true"}, on_tpu=True).num_processes == 4  # as GKE sets it
+    assert told({"TPU_WORKER_HOSTNAMES": "localhost"}, on_tpu=True) is None
+
+
+def tpu_vm(workers, number, environment=""):
+    told_of = {"worker-network-endpoints": workers, "agent-worker-number": number, "tpu-env": environment}
+    return lambda attribute: told_of[attribute]
+
+
+def test_a_tpu_vm_is_asked_for_its_metadata():
+    pod = "unknown:unknown:10.1.0.1,unknown:unknown:10.1.0.2"
+    found = told({}, on_tpu=True, metadata=tpu_vm(pod, "1"))
+    assert (found.num_processes, found.process_id, found.method) == (2, 1, "gcetpu")
+    slices = "ACCELERATOR_TYPE: 'v5litepod-8'\nMEGASCALE_NUM_SLICES: '3'\nMEGASCALE_SLICE_ID: '2'\n"
+    found = told({}, on_tpu=True, metadata=tpu_vm(pod, "1", slices))
+    assert (found.num_processes, found.process_id) == (6, 5)
+    assert told({}, on_tpu=True, metadata=tpu_vm("10.1.0.1", "0")) is None  # one host
+    assert told({}, on_tpu=True, metadata=lambda attribute: "") is None  # no TPU VM
+    assert told({"TPU_SKIP_MDS_QUERY": "true"}, on_tpu=True, metadata=tpu_vm(pod, "1")) is None  # as GKE sets it
+
+
+@pytest.mark.parametrize(("environment", "message"), [
+    ({**STATED, "JAX_COORDINATOR_ADDRESS": "head"}, "JAX_COORDINATOR_ADDRESS=head is not host:port of process 0."),
+    ({"JAX_COORDINATOR_ADDRESS": "a:1"}, "JAX_NUM_PROCESSES= is not a whole number of at least 1. "
+     "Nearest that works: 1."),
+    ({**SLURM, "SLURM_PROCID": "8"}, "SLURM_PROCID=8 is not below SLURM_STEP_NUM_TASKS=8. Nearest that works: 7."),
+    ({**SLURM, "SLURM_PROCID": "x"}, "SLURM_PROCID=x is not a whole number of at least 0. Nearest that works: 0."),
+    ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "many"},
+     "SLURM_STEP_TASKS_PER_NODE=many is not a list of numbers of tasks, as 2(x3),1."),
+    ({**SLURM, "SLURM_NODEID": "2"}, "SLURM_NODEID=2 is not one of the 2 nodes of SLURM_STEP_TASKS_PER_NODE=4(x2)."),
+    ({**SLURM, "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5"}, "CUDA_VISIBLE_DEVICES=0,1,2,3,4,5 has 6 GPUs, which 4 processes "
+     "on one node cannot share equally. Nearest that works: 3 on each node."),
+    ({**OPEN_MPI, "OMPI_MCA_orte_hnp_uri": ""}, "OMPI_COMM_WORLD_SIZE=4, but this Open MPI does not say where process "
+     "0 is. Set JAX_COORDINATOR_ADDRESS=host:port, as in: mpirun -x JAX_COORDINATOR_ADDRESS=$(hostname):61440 ..."),
+    ({**GKE, "TPU_WORKER_ID": "4"}, "TPU_WORKER_ID=4 is not below 4, the workers of TPU_WORKER_HOSTNAMES. "
+     "Nearest that works: 3."),
+    ({**GKE, "MEGASCALE_SLICE_ID": "2"}, "MEGASCALE_SLICE_ID=2 is not below MEGASCALE_NUM_SLICES=2. "
+     "Nearest that works: 1."),
+])  # fmt: skip
+def test_what_is_said_wrongly_is_refused(environment, message):
+    with pytest.raises(UserError) as raised:
+        told(environment, on_tpu=True)
+    assert raised.value.problems == (message,)

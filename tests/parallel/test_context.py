@@ -1,0 +1,73 @@
+"""The order of tokens along the context axis, and what its shards pass to each other."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxtext_lite.parallel import (
+    MESH_AXES,
+    context_order,
+    context_shards,
+    from_all_shards,
+    in_context_order,
+    make_mesh,
+    over_shards,
+    own_shard,
+    sharding,
+    sum_to_shards,
+    to_next_shard,
+)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    sizes = dict.fromkeys(MESH_AXES, 1) | {"data": 2, "context": 4}
+    return make_mesh(sizes, dict.fromkeys(MESH_AXES, 1))
+
+
+def test_each_shard_holds_an_early_and_a_late_chunk():
+    assert context_order(8, 2).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
+    assert context_order(6, 3).tolist() == [0, 5, 1, 4, 2, 3]
+    assert context_order(4, 1).tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3, 8])
+def test_causal_work_is_equal(shards):
+    by_shard = context_order(48, shards).reshape(shards, -1)
+    assert sorted(by_shard.ravel()) == list(range(48))
+    assert len({int(np.sum(tokens + 1)) for tokens in by_shard}) == 1  # token t looks at t + 1 keys
+    assert np.all(np.diff(by_shard, axis=1) > 0)  # in order within a shard
+
+
+def test_tokens_that_cannot_be_dealt_are_refused():
+    with pytest.raises(ValueError, match="12 tokens are not a multiple of 2 chunks x 4 shards"):
+        context_order(12, 4)
+
+
+def test_a_batch_is_arranged_over_the_mesh_in_use(mesh):
+    axes = ("global_batch", "length")
+    batch = {"tokens": jnp.arange(32).reshape(2, 16), "weights": jnp.arange(32.0).reshape(2, 16) / 2}
+    with jax.set_mesh(mesh):
+        assert context_shards() == 4
+        got = jax.jit(lambda batch: in_context_order(batch, axes))(batch)
+    for name, x in batch.items():
+        np.testing.assert_array_equal(got[name], np.asarray(x)[:, context_order(16, 4)])
+        assert got[name].sharding.is_equivalent_to(sharding(mesh, axes), 2)
+    assert context_shards() == 1
+    assert in_context_order(batch, axes)["tokens"] is batch["tokens"]
+
+
+def test_shards_exchange_by_their_number(mesh):
+    def numbers(function, *shape):
+        """What `function` makes, on each shard, of [its number, ...]."""
+        local = lambda x: jnp.reshape(function(own_shard() + 0 * x.reshape(shape)), (1, -1))  # noqa: E731
+        x = jnp.zeros((1, 4 * int(np.prod(shape))), jnp.int32)
+        with jax.set_mesh(mesh):
+            return jax.jit(over_shards(local, ((None, "length"),), (None, "length")))(x).reshape(4, -1).tolist()
+
+    assert numbers(lambda x: x, 1) == [[0], [1], [2], [3]]
+    assert numbers(to_next_shard, 1) == [[3], [0], [1], [2]]
+    assert numbers(from_all_shards, 1) == [[0, 1, 2, 3]] * 4
+    # For shard i, each shard has its own number times i.
+    assert numbers(lambda x: sum_to_shards(x * jnp.arange(4)), 4) == [[0], [6], [12], [18]]

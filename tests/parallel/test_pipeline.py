@@ -1,0 +1,131 @@
+"""The scan over time of the stages against the same layers one after another, on a toy with no model around it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxtext_lite.parallel import MESH_AXES, Pipeline, make_mesh, over_replicas
+
+AXES = {"x": ("batch", None), "label": ("batch",)}
+
+
+def layers(stack, rows):
+    """x -> tanh(x w) + label, layer after layer; label only comes along."""
+
+    def layer(x, w):
+        return jnp.tanh(x @ w) + rows["label"][:, None], None
+
+    return rows | {"x": jax.lax.scan(layer, rows["x"], stack)[0]}
+
+
+def mesh_of(**sizes):
+    count = int(np.prod([*sizes.values()]))
+    return make_mesh({a: sizes.get(a, 1) for a in MESH_AXES}, dict.fromkeys(MESH_AXES, 1), jax.devices()[:count])
+
+
+@pytest.fixture(scope="module")
+def problem():
+    rng = np.random.default_rng(0)
+    stack = rng.normal(size=(8, 6, 6)).astype(np.float32) / 2
+    rows = {"x": rng.normal(size=(32, 6)).astype(np.float32), "label": rng.integers(0, 3, 32).astype(np.int32)}
+    weight = rng.normal(size=(32, 6)).astype(np.float32)
+    return stack, rows, weight
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "mesh"),
+    [
+        (Pipeline(2, 2), {"stage": 2}),
+        (Pipeline(2, 8), {"stage": 2, "fsdp": 2, "data": 2}),
+        (Pipeline(4, 4), {"stage": 4, "data": 2}),
+        (Pipeline(8, 8), {"stage": 8}),
+        (Pipeline(2, 4, 2), {"stage": 2, "fsdp": 2}),
+        (Pipeline(4, 4, 2), {"stage": 4, "fsdp": 2}),
+        (Pipeline(2, 2, 4), {"stage": 2, "data": 4}),
+    ],
+)
+def test_rows_and_gradients_are_those_of_all_layers_in_turn(pipeline, mesh, problem):
+    stack, rows, weight = problem
+
+    def total(stack, rows, weight, run):
+        return jnp.sum(weight * run(stack, rows)["x"])
+
+    with jax.default_matmul_precision("highest"):
+        want_rows = layers(stack, rows)
+        want = jax.grad(total, argnums=0)(stack, rows, weight, layers)
+        replicas = mesh.get("data", 1)
+
+        def piped(stack, rows, weight):
+            run = over_replicas(lambda stack, rows: pipeline.run(layers, stack, rows, axes=AXES), replicas, rows=(1,))
+            dealt = pipeline.dealt(stack)
+            out = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), run(dealt, rows))
+            return jnp.sum(weight * out["x"]), out
+
+        with jax.set_mesh(mesh_of(**mesh)):
+            gradient, got_rows = jax.jit(jax.grad(piped, has_aux=True))(stack, rows, weight)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), got_rows, want_rows)
+    np.testing.assert_allclose(gradient, want, rtol=1e-4, atol=1e-5)
+
+
+def test_layers_are_dealt_round_after_round():
+    """Layer l = (round x stages + stage) x layers per stack + place."""
+    pipeline = Pipeline(2, 2, 2)
+    stored = pipeline.dealt(jnp.arange(8))
+    assert stored.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    by_stage = pipeline._by_stage(stored)
+    assert by_stage[0].tolist() == [[0, 1], [2, 3]]  # round 0: layers 0, 1 on stage 0, 2 and 3 on stage 1
+    assert by_stage[1].tolist() == [[4, 5], [6, 7]]
+    assert pipeline.dealt_axes(("layers", "embed")) == ("repeats", "layers", "embed")
+    assert Pipeline(2, 2).dealt(stored) is stored
+    assert Pipeline(2, 2).dealt_axes(("layers", "embed")) == ("layers", "embed")
+
+
+def test_ticks():
+    assert Pipeline(4, 8).num_ticks == 8 + 3
+    assert Pipeline(4, 8, 2).num_ticks == 16 + 3
+    assert Pipeline(4, 8).num_ticks_1f1b(5) == 40 + 6
+
+
+@pytest.mark.parametrize("num_pieces", [4, 6])
+def test_one_forward_and_one_backward_a_tick_add_up_to_the_gradient(num_pieces, problem):
+    """By hand: pieces of 4 rows enter one by one, the loss is sum(weight * x), pieces that are not there weigh 0."""
+    stack, rows, weight = problem
+    pipeline = Pipeline(4, 4, schedule="1f1b")
+    used = jax.tree.map(lambda x: x[: 4 * num_pieces], rows)
+    pieces = jax.tree.map(lambda x: x.reshape(num_pieces, 4, *x.shape[1:]), used)
+    weights = weight[: 4 * num_pieces].reshape(num_pieces, 4, -1)
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), pieces)
+
+    def step(stack, pieces, weights):
+        def tick(time, carry):
+            flight, gradients, losses, back = carry
+            number = time - 3
+            exists = (number >= 0) & (number < num_pieces)
+            w = weights[jnp.clip(number, 0, num_pieces - 1)] * exists
+
+            def leave(left):
+                return [w], jnp.sum(w * left["x"])
+
+            entering = jax.tree.map(lambda x: x[jnp.clip(time, 0, num_pieces - 1)], pieces)
+            flight, new, (cotangent,), loss = pipeline.tick_1f1b(
+                layers, stack, flight, time, entering=entering, leave=leave, axes=AXES
+            )
+            return flight, gradients + new, losses + loss, back.at[time].set(cotangent)
+
+        ticks = pipeline.num_ticks_1f1b(1) + num_pieces - 4
+        start = pipeline.no_flight(abstract), jnp.zeros(stack.shape), 0.0, jnp.zeros((ticks, 4, 6))
+        return jax.lax.fori_loop(0, ticks, tick, start)[1:]
+
+    def total(stack, x):
+        return jnp.sum(weight[: 4 * num_pieces] * layers(stack, used | {"x": x})["x"])
+
+    with jax.default_matmul_precision("highest"):
+        loss, (want, want_x) = jax.value_and_grad(total, argnums=(0, 1))(stack, used["x"])
+        with jax.set_mesh(mesh_of(stage=4, fsdp=2)):
+            gradient, losses, back = jax.jit(step)(stack, pieces, weights)
+    np.testing.assert_allclose(losses, loss, rtol=1e-5, atol=1e-5)  # a sum of 144 terms of either sign
+    np.testing.assert_allclose(gradient, want, rtol=1e-4, atol=1e-5)
+    # Piece i is back at the first stage 2 (P - 1) = 6 ticks after it entered; nothing comes back before.
+    assert not np.asarray(back[:6]).any()
+    np.testing.assert_allclose(back[6:].reshape(-1, 6), want_x, rtol=1e-4, atol=1e-6)

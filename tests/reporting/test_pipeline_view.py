@@ -1,0 +1,42 @@
+"""The timetable's pictures hold every piece of work, and say what waits."""
+
+import re
+from xml.etree import ElementTree
+
+from maxtext_lite.batching.pipeline import PipelineShape
+from maxtext_lite.reporting.pipeline_view import heading, pipeline_svg, pipeline_text
+
+ONCE, TWICE = PipelineShape(2, 2, 1, 2), PipelineShape(2, 2, 2, 1)
+
+
+def test_text_by_hand():
+    assert pipeline_text(ONCE, "1f1b").splitlines()[1:] == [
+        "stage 0   F0   F1   F2B0 F3B1 B2   B3",
+        "stage 1   .    F0B0 F1B1 F2B2 F3B3 .",
+    ]
+    assert pipeline_text(TWICE, "gpipe").splitlines()[1:] == [
+        "stage 0   F0a F1a F0b F1b .   .   B1b B0b B1a B0a",
+        "stage 1   .   F0a F1a F0b F1b B1b B0b B1a B0a .",
+    ]
+
+
+def test_what_does_not_fit_on_a_line_is_counted():
+    text = pipeline_text(PipelineShape(4, 32, 1, 2), "1f1b")
+    assert text.count(" ... and 46 ticks more") == 4  # 2 x 32 + 2 x 3 ticks, of which 24 are shown
+    assert max(map(len, text.splitlines())) < 240
+
+
+def test_the_heading_counts_ticks_and_waits():
+    assert heading(ONCE, "1f1b") == (
+        "1f1b: 6 ticks forwards and backwards in a step of 2 micro-batches x 2 microbatches, 33.3% of them waiting"
+    )
+    assert heading(TWICE, "gpipe").startswith("gpipe: 10 ticks forwards or backwards in a step of 1 micro-batch x 2 ")
+
+
+def test_the_svg_has_a_box_for_each_piece_of_work():
+    for shape, schedule in ((ONCE, "1f1b"), (ONCE, "gpipe"), (TWICE, "gpipe")):
+        picture = pipeline_svg(shape, schedule)
+        ElementTree.fromstring(picture)
+        pieces = shape.num_microbatches * shape.gradient_accumulation_steps * shape.num_repeats
+        assert len(re.findall(r"<rect [^>]*rx=", picture)) == 2 * shape.num_stages * pieces
+        assert heading(shape, schedule) in picture

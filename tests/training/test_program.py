@@ -1,0 +1,164 @@
+"""What a config compiles to is known: six tables of collectives, and bytes that are those of live arrays."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from maxtext_lite.batching import make_plan
+from maxtext_lite.config import UserError, load_config
+from maxtext_lite.parallel.hlo import collectives
+from maxtext_lite.training.program import compile_program, total_traffic
+from maxtext_lite.training.state import init_state, make_decoder
+from tests.training.conftest import TINY, make_setup
+
+# TINY has two layers of 1,920 matrix elements and two norms of 16, a last norm, and two tables of 264 x 16.
+LAYERS, TABLES, NORMS = 2 * 1920 * 4, 2 * 264 * 16 * 4, 5 * 16 * 4  # bytes
+PARAMETERS = LAYERS + TABLES + NORMS
+
+
+@functools.cache
+def program(*overrides, num_devices=8):
+    config = load_config(None, [*TINY, "per_device_batch_size=2", *overrides])
+    return compile_program(config, make_plan(config, num_devices=num_devices), jax.devices()[:num_devices])
+
+
+REFERENCES = {
+    "data 8": (("ici_data_parallelism=8", "ici_fsdp_parallelism=1"), 8),
+    "fsdp 8": ((), 8),
+    "data 2 x fsdp 4": (("ici_data_parallelism=2",), 8),
+    "fsdp 2 x tensor 4": (("ici_tensor_parallelism=4", "base_num_kv_heads=4"), 8),
+    "data 4, ZeRO-1, accumulation 4": (
+        ("ici_data_parallelism=4", "shard_optimizer_over_data=true", "gradient_accumulation_steps=4"), 4),
+    "data 2 x fsdp 2 x tensor 2, local updates": (
+        ("ici_data_parallelism=2", "ici_tensor_parallelism=2", "enable_diloco=true"), 8),
+}  # fmt: skip
+
+# (kind, axes): times and bytes per device in a step. All-reduces carry a few scalars beside the gradients: losses,
+# counts, norms. A table that changes means that the step exchanges something else than before.
+TABLES_OF = {
+    "data 8": {("all-reduce", "data"): (2, PARAMETERS + 24)},
+    "fsdp 8": {
+        ("all-gather", "fsdp"): (30, 2 * LAYERS + TABLES),  # of a layer once forward and once backward
+        ("all-reduce", "fsdp"): (7, PARAMETERS + 120),
+    },
+    "data 2 x fsdp 4": {
+        ("all-gather", "fsdp"): (30, 2 * LAYERS + TABLES),
+        ("all-reduce", "fsdp"): (7, PARAMETERS + 156),
+        ("all-reduce", "data"): (3, (LAYERS + TABLES) // 4 + NORMS + 24),  # each device its share
+    },
+    "fsdp 2 x tensor 4": {
+        ("all-gather", "fsdp"): (30, 17152),
+        ("all-reduce", "fsdp"): (8, 13240),
+        ("all-reduce", "tensor"): (14, 265324),  # activations
+    },
+    "data 4, ZeRO-1, accumulation 4": {
+        ("all-reduce", "data"): (16, PARAMETERS + 168),  # once, not four times; a CPU has no reduce-scatter here
+        ("all-gather", "data"): (12, PARAMETERS),
+    },
+    "data 2 x fsdp 2 x tensor 2, local updates": {
+        ("all-gather", "fsdp"): (30, (2 * LAYERS + TABLES) // 2),
+        ("all-reduce", "fsdp"): (8, 25016),
+        ("all-reduce", "tensor"): (14, 132716),
+    },
+}
+
+
+def table(rows):
+    return {(row.kind, "+".join(row.axes)): (row.times, row.payload_bytes) for row in rows}
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_the_collectives_of_a_reference_config(name):
+    overrides, num_devices = REFERENCES[name]
+    assert table(program(*overrides, num_devices=num_devices).collectives) == TABLES_OF[name]
+
+
+def test_only_local_updates_meet_and_they_send_their_parameters_once():
+    overrides, num_devices = REFERENCES["data 2 x fsdp 2 x tensor 2, local updates"]
+    local = program(*overrides, num_devices=num_devices)
+    assert {key: size for key, (_, size) in table(local.meeting).items()} == {
+        ("all-reduce", "data"): (LAYERS + TABLES) // 4 + NORMS
+    }
+    assert program().meeting is None
+
+
+def test_what_is_exchanged_in_the_loop_counts_once_for_each_micro_batch_though_its_bound_be_traced():
+    keys = ("enable_rampup_batch_size=true", "rampup_mode=gradient_accumulation_steps", "per_device_batch_size_start=2",
+            "per_device_batch_size_increment=2", "per_device_batch_size=6", "gradient_accumulation_steps=3",
+            "global_rampup_samples=96", "steps=40")  # fmt: skip
+    ramp, (times, size) = program(*keys), table(program().collectives)["all-gather", "fsdp"]
+    assert table(ramp.collectives)["all-gather", "fsdp"] == (3 * times, 3 * size)
+    assert None in [row.times for row in total_traffic(collectives(ramp.compiled.as_text()), ramp.mesh)]
+
+
+@pytest.mark.parametrize("name", ["fsdp 2 x tensor 4", "data 4, ZeRO-1, accumulation 4",
+                                  "data 2 x fsdp 2 x tensor 2, local updates"])  # fmt: skip
+def test_bytes_are_those_of_live_arrays_and_of_what_the_step_takes(name):
+    overrides, num_devices = REFERENCES[name]
+    it = program(*overrides, num_devices=num_devices)
+    sizes = {axis: it.mesh.shape[axis] for axis in ("data", "fsdp", "tensor")}
+    replicas = sizes["data"] if "enable_diloco=true" in overrides else None
+    setup = make_setup(*overrides, **sizes, replicas=replicas)
+    state = init_state(setup.decoder, setup.optimizer, setup.mesh, 0, setup.local)
+
+    def held(tree):
+        leaves = jax.tree.leaves(tree)
+        each = {device: sum(s.data.nbytes for leaf in leaves for s in leaf.addressable_shards if s.device == device)
+                for device in setup.mesh.devices.flat}  # fmt: skip
+        (size,) = set(each.values())  # every device holds as much
+        return size
+
+    by_name = {
+        ".".join(entry.key for entry in path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state.params)
+    }
+    assert list(by_name) == [parameter.name for parameter in it.parameters]
+    for parameter in it.parameters:
+        leaf = by_name[parameter.name]
+        assert (parameter.shape, parameter.dtype) == (leaf.shape, str(leaf.dtype))
+        assert parameter.bytes_per_device == held(leaf)
+        parts = [int(np.prod([it.mesh.shape[axis] for axis in entry])) for entry in parameter.partition_spec]
+        shards = {tuple(shard.data.shape) for shard in leaf.addressable_shards}
+        assert shards == {tuple(size // part for size, part in zip(leaf.shape, parts, strict=True))}
+    assert it.state_bytes == {
+        "params": held(state.params),
+        "opt_state": held(state.opt_state),
+        "outer": held(state.outer),
+    }
+    rows = int(2 * num_devices / (sizes["data"] * sizes["fsdp"]))
+    accumulation = 4 if "gradient_accumulation_steps=4" in overrides else 1
+    batch = 5 * 4 * accumulation * rows * 32
+    assert it.memory.arguments == held(state) + batch
+    assert it.memory.aliased == held(state)  # the state is given up
+    metrics = it.memory.outputs - it.memory.aliased
+    assert 0 < metrics < 1000  # scalars, and a table of pointers
+    assert it.memory.total == held(state) + batch + metrics + it.memory.temporaries + it.memory.generated_code
+
+
+def test_logical_axes_and_mesh_axes_of_a_parameter():
+    (query,) = [
+        p for p in program(*REFERENCES["fsdp 2 x tensor 4"][0]).parameters if p.name == "layers.attention.query"
+    ]
+    assert query.axes == ("layers", "embed", "heads", "head_dim")
+    assert query.partition_spec == ((), ("fsdp",), ("tensor",), ())
+    overrides, _ = REFERENCES["data 2 x fsdp 2 x tensor 2, local updates"]
+    (query,) = [p for p in program(*overrides).parameters if p.name == "layers.attention.query"]
+    assert query.axes[0] == "replica"
+    assert query.partition_spec[0] == ("data",)
+
+
+def test_flops_of_the_model_are_six_per_weight_and_token_and_the_attention():
+    it = program()
+    weights = (LAYERS + TABLES // 2) // 4  # the embedding table is looked up, not multiplied
+    attention = 6 * 2 * 32 * 4 * 4
+    assert it.model_flops == 16 * 32 * (6 * weights + attention)
+    assert 0 < it.xla_flops < it.model_flops
+
+
+def test_a_kernel_that_does_not_run_there_is_refused():
+    config = load_config(None, [*TINY, "attention=splash"])
+    with pytest.raises(UserError, match="attention=splash"):
+        make_decoder(config, "cpu")
+    with pytest.raises(UserError, match="attention=splash"):
+        compile_program(config, make_plan(config, num_devices=1), jax.devices()[:1])
