@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from maxtext_lite.batching import BatchPlan, make_plan, not_yet_trainable
+from maxtext_lite.batching import BatchPlan, make_plan
 from maxtext_lite.batching.memory import bytes_text
 from maxtext_lite.cli import ArgumentParser, config_arguments, run_command
 from maxtext_lite.config import Config, UserError, load_config
@@ -76,11 +76,7 @@ def _without_data(config: Config) -> Config:
 
 
 def _plan(config: Config, num_devices: int, num_hosts: int) -> BatchPlan:
-    plan = make_plan(config, num_devices=num_devices, num_hosts=num_hosts)
-    refused = not_yet_trainable(config, plan)
-    if refused:
-        raise UserError(refused)
-    return plan
+    return make_plan(config, num_devices=num_devices, num_hosts=num_hosts)
 
 
 def to_json(program: "Program", plan: BatchPlan) -> dict[str, Any]:

@@ -159,10 +159,9 @@ def _refuse_impossible(prompts: list[list[int]], asked: GenerateConfig, config: 
         if not 0 <= token < config.vocab_size
     ]
     tensor = asked.ici_tensor_parallelism
+    width = config.base_mlp_dim if config.num_experts == 1 else config.moe_mlp_dim
     works = [
-        n
-        for n in range(1, num_devices + 1)
-        if config.base_num_kv_heads % n == config.base_mlp_dim % n == config.vocab_size % n == 0
+        n for n in range(1, num_devices + 1) if config.base_num_kv_heads % n == width % n == config.vocab_size % n == 0
     ]
     if tensor not in works:
         nearest = min(works, key=lambda n: abs(n - tensor))

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from maxtext_lite.batching import BatchPlan, format_plan, load_plan, not_yet_trainable
+from maxtext_lite.batching import BatchPlan, format_plan, load_plan
 from maxtext_lite.cli import ArgumentParser, config_arguments, run_command
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.reporting.pipeline_view import pipeline_svg, pipeline_text
@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--draw", choices=("pipeline",), help="show the pipeline's timetable, tick by tick")
     parser.add_argument("--draw-to", metavar="FILE.svg", help="draw it into a file instead of on the terminal")
     arguments = parser.parse(argv)
-    config, plan = load_plan(
+    _, plan = load_plan(
         arguments.config,
         arguments.overrides,
         num_devices=arguments.devices,
@@ -43,8 +43,6 @@ def main(argv: Sequence[str]) -> int:
         print(json.dumps(plan.to_json(), indent=2))
         return 0
     print(format_plan(plan))
-    for problem in not_yet_trainable(config, plan):
-        print(f"note: {problem}")
     return 0
 
 

@@ -6,7 +6,7 @@ No other package multiplies or divides batch sizes.
 from maxtext_lite.batching.advice import batch_size_advice
 from maxtext_lite.batching.length import RunLength
 from maxtext_lite.batching.memory import MemoryEstimate, ParameterCount, count_parameters
-from maxtext_lite.batching.plan import BatchPlan, load_plan, make_plan, not_yet_trainable, row_slots, scaled_optimizer
+from maxtext_lite.batching.plan import BatchPlan, load_plan, make_plan, row_slots, scaled_optimizer
 from maxtext_lite.batching.rampup import BatchStage, RampupBatchManager
 from maxtext_lite.batching.scaling import OptimizerScaling
 from maxtext_lite.batching.table import format_plan
@@ -27,7 +27,6 @@ __all__ = [
     "format_plan",
     "load_plan",
     "make_plan",
-    "not_yet_trainable",
     "row_slots",
     "scaled_optimizer",
 ]

@@ -6,6 +6,7 @@ figures (`memory_analysis()`) are the truth; these tell 10 GB from 100 before th
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -53,7 +54,7 @@ class ParameterCount:
     Attributes:
       matrices: elements of the layers' matrices.
       tables: elements of the embedding table and of the output projection where it is not tied.
-      norms: elements of the norm scales.
+      norms: elements of the norm scales and of the routers' biases.
     """
 
     matrices: int
@@ -66,15 +67,26 @@ class ParameterCount:
         return self.matrices + self.tables + self.norms
 
 
-def count_parameters(config: Config, *, fsdp: int = 1, tensor: int = 1, stage: int = 1) -> ParameterCount:
-    """Parameters per device, exactly: matrices are split over fsdp and tensor, layers over stages, norms not."""
+def count_parameters(
+    config: Config, *, fsdp: int = 1, tensor: int = 1, stage: int = 1, expert: int = 1
+) -> ParameterCount:
+    """Parameters per device, exactly.
+
+    Matrices are split over fsdp and tensor, experts over the expert axis too, routers over fsdp only, layers over
+    stages, norms and routers' biases over nothing else.
+    """
     emb, heads, kv_heads = config.base_emb_dim, config.base_num_query_heads, config.base_num_kv_heads
     layers = config.base_num_decoder_layers // stage
     attention = 2 * emb * heads * config.head_dim + 2 * emb * kv_heads * config.head_dim
-    mlp = 3 * emb * config.base_mlp_dim
+    mlp, norms = 3 * emb * config.base_mlp_dim // (fsdp * tensor), 2 * emb
+    if config.num_experts > 1:
+        shared, one = 3 * emb * config.shared_experts * config.moe_mlp_dim, 3 * emb * config.moe_mlp_dim
+        routed = one * config.num_experts // expert
+        mlp = (shared + routed) // (fsdp * tensor) + emb * config.num_experts // fsdp
+        norms += config.num_experts if config.routed_bias else 0
     tables = config.vocab_size * emb * (1 if config.logits_via_embedding else 2)
     shards = fsdp * tensor
-    return ParameterCount(layers * (attention + mlp) // shards, tables // shards, (2 * layers + 1) * emb)
+    return ParameterCount(layers * (attention // shards + mlp), tables // shards, layers * norms + emb)
 
 
 def estimate_memory(
@@ -95,7 +107,9 @@ def estimate_memory(
       diloco_num_replicas: copies of local updates, or None. A device then holds replicas / data copies of parameters,
         optimizer state and gradients, and beside them the outer parameters and their float32 momentum.
     """
-    count = count_parameters(config, fsdp=mesh["fsdp"], tensor=mesh["tensor"], stage=mesh["stage"])
+    count = count_parameters(
+        config, fsdp=mesh["fsdp"], tensor=mesh["tensor"], stage=mesh["stage"], expert=mesh["expert"]
+    )
     weight_bytes = _BYTES[config.weight_dtype]
     params = count.total * weight_bytes
     state = _optimizer_elements(config, count) * 4  # float32, whatever the weights are
@@ -168,7 +182,9 @@ def estimate_activations(
     layers = config.base_num_decoder_layers // stages
     piece = tokens // num_pipeline_microbatches
     rows = piece * mesh["context"] // config.max_target_length
-    at_once = piece * recomputed + rows * _attention_bytes(config, mesh)
+    # And what goes into the experts of a layer and comes out of them.
+    routed = 2 * _rows_per_token(config, mesh) * config.base_emb_dim * _BYTES[config.dtype]
+    at_once = piece * (recomputed + routed) + rows * _attention_bytes(config, mesh)
     if schedule == "1f1b":
         waiting = (2 * stages - 1) * sizes["decoder_layer_input"]
         return piece * (kept_of_layer * layers + waiting) + at_once
@@ -222,7 +238,7 @@ def _tensor_bytes(config: Config, mesh: Mapping[str, int]) -> dict[str, int]:
     tensor, emb = mesh["tensor"], config.base_emb_dim // _residual_parts(config, mesh)
     query = config.base_num_query_heads * config.head_dim // tensor
     key_value = config.base_num_kv_heads * config.head_dim // tensor
-    mlp = config.base_mlp_dim // tensor
+    mlp = _mlp_width(config, mesh) // tensor
     elements = {
         "decoder_layer_input": emb,
         "query_proj": query,
@@ -240,6 +256,27 @@ def _tensor_bytes(config: Config, mesh: Mapping[str, int]) -> dict[str, int]:
 def _unnamed_bytes(config: Config, mesh: Mapping[str, int]) -> int:
     """Bytes per token of what else a layer's backward pass needs: normed inputs, rotated heads, the gated mlp."""
     tensor = mesh["tensor"]
-    mlp = config.base_mlp_dim // tensor
+    mlp = _mlp_width(config, mesh) // tensor
     normed = 2 * config.base_emb_dim // _residual_parts(config, mesh)
     return (normed + mlp) * _BYTES[config.dtype] + 4 * config.base_num_query_heads // tensor
+
+
+def _rows_per_token(config: Config, mesh: Mapping[str, int]) -> int:
+    """Rows that a device has room for in its experts' matmuls, for each of its own tokens; 0 without experts.
+
+    Dropless, all tokens of the devices along the expert axis may come, each with as many choices as there are experts
+    here.
+    """
+    if config.num_experts == 1:
+        return 0
+    chosen, experts = config.num_experts_per_tok, config.num_experts
+    if config.capacity_factor == -1:
+        return mesh["expert"] * min(chosen, experts // mesh["expert"])
+    return math.ceil(min(config.capacity_factor * chosen, experts))
+
+
+def _mlp_width(config: Config, mesh: Mapping[str, int]) -> int:
+    """Width of the mlps that a token goes through, as far as a device has room for them."""
+    if config.num_experts == 1:
+        return config.base_mlp_dim
+    return (_rows_per_token(config, mesh) + config.shared_experts) * config.moe_mlp_dim

@@ -22,7 +22,7 @@ from maxtext_lite.batching.scaling import OptimizerScaling, scaling_warnings
 from maxtext_lite.batching.sizes import Sizes, work_out
 from maxtext_lite.batching.topology import Topology
 from maxtext_lite.config import Config, ConfigError, Refusal, UserError, load_config
-from maxtext_lite.config.errors import number_text, value_text
+from maxtext_lite.config.errors import number_text
 
 
 @dataclass(frozen=True)
@@ -386,19 +386,6 @@ def _joined(first: Sequence[Refusal], later: Sequence[Refusal]) -> list[str]:
     better = {refusal.key: refusal.nearest for refusal in bare if refusal.key in keys}
     shown = [dataclasses.replace(refusal, nearest=better.get(refusal.key, refusal.nearest)) for refusal in first]
     return [str(refusal) for refusal in (*shown, *(refusal for refusal in later if refusal.key not in better))]
-
-
-def not_yet_trainable(config: Config, plan: BatchPlan) -> list[str]:
-    """What can be planned but not yet trained, one refusal for each; an issue that adds a feature deletes its entry."""
-    lacking = (("ici_expert_parallelism", plan.mesh["expert"] > 1, "an expert axis", "1"),)
-    problems: list[str] = []
-    for key, wanted, what, legal in lacking:
-        if wanted:
-            # A dcn key is the one to change where the axis spans slices only.
-            named = key.replace("ici_", "dcn_") if getattr(config, key) == 1 else key
-            text = value_text(getattr(config, named))
-            problems.append(f"{named}={text}: {what} can be planned but not trained yet. Nearest that works: {legal}.")
-    return problems
 
 
 def _warnings(config: Config, sizes: Sizes, length: RunLength, slots: int, memory: MemoryEstimate) -> list[str]:

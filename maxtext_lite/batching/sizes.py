@@ -133,12 +133,20 @@ def _diloco_replicas(config: Config, data_axis: int) -> int | Problem | None:
     return Problem(key, message, below, above, ({key: -1},))
 
 
-# Each mesh axis that splits the model, the pieces that each of its shards holds, and the dimensions that it splits.
+# Each mesh axis that splits the model, the pieces that each of its shards holds, and the dimensions that it splits; an
+# expert's width where there are experts.
 _SPLIT: tuple[tuple[str, int, tuple[str, ...]], ...] = (
     ("fsdp", 1, ("base_emb_dim",)),
-    ("tensor", 1, ("base_num_query_heads", "base_num_kv_heads", "base_mlp_dim", "vocab_size")),
+    ("tensor", 1, ("base_num_query_heads", "base_num_kv_heads", "base_mlp_dim", "base_moe_mlp_dim", "vocab_size")),
     ("context", 2, ("max_target_length",)),  # an early and a late chunk, so that causal attention is equal work
+    ("expert", 1, ("num_experts",)),
 )
+
+
+def _dimensions(config: Config, keys: tuple[str, ...]) -> dict[str, int]:
+    """The dimensions that the model has, by key: of the mlp's width and the experts', the one that is used."""
+    unused = "base_mlp_dim" if config.num_experts > 1 and config.base_moe_mlp_dim != -1 else "base_moe_mlp_dim"
+    return {key: int(getattr(config, key)) for key in keys if key != unused}
 
 
 def _model_problems(config: Config, mesh: MeshSizes, num_devices: int) -> list[Problem]:
@@ -146,7 +154,7 @@ def _model_problems(config: Config, mesh: MeshSizes, num_devices: int) -> list[P
     for axis, chunks, dimension_keys in _SPLIT:
         shards = mesh.total[axis]
         parts = shards * chunks if shards > 1 else 1
-        uneven = {key: int(getattr(config, key)) for key in dimension_keys if int(getattr(config, key)) % parts}
+        uneven = {key: size for key, size in _dimensions(config, dimension_keys).items() if size % parts}
         if not uneven:
             continue
         in_slice = mesh.ici[axis] > 1

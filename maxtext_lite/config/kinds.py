@@ -170,3 +170,5 @@ ExactOrZero = Annotated[Fraction, BeforeValidator(_positive(0, "not stated")), _
 """An exact rational above 0, or 0: not stated."""
 ExactOrOne = Annotated[Fraction, BeforeValidator(_positive(-1, "which means 1")), _exactly]
 """An exact rational above 0, or -1, which means 1."""
+ExactOrUnlimited = Annotated[Fraction, BeforeValidator(_positive(-1, "no limit")), _exactly]
+"""An exact rational above 0, or -1: no limit."""

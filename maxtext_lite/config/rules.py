@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-from maxtext_lite.config.errors import Refusal, number_text
+from maxtext_lite.config.errors import Refusal, number_text, value_text
 from maxtext_lite.config.remat import REMAT_TENSORS, listed
 from maxtext_lite.config.schema import Config
 
@@ -249,6 +249,70 @@ def _loss_scale(config: Config) -> Refusal | None:
     )
 
 
+def _experts_per_token(config: Config) -> Refusal | None:
+    experts, chosen = config.num_experts, config.num_experts_per_tok
+    if chosen <= experts:
+        return None
+    return Refusal(
+        "num_experts_per_tok", f"num_experts_per_tok={chosen} is more than num_experts={experts}.", (experts,)
+    )
+
+
+def _routing_groups(config: Config) -> Refusal | None:
+    groups, experts = config.n_routing_groups, config.num_experts
+    if groups == 1 or (experts % groups == 0 and experts // groups >= 2):
+        return None
+    legal = [number for number in range(1, experts // 2 + 1) if experts % number == 0] or [1]
+    near = [
+        max((number for number in legal if number < groups), default=None),
+        min((number for number in legal if number > groups), default=None),
+    ]
+    return Refusal(
+        "n_routing_groups",
+        f"n_routing_groups={groups} does not cut num_experts={experts} into equal groups of at least 2.",
+        tuple(number for number in near if number is not None),
+    )
+
+
+def _chosen_groups(config: Config) -> Refusal | None:
+    groups, chosen, experts = config.n_routing_groups, config.topk_routing_group, config.num_experts
+    if chosen > groups:
+        return Refusal(
+            "topk_routing_group", f"topk_routing_group={chosen} is more than n_routing_groups={groups}.", (groups,)
+        )
+    if experts % groups or chosen * experts // groups >= config.num_experts_per_tok:
+        return None
+    enough = -(-config.num_experts_per_tok * groups // experts)
+    if enough > groups:  # more experts a token than there are: another rule's
+        return None
+    return Refusal(
+        "topk_routing_group",
+        f"topk_routing_group={chosen} x {experts // groups} experts of a group are fewer than "
+        f"num_experts_per_tok={config.num_experts_per_tok}.",
+        (enough,),
+    )
+
+
+def _experts_that_are_not(config: Config) -> Refusal | None:
+    """Of the keys that say something about experts, the first that does where there are none."""
+    if config.num_experts > 1:
+        return None
+    for key, value, unused in (
+        ("base_moe_mlp_dim", config.base_moe_mlp_dim, -1),
+        ("shared_experts", config.shared_experts, 0),
+        ("capacity_factor", config.capacity_factor, -1),
+        ("routed_bias", config.routed_bias, False),
+        ("router_z_loss_multiplier", config.router_z_loss_multiplier, 0),
+    ):
+        if value != unused:
+            return Refusal(
+                key,
+                f"{key}={value_text(value)} has no use with num_experts=1, a model without experts.",
+                (unused,),
+            )
+    return None
+
+
 RULES: tuple[Rule, ...] = (
     Rule(("remat_policy", "remat_save", "remat_offload"), _remat_lists),
     Rule(("schedule_unit", "enable_diloco"), _schedule_of_replicas),
@@ -256,6 +320,20 @@ RULES: tuple[Rule, ...] = (
     Rule(("shard_optimizer_over_data", "enable_diloco"), _shared_optimizer),
     Rule(("base_num_kv_heads", "base_num_query_heads"), _kv_heads),
     Rule(("head_dim",), _head_dim),
+    Rule(("num_experts_per_tok", "num_experts"), _experts_per_token),
+    Rule(("n_routing_groups", "num_experts"), _routing_groups),
+    Rule(("topk_routing_group", "n_routing_groups", "num_experts", "num_experts_per_tok"), _chosen_groups),
+    Rule(
+        (
+            "num_experts",
+            "base_moe_mlp_dim",
+            "shared_experts",
+            "capacity_factor",
+            "routed_bias",
+            "router_z_loss_multiplier",
+        ),
+        _experts_that_are_not,
+    ),
     Rule(("num_vocab_tiling", "max_target_length"), _vocab_tiling),
     Rule(("vocab_size", "tokenizer_type"), _byte_vocabulary),
     Rule(("tokenizer_path", "tokenizer_type"), _tokenizer_path),

@@ -15,6 +15,7 @@ from maxtext_lite.config.kinds import (
     ExactOrDerived,
     ExactOrOne,
     ExactOrSame,
+    ExactOrUnlimited,
     ExactOrZero,
     Flag,
     Name,
@@ -87,6 +88,7 @@ class OptimizerConfig(Section):
     adam_b2: Decay
     adam_eps: NotNegative
     sgd_momentum: Decay
+    routed_bias_update_rate: NotNegative
     weight_decay: NotNegative
     weight_decay_on_norms_and_embeddings: Flag
     gradient_clipping_threshold: NotNegative
@@ -142,6 +144,22 @@ class ModelConfig(Section):
     normalization_layer_epsilon: Positive
     logits_via_embedding: Flag
     initializer_range: NotNegative
+    num_experts: Count
+    num_experts_per_tok: Count
+    base_moe_mlp_dim: CountOrMinusOne
+    shared_experts: CountOrZero
+    routed_score_func: Literal["softmax", "sigmoid"]
+    norm_topk_prob: Flag
+    routed_scaling_factor: Positive
+    capacity_factor: ExactOrUnlimited
+    n_routing_groups: Count
+    topk_routing_group: Count
+    routed_bias: Flag
+
+    @property
+    def moe_mlp_dim(self) -> int:
+        """Width of one expert."""
+        return self.base_mlp_dim if self.base_moe_mlp_dim == -1 else self.base_moe_mlp_dim
 
 
 class NumericsConfig(Section):
@@ -168,6 +186,8 @@ class NumericsConfig(Section):
     attention: Literal["auto", "dot_product", "cudnn_flash", "splash"]
     num_vocab_tiling: Count
     z_loss_multiplier: NotNegative
+    router_z_loss_multiplier: NotNegative
+    load_balance_loss_weight: NotNegative
 
 
 class DataConfig(Section):

@@ -6,20 +6,27 @@ Names of arrays of rank 2 and more end in one letter per dim (global sizes), her
     F mlp                 V vocabulary          N query heads         K kv heads
     H head width          L layers              P stages              M pipeline microbatches
     A accumulation        E experts             R data replicas       G query heads per kv head
+    J experts of a token  C slots of an expert  U rows given to experts, one for each of a token's
 """
 
 from maxtext_lite.models.attention import resolve_attention
-from maxtext_lite.models.decoder import STREAM_AXES, Decoder, DecoderShape, Stream, unstacked
+from maxtext_lite.models.decoder import Decoder, DecoderShape, Stream, stream_axes, unstacked
 from maxtext_lite.models.decoding import KVCache, Sampling, sample_token
+from maxtext_lite.models.moe import BALANCE, DROPPED, LOAD, ROUTER_Z, ExpertShape
 
 __all__ = [
-    "STREAM_AXES",
+    "BALANCE",
+    "DROPPED",
+    "LOAD",
+    "ROUTER_Z",
     "Decoder",
     "DecoderShape",
+    "ExpertShape",
     "KVCache",
     "Sampling",
     "Stream",
     "resolve_attention",
     "sample_token",
+    "stream_axes",
     "unstacked",
 ]

@@ -23,6 +23,9 @@ def unstacked(axes: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(axis for axis in axes if axis not in ("repeats", "layers"))
 
 
+_WIDE_AXES = (("norm",), ("vocab", "embed"), ("embed", "router"), ("router_bias",))
+
+
 class Stream(NamedTuple):
     """What flows from layer to layer.
 
@@ -30,15 +33,20 @@ class Stream(NamedTuple):
       x_BTD: the residual stream, in `dtype`.
       segment_BT: document number of each token.
       position_BT: position of each token in its document.
+      aux: sums over the layers so far of what `moe.ExpertShape.aux_axes` names, [B] or [B, T]; {} without experts.
     """
 
     x_BTD: jax.Array
     segment_BT: jax.Array
     position_BT: jax.Array
+    aux: dict[str, jax.Array]
 
 
-STREAM_AXES: Any = Stream(RESIDUAL_AXES, ("batch", "length"), ("batch", "length"))  # type: ignore[arg-type]
-"""Logical axes of a stream's arrays."""
+def stream_axes(shape: DecoderShape) -> Any:
+    """Logical axes of a stream's arrays."""
+    token_axes: Any = ("batch", "length")
+    aux_axes: Any = {} if shape.experts is None else shape.experts.aux_axes
+    return Stream(RESIDUAL_AXES, token_axes, token_axes, aux_axes)  # type: ignore[arg-type]
 
 
 class _Modules(nnx.Module):
@@ -106,14 +114,14 @@ class Decoder:
         return params | {"layers": jax.tree.map(self.pipeline.dealt, params["layers"])}
 
     def cast(self, params: Params) -> Params:
-        """The parameters as matmuls use them: in `dtype`, but norms and the embedding table as they are.
+        """The parameters as matmuls use them: in `dtype`, but norms, routers and the embedding table as they are.
 
         Differentiating with respect to the cast copy rounds each micro-batch's gradient once, and lets sharded
         weights be gathered in `dtype`; the look-up's gradient is a sum over tokens and stays wide.
         """
 
         def cast_leaf(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
-            return x if unstacked(axes) in (("norm",), ("vocab", "embed")) else x.astype(self.shape.dtype)
+            return x if unstacked(axes) in _WIDE_AXES else x.astype(self.shape.dtype)
 
         return jax.tree.map(cast_leaf, self.axes, params, is_leaf=lambda node: isinstance(node, tuple))
 
@@ -121,17 +129,25 @@ class Decoder:
         """Final hidden states [B, T, D], normed, in `dtype`.
 
         Args:
-          segment_BT: document number of each token; a token attends to its own document only.
+          segment_BT: document number of each token, 0 for padding; a token attends to its own document only.
           position_BT: position of each token in its document.
         """
+        return self.hidden_and_aux(params, token_BT, segment_BT, position_BT)[0]
 
-        stream = Stream(self.embed(params, token_BT), segment_BT, position_BT)
+    def hidden_and_aux(
+        self, params: Params, token_BT: jax.Array, segment_BT: jax.Array, position_BT: jax.Array
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """`hidden`, and the stream's `aux` after all layers."""
+        aux_axes = stream_axes(self.shape).aux
+        aux = {name: jnp.zeros(token_BT.shape[: len(axes)], jnp.float32) for name, axes in aux_axes.items()}
+        stream = Stream(self.embed(params, token_BT), segment_BT, position_BT, aux)
         run = (
             self.layers
             if self.pipeline is None
-            else functools.partial(self.pipeline.run, self.layers, axes=STREAM_AXES)
+            else functools.partial(self.pipeline.run, self.layers, axes=stream_axes(self.shape))
         )
-        return self.final_norm(params, run(params["layers"], stream).x_BTD)
+        stream = run(params["layers"], stream)
+        return self.final_norm(params, stream.x_BTD), stream.aux
 
     def embed(self, params: Params, token_BT: jax.Array) -> jax.Array:
         """The tokens' vectors [B, T, D], in `dtype`."""
@@ -144,8 +160,7 @@ class Decoder:
             kernel, strategy = self.shape.attention, self.shape.context_strategy
             return attention(q_BTNH, k_BTKH, v_BTKH, stream.segment_BT, kernel=kernel, strategy=strategy), None
 
-        x_BTD, _ = self._scan(layer_params, stream.x_BTD, stream.position_BT, lambda _: attend, None)
-        return stream._replace(x_BTD=x_BTD)
+        return self._scan(layer_params, stream, lambda _: attend, None)[0]
 
     def final_norm(self, params: Params, x_BTD: jax.Array) -> jax.Array:
         """What the output projection is given: the last layer's hidden states [B, T, D], normed."""
@@ -165,9 +180,11 @@ class Decoder:
             return lambda q, k, v: cached_attention(q, k, v, position_BT, layer_cache)
 
         assert self.pipeline is None, "a cache belongs to all layers, a stage has some"
-        x_BTD = self.embed(params, token_BT)
-        x_BTD, cache = self._scan(params["layers"], x_BTD, position_BT, attend_in, cache)
-        return self.final_norm(params, x_BTD), cache
+        one_document_BT = jnp.ones_like(token_BT)
+        stream = Stream(self.embed(params, token_BT), one_document_BT, position_BT, {})
+        # A capacity is for training: with one, a token's output would depend on how many are decoded at once.
+        stream, cache = self._scan(params["layers"], stream, attend_in, cache, drop=False)
+        return self.final_norm(params, stream.x_BTD), cache
 
     def head(self, params: Params) -> jax.Array:
         """The output projection [D, V]."""
@@ -179,15 +196,18 @@ class Decoder:
         return jnp.einsum("BTD,DV->BTV", x_BTD, head_DV, preferred_element_type=jnp.float32)
 
     def _scan(
-        self, layer_params: Params, x_BTD: jax.Array, position_BT: jax.Array, attend_in: Any, cache: Any
-    ) -> tuple[jax.Array, Any]:
+        self, layer_params: Params, stream: Stream, attend_in: Any, cache: Any, *, drop: bool = True
+    ) -> tuple[Stream, Any]:
         """A stack of layers; `attend_in(layer's slice of the cache)` is the attention of that layer."""
         shape = self.shape
-        rotation = rotary_angles(position_BT, shape.head_dim, shape.rope_max_timescale)
+        rotation = rotary_angles(stream.position_BT, shape.head_dim, shape.rope_max_timescale)
+        real_BT = stream.segment_BT > 0
 
-        def layer(x_BTD: jax.Array, scanned: Any) -> tuple[jax.Array, Any]:
-            layer_params, layer_cache = scanned
-            return nnx.merge(self._layer_graph, layer_params)(x_BTD, rotation, attend_in(layer_cache))
+        def layer(carry: Any, scanned: Any) -> tuple[Any, Any]:
+            (x_BTD, aux), (layer_params, layer_cache) = carry, scanned
+            module = nnx.merge(self._layer_graph, layer_params)
+            x_BTD, kept, more = module(x_BTD, rotation, attend_in(layer_cache), real_BT, drop=drop)
+            return (x_BTD, {name: aux[name] + more[name] for name in aux}), kept
 
         if shape.saved is not None:
             policy = jax.checkpoint_policies.save_and_offload_only_these_names(
@@ -197,4 +217,5 @@ class Decoder:
                 offload_dst="pinned_host",
             )
             layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)
-        return jax.lax.scan(layer, x_BTD, (layer_params, cache))
+        (x_BTD, aux), kept = jax.lax.scan(layer, (stream.x_BTD, stream.aux), (layer_params, cache))
+        return stream._replace(x_BTD=x_BTD, aux=aux), kept

@@ -1,4 +1,4 @@
-"""The parts of a decoder layer as NNX modules: norm, rotary positions, attention projections, gated mlp.
+"""The parts of a decoder layer as NNX modules: norm, rotary positions, attention projections, gated mlp, experts.
 
 Each weight is declared with its logical axes beside it, from which its sharding follows.
 """
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from maxtext_lite.models.moe import DROPPED, ExpertShape, ExpertWeights, dropless, route, with_capacity
 from maxtext_lite.models.ops import Rotation, project, rms_norm, rotate, silu_times
 from maxtext_lite.parallel import constrain
 
@@ -39,6 +40,7 @@ class DecoderShape:
         the layer's input; the others are made again. None: all are kept.
       offloaded: names of those that it keeps in pinned host memory.
       context_strategy: how the shards of a context axis exchange keys, one of `context_attention.STRATEGIES`.
+      experts: in place of each layer's mlp; None: the mlp.
     """
 
     vocab_size: int
@@ -58,6 +60,7 @@ class DecoderShape:
     offloaded: tuple[str, ...] = ()
     attention: str = "dot_product"
     context_strategy: str = "all_gather"
+    experts: ExpertShape | None = None
 
 
 def _weight(shape: DecoderShape, rngs: nnx.Rngs, sizes: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param:
@@ -104,8 +107,8 @@ class Attention(nnx.Module):
 class GatedMlp(nnx.Module):
     """SwiGLU: down(silu(gate x) * up x). Source: Shazeer 2020, arXiv:2002.05202, eq. 6."""
 
-    def __init__(self, shape: DecoderShape, *, rngs: nnx.Rngs):
-        D, F = shape.emb_dim, shape.mlp_dim
+    def __init__(self, shape: DecoderShape, mlp_dim: int, *, rngs: nnx.Rngs):
+        D, F = shape.emb_dim, mlp_dim
         self.gate = _weight(shape, rngs, (D, F), ("embed", "mlp"))
         self.up = _weight(shape, rngs, (D, F), ("embed", "mlp"))
         self.down = _weight(shape, rngs, (F, D), ("mlp", "embed"))
@@ -118,22 +121,71 @@ class GatedMlp(nnx.Module):
         return checkpoint_name(constrain(project(hidden_BTF, self.down[...]), RESIDUAL_AXES), "mlpwo")
 
 
+class MixtureOfExperts(nnx.Module):
+    """Gated mlps of which each token uses a few, chosen by a router, and one that all share where there is such."""
+
+    def __init__(self, shape: DecoderShape, experts: ExpertShape, *, rngs: nnx.Rngs):
+        D, E, F = shape.emb_dim, experts.num_experts, experts.mlp_dim
+        self.experts = experts
+        self.router = _weight(shape, rngs, (D, E), ("embed", "router"))
+        if experts.biased:  # float32 always: its steps are small
+            self.router_bias = nnx.Param(jnp.zeros(E, jnp.float32), axes=("router_bias",))
+        self.gate = _weight(shape, rngs, (E, D, F), ("experts", "embed", "mlp"))
+        self.up = _weight(shape, rngs, (E, D, F), ("experts", "embed", "mlp"))
+        self.down = _weight(shape, rngs, (E, F, D), ("experts", "mlp", "embed"))
+        if experts.num_shared:
+            self.shared = GatedMlp(shape, experts.num_shared * F, rngs=rngs)
+
+    def __call__(self, x_BTD: jax.Array, real_BT: jax.Array, *, drop: bool) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The experts' output [B, T, D], in the dtype of x_BTD, and what the layer adds to the stream's `aux`.
+
+        Args:
+          real_BT: False for padding, which goes to no expert.
+          drop: obey the capacity, where there is one.
+        """
+        experts = self.experts
+        bias_E = self.router_bias[...] if experts.biased else None
+        routing = route(x_BTD, self.router[...], bias_E, real_BT, experts)
+        weights = ExpertWeights(self.gate[...], self.up[...], self.down[...])
+        aux = routing.aux
+        if experts.capacity_factor is None or not drop:
+            y_BTD = dropless(x_BTD, routing.expert_BTJ, routing.share_BTJ, weights)
+        else:
+            y_BTD, dropped_B = with_capacity(x_BTD, routing, weights, experts)
+            aux = aux | {DROPPED: dropped_B}
+        y_BTD = checkpoint_name(constrain(y_BTD, RESIDUAL_AXES), "mlpwo")
+        return y_BTD + self.shared(x_BTD) if experts.num_shared else y_BTD, aux
+
+
 class DecoderLayer(nnx.Module):
-    """One pre-norm block: x + attention(norm(x)), then x + mlp(norm(x))."""
+    """One pre-norm block: x + attention(norm(x)), then x + mlp(norm(x)), with experts where the shape has them."""
 
     def __init__(self, shape: DecoderShape, *, rngs: nnx.Rngs):
         self.attention_norm = RMSNorm(shape)
         self.attention = Attention(shape, rngs=rngs)
         self.mlp_norm = RMSNorm(shape)
-        self.mlp = GatedMlp(shape, rngs=rngs)
+        if shape.experts is None:
+            self.mlp = GatedMlp(shape, shape.mlp_dim, rngs=rngs)
+        else:
+            self.mlp = MixtureOfExperts(shape, shape.experts, rngs=rngs)
 
-    def __call__(self, x_BTD: jax.Array, rotation: Rotation, attend: Attend) -> tuple[jax.Array, Any]:
-        """The residual stream [B, T, D] after the layer, and what `attend` keeps."""
+    def __call__(
+        self, x_BTD: jax.Array, rotation: Rotation, attend: Attend, real_BT: jax.Array, *, drop: bool = True
+    ) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
+        """The residual stream [B, T, D] after the layer, what `attend` keeps, and the experts' `aux`.
+
+        Args:
+          real_BT: False for padding; only experts look at it, as only they look at `drop` (`MixtureOfExperts`).
+        """
         x_BTD = checkpoint_name(x_BTD, "decoder_layer_input")
         attended_BTD, kept = self.attention(self.attention_norm(x_BTD), rotation, attend)
         x_BTD = constrain(x_BTD + attended_BTD, RESIDUAL_AXES)
-        x_BTD = x_BTD + self.mlp(self.mlp_norm(x_BTD))
-        return constrain(x_BTD, RESIDUAL_AXES), kept
+        normed_BTD, aux = self.mlp_norm(x_BTD), {}
+        if isinstance(self.mlp, MixtureOfExperts):
+            y_BTD, aux = self.mlp(normed_BTD, real_BT, drop=drop)
+        else:
+            y_BTD = self.mlp(normed_BTD)
+        return constrain(x_BTD + y_BTD, RESIDUAL_AXES), kept, aux
 
 
 class Embedding(nnx.Module):

@@ -13,6 +13,7 @@ from maxtext_lite.parallel.axes import (
     tree_shardings,
     with_dims,
 )
+from maxtext_lite.parallel.collectives import gathered, scattered_sum, shard_index, summed
 from maxtext_lite.parallel.context import (
     CHUNKS_PER_SHARD,
     context_order,
@@ -40,6 +41,7 @@ __all__ = [
     "end_soon",
     "exchange",
     "from_all_shards",
+    "gathered",
     "in_context_order",
     "make_any_host",
     "make_mesh",
@@ -50,10 +52,13 @@ __all__ = [
     "over_stages",
     "own_shard",
     "per_replica",
+    "scattered_sum",
+    "shard_index",
     "sharding",
     "simulated_devices",
     "start_devices",
     "sum_to_shards",
+    "summed",
     "to_next_shard",
     "topology_devices",
     "tree_shardings",

@@ -26,6 +26,9 @@ MESH_AXES_OF: dict[str, tuple[str, ...]] = {
     "head_dim": (),
     "mlp": ("tensor",),
     "norm": (),
+    "experts": ("expert",),
+    "router": (),
+    "router_bias": (),
     # batch and activations; inside `over_replicas` the replica dim is mapped away and a batch is one replica's rows
     "accumulation": (),
     "global_batch": ("data", "fsdp", "expert"),
@@ -38,6 +41,8 @@ MESH_AXES_OF: dict[str, tuple[str, ...]] = {
     "activation_embed": (),
     "activation_heads": ("tensor",),
     "activation_mlp": ("tensor",),
+    "routed_rows": ("fsdp", "expert", "context"),  # what each device makes of the tokens that come to its experts
+    "exchanged_batch": ("fsdp",),  # rows of tokens that have gone to the devices of their experts
     "activation_vocab": ("tensor",),
 }
 """The sharding rules: mesh axes over which each logical axis is split."""

@@ -1,5 +1,6 @@
 """Gradient accumulation: `optax.MultiSteps` cut in two, so that the inner optimizer runs once a step."""
 
+import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +29,10 @@ class GradientAccumulation(optax.MultiSteps):
     Args:
       inner: what turns the step's gradients into updates of learning rate 1.
       loss_scaling: of float16 gradients; None: they are not scaled.
+      loads: a tree like the parameters, true for the routers' biases, whose "gradients" are the numbers of tokens that
+        chose each expert; None where there are none. The inner optimizer does not see them.
+      load_rate: what a step adds to the bias of an expert with fewer tokens than the mean of its layer's, and takes
+        from one with more: DeepSeek-AI 2024, arXiv:2412.19437, section 2.1.2.
       over_data: each replica of the data axis keeps its share of the state, and updates its share of the parameters
         (ZeRO-1: Rajbhandari et al. 2020, arXiv:1910.02054, section 5.1). Parameters that are not float32 then have a
         float32 master copy in the state.
@@ -39,10 +44,15 @@ class GradientAccumulation(optax.MultiSteps):
         inner: optax.GradientTransformation,
         loss_scaling: LossScaling | None = None,
         *,
+        loads: Any = None,
+        load_rate: float = 0.0,
         over_data: bool = False,
         on_host: bool = False,
     ):
+        if loads is not None:
+            inner = optax.masked(inner, jax.tree.map(operator.not_, loads))
         super().__init__(inner, every_k_schedule=1, use_grad_mean=False, accumulator_dtype=jnp.float32)
+        self._loads, self._load_rate = loads, load_rate
         self.loss_scaling = loss_scaling
         self.over_data = over_data
         self.on_host = on_host
@@ -60,6 +70,31 @@ class GradientAccumulation(optax.MultiSteps):
             inner_opt_state=inner,
             acc_grads=(),
             skip_state=self.loss_scaling.init() if self.loss_scaling else (),
+        )
+
+    def map_slopes(self, function: Any, gradients: Any) -> Any:
+        """`function` of each gradient that is one; loads stay as they are, whole numbers."""
+        if self._loads is None:
+            return jax.tree.map(function, gradients)
+        return jax.tree.map(lambda is_load, g: g if is_load else function(g), self._loads, gradients)
+
+    def slopes(self, gradients: Any) -> list[Any]:
+        """The gradients that are such, which loads are not."""
+        leaves = jax.tree.leaves(gradients)
+        if self._loads is None:
+            return leaves
+        return [g for g, is_load in zip(leaves, jax.tree.leaves(self._loads), strict=True) if not is_load]
+
+    def _with_biases(self, updates: Any, gradients: Any) -> Any:
+        """The updates, with those of the routers' biases."""
+        if self._loads is None:
+            return updates
+
+        def towards_the_mean(load: jax.Array) -> jax.Array:
+            return self._load_rate * jnp.sign(jnp.mean(load, axis=-1, keepdims=True) - load)
+
+        return jax.tree.map(
+            lambda is_load, u, g: towards_the_mean(g) if is_load else u, self._loads, updates, gradients
         )
 
     def loss_scale(self, state: optax.MultiStepsState) -> Any:
@@ -90,7 +125,7 @@ class GradientAccumulation(optax.MultiSteps):
         The loss scale stays as it is: it follows from whether the step was skipped, which the caller decides.
         """
         updates, inner, master = self._inner_update(gradients, state.inner_opt_state, params)
-        updates = jax.tree.map(lambda u: -learning_rate * u, updates)
+        updates = self._with_biases(jax.tree.map(lambda u: -learning_rate * u, updates), gradients)
         if master is None:
             new_params = optax.apply_updates(params, updates)
         else:

@@ -48,7 +48,7 @@ def fingerprint(config: Config, data: str, num_replicas: int | None) -> dict[str
     keys = [key for key in ModelConfig.model_fields if key not in ("model_name", "initializer_range")]
     keys += ["weight_dtype", "optimizer", "data_shuffle_seed", "dataset_type", "tokenizer_type", "max_target_length"]
     keys += ["packing"]
-    values = {key: getattr(config, key) for key in keys}
+    values = config.model_dump(include=set(keys))  # in what JSON can hold
     values["dtype is float16"] = config.dtype == "float16"  # its loss scale is part of the state
     if config.weight_dtype != "float32":  # whether there is a float32 master copy
         values["shard_optimizer_over_data"] = config.shard_optimizer_over_data

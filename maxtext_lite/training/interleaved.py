@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from maxtext_lite.config import NumericsConfig
-from maxtext_lite.models import STREAM_AXES, Decoder, Stream
+from maxtext_lite.models import Decoder, Stream, stream_axes
 from maxtext_lite.parallel import Flight, constrain, num_shards, over_replicas
-from maxtext_lite.training.loss import LossSums, hidden_loss
+from maxtext_lite.training.loss import LossSums, auxiliary_loss, hidden_loss
 
 
 class InterleavedStep:
@@ -60,10 +60,14 @@ class InterleavedStep:
         sizes = B // (self._num_replicas * self._pipeline.num_microbatches), T
         x_BTD = jax.ShapeDtypeStruct((*sizes, shape.emb_dim), shape.dtype)
         token_BT: Any = jax.ShapeDtypeStruct(sizes, jnp.int32)
-        return self._pipeline.no_flight(Stream(x_BTD, token_BT, token_BT), self._num_replicas)  # type: ignore[arg-type]
+        aux: Any = {
+            name: jax.ShapeDtypeStruct(sizes[: len(axes)], jnp.float32) for name, axes in stream_axes(shape).aux.items()
+        }
+        stream = Stream(x_BTD, token_BT, token_BT, aux)  # type: ignore[arg-type]
+        return self._pipeline.no_flight(stream, self._num_replicas)
 
     def _piece_at(self, item: Any, batch: dict[str, jax.Array], num_micro_batches: Any) -> dict[str, jax.Array]:
-        """The rows of a piece, [B / M, T]; one that does not exist has weight 0."""
+        """The rows of a piece, [B / M, T]; one that does not exist has weight 0 and is all padding."""
         M = self._pipeline.num_microbatches
         num_items = num_micro_batches * M
         exists = (item >= 0) & (item < num_items)
@@ -76,45 +80,49 @@ class InterleavedStep:
             return jax.lax.dynamic_index_in_dim(parts, item % M, axis=1, keepdims=False).reshape(-1, x_BT.shape[-1])
 
         rows = {name: take(x) for name, x in batch.items()}
-        return rows | {"weights": rows["weights"] * exists}
+        return rows | {"weights": rows["weights"] * exists, "segments": rows["segments"] * exists}
 
     def _tick_of_replica(
         self, params: Any, factor: jax.Array, flight: Flight, entering: Any, leaving: Any, returning: Any, time: Any
     ) -> Any:
-        decoder, layers = self._decoder, params["layers"]
+        decoder, layers, axes = self._decoder, params["layers"], stream_axes(self._decoder.shape)
         ends = {name: value for name, value in params.items() if name != "layers"}
 
         def embed(ends: Any, rows: Any) -> jax.Array:
             x_BTD = decoder.embed(ends | {"layers": layers}, self._cut(rows["tokens"]))
-            return constrain(self._uncut(x_BTD), STREAM_AXES.x_BTD)
+            return constrain(self._uncut(x_BTD), axes.x_BTD)
 
-        def loss(ends: Any, x_BTD: jax.Array) -> tuple[jax.Array, LossSums]:
+        def loss(ends: Any, x_BTD: jax.Array, aux: dict[str, jax.Array]) -> tuple[jax.Array, LossSums]:
             whole = ends | {"layers": layers}
-            rows = {name: self._cut(leaving[name]) for name in ("targets", "weights")}
-            return hidden_loss(
+            weights, target_tokens_B = leaving["weights"] * factor, jnp.sum(leaving["weights"] > 0, axis=-1)
+            main, sums = hidden_loss(
                 decoder,
                 whole,
                 decoder.final_norm(whole, self._cut(x_BTD)),
-                rows | {"weights": rows["weights"] * factor},
-                z_loss_multiplier=self._config.z_loss_multiplier,
-                num_tiles=self._config.num_vocab_tiling,
+                {"targets": self._cut(leaving["targets"]), "weights": self._cut(weights)},
+                self._config,
             )
+            rows = {"weights": weights, "example_weights": target_tokens_B * factor}
+            more, sums_of_aux = auxiliary_loss(decoder, aux, rows, self._config)
+            return main + more, sums._replace(aux=sums_of_aux)
 
         def leave(stream: Stream) -> tuple[list[jax.Array], Any]:
-            differentiated = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
-            (_, losses), (ends_gradient, x_cotangent) = differentiated(ends, stream.x_BTD)
-            return [constrain(x_cotangent, STREAM_AXES.x_BTD)], (losses, ends_gradient)
+            differentiated = jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)
+            (_, losses), (ends_gradient, *cotangents) = differentiated(ends, stream.x_BTD, stream.aux)
+            laid_out = jax.tree.map(constrain, cotangents, [axes.x_BTD, axes.aux])
+            return jax.tree.leaves(laid_out), (losses, ends_gradient)
 
-        flight, layer_gradients, (x_cotangent,), (losses, loss_gradient) = self._pipeline.tick_1f1b(
+        aux = {name: jnp.zeros(entering["tokens"].shape[: len(names)], jnp.float32) for name, names in axes.aux.items()}
+        flight, layer_gradients, cotangents, (losses, loss_gradient) = self._pipeline.tick_1f1b(
             decoder.layers,
             layers,
             flight,
             time,
-            entering=Stream(embed(ends, entering), entering["segments"], entering["positions"]),
+            entering=Stream(embed(ends, entering), entering["segments"], entering["positions"], aux),
             leave=leave,
-            axes=STREAM_AXES,
+            axes=axes,
         )
-        (embed_gradient,) = jax.vjp(lambda ends: embed(ends, returning), ends)[1](x_cotangent)
+        (embed_gradient,) = jax.vjp(lambda ends: embed(ends, returning), ends)[1](cotangents[0])
         gradients = jax.tree.map(jnp.add, loss_gradient, embed_gradient)
         return flight, losses, gradients | {"layers": layer_gradients}
 

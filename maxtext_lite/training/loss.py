@@ -6,16 +6,26 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from maxtext_lite.models import Decoder
+from maxtext_lite.config import NumericsConfig
+from maxtext_lite.models import BALANCE, DROPPED, LOAD, ROUTER_Z, Decoder
 from maxtext_lite.models.ops import weight_gradient
 from maxtext_lite.parallel import constrain, context_shards
 
 
 class LossSums(NamedTuple):
-    """Sums over target tokens, float32 scalars: of weighted nll, and of weighted squared log-partition."""
+    """Sums over target tokens, float32 scalars: of weighted nll, and of weighted squared log-partition.
+
+    `aux` has the experts' by name (see `auxiliary_loss`), {} without experts.
+    """
 
     nll: jax.Array
     log_partition_squared: jax.Array
+    aux: dict[str, jax.Array]
+
+    @classmethod
+    def zeros(cls, decoder: Decoder, zero: jax.Array) -> "LossSums":
+        """Before the first micro-batch: `zero` for each."""
+        return cls(zero, zero, dict.fromkeys(_summed_names(decoder), zero))
 
 
 def _tile_logits(x_BTD: jax.Array, head_DV: jax.Array) -> jax.Array:
@@ -111,13 +121,14 @@ def cross_entropy(
 
 
 def _zero_sums() -> LossSums:
-    return LossSums(jnp.zeros([], jnp.float32), jnp.zeros([], jnp.float32))
+    return LossSums(jnp.zeros([], jnp.float32), jnp.zeros([], jnp.float32), {})
 
 
 def _add_sums(sums: LossSums, losses: _TileLosses, weight_BT: jax.Array) -> LossSums:
     return LossSums(
         sums.nll + jnp.sum(weight_BT * losses.nll_BT),
         sums.log_partition_squared + jnp.sum(weight_BT * jnp.square(losses.log_partition_BT)),
+        sums.aux,
     )
 
 
@@ -158,32 +169,72 @@ cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 
 
 def next_token_loss(
-    decoder: Decoder, params: Any, rows: dict[str, jax.Array], *, z_loss_multiplier: float, num_tiles: int
+    decoder: Decoder, params: Any, rows: dict[str, jax.Array], config: NumericsConfig
 ) -> tuple[jax.Array, LossSums]:
-    """Summed loss of predicting `rows["targets"]`, and its parts.
+    """Summed loss of predicting `rows["targets"]`, auxiliary losses included, and its parts.
 
     Args:
       params: the decoder's parameters as `Decoder.cast` gives them.
-      rows: tokens, targets, segments, positions (int32) and weights (float32), each [B, T].
+      rows: tokens, targets, segments, positions (int32) and weights (float32), each [B, T], and example_weights [B],
+        each row's target tokens, divided as the weights are.
     """
-    x_BTD = decoder.hidden(params, rows["tokens"], rows["segments"], rows["positions"])
-    return hidden_loss(decoder, params, x_BTD, rows, z_loss_multiplier=z_loss_multiplier, num_tiles=num_tiles)
+    x_BTD, aux = decoder.hidden_and_aux(params, rows["tokens"], rows["segments"], rows["positions"])
+    loss, sums = hidden_loss(decoder, params, x_BTD, rows, config)
+    more, sums_of_aux = auxiliary_loss(decoder, aux, rows, config)
+    return loss + more, sums._replace(aux=sums_of_aux)
 
 
 def hidden_loss(
-    decoder: Decoder,
-    params: Any,
-    x_BTD: jax.Array,
-    rows: dict[str, jax.Array],
-    *,
-    z_loss_multiplier: float,
-    num_tiles: int,
+    decoder: Decoder, params: Any, x_BTD: jax.Array, rows: dict[str, jax.Array], config: NumericsConfig
 ) -> tuple[jax.Array, LossSums]:
-    """`next_token_loss` from the final hidden states; of the rows, `targets` and `weights` are looked at."""
+    """`next_token_loss` from the final hidden states, without auxiliary losses; looks at `targets` and `weights`."""
     # Gathered here, each once: their two uses, for logits and for the gradient, could each do so.
     x_BTD = constrain(x_BTD, ("end_batch", "length", "activation_embed"))
     head_DV = constrain(decoder.head(params).astype(x_BTD.dtype), (None, "vocab"))
-    return cross_entropy(x_BTD, head_DV, rows["targets"], rows["weights"], z_loss_multiplier, num_tiles)
+    return cross_entropy(
+        x_BTD, head_DV, rows["targets"], rows["weights"], config.z_loss_multiplier, config.num_vocab_tiling
+    )
+
+
+def auxiliary_loss(
+    decoder: Decoder, aux: dict[str, jax.Array], rows: dict[str, jax.Array], config: NumericsConfig
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The experts' part of the summed loss, and sums by name: what is per token weighs as the token does in the loss,
+    what is per example as the example's target tokens do; means over layers, before their multipliers.
+
+    Args:
+      aux: of rows' streams after all layers; the sums over layers.
+    """
+    multipliers = {BALANCE: config.load_balance_loss_weight, ROUTER_Z: config.router_z_loss_multiplier}
+    loss = jnp.zeros([], jnp.float32)
+    if LOAD in aux:  # neither weighted nor divided: counts that stay whole
+        loss += jnp.sum(aux[LOAD])
+    sums = {}
+    for name in _summed_names(decoder):
+        weights = rows["weights"] if aux[name].ndim == 2 else rows["example_weights"]
+        sums[name] = jnp.sum(weights * aux[name]) / decoder.shape.num_layers
+        loss += multipliers.get(name, 0) * sums[name]
+    return loss, sums
+
+
+AUXILIARY_METRICS = (BALANCE, "moe_balance_loss", "router_z_loss", DROPPED)
+"""Metrics of a model with experts: moe_balance is 1 where each expert is chosen equally often, the losses are with
+their multipliers, where those are not 0; moe_dropped_fraction is of choices, where there is a capacity."""
+
+
+def auxiliary_metrics(aux: dict[str, jax.Array], config: NumericsConfig) -> dict[str, jax.Array]:
+    """AUXILIARY_METRICS as far as there are any, from a step's means; {} without experts."""
+    metrics = {name: aux[name] for name in (BALANCE, DROPPED) if name in aux}
+    if aux and config.load_balance_loss_weight:
+        metrics["moe_balance_loss"] = config.load_balance_loss_weight * aux[BALANCE]
+    if aux and config.router_z_loss_multiplier:
+        metrics["router_z_loss"] = config.router_z_loss_multiplier * aux[ROUTER_Z]
+    return metrics
+
+
+def _summed_names(decoder: Decoder) -> list[str]:
+    experts = decoder.shape.experts
+    return [] if experts is None else [name for name in experts.aux_axes if name != LOAD]
 
 
 def row_losses(

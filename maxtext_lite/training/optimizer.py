@@ -16,6 +16,8 @@ from maxtext_lite.training.loss_scale import loss_scaling
 UNDECAYED_AXES = (("norm",), ("vocab", "embed"))
 """Logical axes, but for those of a stack, of norms and embedding tables: weight decay leaves them alone by default."""
 
+_LOAD_AXES = ("router_bias",)
+
 Rate = Callable[[Any], Any]
 """Position u in the run, in steps (float or traced) -> learning rate of the update that ends there."""
 
@@ -116,14 +118,18 @@ def _direction(config: OptimizerConfig, axes: Any) -> optax.GradientTransformati
 
 
 def _muon(config: OptimizerConfig, axes: Any) -> optax.GradientTransformation:
-    """Muon on the layers' matrices, Adam on embeddings, head and norms. Source: Jordan et al. 2024."""
+    """Muon on the layers' matrices, each expert's for itself, Adam on embeddings, head and norms.
+
+    Source: Jordan et al. 2024.
+    """
     is_axes = lambda node: isinstance(node, tuple)  # noqa: E731
 
     def dimension_numbers(leaf: tuple[str, ...]) -> Any:
         """Which dims of a stacked projection are its rows: `embed` against all the others but those of the stack."""
         matrix = unstacked(leaf)
-        if matrix in (leaf, ("norm",)):
+        if matrix in (leaf, ("norm",), _LOAD_AXES):
             return None
+        matrix = tuple(axis for axis in matrix if axis != "experts")
         dims = range(len(leaf) - len(matrix), len(leaf))
         embed = tuple(d for d in dims if leaf[d] == "embed")
         others = tuple(d for d in dims if leaf[d] != "embed")
@@ -148,13 +154,17 @@ def _muon(config: OptimizerConfig, axes: Any) -> optax.GradientTransformation:
 def make_optimizer(config: Config, axes: Any) -> GradientAccumulation:
     """Clipping, the optimizer's direction and decoupled weight decay, in that order; the learning rate is the step's.
 
+    The biases of routers take no part in any of it: see `GradientAccumulation`.
+
     Args:
       axes: the parameters' logical axes, which decide what is decayed.
     """
+    is_axes = lambda node: isinstance(node, tuple)  # noqa: E731
+    loads = jax.tree.map(lambda leaf: unstacked(leaf) == _LOAD_AXES, axes, is_leaf=is_axes)
     decayed = jax.tree.map(
         lambda leaf: config.weight_decay_on_norms_and_embeddings or unstacked(leaf) not in UNDECAYED_AXES,
         axes,
-        is_leaf=lambda node: isinstance(node, tuple),
+        is_leaf=is_axes,
     )
     clipping = config.gradient_clipping_threshold
     return GradientAccumulation(
@@ -164,6 +174,8 @@ def make_optimizer(config: Config, axes: Any) -> GradientAccumulation:
             optax.add_decayed_weights(config.weight_decay, decayed),  # also at 0: the state keeps its shape
         ),
         loss_scaling(config),
+        loads=loads if any(jax.tree.leaves(loads)) else None,
+        load_rate=config.routed_bias_update_rate,
         over_data=config.shard_optimizer_over_data,
         on_host=config.optimizer_memory_host_offload,
     )

@@ -10,7 +10,6 @@ import jax
 from maxtext_lite.batching import (
     format_plan,
     make_plan,
-    not_yet_trainable,
     scaled_optimizer,
 )
 from maxtext_lite.config import Config, UserError, describe, write_resolved
@@ -45,9 +44,6 @@ class Run:
         start_devices()
         num_devices, num_hosts = jax.device_count(), jax.process_count()
         plan = make_plan(_before_data(config), num_devices=num_devices, num_hosts=num_hosts)
-        refused = not_yet_trainable(config, plan)
-        if refused:
-            raise UserError(refused)
         self.source, self.eval_source = open_sources_on_hosts(
             config, vocab_size=config.vocab_size, loading_hosts=plan.loading_hosts
         )

@@ -9,8 +9,8 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from maxtext_lite.batching import BatchPlan
-from maxtext_lite.config import Config, UserError, remat_of
-from maxtext_lite.models import Decoder, DecoderShape, resolve_attention
+from maxtext_lite.config import Config, ModelConfig, UserError, remat_of
+from maxtext_lite.models import Decoder, DecoderShape, ExpertShape, resolve_attention
 from maxtext_lite.parallel import Pipeline, also_over_data, per_replica, sharding, tree_shardings
 from maxtext_lite.training.accumulate import GradientAccumulation
 from maxtext_lite.training.local_updates import LocalUpdates, OuterState
@@ -82,6 +82,7 @@ def make_decoder(config: Config, platform: str, plan: BatchPlan | None = None) -
             offloaded=() if remat is None else remat.offloaded,
             attention=kernel,
             context_strategy=config.context_parallel_strategy,
+            experts=_expert_shape(config),
         ),
         None if plan is None else _pipeline(plan),
     )
@@ -92,6 +93,24 @@ def _pipeline(plan: BatchPlan) -> Pipeline | None:
         return None
     return Pipeline(
         plan.num_pipeline_stages, plan.num_pipeline_microbatches, plan.num_pipeline_repeats, plan.pipeline_schedule
+    )
+
+
+def _expert_shape(config: ModelConfig) -> ExpertShape | None:
+    if config.num_experts == 1:
+        return None
+    return ExpertShape(
+        num_experts=config.num_experts,
+        num_per_token=config.num_experts_per_tok,
+        mlp_dim=config.moe_mlp_dim,
+        num_shared=config.shared_experts,
+        score=config.routed_score_func,
+        normalised=config.norm_topk_prob,
+        scaling=config.routed_scaling_factor,
+        capacity_factor=None if config.capacity_factor == -1 else config.capacity_factor,
+        biased=config.routed_bias,
+        num_groups=config.n_routing_groups,
+        groups_per_token=config.topk_routing_group,
     )
 
 

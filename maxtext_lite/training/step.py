@@ -14,7 +14,13 @@ from maxtext_lite.parallel import constrain, in_context_order, over_replicas, pe
 from maxtext_lite.training.accumulate import GradientAccumulation
 from maxtext_lite.training.interleaved import InterleavedStep
 from maxtext_lite.training.local_updates import LocalUpdates
-from maxtext_lite.training.loss import LossSums, next_token_loss, row_losses
+from maxtext_lite.training.loss import (
+    AUXILIARY_METRICS,
+    LossSums,
+    auxiliary_metrics,
+    next_token_loss,
+    row_losses,
+)
 from maxtext_lite.training.optimizer import Progress, Schedule
 from maxtext_lite.training.state import TrainState, gradient_shardings, state_shardings
 
@@ -30,7 +36,7 @@ class StepGradients(NamedTuple):
 
     Attributes:
       gradients: of the mean loss, float32.
-      loss: mean nll per target token; z_loss likewise, before its multiplier.
+      loss: mean nll per target token; z_loss and the experts' aux likewise, before their multipliers.
       target_tokens: int32.
       examples: rows that hold an example, int32.
       group_squares: sum over groups of W / w |G|^2, where a group is one replica's part of one micro-batch, w its
@@ -41,6 +47,7 @@ class StepGradients(NamedTuple):
     gradients: Any
     loss: jax.Array
     z_loss: jax.Array
+    aux: dict[str, jax.Array]
     target_tokens: jax.Array
     examples: jax.Array
     group_squares: jax.Array
@@ -76,13 +83,9 @@ def accumulate_gradients(
 
     def loss_share(params: Any, factor: jax.Array, rows: dict[str, jax.Array]) -> Any:
         # Weights carry the division: scaled before the backward pass, float16 gradients follow the loss scale.
-        return next_token_loss(
-            decoder,
-            params,
-            rows | {"weights": rows["weights"] * factor},
-            z_loss_multiplier=config.z_loss_multiplier,
-            num_tiles=config.num_vocab_tiling,
-        )
+        target_tokens_B = jnp.sum(rows["weights"] > 0, axis=-1)
+        weights = {"weights": rows["weights"] * factor, "example_weights": target_tokens_B * factor}
+        return next_token_loss(decoder, params, rows | weights, config)
 
     differentiate = over_replicas(
         jax.value_and_grad(loss_share, has_aux=True), num_replicas, own=(0, 1) if local else (1,), rows=(2,)
@@ -134,14 +137,14 @@ def accumulate_gradients(
             if local or num_groups == 1:
                 return sums
             share_R = group_tokens_R / step_tokens_R
-            squares_R = sum(_squares_by_replica(g) for g in jax.tree.leaves(gradients))
+            squares_R = sum(_squares_by_replica(g) for g in optimizer.slopes(gradients))
             group_squares = jnp.where(group_tokens_R > 0, squares_R / jnp.maximum(share_R, 1e-30), 0.0)
             groups = (group_tokens_R > 0).astype(jnp.int32)
             return sums._replace(group_squares=sums.group_squares + group_squares, groups=sums.groups + groups)
 
         zeros_R = jnp.zeros(num_replicas)
         zeros = jax.tree.map(lay_out, optimizer.accumulator(decoder.abstract_params, num_replicas), decoder.axes)
-        start = _Sums(zeros, LossSums(zeros_R, zeros_R), zeros_R, jnp.zeros(num_replicas, jnp.int32))
+        start = _Sums(zeros, LossSums.zeros(decoder, zeros_R), zeros_R, jnp.zeros(num_replicas, jnp.int32))
         end = batch["weights"].shape[0] if num_micro_batches is None else num_micro_batches
         if interleaved is None:
             sums = jax.lax.fori_loop(0, end, micro_step, start)
@@ -152,7 +155,8 @@ def accumulate_gradients(
         def meet(x_R: jax.Array) -> jax.Array:
             return x_R if local else jnp.sum(x_R, axis=0)
 
-        gradients = jax.tree.map(lambda g: meet(g.astype(config.grad_dtype)), sums.gradients)
+        gradients = optimizer.map_slopes(lambda g: g.astype(config.grad_dtype), sums.gradients)
+        gradients = jax.tree.map(meet, gradients)
         if local:
             gradients = jax.tree.map(lay_out, gradients, decoder.axes)
         else:  # each where it is used: with ZeRO-1, a replica receives its share only
@@ -162,12 +166,13 @@ def accumulate_gradients(
             gradients,
             meet(sums.losses.nll),
             meet(sums.losses.log_partition_squared),
+            jax.tree.map(meet, sums.losses.aux),
             meet(tokens_R),
             meet(examples_R),
             meet(sums.group_squares),
             meet(sums.groups),
         )
-        return result if loss_scale is None else _unscaled(result, loss_scale)
+        return result if loss_scale is None else _unscaled(result, loss_scale, optimizer)
 
     return step_gradients
 
@@ -177,16 +182,17 @@ def _squares_by_replica(gradient: jax.Array) -> jax.Array:
     return jnp.sum(jnp.square(gradient.astype(jnp.float32)), axis=tuple(range(1, gradient.ndim)))
 
 
-def _unscaled(sums: StepGradients, loss_scale: jax.Array) -> StepGradients:
+def _unscaled(sums: StepGradients, loss_scale: jax.Array, optimizer: GradientAccumulation) -> StepGradients:
     """Without the loss scale, a scalar or [R]."""
 
     def divide(x: jax.Array) -> jax.Array:
         return x / loss_scale.reshape(loss_scale.shape + (1,) * (x.ndim - loss_scale.ndim))
 
     return sums._replace(
-        gradients=jax.tree.map(divide, sums.gradients),
+        gradients=optimizer.map_slopes(divide, sums.gradients),
         loss=divide(sums.loss),
         z_loss=divide(sums.z_loss),
+        aux=jax.tree.map(divide, sums.aux),
         group_squares=divide(divide(sums.group_squares)),
     )
 
@@ -205,14 +211,14 @@ def make_train_step(
     `batch` holds tokens, targets, segments, positions (int32) and weights (float32), each [A, B, T].
     A step whose gradient is not finite, or that has no target, leaves parameters, optimizer state and schedule as they
     are: it is `skipped`. Metrics are replicated scalars: loss, target_tokens, grad_norm (before clipping), param_norm
-    (after the update), learning_rate, skipped, groups and group_squares (see `noise`) and, where there are any, z_loss
-    and loss_scale. With local updates each is [R], one value for each replica, which also skips for itself, and nothing
-    crosses the data axis: `summarise` and `make_synchronise` do.
+    (after the update), learning_rate, skipped, groups and group_squares (see `noise`) and, where there are any, z_loss,
+    AUXILIARY_METRICS and loss_scale. With local updates each is [R], one value for each replica, which also skips for
+    itself, and nothing crosses the data axis: `summarise` and `make_synchronise` do.
     """
     step_gradients = accumulate_gradients(decoder, optimizer, mesh, config, local)
 
     def update(params: Any, opt_state: optax.MultiStepsState, progress: Progress, step: StepGradients) -> Any:
-        grad_norm = optax.tree.norm(step.gradients)
+        grad_norm = optax.tree.norm(optimizer.slopes(step.gradients))
         finite = jnp.isfinite(grad_norm) & jnp.isfinite(step.loss)
         applied = finite & (step.target_tokens > 0)
         new_progress = progress.plus(step.examples, step.target_tokens)
@@ -236,6 +242,7 @@ def make_train_step(
         }
         if config.z_loss_multiplier:
             metrics["z_loss"] = config.z_loss_multiplier * step.z_loss
+        metrics |= auxiliary_metrics(step.aux, config)
         if optimizer.loss_scaling:
             metrics["loss_scale"] = optimizer.loss_scale(opt_state)
             skip_state: Any = opt_state.skip_state
@@ -297,7 +304,7 @@ def make_summarise(mesh: Mesh) -> Any:
             "group_squares": jnp.sum(metrics["group_squares"]),
         }
         for name, x_R in metrics.items():
-            if name in ("loss", "z_loss"):
+            if name in ("loss", "z_loss", *AUXILIARY_METRICS):
                 whole[name] = jnp.sum(share_R * x_R)
             elif name == "loss_scale":
                 whole[name] = jnp.min(x_R)

@@ -22,6 +22,31 @@ def test_parameters_are_counted_by_hand():
     assert count_parameters(load_config(), fsdp=4, tensor=2, stage=2).total == TABLES // 8 + MATRICES // 16 + 5 * 128
 
 
+def test_experts_are_counted_by_hand_and_split_over_their_axis_too():
+    """8 experts of 3 D 64, 2 shared ones, a router of 8 D and a bias of 8 in each of 4 layers, in place of the mlp."""
+    keys = ["num_experts=8", "num_experts_per_tok=2", "base_moe_mlp_dim=64", "shared_experts=2", "routed_bias=true"]
+    attention = 2 * 128 * 8 * 16 + 2 * 128 * 4 * 16
+    one = 3 * 128 * 64
+    count = count_parameters(load_config(None, keys))
+    assert count.matrices == 4 * (attention + 10 * one + 8 * 128)
+    assert count.norms == NORMS + 4 * 8
+    part = count_parameters(load_config(None, keys), fsdp=2, tensor=2, stage=2, expert=4)
+    assert part.matrices == 2 * (attention // 4 + (2 * one + 8 * one // 4) // 4 + 8 * 128 // 2)
+    mesh = ONE_DEVICE | {"expert": 4}
+    assert estimate(keys, mesh).params == 4 * count_parameters(load_config(None, keys), expert=4).total
+
+
+def test_activations_of_experts_have_room_for_the_worst_that_may_come():
+    keys = ["num_experts=8", "num_experts_per_tok=2", "base_mlp_dim=64"]
+    one = estimate(keys).activations
+    # Two rows a token on one device; on four along the expert axis, with two experts each, tokens of all with two each.
+    per_row = estimate(["num_experts=8", "num_experts_per_tok=3", "base_mlp_dim=64"]).activations - one
+    four = estimate(keys, {"expert": 4}, slots=64).activations
+    assert four - one == (4 * 2 - 2) * per_row
+    capacity = estimate([*keys, "capacity_factor=1.5"], {"expert": 4}, slots=64).activations
+    assert capacity - one == (3 - 2) * per_row
+
+
 @pytest.mark.parametrize(
     ("overrides", "copies"),
     [

@@ -21,7 +21,7 @@ def configured(values):
 
 
 def draw(rng):
-    values = {}
+    values = {"num_experts": 24}  # for an expert axis to divide
 
     def maybe(key, choices, share=0.3):
         if rng.random() < share:

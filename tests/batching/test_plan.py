@@ -3,7 +3,7 @@ from fractions import Fraction
 
 import pytest
 
-from maxtext_lite.batching import BatchPlan, load_plan, make_plan, not_yet_trainable, row_slots
+from maxtext_lite.batching import BatchPlan, load_plan, make_plan, row_slots
 from maxtext_lite.config import UserError, load_config
 
 # The keys of plan.json that are promised.
@@ -121,16 +121,6 @@ def test_what_is_probably_not_meant_is_said():
     uneven = plan_of("ici_tensor_parallelism=4", "max_target_length=250")
     assert uneven.warnings[0].startswith("max_target_length=250 is not a multiple of 1 context x 4 tensor shards: ")
     assert uneven.memory.activations > plan_of("ici_tensor_parallelism=4", "max_target_length=248").memory.activations
-
-
-def test_what_can_be_planned_but_not_trained_is_named_by_its_key():
-    overrides = ["enable_rampup_batch_size=true", "expansion_factor_real_data=2", "ici_pipeline_parallelism=2",
-                 "dcn_expert_parallelism=2"]  # fmt: skip
-    config = load_config(None, overrides)
-    problems = not_yet_trainable(config, make_plan(config, num_devices=8, num_hosts=2))
-    assert [problem.split(":")[0] for problem in problems] == [
-        "dcn_expert_parallelism=2"]  # fmt: skip
-    assert not_yet_trainable(load_config(), plan_of()) == []
 
 
 DILOCO = ("enable_diloco=true", "ici_data_parallelism=2", "steps=240")

@@ -25,6 +25,16 @@ REFUSED = {
                         "Nearest that works: drop.",
     "scale_adam_with_batch=true": "scale_adam_with_batch=true belongs to learning_rate_scaling=sqrt and "
                                   "optimizer=adamw, not to learning_rate_scaling=none. Nearest that works: false.",
+    "num_experts_per_tok=2": "num_experts_per_tok=2 is more than num_experts=1. Nearest that works: 1.",
+    "topk_routing_group=2": "topk_routing_group=2 is more than n_routing_groups=1. Nearest that works: 1.",
+    "n_routing_groups=2": "n_routing_groups=2 does not cut num_experts=1 into equal groups of at least 2. Nearest that "
+                          "works: 1.",
+    "shared_experts=1": "shared_experts=1 has no use with num_experts=1, a model without experts. Nearest that works: "
+                        "0.",
+    "capacity_factor=1.25": "capacity_factor=1.25 has no use with num_experts=1, a model without experts. Nearest "
+                            "that works: -1.",
+    "routed_bias=true": "routed_bias=true has no use with num_experts=1, a model without experts. Nearest that works: "
+                        "false.",
     "attention=cudnn_flash": "attention=cudnn_flash does not compute in dtype=float32. Nearest that work: "
                              "dtype=bfloat16 or attention=dot_product.",
 }  # fmt: skip
@@ -107,3 +117,16 @@ def test_nearest_divisors_are_next_to_the_value(value, whole):
     below = [number for number in every if number < value]
     above = [number for number in every if number > value]
     assert list(nearest_divisors(value, whole)) == ([value] if value in every else [*below[-1:], *above[:1]])
+
+
+def test_routing_groups_have_equal_shares_and_enough_experts():
+    keys = ["num_experts=12", "num_experts_per_tok=5"]
+    for groups, near in ((5, "4 or 6"), (12, "6")):
+        with pytest.raises(UserError, match=rf"num_experts=12 into equal .* works?: {near}\."):
+            load_config(None, [*keys, f"n_routing_groups={groups}", "topk_routing_group=4"])
+    with pytest.raises(UserError) as refused:
+        load_config(None, [*keys, "n_routing_groups=4", "topk_routing_group=1"])
+    assert refused.value.problems == (
+        "topk_routing_group=1 x 3 experts of a group are fewer than num_experts_per_tok=5. Nearest that works: 2.",
+    )
+    load_config(None, [*keys, "n_routing_groups=4", "topk_routing_group=2"])

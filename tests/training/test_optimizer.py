@@ -8,6 +8,7 @@ import pytest
 
 from maxtext_lite.config import load_config
 from maxtext_lite.training.optimizer import learning_rate_schedule, make_optimizer
+from maxtext_lite.training.state import make_decoder
 
 
 def _rates(*overrides):
@@ -117,3 +118,47 @@ def test_every_optimizer_goes_downhill(optimizer):
 
     _, losses = jax.lax.scan(step, (PARAMS, chosen.init(PARAMS)), length=50)
     assert losses[-1] < 0.95 * losses[0]
+
+
+EXPERTS = ["num_experts=4", "num_experts_per_tok=2", "routed_bias=true", "routed_bias_update_rate=0.25",
+           "base_emb_dim=8", "base_num_query_heads=2", "base_num_kv_heads=1", "head_dim=4", "base_mlp_dim=6",
+           "base_num_decoder_layers=2", "vocab_size=257", "learning_rate=1"]  # fmt: skip
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adafactor", "muon", "lion"])
+def test_routers_biases_follow_their_loads_and_nothing_else(optimizer):
+    """By 0.25 towards the mean of a layer, 0 at it; no clipping, decay, learning rate or state; the rest as without."""
+    config = load_config(None, [*EXPERTS, f"optimizer={optimizer}", "weight_decay_on_norms_and_embeddings=true"])
+    decoder = make_decoder(config, "cpu")
+    chosen = make_optimizer(config, decoder.axes)
+    params = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.5), decoder.abstract_params)
+    params["layers"]["mlp"]["gate"] = jnp.asarray(RNG.normal(size=(2, 4, 8, 6)), jnp.float32)
+    gradients = jax.tree.map(lambda leaf: 1e-3 * (leaf + 1), params)
+    gradients["layers"]["mlp"]["router_bias"] = jnp.array([[5e6, 0, 3, 1], [2, 2, 1, 3]])
+    state = chosen.init(params)
+    assert not [leaf for leaf in jax.tree.leaves(state) if leaf.shape == (2, 4)]
+    got, _ = chosen.finish(gradients, state, params, 1e-2)
+    want = [[0.25, 0.75, 0.75, 0.75], [0.5, 0.5, 0.75, 0.25]]
+    np.testing.assert_array_equal(got["layers"]["mlp"]["router_bias"], want)
+    assert float(optax.tree.norm(chosen.slopes(gradients))) < 1
+
+    def without(tree):
+        mlp = {name: leaf for name, leaf in tree["layers"]["mlp"].items() if name != "router_bias"}
+        return tree | {"layers": tree["layers"] | {"mlp": mlp}}
+
+    plain = make_optimizer(config, without(decoder.axes))
+    rest, _ = plain.finish(without(gradients), plain.init(without(params)), without(params), 1e-2)
+    jax.tree.map(np.testing.assert_array_equal, without(got), rest)
+
+
+def test_muon_orthogonalises_each_expert():
+    config = load_config(None, [*EXPERTS, "optimizer=muon", "weight_decay=0", "gradient_clipping_threshold=0"])
+    decoder = make_decoder(config, "cpu")
+    chosen = make_optimizer(config, decoder.axes)
+    params = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), decoder.abstract_params)
+    gradients = jax.tree.map(lambda leaf: jnp.asarray(RNG.normal(size=leaf.shape), jnp.float32), params)
+    got, _ = chosen.finish(gradients, chosen.init(params), params, 1.0)
+    for name in ("gate", "down"):
+        for expert in np.asarray(got["layers"]["mlp"][name]).reshape(8, *params["layers"]["mlp"][name].shape[2:]):
+            singular = np.linalg.svd(expert, compute_uv=False)
+            assert singular.min() > 0.6 * singular.max()
