@@ -2,6 +2,7 @@
 
     python scripts/bench_accumulation.py                      the default model on one device
     python scripts/bench_accumulation.py --devices 8          on 8 simulated devices where there is no accelerator
+    python scripts/bench_accumulation.py --devices 2 --stages 2     the same batch through a pipeline
     python scripts/bench_accumulation.py --global-batch 64 --micro-batch 4 model_name=tinyllama-1.1b \\
         max_target_length=2048 dtype=bfloat16 remat_policy=minimal num_vocab_tiling=8       on an accelerator
 
@@ -13,7 +14,7 @@ them over the same step compiled with zeros in their place, in alternation, in w
 on the machine disturb less); and the norms by themselves, once for each micro-batch, over a step without them. The
 latter is the upper bound, since within a step they share the reading of the gradients.
 
-The splits have no column for pipeline microbatches, as pipeline stages are not built yet.
+With --stages S, the first table is over micro-batches, pipeline microbatches and both schedules on S stages.
 """
 
 import argparse
@@ -39,11 +40,14 @@ class Variant:
 
     Attributes:
       norms: whether the step takes the norms from which the noise scale follows.
+      microbatches: pipeline microbatches of a micro-batch; 0: as many as stages.
     """
 
     per_device_batch_size: Fraction
     accumulation: int
     norms: bool = True
+    microbatches: int = 0
+    schedule: str = "gpipe"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +87,8 @@ def subjects(variants: Sequence[Variant], num_devices: int, overrides: Sequence[
                 *overrides,
                 f"per_device_batch_size={number_text(variant.per_device_batch_size)}",
                 f"gradient_accumulation_steps={variant.accumulation}",
+                f"num_pipeline_microbatches={variant.microbatches or -1}",
+                f"pipeline_schedule={variant.schedule}",
             ],
         )
         plan, mesh = _plan_and_mesh(config, num_devices)
@@ -236,6 +242,7 @@ def split_table(splits: Sequence[Variant], found: dict[Variant, Subject], second
         ]
         rows.append([
             number_text(variant.per_device_batch_size), variant.accumulation,
+            variant.microbatches or "-", variant.schedule if variant.microbatches else "-",
             quartiles([1e3 * subject.examples * t for t in times], ".0f"),
             f"{1e6 * statistics.median(times) / length:.2f}",
             quartiles(ratios(times, seconds[splits[0]]), ".3f"), *memory,
@@ -243,6 +250,8 @@ def split_table(splits: Sequence[Variant], found: dict[Variant, Subject], second
     head = (
         "per_device_batch_size",
         "A",
+        "pipeline microbatches",
+        "schedule",
         "step, ms",
         "us per token",
         "time / first row's",
@@ -273,6 +282,7 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--global-batch", type=int, default=16, help="examples of a step in the first table")
     parser.add_argument("--micro-batch", type=int, default=None, help="examples of a pass in the second; default: 1/8")
+    parser.add_argument("--stages", type=int, default=1, help="pipeline stages, over which layers are passed once")
     parser.add_argument("--repeats", type=int, default=12)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_args()
@@ -294,6 +304,19 @@ def main() -> None:
 
     counts = [a for a in (1, 2, 4, 8, 16) if arguments.global_batch % a == 0]
     splits = [variant(arguments.global_batch // a, a) for a in counts]
+    if arguments.stages > 1:
+        layers = config.base_num_decoder_layers // arguments.stages
+        arguments.overrides += [
+            f"ici_pipeline_parallelism={arguments.stages}",
+            f"num_layers_per_pipeline_stage={layers}",
+        ]
+        splits = [
+            dataclasses.replace(split, microbatches=microbatches, schedule=schedule)
+            for split in splits
+            for microbatches in (arguments.stages, 2 * arguments.stages, 4 * arguments.stages)
+            for schedule in ("gpipe", "1f1b")
+            if arguments.global_batch // split.accumulation % microbatches == 0
+        ]
     same = [variant(micro, a) for a in (1, 2, 4, 8)]
     with_norms, without = variant(micro, 8), variant(micro, 8, norms=False)
     turns = list(dict.fromkeys([*splits, *same]))

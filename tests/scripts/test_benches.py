@@ -1,0 +1,28 @@
+"""The benches run and print whole tables; what they measure is not looked at."""
+
+import os
+import subprocess
+import sys
+
+from tests.source_tree import REPOSITORY
+from tests.training.conftest import TINY
+
+
+def test_accumulation_over_a_pipeline():
+    done = subprocess.run(
+        [sys.executable, "scripts/bench_accumulation.py", "--devices", "2", "--stages", "2", "--global-batch", "4",
+         "--micro-batch", "2", "--repeats", "2", *TINY, "warmup_steps=1"],
+        cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True, timeout=300,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    splits, accumulation, noise = (part.strip().splitlines() for part in done.stdout.split(":\n\n")[1:])
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in splits[2:] if line.startswith("|")]
+    # (A, pipeline microbatches, schedule): M must divide the micro-batch of 4 / A rows
+    assert [tuple(row[1:4]) for row in cells] == [
+        ("1", "2", "gpipe"), ("1", "2", "1f1b"), ("1", "4", "gpipe"), ("1", "4", "1f1b"),
+        ("2", "2", "gpipe"), ("2", "2", "1f1b"),
+    ]  # fmt: skip
+    assert all(float(row[-2]) > 0 for row in cells)
+    assert [line.split("|")[1].strip() for line in accumulation[2:6]] == ["1", "2", "4", "8"]
+    assert noise[0].startswith("| wall-clock time")
