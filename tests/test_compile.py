@@ -61,7 +61,9 @@ def test_tables_of_the_devices_that_are_there(capsys):
     (query,) = [line for line in lines if line.startswith("layers.attention.query")]
     shape, axes, split = "2 x 2 x 16 x 4 x 4", "replica layers embed heads head_dim", "data stage fsdp tensor -"
     assert query.split() == f"layers.attention.query {shape} float32 {axes} {split} 512".split()
-    assert [line.split()[:2] for line in lines if line.startswith("all-gather")] == [["all-gather", "fsdp"]]
+    gathers = {tuple(line.split()[:2]) for line in lines if line.startswith("all-gather")}
+    assert ("all-gather", "fsdp") in gathers
+    assert ("all-gather", "data") not in gathers
     meeting = lines.index(next(line for line in lines if line.startswith("collectives every 30 steps")))
     assert lines[meeting + 1].split()[:2] == ["all-reduce", "data"]
     assert any(line.startswith("temporaries") for line in lines)

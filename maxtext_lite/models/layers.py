@@ -198,7 +198,10 @@ class Embedding(nnx.Module):
         """The tokens' vectors [B, T, D], in `dtype`."""
         # Gathered over `embed` first: a look-up in a table split both ways is what partitioners do worst.
         table_VD = constrain(self.table[...], ("vocab", None))
-        return constrain(table_VD[token_BT].astype(dtype), ("end_batch", *RESIDUAL_AXES[1:]))
+        # Each device finds what its part of the vocabulary has, and only then are tokens split over `tensor`: asked for
+        # its own tokens at once, it would be given the whole table.
+        x_BTD = constrain(table_VD[token_BT].astype(dtype), ("end_batch", "length", "activation_embed"))
+        return constrain(x_BTD, ("end_batch", *RESIDUAL_AXES[1:]))
 
 
 class Head(nnx.Module):

@@ -14,10 +14,9 @@ _COLLECTIVE = re.compile(
     r"(?:replica_groups|source_target_pairs)="
     r"(?P<groups>mesh\[.*?\{[^}]*\}|\{\{.*?\}\}|\{\}|\[\S+\]<=\[[\d,]+\](?:T\([\d,]+\))?)"
 )
-_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*?\{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*?\{\n(.*?)^\}(?:$|, execution_thread)", re.MULTILINE | re.DOTALL)
 _CALLED = re.compile(r"\b(body|condition|calls|to_apply|\w+_computations?)=(\{[^}]*\}|%?[\w.\-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_LIMIT = re.compile(r"= s32\[\]\S* constant\((\d+)\)")
 _MEGASCALE = re.compile(r"= \((?P<result>\w+\[[\d,]*\]).*? send\(.*?_xla_megascale_transfer_type=\"(?P<kind>\w+)\"")
 _MEGASCALE_KINDS = {"ONE_TO_ONE": "collective-permute"}
 _ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,<=]*)\]")
@@ -147,17 +146,40 @@ def _runs(bodies: Mapping[str, str], entry: str, trips_where_unknown: int | None
 
 
 def _trips(line: str, bodies: Mapping[str, str], where_unknown: int | None) -> int | None:
-    """Trips of a loop: as XLA noted them, or the one limit that its condition compares a counter with.
-
-    jax's loops count from 0 by 1; XLA notes the trips where it made them count otherwise.
-    """
+    """Trips of a loop: as XLA noted them, or as its condition and body say that count up to a limit, from 0."""
     known = _TRIPS.search(line)
     if known:
         return int(known[1])
-    condition = re.search(r"condition=%?([\w.\-]+)", line)
-    body = bodies.get(condition[1], "") if condition else ""
-    limits = _LIMIT.findall(body)
-    return int(limits[0]) if len(limits) == 1 and "direction=LT" in body else where_unknown
+    condition, body = (bodies.get(name, "") for name in _loop_parts(line))
+    limit = re.search(r"ROOT .* compare\(%?([\w.\-]+), %?([\w.\-]+)\), direction=LT", condition)
+    counter = limit and re.search(r" get-tuple-element\(.*index=(\d+)", _definition(limit[1], condition))
+    if not counter or not limit:
+        return where_unknown
+    root = re.search(r"ROOT .* tuple\((.*?)\)", body)
+    following = re.sub(r"/\*.*?\*/", "", root[1]).split(",") if root else []
+    added = (
+        re.search(r" add\((.*?)\)", _definition(following[int(counter[1])].strip(" %"), body)) if following else None
+    )
+    steps = [_constant(name.strip(" %"), body) for name in added[1].split(",")] if added else []
+    upper, step = _constant(limit[2], condition), next((step for step in steps if step), None)
+    return where_unknown if upper is None or step is None else -(-upper // step)
+
+
+def _loop_parts(line: str) -> tuple[str, str]:
+    """The names of a loop's condition and body."""
+    condition, body = (re.search(rf"{word}=%?([\w.\-]+)", line) for word in ("condition", "body"))
+    return (condition[1] if condition else "", body[1] if body else "")
+
+
+def _definition(name: str, computation: str) -> str:
+    """The line of a computation that defines a name; "" where none does."""
+    found = re.search(rf"^\s*(?:ROOT )?%?{re.escape(name)} = .*$", computation, re.MULTILINE)
+    return found[0] if found else ""
+
+
+def _constant(name: str, computation: str) -> int | None:
+    found = re.search(r" constant\((\d+)\)", _definition(name, computation))
+    return int(found[1]) if found else None
 
 
 def _payload_bytes(kind: str, is_start: bool, result: str, groups: tuple[tuple[int, ...], ...]) -> int:

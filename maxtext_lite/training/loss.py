@@ -188,7 +188,9 @@ def hidden_loss(
     decoder: Decoder, params: Any, x_BTD: jax.Array, rows: dict[str, jax.Array], config: NumericsConfig
 ) -> tuple[jax.Array, LossSums]:
     """`next_token_loss` from the final hidden states, without auxiliary losses; looks at `targets` and `weights`."""
-    head_DV = decoder.head(params).astype(x_BTD.dtype)
+    # Gathered here, each once: their two uses, for logits and for the gradient, could each do so.
+    x_BTD = constrain(x_BTD, ("end_batch", "length", "activation_embed"))
+    head_DV = constrain(decoder.head(params).astype(x_BTD.dtype), (None, "vocab"))
     return cross_entropy(
         x_BTD, head_DV, rows["targets"], rows["weights"], config.z_loss_multiplier, config.num_vocab_tiling
     )

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.hlo import collectives
 
 from maxtext_lite.models import context_attention
 from maxtext_lite.models.attention import attention
 from maxtext_lite.models.context_attention import STRATEGIES, tile_tokens
 from maxtext_lite.parallel import MESH_AXES, context_order, make_mesh, sharding
+from maxtext_lite.parallel.hlo import collectives
 
 B, N, K, H = 2, 4, 2, 8
 AXES = ("batch", "length", "activation_heads", None)

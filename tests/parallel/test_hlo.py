@@ -84,7 +84,7 @@ ACCELERATOR = """HloModule jit_step, is_scheduled=true, num_partitions=4
 }
 
 %condition (p: (s32[], bf16[8,128])) -> pred[] {
-  %limit = s32[]{:T(128)} constant(6)
+  %limit = s32[]{:T(128)} constant(12)
   %p = (s32[], bf16[8,128]{1,0:T(8,128)(2,1)}) parameter(0)
   %i = s32[] get-tuple-element(%p), index=0
   ROOT %lt = pred[]{:T(512)} compare(%i, %limit), direction=LT
@@ -99,10 +99,16 @@ backend_config={"async_collective_fusion_config":{"flag_start":"-1"}}
 %body (p: (s32[], bf16[8,128])) -> (s32[], bf16[8,128]) {
   %p = (s32[], bf16[8,128]) parameter(0)
   %x = bf16[8,128] get-tuple-element(%p), index=1
+  %kernel.1 = f32[8] custom-call(%x), backend_config={"text":{
+"lines of their own": {"closed": "so"
+}}, metadata={}
   %fusion.1 = bf16[16,128] fusion(%x), kind=kOutput, calls=%part
   %all-gather.8 = bf16[16,128]{1,0} all-gather(%x), channel_id=3, replica_groups={{0,2},{1,3}}, dimensions={0}, \
 backend_config={"async_collective_fusion_config":{"flag_start":"2"}}
-  ROOT %t = (s32[], bf16[8,128]) tuple(%p, %x)
+  %i = s32[] get-tuple-element(%p), index=0
+  %two = s32[]{:T(128)} constant(2)
+  %next = s32[]{:T(128)} add(%i, %two)
+  ROOT %t = (s32[], bf16[8,128]) tuple(%next, /*index=1*/%x)
 }
 
 ENTRY %main (x: bf16[8,128], y: f32[4,8]) -> bf16[8,128] {
@@ -148,6 +154,13 @@ def test_what_accelerators_write_is_read_too():
         ("all-reduce", ("fsdp", "tensor"), 1, 4 * 8 * 4 + 4),
         ("all-reduce", ("data",), 1, 20 * 8 * 128 * 4),
     ]
+
+
+def test_a_loop_that_counts_in_another_way_has_an_unknown_number_of_trips():
+    odd = ACCELERATOR.replace("add(%i, %two)", "multiply(%i, %two)")
+    assert odd != ACCELERATOR
+    assert next(c.times for c in collectives(odd)) is None
+    assert next(c.times for c in collectives(odd, trips_where_unknown=3)) == 3
 
 
 def test_groups_are_read_in_every_notation():

@@ -222,6 +222,7 @@ def test_a_tpu_that_is_there_is_used_and_a_run_under_way_is_followed(cloud: Clou
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 0, output
     assert {"create", "scp"} & set(cloud.verbs[before:]) == set()
+    assert cloud.run("status", *TPU) == (0, "my-tpu: ready\nrun=0\nrun=0\n")
 
 
 @pytest.mark.parametrize(("codes", "exit_code"), [((1, 2), 2), ((3, 1), 3), ((0, 1), 1)])
@@ -425,6 +426,14 @@ def test_wrong_arguments_are_refused_before_anything_is_made(cloud: Cloud, argum
     assert code == 2
     assert "error: " + message in output
     assert "create" not in cloud.verbs
+
+
+@pytest.mark.parametrize(("word", "code"), [("--help", 0), ("stat", 2)])
+def test_the_workers_script_says_what_it_takes(tmp_path: Path, word: str, code: int):
+    script = REPOSITORY / "scripts" / "tpu_worker.sh"
+    result = subprocess.run([script, word], env={"HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}, capture_output=True)
+    assert result.returncode == code
+    assert b"tpu_worker.sh start MODULE" in result.stdout
 
 
 def test_what_git_ignores_stays_here(cloud: Cloud):

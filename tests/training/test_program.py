@@ -15,7 +15,10 @@ from tests.training.conftest import TINY, make_setup
 
 # TINY has two layers of 1,920 matrix elements and two norms of 16, a last norm, and two tables of 264 x 16.
 LAYERS, TABLES, NORMS = 2 * 1920 * 4, 2 * 264 * 16 * 4, 5 * 16 * 4  # bytes
+STREAM = 8 * 32 * 16 * 4  # of 8 rows on a device: 16 on fsdp 2
 PARAMETERS = LAYERS + TABLES + NORMS
+TABLE = TABLES // 2
+LAYERS_OF_4_KV_HEADS = LAYERS + 2 * 2 * 16 * 2 * 4 * 4
 
 
 @functools.cache
@@ -45,22 +48,26 @@ TABLES_OF = {
     },
     "data 2 x fsdp 4": {
         ("all-gather", "fsdp"): (30, 2 * LAYERS + TABLES),
-        ("all-reduce", "fsdp"): (7, PARAMETERS + 156),
+        ("all-reduce", "fsdp"): (7, PARAMETERS + 152),
         ("all-reduce", "data"): (3, (LAYERS + TABLES) // 4 + NORMS + 24),  # each device its share
     },
     "fsdp 2 x tensor 4": {
-        ("all-gather", "fsdp"): (30, 17152),
+        ("all-gather", "fsdp"): (30, (2 * LAYERS_OF_4_KV_HEADS + 2 * TABLE) // 4),
         ("all-reduce", "fsdp"): (8, 13240),
-        ("all-reduce", "tensor"): (14, 265324),  # activations
+        # Two in the forward pass and four in the backward pass of each of two layers, two at the ends.
+        ("all-gather", "tensor"): (14, 14 * STREAM),
+        # As many sums, and the look-up's and the loss's; logits' maxima and sums; gradients of norms; scalars.
+        ("all-reduce", "tensor"): (16, 16 * STREAM + 2 * STREAM // 16 + NORMS + 1132),
     },
     "data 4, ZeRO-1, accumulation 4": {
         ("all-reduce", "data"): (16, PARAMETERS + 168),  # once, not four times; a CPU has no reduce-scatter here
         ("all-gather", "data"): (12, PARAMETERS),
     },
     "data 2 x fsdp 2 x tensor 2, local updates": {
-        ("all-gather", "fsdp"): (30, (2 * LAYERS + TABLES) // 2),
+        ("all-gather", "fsdp"): (30, (2 * LAYERS + 2 * TABLE) // 2),
         ("all-reduce", "fsdp"): (8, 25016),
-        ("all-reduce", "tensor"): (14, 132716),
+        ("all-gather", "tensor"): (14, 14 * STREAM // 2),
+        ("all-reduce", "tensor"): (16, 16 * STREAM // 2 + 2 * STREAM // 32 + NORMS + 620),
     },
 }
 
@@ -141,7 +148,7 @@ def test_logical_axes_and_mesh_axes_of_a_parameter():
         p for p in program(*REFERENCES["fsdp 2 x tensor 4"][0]).parameters if p.name == "layers.attention.query"
     ]
     assert query.axes == ("layers", "embed", "heads", "head_dim")
-    assert query.partition_spec == ((), ("fsdp",), ("tensor",), ())
+    assert query.partition_spec == (("stage",), ("fsdp",), ("tensor",), ())
     overrides, _ = REFERENCES["data 2 x fsdp 2 x tensor 2, local updates"]
     (query,) = [p for p in program(*overrides).parameters if p.name == "layers.attention.query"]
     assert query.axes[0] == "replica"
