@@ -10,4 +10,5 @@ cd "$repository"
 workers=$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 if [ "$workers" -gt 8 ]; then workers=8; fi
 if [ "$workers" -lt 2 ]; then workers=2; fi
-run_and_forward_signals "$venv_python" -m pytest -n "$workers" "$@"
+# The tests of a module stay together: they share what they compile.
+run_and_forward_signals "$venv_python" -m pytest -n "$workers" --dist loadscope "$@"

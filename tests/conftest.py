@@ -1,5 +1,6 @@
 """The machine that every test sees: eight simulated CPU devices, set before anything imports jax."""
 
+import gc
 import hashlib
 import os
 import platform
@@ -16,6 +17,9 @@ os.environ["XLA_FLAGS"] = (
 # XLA gives the simulated devices one thread each. Steps dispatched ahead take some of them, the others then wait in a
 # collective for a device that no thread is left to run, and XLA aborts after 40 seconds. Twice as many threads suffice.
 os.environ.setdefault("NPROC", str(2 * SIMULATED_DEVICES))
+
+# Tracing makes many objects and few cycles: looking for those after every 700 costs time, more as a process grows.
+gc.set_threshold(50_000, 20, 100)
 
 # Torch, the independent route, shares the cores with the other test processes.
 _workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))

@@ -100,16 +100,14 @@ def compiled(setup):
             found[accumulation, microbatches] = it, it.compile_step(batch)
         return found
 
-    return steps("1f1b", [(1, 4), (8, 4), (1, 32)]), steps("gpipe", [(1, 4), (1, 16)])
+    return steps("1f1b", [(1, 4), (8, 4)]), steps("gpipe", [(1, 4), (1, 16)])
 
 
 def test_memory_is_flat_in_the_pieces_of_a_step_where_gpipes_grows(compiled):
     interleaved, gpipe = (
         {sizes: step.memory_analysis().temp_size_in_bytes for sizes, (_, step) in steps.items()} for steps in compiled
     )
-    # 2 S to 16 S pieces, as micro-batches or as microbatches
-    for sizes in ((8, 4), (1, 32)):
-        assert abs(interleaved[sizes] - interleaved[1, 4]) <= 0.05 * interleaved[1, 4]
+    assert abs(interleaved[8, 4] - interleaved[1, 4]) <= 0.05 * interleaved[1, 4]  # 2 S to 16 S pieces
     assert gpipe[1, 16] > 2 * gpipe[1, 4] > 2 * interleaved[1, 4]
 
 

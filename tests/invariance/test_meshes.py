@@ -1,0 +1,73 @@
+"""Ways to arrange 1, 2, 4 and 8 devices along the six axes, dense and with experts: the gradients of one device."""
+
+import itertools
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from maxtext_lite.parallel import MESH_AXES, Pipeline
+
+# Every axis may be 8: heads, experts, widths, layers and tokens that it divides.
+MODEL = (
+    "optimizer=sgd", "gradient_clipping_threshold=0", "z_loss_multiplier=1e-3", "base_num_query_heads=8",
+    "base_num_kv_heads=8", "head_dim=2", "base_num_decoder_layers=8",
+)  # fmt: skip
+EXPERTS = (
+    "num_experts=8", "num_experts_per_tok=2", "base_moe_mlp_dim=8", "shared_experts=1", "initializer_range=0.2",
+    "load_balance_loss_weight=0.5", "router_z_loss_multiplier=0.05", "routed_bias=true",
+)  # fmt: skip
+
+
+def factorizations(num_devices):
+    """All sizes of the six axes whose product is `num_devices`, a power of two."""
+    powers = range(num_devices.bit_length())
+    for exponents in itertools.product(powers, repeat=len(MESH_AXES)):
+        if 2 ** sum(exponents) == num_devices:
+            yield {axis: 2**power for axis, power in zip(MESH_AXES, exponents, strict=True) if power}
+
+
+SMALL = [mesh for number in (1, 2, 4) for mesh in factorizations(number)]
+LARGE = list(factorizations(8))
+MESHES = [*SMALL, *LARGE[::3]]
+"""All 28 of up to 4 devices, and 19 of the 56 of 8."""
+
+
+def test_there_are_as_many_as_there_should_be():
+    assert (len(SMALL), len(LARGE), len(MESHES)) == (1 + 6 + 21, 56, 47)
+    assert {axis for mesh in MESHES for axis in mesh} == set(MESH_AXES)
+
+
+@pytest.fixture(scope="module")
+def on_one_device(setup, rows):
+    """For each model, the step of all rows at once."""
+    found = {}
+    for keys in (MODEL, (*MODEL, *EXPERTS)):
+        it = setup(*keys)
+        found[keys] = it.gradients(it.initial.params, it.batch(rows, 1, 16))
+    return found
+
+
+@pytest.mark.parametrize("number", range(len(MESHES)), ids=lambda number: str(MESHES[number] or "one device"))
+def test_the_step_is_that_of_one_device(number, setup, rows, agrees, on_one_device):
+    """Experts wherever their axis is, and every other time; one or two micro-batches and both schedules in turn."""
+    mesh = MESHES[number]
+    keys = (*MODEL, *EXPERTS) if "expert" in mesh or number % 2 else MODEL
+    want = on_one_device[keys]
+    pipeline = None
+    if "stage" in mesh:
+        stages = mesh["stage"]
+        pipeline = Pipeline(stages, stages, *((1, "1f1b") if number % 3 else (8 // stages // 2 or 1, "gpipe")))
+    it = setup(*keys, **mesh, pipeline=pipeline)
+    accumulation = 1 + number % 2
+    shards = math.prod(mesh.get(axis, 1) for axis in ("data", "fsdp", "expert", "stage"))
+    slots = max(16 // accumulation, shards)
+    got = it.gradients(it.state().params, it.batch(rows, accumulation, slots))
+    agrees(jax.tree.map(lambda g, like: np.reshape(g, like.shape), got.gradients, want.gradients), want.gradients)
+    np.testing.assert_allclose(got.loss, want.loss, rtol=1e-5)
+    np.testing.assert_allclose(got.z_loss, want.z_loss, rtol=1e-5)
+    assert sorted(got.aux) == sorted(want.aux)
+    for name, value in want.aux.items():
+        np.testing.assert_allclose(got.aux[name], value, rtol=1e-5, err_msg=name)
+    assert (got.target_tokens, got.examples) == (want.target_tokens, want.examples)
