@@ -226,11 +226,11 @@ def test_a_folder_that_is_no_environment_is_left_alone(checkout: Checkout):
 def test_the_test_script_and_ci_run_pytest_on_the_whole_suite_and_pass_arguments_on(checkout: Checkout):
     code, output = checkout.run("scripts/test.sh", "tests/config", "-x")
     assert code == 0, output
-    assert re.fullmatch(r"-m pytest -n \d+ tests/config -x", checkout.calls[-1])
+    assert re.fullmatch(r"-m pytest -n \d+ --dist loadscope tests/config -x", checkout.calls[-1])
     checkout.answer("pytest", "exit 5")
     code, _ = checkout.run(".ci/run", CI="true")
     assert code == 5
-    assert re.fullmatch(r"-m pytest -n \d+", checkout.calls[-1])
+    assert re.fullmatch(r"-m pytest -n \d+ --dist loadscope", checkout.calls[-1])
 
 
 def test_help_describes_the_training_script_and_does_nothing(checkout: Checkout):
