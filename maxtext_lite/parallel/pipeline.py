@@ -234,8 +234,7 @@ class Pipeline:
 
     def _joined(self, x_PM: jax.Array, axes: tuple[str, ...]) -> jax.Array:
         """The first stage's pieces [P, M, B / M, ...] as [B, ...], with the rows shared out among stages."""
-        x_M = jnp.sum(jnp.where(_of_first_stage(x_PM), x_PM, 0), axis=0, dtype=x_PM.dtype)
-        x_M = constrain(x_M, ("stages", *axes))
+        x_M = constrain(_taken(x_PM, 0), ("stages", *axes))
         shards = num_shards("batch")
         x = x_M.reshape(x_M.shape[0], shards, -1, *x_M.shape[2:]).swapaxes(0, 1)
         return constrain(x.reshape(-1, *x_M.shape[2:]), ("end_batch", *axes[1:]))
