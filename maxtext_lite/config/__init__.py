@@ -2,6 +2,7 @@
 
 from maxtext_lite.config.errors import Refusal, UserError
 from maxtext_lite.config.load import ConfigError, load_config, packaged_directory, packaged_file
+from maxtext_lite.config.model_parts import Mla, RopeScaling
 from maxtext_lite.config.remat import Remat, remat_of
 from maxtext_lite.config.resolved import describe, write_resolved
 from maxtext_lite.config.schema import (
@@ -26,11 +27,13 @@ __all__ = [
     "DataConfig",
     "LocalUpdatesConfig",
     "MeshConfig",
+    "Mla",
     "ModelConfig",
     "NumericsConfig",
     "OptimizerConfig",
     "Refusal",
     "Remat",
+    "RopeScaling",
     "RunConfig",
     "UserError",
     "YamlValue",

@@ -1,9 +1,10 @@
 """How the user is told what is wrong: key, value, rule, nearest legal value."""
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import cast
 
 
 class UserError(Exception):
@@ -51,6 +52,9 @@ def value_text(value: object) -> str:
         return "true" if value else "false"
     if isinstance(value, int | float | Fraction):
         return number_text(value)
+    if isinstance(value, Mapping):
+        entries = cast("Mapping[object, object]", value).items()
+        return "{" + ", ".join(f"{name}: {value_text(entry)}" for name, entry in entries) + "}"
     return str(value)
 
 

@@ -158,6 +158,8 @@ NotNegative = Annotated[float, BeforeValidator(_real(0.0))]
 """A finite number of at least 0."""
 Share = Annotated[float, BeforeValidator(_real(0.0, 1.0))]
 """A number in [0, 1]."""
+PositiveShare = Annotated[float, BeforeValidator(_real(above=0.0, maximum=1.0, example=1.0))]
+"""A number in (0, 1]."""
 Decay = Annotated[float, BeforeValidator(_real(0.0, below=1.0, example=0.9))]
 """A number in [0, 1): the decay of a running mean."""
 Exact = Annotated[Fraction, BeforeValidator(_positive()), _exactly]

@@ -21,11 +21,13 @@ from maxtext_lite.config.kinds import (
     Name,
     NotNegative,
     Positive,
+    PositiveShare,
     Seed,
     SeedOrMinusOne,
     Share,
     Text,
 )
+from maxtext_lite.config.model_parts import MlaOrNone, RopeScalingOrNone
 
 
 class Section(BaseModel):
@@ -140,9 +142,28 @@ class ModelConfig(Section):
     head_dim: Count
     base_mlp_dim: Count
     base_num_decoder_layers: Count
-    rope_max_timescale: Positive
+    normalization: Literal["rms_norm", "rms_norm_plus_one", "layer_norm"]
+    norm_placement: Literal["pre", "post", "both"]
     normalization_layer_epsilon: Positive
+    mlp_activation: Literal["silu", "gelu", "gelu_tanh", "clamped_silu"]
+    gated_mlp: Flag
+    mlp_bias: Flag
+    attention_bias: Literal["none", "qkv", "all"]
+    qk_norm: Literal["none", "head", "all_heads"]
+    layer_pattern: Name
+    sliding_window_size: CountOrZero
+    attn_logits_soft_cap: NotNegative
+    attention_sinks: Flag
+    query_pre_attn_scalar: NotNegative
+    mla: MlaOrNone
+    rope_max_timescale: Positive
+    rope_local_max_timescale: NotNegative
+    rope_scaling: RopeScalingOrNone
+    partial_rotary_factor: PositiveShare
+    trainable_position_size: CountOrZero
+    scale_embeddings: Flag
     logits_via_embedding: Flag
+    final_logits_soft_cap: NotNegative
     initializer_range: NotNegative
     num_experts: Count
     num_experts_per_tok: Count
@@ -155,11 +176,32 @@ class ModelConfig(Section):
     n_routing_groups: Count
     topk_routing_group: Count
     routed_bias: Flag
+    expert_bias: Flag
+    first_num_dense_layers: CountOrZero
 
     @property
     def moe_mlp_dim(self) -> int:
         """Width of one expert."""
         return self.base_mlp_dim if self.base_moe_mlp_dim == -1 else self.base_moe_mlp_dim
+
+    @property
+    def pattern(self) -> tuple[str, ...]:
+        """The kinds of the first layers, which those after them repeat."""
+        return tuple(kind.strip() for kind in self.layer_pattern.split(","))
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dims of a head that are rotated; 0 where positions are learned."""
+        if self.trainable_position_size:
+            return 0
+        if self.mla is not None:
+            return self.mla.qk_rope_head_dim
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a head's values."""
+        return self.head_dim if self.mla is None else self.mla.v_head_dim
 
 
 class NumericsConfig(Section):

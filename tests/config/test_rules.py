@@ -35,6 +35,22 @@ REFUSED = {
                             "that works: -1.",
     "routed_bias=true": "routed_bias=true has no use with num_experts=1, a model without experts. Nearest that works: "
                         "false.",
+    "expert_bias=true": "expert_bias=true has no use with num_experts=1, a model without experts. Nearest that works: "
+                        "false.",
+    "first_num_dense_layers=1": "first_num_dense_layers=1 has no use with num_experts=1, a model without experts. "
+                                "Nearest that works: 0.",
+    "layer_pattern=global,lokal": "layer_pattern=global,lokal names 'lokal', which is none of global, local, nope. "
+                                  "Nearest that works: global,global.",
+    "layer_pattern=local,global": "sliding_window_size=0 with layer_pattern=local,global: local layers see no token. "
+                                  "Nearest that works: sliding_window_size=256.",
+    "sliding_window_size=16": "sliding_window_size=16 has no use with layer_pattern=global. Nearest that work: 0 or "
+                              "layer_pattern=local.",
+    "rope_local_max_timescale=100": "rope_local_max_timescale=100 has no use with layer_pattern=global. Nearest that "
+                                    "works: 0.",
+    "partial_rotary_factor=0.2": "partial_rotary_factor=0.2 x head_dim=16 rotates 3 dims, not an even number. Nearest "
+                                 "that work: 0.125 or 0.25.",
+    "trainable_position_size=128": "trainable_position_size=128 is less than max_target_length=256. Nearest that "
+                                   "works: 256.",
     "attention=cudnn_flash": "attention=cudnn_flash does not compute in dtype=float32. Nearest that work: "
                              "dtype=bfloat16 or attention=dot_product.",
 }  # fmt: skip
@@ -130,3 +146,28 @@ def test_routing_groups_have_equal_shares_and_enough_experts():
         "topk_routing_group=1 x 3 experts of a group are fewer than num_experts_per_tok=5. Nearest that works: 2.",
     )
     load_config(None, [*keys, "n_routing_groups=4", "topk_routing_group=2"])
+
+
+LATENT = "mla={q_lora_rank: 0, kv_lora_rank: 16, qk_nope_head_dim: 12, qk_rope_head_dim: 4, v_head_dim: 8}"
+
+
+@pytest.mark.parametrize(("overrides", "message"), [
+    (["gated_mlp=false", "mlp_activation=clamped_silu"],
+     "gated_mlp=false with mlp_activation=clamped_silu: it clamps the gate too. Nearest that works: true."),
+    (["gated_mlp=false", "num_experts=4"],
+     "gated_mlp=false with num_experts > 1: experts have gates. Nearest that works: true."),
+    ([LATENT, "base_num_kv_heads=8", "head_dim=20"],
+     "head_dim=20 is not the 16 of mla's qk_nope_head_dim + qk_rope_head_dim. Nearest that works: 16."),
+    ([LATENT], "base_num_kv_heads=4 with " + LATENT + ": latent attention has its own. Nearest that works: 8."),
+    ([LATENT, "base_num_kv_heads=8", "layer_pattern=nope"],
+     "layer_pattern=nope has layers without rotation beside mla. Nearest that works: global."),
+    (["trainable_position_size=256", "rope_scaling={rope_type: ntk, factor: 2}"],
+     "trainable_position_size=256 contradicts rope_scaling={rope_type: ntk, factor: 2}, which is about rotation. "
+     "Nearest that works: 0."),
+    (["num_experts=4", "first_num_dense_layers=4"],
+     "first_num_dense_layers=4 leaves none of base_num_decoder_layers=4 for experts. Nearest that works: 3."),
+])  # fmt: skip
+def test_parts_of_a_model_that_do_not_go_together_are_refused(overrides, message):
+    with pytest.raises(UserError) as refused:
+        load_config(None, overrides)
+    assert refused.value.problems == (message,)

@@ -1,0 +1,179 @@
+"""Keys whose value is a mapping: the rescaling of rotary positions, and latent attention's widths."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Self, cast
+
+from pydantic import BeforeValidator, PlainSerializer
+
+from maxtext_lite.config.errors import WrongKind, any_of, did_you_mean, value_text
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """A frozen mapping with known entries; those that are None were not given."""
+
+    def to_mapping(self) -> dict[str, object]:
+        """The entries that were given."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+
+    def __str__(self) -> str:
+        return value_text(self.to_mapping())
+
+    @classmethod
+    def checked(cls, values: Mapping[str, Any]) -> Self:
+        """The part with these entries.
+
+        Raises:
+          WrongKind: an entry is unknown, missing or not a number in its range.
+        """
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling(_Part):
+    """How rotary wavelengths are changed for sequences longer than a model was first trained on; {}: not at all.
+
+    Attributes:
+      rope_type: linear and ntk divide every wavelength's frequency alike or by its rank; dynamic is ntk by as much as
+        the longest position of a row asks for; llama3 and yarn change long wavelengths and leave short ones.
+      factor: ratio of the new length to the original one.
+      original_max_position_embeddings: tokens of the original length.
+      low_freq_factor, high_freq_factor: llama3: the original length over the wavelengths between which it blends.
+      beta_fast, beta_slow: yarn: turns within the original length between which it blends.
+      attention_factor: yarn: what cosines and sines are multiplied by; not given: it follows from factor.
+      mscale, mscale_all_dim: yarn as DeepSeek has it: the factors of the rotation and of the scores.
+      truncate: yarn: the bounds of the blend are whole planes.
+    Source: ntk is bloc97 2023; yarn is Peng et al. 2023, arXiv:2309.00071; llama3 is Dubey et al. 2024,
+      arXiv:2407.21783, section 3.4.1.
+    """
+
+    rope_type: str
+    factor: float | None = None
+    original_max_position_embeddings: int | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool | None = None
+
+    @classmethod
+    def checked(cls, values: Mapping[str, Any]) -> Self:
+        """See _Part."""
+        kind = values.get("rope_type")
+        if kind not in _ROPE_ENTRIES:
+            raise WrongKind(f"needs a rope_type: {any_of(list(_ROPE_ENTRIES))}.")
+        needed, optional = _ROPE_ENTRIES[str(kind)]
+        _refuse_entries(f"rope_type={kind}", values, {"rope_type", *needed, *optional}, needed)
+        for name, value in values.items():
+            if name == "truncate":
+                if not isinstance(value, bool):
+                    raise WrongKind("has a truncate that is not true or false.")
+            elif name == "original_max_position_embeddings":
+                _whole_entry(name, value, 1)
+            elif name != "rope_type":
+                _number_entry(name, value, 1.0 if name == "factor" else 0.0)
+        entries: dict[str, Any] = {name: float(value) if _is_real(name) else value for name, value in values.items()}
+        if kind == "llama3" and not entries["low_freq_factor"] < entries["high_freq_factor"]:
+            raise WrongKind("has a low_freq_factor that is not below its high_freq_factor.")
+        return cls(**entries)
+
+
+_ROPE_ENTRIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "linear": (("factor",), ()),
+    "ntk": (("factor",), ()),
+    "dynamic": (("factor", "original_max_position_embeddings"), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
+    "yarn": (
+        ("factor", "original_max_position_embeddings"),
+        ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
+    ),
+}
+"""For each rope_type, the entries that it must have and those that it may have."""
+
+
+def _is_real(name: str) -> bool:
+    return name not in ("rope_type", "original_max_position_embeddings", "truncate")
+
+
+@dataclasses.dataclass(frozen=True)
+class Mla(_Part):
+    """Widths of multi-head latent attention; {}: ordinary attention. Source: DeepSeek-AI 2024, arXiv:2405.04434, 2.1.
+
+    Attributes:
+      q_lora_rank: of the latent vector that queries are made of; 0: they are made of the stream itself.
+      kv_lora_rank: of the one that keys and values are made of.
+      qk_nope_head_dim: dims of a head that are not rotated.
+      qk_rope_head_dim: dims that are, shared by the keys of all heads.
+      v_head_dim: of a value.
+    """
+
+    q_lora_rank: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+    @classmethod
+    def checked(cls, values: Mapping[str, Any]) -> Self:
+        """See _Part."""
+        names = tuple(field.name for field in dataclasses.fields(cls))
+        _refuse_entries("latent attention", values, set(names), names)
+        for name, value in values.items():
+            _whole_entry(name, value, 0 if name == "q_lora_rank" else 1)
+        if values["qk_rope_head_dim"] % 2:
+            raise WrongKind("has a qk_rope_head_dim that is odd; it must be even for rotary positions.")
+        return cls(**values)
+
+
+def _refuse_entries(what: str, values: Mapping[str, Any], known: set[str], needed: tuple[str, ...]) -> None:
+    for name in values:
+        if name not in known:
+            others = ", ".join(sorted(known))
+            raise WrongKind(f"has {name}, which {what} does not; it has {others}.{did_you_mean(name, known)}")
+    for name in needed:
+        if name not in values:
+            raise WrongKind(f"lacks {name}, which {what} needs.")
+
+
+def _number_entry(name: str, value: object, minimum: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise WrongKind(f"has {name}={value_text(value)}, which is not a finite number.")
+    if value < minimum:
+        raise WrongKind(f"has {name}={value_text(value)}; it must be at least {value_text(minimum)}.")
+
+
+def _whole_entry(name: str, value: object, minimum: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise WrongKind(f"has {name}={value_text(value)}; it must be an integer of at least {minimum}.")
+
+
+def _mapping_of(kind: type[_Part]) -> Callable[[object], object]:
+    def check(value: object) -> object:
+        if isinstance(value, kind) or value is None:
+            return value
+        if not isinstance(value, dict):
+            raise WrongKind("is not a mapping, as {name: value}.", ({},))
+        entries = cast("dict[str, Any]", value)
+        try:
+            return kind.checked(entries) if entries else None
+        except WrongKind as error:
+            raise WrongKind(str(error), error.nearest or ({},)) from None
+
+    return check
+
+
+def _serialised(value: _Part | None) -> dict[str, object]:
+    return {} if value is None else value.to_mapping()
+
+
+RopeScalingOrNone = Annotated[
+    RopeScaling | None, BeforeValidator(_mapping_of(RopeScaling)), PlainSerializer(_serialised)
+]
+"""A mapping that makes a RopeScaling; {} is none."""
+MlaOrNone = Annotated[Mla | None, BeforeValidator(_mapping_of(Mla)), PlainSerializer(_serialised)]
+"""A mapping that makes an Mla; {} is none."""
