@@ -7,9 +7,10 @@ Names of arrays of rank 2 and more end in one letter per dim (global sizes), her
     H head width          L layers              P stages              M pipeline microbatches
     A accumulation        E experts             R data replicas       G query heads per kv head
     J experts of a token  C slots of an expert  U rows given to experts, one for each of a token's
+    W value width, H where the two are the same
 """
 
-from maxtext_lite.models.attention import resolve_attention
+from maxtext_lite.models.attention import Scoring, resolve_attention
 from maxtext_lite.models.decoder import Decoder, DecoderShape, Stream, stream_axes, unstacked
 from maxtext_lite.models.decoding import KVCache, Sampling, sample_token
 from maxtext_lite.models.moe import BALANCE, DROPPED, LOAD, ROUTER_Z, ExpertShape
@@ -24,6 +25,7 @@ __all__ = [
     "ExpertShape",
     "KVCache",
     "Sampling",
+    "Scoring",
     "Stream",
     "resolve_attention",
     "sample_token",

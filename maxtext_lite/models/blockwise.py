@@ -4,6 +4,7 @@ Half of the square of scores is never computed, none of it is kept: the backward
 of each row. Source: Dao 2023, arXiv:2307.08691, section 3, for whole examples without its inner loop over keys.
 """
 
+import dataclasses
 import functools
 import math
 from typing import Any, NamedTuple
@@ -19,6 +20,49 @@ _MASKED = -1e30  # finite: a row without any key inside a block must not give in
 _dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 Index = int | jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Scoring:
+    """How queries score keys, and which they score.
+
+    Attributes:
+      scale: what the product of a query and a key is multiplied by; None: the keys' width H ** -0.5.
+      window: keys a query may see: its own and those of the window - 1 tokens before it; None: all that come no later.
+      soft_cap: c in c * tanh(score / c), which bounds a score; None: scores stay as they are.
+
+    Raises:
+      ValueError: the window or the cap is not positive.
+    Source: windows, Beltagy et al. 2020, arXiv:2004.05150, section 3.1; the cap, Gemma 2, arXiv:2408.00118, section 2.
+    """
+
+    scale: float | None = None
+    window: int | None = None
+    soft_cap: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window={self.window} keys leaves a query without its own. Nearest that works: 1.")
+        if self.soft_cap is not None and self.soft_cap <= 0:
+            raise ValueError(f"soft_cap={self.soft_cap} is not positive. Nearest that works: None.")
+
+    def scale_of(self, key_dim: int) -> float:
+        """The scale for keys of this width."""
+        return key_dim**-0.5 if self.scale is None else self.scale
+
+    def score(self, product: jax.Array, key_dim: int) -> jax.Array:
+        """Scores of any shape from the products of queries and keys of this width, in their dtype."""
+        score = product * self.scale_of(key_dim)
+        return score if self.soft_cap is None else self.soft_cap * jnp.tanh(score / self.soft_cap)
+
+    def dproduct(self, dscore: jax.Array, score: jax.Array, key_dim: int) -> jax.Array:
+        """The gradient of the products, from that of their scores and the scores themselves."""
+        dproduct = dscore * self.scale_of(key_dim)
+        return dproduct if self.soft_cap is None else dproduct * (1 - jnp.square(score / self.soft_cap))
+
+
+PLAIN = Scoring()
+"""Llama's: every key that comes no later, by its product with the query over the root of their width."""
 
 
 def block_queries(num_tokens: int) -> int:
@@ -37,13 +81,13 @@ class Keys(NamedTuple):
     """Keys and values as the forward pass multiplies by them, and their documents."""
 
     k_BKHS: jax.Array
-    v_BKSH: jax.Array
+    v_BKSW: jax.Array
     segment_BS: jax.Array
 
     @classmethod
-    def of(cls, k_BSKH: jax.Array, v_BSKH: jax.Array, segment_BS: jax.Array) -> "Keys":
+    def of(cls, k_BSKH: jax.Array, v_BSKW: jax.Array, segment_BS: jax.Array) -> "Keys":
         """Keys and values as they come from the projections, turned."""
-        return cls(k_BSKH.transpose(0, 2, 3, 1), v_BSKH.transpose(0, 2, 1, 3), segment_BS)
+        return cls(k_BSKH.transpose(0, 2, 3, 1), v_BSKW.transpose(0, 2, 1, 3), segment_BS)
 
     def part(self, first: Index, count: int) -> "Keys":
         """Those of `count` positions."""
@@ -55,14 +99,14 @@ class BackwardKeys(NamedTuple):
 
     k_BKHS: jax.Array
     k_BKSH: jax.Array
-    v_BKHS: jax.Array
+    v_BKWS: jax.Array
     segment_BS: jax.Array
 
     @classmethod
-    def of(cls, k_BSKH: jax.Array, v_BSKH: jax.Array, segment_BS: jax.Array) -> "BackwardKeys":
+    def of(cls, k_BSKH: jax.Array, v_BSKW: jax.Array, segment_BS: jax.Array) -> "BackwardKeys":
         """Keys and values as they come from the projections, turned."""
         k_BKHS, k_BKSH = k_BSKH.transpose(0, 2, 3, 1), k_BSKH.transpose(0, 2, 1, 3)
-        return cls(k_BKHS, k_BKSH, v_BSKH.transpose(0, 2, 3, 1), segment_BS)
+        return cls(k_BKHS, k_BKSH, v_BSKW.transpose(0, 2, 3, 1), segment_BS)
 
     def part(self, first: Index, count: int) -> "BackwardKeys":
         """Those of `count` positions."""
@@ -79,8 +123,8 @@ class BackwardQueries(NamedTuple):
 
     q_BKGTH: jax.Array
     q_BKHGT: jax.Array
-    g_BKGTH: jax.Array
-    g_BKHGT: jax.Array
+    g_BKGTW: jax.Array
+    g_BKWGT: jax.Array
     log_partition_BKGT1: jax.Array
     product_BKGT1: jax.Array
     segment_BT: jax.Array
@@ -89,20 +133,20 @@ class BackwardQueries(NamedTuple):
     def of(
         cls,
         q_BTNH: jax.Array,
-        g_BTNH: jax.Array,
-        context_BTNH: jax.Array,
+        g_BTNW: jax.Array,
+        context_BTNW: jax.Array,
         log_partition_BKGT1: jax.Array,
         segment_BT: jax.Array,
     ) -> "BackwardQueries":
         """Queries, gradient and context as the forward pass has them, turned."""
         K = log_partition_BKGT1.shape[1]
-        q_BTKGH, g_BTKGH = grouped(q_BTNH, K), grouped(g_BTNH, K)
-        product_BTKG = jnp.sum(g_BTKGH.astype(jnp.float32) * grouped(context_BTNH, K).astype(jnp.float32), axis=-1)
+        q_BTKGH, g_BTKGW = grouped(q_BTNH, K), grouped(g_BTNW, K)
+        product_BTKG = jnp.sum(g_BTKGW.astype(jnp.float32) * grouped(context_BTNW, K).astype(jnp.float32), axis=-1)
         return cls(
             q_BTKGH.transpose(0, 2, 3, 1, 4),
             q_BTKGH.transpose(0, 2, 4, 3, 1),
-            g_BTKGH.transpose(0, 2, 3, 1, 4),
-            g_BTKGH.transpose(0, 2, 4, 3, 1),
+            g_BTKGW.transpose(0, 2, 3, 1, 4),
+            g_BTKGW.transpose(0, 2, 4, 3, 1),
             log_partition_BKGT1,
             product_BTKG.transpose(0, 2, 3, 1)[..., None],
             segment_BT,
@@ -127,103 +171,163 @@ def ungrouped(x_BKGTH: jax.Array) -> jax.Array:
 
 
 def may_see(
-    segment_BT: jax.Array, segment_BS: jax.Array, first_query: Index | None, first_key: Index | None
+    segment_BT: jax.Array,
+    segment_BS: jax.Array,
+    first_query: Index | None,
+    first_key: Index | None,
+    window: int | None = None,
 ) -> jax.Array:
-    """True where a query may look at a key: one of its document that comes no later, [B, 1, 1, T, S].
+    """True where a query may look at a key: one of its document, no later and in its window, [B, 1, 1, T, S].
 
     Args:
-      first_query: number of the first query among the tokens that keys are numbered by too; None: all keys are earlier.
+      first_query: number of the first query among the tokens that keys are numbered by too; None: all keys are earlier
+        and in the window.
       first_key: number of the first key.
+      window: as `Scoring` has it. Within a document, tokens are as far apart as in the row.
     """
     same_document_BTS = segment_BT[:, :, None] == segment_BS[:, None, :]
     if first_query is None or first_key is None:
         return same_document_BTS[:, None, None]
     T, S = segment_BT.shape[1], segment_BS.shape[1]
-    not_later_TS = (first_query + jnp.arange(T))[:, None] >= (first_key + jnp.arange(S))[None, :]
-    return (not_later_TS & same_document_BTS)[:, None, None]
+    query_T1, key_1S = (first_query + jnp.arange(T))[:, None], (first_key + jnp.arange(S))[None, :]
+    seen_TS = query_T1 >= key_1S
+    if window is not None:
+        seen_TS &= query_T1 - key_1S < window
+    return (seen_TS & same_document_BTS)[:, None, None]
 
 
-def attend(q_BKGTH: jax.Array, keys: Keys, seen_B11TS: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Context [B, K, G, T, H] of these keys alone and log-partition [B, K, G, T, 1], float32.
+def attend(
+    q_BKGTH: jax.Array, keys: Keys, seen_B11TS: jax.Array, scoring: Scoring = PLAIN
+) -> tuple[jax.Array, jax.Array]:
+    """Context [B, K, G, T, W] of these keys alone and log-partition [B, K, G, T, 1], float32.
 
     The log-partition of a query that sees none of them is so low that its context counts for nothing in a `merge`.
     """
-    score_BKGTS = _dot("BKGTH,BKHS->BKGTS", q_BKGTH, keys.k_BKHS) * q_BKGTH.shape[-1] ** -0.5
+    score_BKGTS = scoring.score(_dot("BKGTH,BKHS->BKGTS", q_BKGTH, keys.k_BKHS), q_BKGTH.shape[-1])
     score_BKGTS = jnp.where(seen_B11TS, score_BKGTS, _MASKED)
     max_BKGT1 = jnp.max(score_BKGTS, axis=-1, keepdims=True)
     weight_BKGTS = jnp.exp(score_BKGTS - max_BKGT1)
     sum_BKGT1 = jnp.sum(weight_BKGTS, axis=-1, keepdims=True)
-    context_BKGTH = _dot("BKGTS,BKSH->BKGTH", weight_BKGTS.astype(q_BKGTH.dtype), keys.v_BKSH) / sum_BKGT1
-    return context_BKGTH, max_BKGT1 + jnp.log(sum_BKGT1)
+    context_BKGTW = _dot("BKGTS,BKSW->BKGTW", weight_BKGTS.astype(q_BKGTH.dtype), keys.v_BKSW) / sum_BKGT1
+    return context_BKGTW, max_BKGT1 + jnp.log(sum_BKGT1)
 
 
 def merge(one: tuple[jax.Array, jax.Array], other: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
     """Contexts and log-partitions over two sets of keys as those over both; each query sees a key of the first."""
-    (one_BKGTH, one_BKGT1), (other_BKGTH, other_BKGT1) = one, other
+    (one_BKGTW, one_BKGT1), (other_BKGTW, other_BKGT1) = one, other
     both_BKGT1 = jnp.logaddexp(one_BKGT1, other_BKGT1)
     share_BKGT1, other_share_BKGT1 = jnp.exp(one_BKGT1 - both_BKGT1), jnp.exp(other_BKGT1 - both_BKGT1)
-    return share_BKGT1 * one_BKGTH + other_share_BKGT1 * other_BKGTH, both_BKGT1
+    return share_BKGT1 * one_BKGTW + other_share_BKGT1 * other_BKGTW, both_BKGT1
+
+
+def with_sink(found: tuple[jax.Array, jax.Array], sink_N: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """Contexts and log-partitions over all keys as those over the keys and each head's sink, which has no value.
+
+    Source: gpt-oss, arXiv:2508.10925; the idea of sinks is of Xiao et al. 2023, arXiv:2309.17453.
+    """
+    if sink_N is None:
+        return found
+    context_BKGTW, log_partition_BKGT1 = found
+    sink_KG11 = sink_N.astype(jnp.float32).reshape(*log_partition_BKGT1.shape[1:3], 1, 1)
+    both_BKGT1 = jnp.logaddexp(log_partition_BKGT1, sink_KG11)
+    return jnp.exp(log_partition_BKGT1 - both_BKGT1) * context_BKGTW, both_BKGT1
+
+
+def sink_gradient(
+    sink_N: jax.Array | None, log_partition_BKGT1: jax.Array, context_BTNW: jax.Array, g_BTNW: jax.Array
+) -> jax.Array | None:
+    """dsink [N], in the sinks' dtype, from the results of `with_sink` and the gradient of the context."""
+    if sink_N is None:
+        return None
+    product_BTN = jnp.sum(g_BTNW.astype(jnp.float32) * context_BTNW.astype(jnp.float32), axis=-1)
+    log_partition_BTN = ungrouped(log_partition_BKGT1)[..., 0]
+    weight_BTN = jnp.exp(sink_N.astype(jnp.float32) - log_partition_BTN)
+    return -jnp.sum(weight_BTN * product_BTN, axis=(0, 1)).astype(sink_N.dtype)  # as of a key whose value is 0
 
 
 def attend_backward(
-    queries: BackwardQueries, keys: BackwardKeys, seen_B11TS: jax.Array
+    queries: BackwardQueries, keys: BackwardKeys, seen_B11TS: jax.Array, scoring: Scoring = PLAIN
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What these queries and keys add to the gradients: dq [B, K, G, T, H], dk and dv [B, K, H, S], float32."""
-    dtype, scale = queries.q_BKGTH.dtype, queries.q_BKGTH.shape[-1] ** -0.5
-    score_BKGTS = _dot("BKGTH,BKHS->BKGTS", queries.q_BKGTH, keys.k_BKHS) * scale
+    """What these queries and keys add to the gradients, float32: dq [B, K, G, T, H], dk [B, K, H, S], dv [B, K, W, S]."""
+    dtype, H = queries.q_BKGTH.dtype, queries.q_BKGTH.shape[-1]
+    score_BKGTS = scoring.score(_dot("BKGTH,BKHS->BKGTS", queries.q_BKGTH, keys.k_BKHS), H)
     weight_BKGTS = jnp.where(seen_B11TS, jnp.exp(score_BKGTS - queries.log_partition_BKGT1), 0)
-    dweight_BKGTS = _dot("BKGTH,BKHS->BKGTS", queries.g_BKGTH, keys.v_BKHS)
-    dscore_BKGTS = (weight_BKGTS * (dweight_BKGTS - queries.product_BKGT1) * scale).astype(dtype)
-    dq_BKGTH = _dot("BKGTS,BKSH->BKGTH", dscore_BKGTS, keys.k_BKSH)
-    dk_BKHS = _dot("BKHGT,BKGTS->BKHS", queries.q_BKHGT, dscore_BKGTS)
-    dv_BKHS = _dot("BKHGT,BKGTS->BKHS", queries.g_BKHGT, weight_BKGTS.astype(dtype))
-    return dq_BKGTH, dk_BKHS, dv_BKHS
+    dweight_BKGTS = _dot("BKGTW,BKWS->BKGTS", queries.g_BKGTW, keys.v_BKWS)
+    dscore_BKGTS = weight_BKGTS * (dweight_BKGTS - queries.product_BKGT1)
+    dproduct_BKGTS = scoring.dproduct(dscore_BKGTS, score_BKGTS, H).astype(dtype)
+    dq_BKGTH = _dot("BKGTS,BKSH->BKGTH", dproduct_BKGTS, keys.k_BKSH)
+    dk_BKHS = _dot("BKHGT,BKGTS->BKHS", queries.q_BKHGT, dproduct_BKGTS)
+    dv_BKWS = _dot("BKWGT,BKGTS->BKWS", queries.g_BKWGT, weight_BKGTS.astype(dtype))
+    return dq_BKGTH, dk_BKHS, dv_BKWS
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 6))
 def blockwise_attention(
-    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, segment_BT: jax.Array, block: int
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKW: jax.Array,
+    segment_BT: jax.Array,
+    block: int,
+    sink_N: jax.Array | None = None,
+    scoring: Scoring = PLAIN,
 ) -> jax.Array:
-    """`attention` of whole examples, `block` queries at a time over the keys that come no later."""
-    return _forward(q_BTNH, k_BSKH, v_BSKH, segment_BT, block)[0]
+    """`attention` of whole examples, `block` queries at a time over the keys that come no later and in their windows.
+
+    The gradient of the sinks comes with those of queries, keys and values.
+    """
+    return _forward(q_BTNH, k_BSKH, v_BSKW, segment_BT, block, sink_N, scoring)[0]
 
 
-def _blocks(num_tokens: int, block: int) -> list[tuple[int, int]]:
-    return [(first, min(first + block, num_tokens)) for first in range(0, num_tokens, block)]
+def _blocks(num_tokens: int, block: int, window: int | None) -> list[tuple[int, int, int]]:
+    """First key, first query and end of both for each block of queries; keys before it are in no query's window."""
+    unit = min(block, _SMALLEST_BLOCK)  # of a slice of keys: one that starts anywhere is slow on accelerators
+    reach = num_tokens if window is None else window - 1
+    firsts = range(0, num_tokens, block)
+    return [(max(0, first - reach) // unit * unit, first, min(first + block, num_tokens)) for first in firsts]
 
 
-def _forward(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, segment_BT: jax.Array, block: int) -> Any:
+def _forward(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKW: jax.Array,
+    segment_BT: jax.Array,
+    block: int,
+    sink_N: jax.Array | None,
+    scoring: Scoring,
+) -> Any:
     q_BKGTH = grouped(q_BTNH, k_BSKH.shape[2]).transpose(0, 2, 3, 1, 4)
-    keys = Keys.of(k_BSKH, v_BSKH, segment_BT)
+    keys = Keys.of(k_BSKH, v_BSKW, segment_BT)
     contexts, log_partitions = [], []
-    for first, end in _blocks(q_BTNH.shape[1], block):
-        near = keys.part(0, end)
-        seen_B11TS = may_see(segment_BT[:, first:end], near.segment_BS, first, 0)
-        context_BKGTH, log_partition_BKGT1 = attend(q_BKGTH[:, :, :, first:end], near, seen_B11TS)
-        contexts.append(context_BKGTH.astype(q_BTNH.dtype))
+    for start, first, end in _blocks(q_BTNH.shape[1], block, scoring.window):
+        near = keys.part(start, end - start)
+        seen_B11TS = may_see(segment_BT[:, first:end], near.segment_BS, first, start, scoring.window)
+        found = attend(q_BKGTH[:, :, :, first:end], near, seen_B11TS, scoring)
+        context_BKGTW, log_partition_BKGT1 = with_sink(found, sink_N)
+        contexts.append(context_BKGTW.astype(q_BTNH.dtype))
         log_partitions.append(log_partition_BKGT1)
-    context_BTNH = checkpoint_name(ungrouped(jnp.concatenate(contexts, axis=3)), "context")
+    context_BTNW = checkpoint_name(ungrouped(jnp.concatenate(contexts, axis=3)), "context")
     log_partition_BKGT1 = checkpoint_name(jnp.concatenate(log_partitions, axis=3), "context")
-    residuals = (q_BTNH, k_BSKH, v_BSKH, segment_BT, context_BTNH, log_partition_BKGT1)
-    return context_BTNH, residuals
+    residuals = (q_BTNH, k_BSKH, v_BSKW, segment_BT, sink_N, context_BTNW, log_partition_BKGT1)
+    return context_BTNW, residuals
 
 
-def _backward(block: int, residuals: Any, g_BTNH: jax.Array) -> Any:
-    q_BTNH, k_BSKH, v_BSKH, segment_BT, context_BTNH, log_partition_BKGT1 = residuals
+def _backward(block: int, scoring: Scoring, residuals: Any, g_BTNW: jax.Array) -> Any:
+    q_BTNH, k_BSKH, v_BSKW, segment_BT, sink_N, context_BTNW, log_partition_BKGT1 = residuals
     dtype = q_BTNH.dtype
-    queries = BackwardQueries.of(q_BTNH, g_BTNH, context_BTNH, log_partition_BKGT1, segment_BT)
-    keys = BackwardKeys.of(k_BSKH, v_BSKH, segment_BT)
+    queries = BackwardQueries.of(q_BTNH, g_BTNW, context_BTNW, log_partition_BKGT1, segment_BT)
+    keys = BackwardKeys.of(k_BSKH, v_BSKW, segment_BT)
     dq_blocks = []
-    dk_BKHS, dv_BKHS = jnp.zeros(keys.k_BKHS.shape, jnp.float32), jnp.zeros(keys.v_BKHS.shape, jnp.float32)
-    for first, end in _blocks(q_BTNH.shape[1], block):
-        of_block, near = queries.part(first, end - first), keys.part(0, end)
-        seen_B11TS = may_see(of_block.segment_BT, near.segment_BS, first, 0)
-        dq_BKGTH, dk_near_BKHS, dv_near_BKHS = attend_backward(of_block, near, seen_B11TS)
+    dk_BKHS, dv_BKWS = jnp.zeros(keys.k_BKHS.shape, jnp.float32), jnp.zeros(keys.v_BKWS.shape, jnp.float32)
+    for start, first, end in _blocks(q_BTNH.shape[1], block, scoring.window):
+        of_block, near = queries.part(first, end - first), keys.part(start, end - start)
+        seen_B11TS = may_see(of_block.segment_BT, near.segment_BS, first, start, scoring.window)
+        dq_BKGTH, dk_near_BKHS, dv_near_BKWS = attend_backward(of_block, near, seen_B11TS, scoring)
         dq_blocks.append(dq_BKGTH.astype(dtype))
-        dk_BKHS = dk_BKHS.at[..., :end].add(dk_near_BKHS)
-        dv_BKHS = dv_BKHS.at[..., :end].add(dv_near_BKHS)
+        dk_BKHS = dk_BKHS.at[..., start:end].add(dk_near_BKHS)
+        dv_BKWS = dv_BKWS.at[..., start:end].add(dv_near_BKWS)
     dq_BTNH = ungrouped(jnp.concatenate(dq_blocks, axis=3))
-    return dq_BTNH, dk_BKHS.transpose(0, 3, 1, 2).astype(dtype), dv_BKHS.transpose(0, 3, 1, 2).astype(dtype), None
+    dk_BSKH, dv_BSKW = (x.transpose(0, 3, 1, 2).astype(dtype) for x in (dk_BKHS, dv_BKWS))
+    return dq_BTNH, dk_BSKH, dv_BSKW, None, sink_gradient(sink_N, log_partition_BKGT1, context_BTNW, g_BTNW)
 
 
 blockwise_attention.defvjp(_forward, _backward)

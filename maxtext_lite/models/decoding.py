@@ -6,39 +6,68 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from maxtext_lite.models.blockwise import PLAIN, Scoring
+
 
 class KVCache(NamedTuple):
-    """Keys and values of the tokens seen so far: [L, B, S, K, H], or [B, S, K, H] within a layer."""
+    """Keys [L, B, S, K, H] and values [L, B, S, K, W] of the tokens seen so far; without the L within a layer."""
 
     key: jax.Array
     value: jax.Array
 
     @staticmethod
-    def empty(shape: Any, num_sequences: int, num_positions: int) -> "KVCache":
-        """A cache for `num_sequences` of at most `num_positions` tokens, in the decoder shape's dtype."""
-        sizes = (shape.num_layers, num_sequences, num_positions, shape.num_kv_heads, shape.head_dim)
-        return KVCache(jnp.zeros(sizes, shape.dtype), jnp.zeros(sizes, shape.dtype))
+    def empty(
+        *,
+        num_layers: int,
+        num_sequences: int,
+        num_positions: int,
+        num_kv_heads: int,
+        key_dim: int,
+        value_dim: int,
+        dtype: Any,
+    ) -> "KVCache":
+        """A cache for `num_sequences` of at most `num_positions` tokens."""
+        sizes = (num_layers, num_sequences, num_positions, num_kv_heads)
+        return KVCache(jnp.zeros((*sizes, key_dim), dtype), jnp.zeros((*sizes, value_dim), dtype))
 
 
 def cached_attention(
-    q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, position_BT: jax.Array, cache: KVCache
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKW: jax.Array,
+    position_BT: jax.Array,
+    cache: KVCache,
+    sink_N: jax.Array | None = None,
+    *,
+    scoring: Scoring = PLAIN,
 ) -> tuple[jax.Array, KVCache]:
     """Attention of new tokens over the cache, into which their keys and values are written at `position_BT`.
 
+    Args:
+      sink_N: each head's learned score of nothing, which takes part in the softmax; None: no sinks.
+      scoring: how queries score keys, and how many they see.
     Returns:
-      Context [B, T, N, H] in the dtype of q_BTNH, and the cache with the new tokens; the softmax is float32.
+      Context [B, T, N, W] in the dtype of q_BTNH, and the cache with the new tokens; the softmax is float32.
     """
     B, T, N, H = q_BTNH.shape
     row_B1 = jnp.arange(B)[:, None]
     key_BSKH = cache.key.at[row_B1, position_BT].set(k_BTKH.astype(cache.key.dtype))
-    value_BSKH = cache.value.at[row_B1, position_BT].set(v_BTKH.astype(cache.value.dtype))
+    value_BSKW = cache.value.at[row_B1, position_BT].set(v_BTKW.astype(cache.value.dtype))
     q_BTKGH = q_BTNH.reshape(B, T, key_BSKH.shape[2], -1, H)
-    score_BKGTS = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, key_BSKH, preferred_element_type=jnp.float32) * H**-0.5
-    seen_BTS = jnp.arange(key_BSKH.shape[1])[None, None, :] <= position_BT[:, :, None]
+    product_BKGTS = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, key_BSKH, preferred_element_type=jnp.float32)
+    score_BKGTS = scoring.score(product_BKGTS, H)
+    key_11S, query_BT1 = jnp.arange(key_BSKH.shape[1])[None, None, :], position_BT[:, :, None]
+    seen_BTS = key_11S <= query_BT1
+    if scoring.window is not None:
+        seen_BTS &= query_BT1 - key_11S < scoring.window
     score_BKGTS = jnp.where(seen_BTS[:, None, None], score_BKGTS, -jnp.inf)
-    weight_BKGTS = jax.nn.softmax(score_BKGTS, axis=-1).astype(value_BSKH.dtype)
-    context_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", weight_BKGTS, value_BSKH)
-    return context_BTKGH.reshape(B, T, N, H).astype(q_BTNH.dtype), KVCache(key_BSKH, value_BSKH)
+    if sink_N is not None:  # scored like one more key, whose weight then goes nowhere
+        sink_KG11 = sink_N.astype(jnp.float32).reshape(*score_BKGTS.shape[1:3], 1, 1)
+        sink_BKGT1 = jnp.broadcast_to(sink_KG11, (*score_BKGTS.shape[:-1], 1))
+        score_BKGTS = jnp.concatenate([score_BKGTS, sink_BKGT1], axis=-1)
+    weight_BKGTS = jax.nn.softmax(score_BKGTS, axis=-1).astype(value_BSKW.dtype)[..., : value_BSKW.shape[1]]
+    context_BTKGW = jnp.einsum("BKGTS,BSKW->BTKGW", weight_BKGTS, value_BSKW)
+    return context_BTKGW.reshape(B, T, N, -1).astype(q_BTNH.dtype), KVCache(key_BSKH, value_BSKW)
 
 
 @dataclasses.dataclass(frozen=True)

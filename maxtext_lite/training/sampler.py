@@ -66,7 +66,16 @@ class Sampler:
         token_BT = np.zeros((len(prompts), _round_up(lengths.max())), np.int32)
         for row, prompt in zip(token_BT, prompts, strict=True):
             row[: len(prompt)] = prompt
-        cache = KVCache.empty(self._decoder.shape, len(prompts), _round_up(lengths.max() + max_new_tokens))
+        shape = self._decoder.shape
+        cache = KVCache.empty(
+            num_layers=shape.num_layers,
+            num_sequences=len(prompts),
+            num_positions=_round_up(lengths.max() + max_new_tokens),
+            num_kv_heads=shape.num_kv_heads,
+            key_dim=shape.head_dim,
+            value_dim=shape.head_dim,
+            dtype=shape.dtype,
+        )
         root = jax.random.key(seed)
         key_B = jax.vmap(lambda number: jax.random.fold_in(root, number))(jnp.arange(len(prompts)))
         running = [True] * len(prompts)
