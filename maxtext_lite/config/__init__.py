@@ -2,7 +2,7 @@
 
 from maxtext_lite.config.errors import Refusal, UserError
 from maxtext_lite.config.load import ConfigError, load_config, packaged_directory, packaged_file
-from maxtext_lite.config.model_parts import Mla, RopeScaling
+from maxtext_lite.config.model_parts import LayerKind, Mla, RopeScaling
 from maxtext_lite.config.remat import Remat, remat_of
 from maxtext_lite.config.resolved import describe, write_resolved
 from maxtext_lite.config.schema import (
@@ -25,6 +25,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "DataConfig",
+    "LayerKind",
     "LocalUpdatesConfig",
     "MeshConfig",
     "Mla",

@@ -3,11 +3,14 @@
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Self, cast
+from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import BeforeValidator, PlainSerializer
 
 from maxtext_lite.config.errors import WrongKind, any_of, did_you_mean, value_text
+
+LayerKind = Literal["global", "local", "nope"]
+"""What a layer's attention sees: all earlier tokens, those of a window, or all of them without rotation."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +80,8 @@ class RopeScaling(_Part):
                 _whole_entry(name, value, 1)
             elif name != "rope_type":
                 _number_entry(name, value, 1.0 if name == "factor" else 0.0)
+                if name.startswith("beta") and value == 0:
+                    raise WrongKind(f"has {name}=0; it must be above 0.")
         entries: dict[str, Any] = {name: float(value) if _is_real(name) else value for name, value in values.items()}
         if kind == "llama3" and not entries["low_freq_factor"] < entries["high_freq_factor"]:
             raise WrongKind("has a low_freq_factor that is not below its high_freq_factor.")

@@ -3,8 +3,10 @@
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import get_args
 
 from maxtext_lite.config.errors import Refusal, number_text, value_text
+from maxtext_lite.config.model_parts import LayerKind
 from maxtext_lite.config.remat import REMAT_TENSORS, listed
 from maxtext_lite.config.schema import Config
 
@@ -131,7 +133,7 @@ def _rotary_share(config: Config) -> Refusal | None:
     )
 
 
-_LAYER_KINDS = ("global", "local", "nope")
+_LAYER_KINDS = get_args(LayerKind)
 
 
 def _layer_pattern(config: Config) -> Refusal | None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, cast
 
 from pydantic import BaseModel, ConfigDict, PrivateAttr
 
@@ -27,7 +27,7 @@ from maxtext_lite.config.kinds import (
     Share,
     Text,
 )
-from maxtext_lite.config.model_parts import MlaOrNone, RopeScalingOrNone
+from maxtext_lite.config.model_parts import LayerKind, MlaOrNone, RopeScalingOrNone
 
 
 class Section(BaseModel):
@@ -185,9 +185,9 @@ class ModelConfig(Section):
         return self.base_mlp_dim if self.base_moe_mlp_dim == -1 else self.base_moe_mlp_dim
 
     @property
-    def pattern(self) -> tuple[str, ...]:
+    def pattern(self) -> tuple[LayerKind, ...]:
         """The kinds of the first layers, which those after them repeat."""
-        return tuple(kind.strip() for kind in self.layer_pattern.split(","))
+        return cast("tuple[LayerKind, ...]", tuple(kind.strip() for kind in self.layer_pattern.split(",")))
 
     @property
     def rotary_dim(self) -> int:

@@ -11,9 +11,11 @@ Names of arrays of rank 2 and more end in one letter per dim (global sizes), her
 """
 
 from maxtext_lite.models.attention import Scoring, resolve_attention
-from maxtext_lite.models.decoder import Decoder, DecoderShape, Stream, stream_axes, unstacked
+from maxtext_lite.models.decoder import Decoder, Stream, is_matrix, stream_axes, unstacked
 from maxtext_lite.models.decoding import KVCache, Sampling, sample_token
 from maxtext_lite.models.moe import BALANCE, DROPPED, LOAD, ROUTER_Z, ExpertShape
+from maxtext_lite.models.ops import soft_capped
+from maxtext_lite.models.shape import DecoderShape
 
 __all__ = [
     "BALANCE",
@@ -27,8 +29,10 @@ __all__ = [
     "Sampling",
     "Scoring",
     "Stream",
+    "is_matrix",
     "resolve_attention",
     "sample_token",
+    "soft_capped",
     "stream_axes",
     "unstacked",
 ]

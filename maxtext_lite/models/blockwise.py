@@ -248,7 +248,7 @@ def sink_gradient(
 def attend_backward(
     queries: BackwardQueries, keys: BackwardKeys, seen_B11TS: jax.Array, scoring: Scoring = PLAIN
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What these queries and keys add to the gradients, float32: dq [B, K, G, T, H], dk [B, K, H, S], dv [B, K, W, S]."""
+    """What these queries and keys add to the gradients, float32: dq [B, K, G, T, H], dk [B, K, H, S], dv [B,K,W,S]."""
     dtype, H = queries.q_BKGTH.dtype, queries.q_BKGTH.shape[-1]
     score_BKGTS = scoring.score(_dot("BKGTH,BKHS->BKGTS", queries.q_BKGTH, keys.k_BKHS), H)
     weight_BKGTS = jnp.where(seen_B11TS, jnp.exp(score_BKGTS - queries.log_partition_BKGT1), 0)

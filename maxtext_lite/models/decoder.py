@@ -1,29 +1,41 @@
 """The decoder: layers stacked and scanned, offered as pure functions of a nested dict of parameters."""
 
+import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from maxtext_lite.config import LayerKind
 from maxtext_lite.models.attention import attention
 from maxtext_lite.models.decoding import KVCache, cached_attention
-from maxtext_lite.models.layers import RESIDUAL_AXES, Attend, DecoderLayer, DecoderShape, Embedding, Head, RMSNorm
-from maxtext_lite.models.ops import rotary_angles
+from maxtext_lite.models.latent_attention import LatentAttention
+from maxtext_lite.models.layers import RESIDUAL_AXES, Attend, Attention, DecoderLayer, Embedding, Head, Norm
+from maxtext_lite.models.ops import Rotation, soft_capped
+from maxtext_lite.models.rotary import rotary_angles
+from maxtext_lite.models.shape import DecoderShape
 from maxtext_lite.parallel import Pipeline
 
 Params = Any
 """A nested dict of arrays; every leaf under "layers" has a leading L, or [repeats, L / repeats] in a pipeline that
-goes round several times."""
+goes round several times. The first layers of a model with experts that have none stand in "dense_layers"."""
 
 
 def unstacked(axes: tuple[str, ...]) -> tuple[str, ...]:
     """The logical axes of one layer's parameter, from those of a stack of layers; any others as they are."""
-    return tuple(axis for axis in axes if axis not in ("repeats", "layers"))
+    return tuple(axis for axis in axes if axis not in ("repeats", "layers", "dense_layers"))
 
 
-_WIDE_AXES = (("norm",), ("vocab", "embed"), ("embed", "router"), ("router_bias",))
+def is_matrix(axes: tuple[str, ...]) -> bool:
+    """Whether a parameter multiplies vectors: not one of a norm, a bias or a table that is looked up in."""
+    axes = unstacked(axes)
+    return not {"embed", "latent"}.isdisjoint(axes) and len(axes) > 1 and axes[0] not in ("vocab", "positions")
+
+
+_ROUTER_AXES = ("embed", "router")
 
 
 class Stream(NamedTuple):
@@ -52,26 +64,40 @@ def stream_axes(shape: DecoderShape) -> Any:
 class _Modules(nnx.Module):
     def __init__(self, shape: DecoderShape, *, rngs: nnx.Rngs):
         self.embedding = Embedding(shape, rngs=rngs)
-        self.layers = self._stacked_layers(shape, rngs)
-        self.final_norm = RMSNorm(shape)
-        if not shape.tied:
-            self.head = Head(shape, rngs=rngs)
+        self.layers = _stacked("layers", _layer_of(shape), shape.num_expert_layers, rngs)
+        self.dense_layers = None
+        if shape.num_dense_layers:
+            self.dense_layers = _stacked("dense_layers", _layer_of(_dense(shape)), shape.num_dense_layers, rngs)
+        self.final_norm = Norm(shape, (shape.emb_dim,))
+        self.head = None if shape.tied else Head(shape, rngs=rngs)
 
-    @staticmethod
-    def _stacked_layers(shape: DecoderShape, rngs: nnx.Rngs) -> DecoderLayer:
-        """A layer whose every parameter holds all L layers' values, stacked on a leading dim."""
 
-        def create(key: jax.Array) -> Any:
-            return nnx.split(DecoderLayer(shape, rngs=nnx.Rngs(params=key)))[1]
+def _layer_of(shape: DecoderShape) -> Callable[..., DecoderLayer]:
+    return functools.partial(DecoderLayer, shape, Attention if shape.latent is None else LatentAttention)
 
-        graph = nnx.graphdef(nnx.eval_shape(lambda: DecoderLayer(shape, rngs=nnx.Rngs(params=0))))
-        stacked = jax.vmap(create)(jax.random.split(rngs.params(), shape.num_layers))
-        stacked = jax.tree.map(
-            lambda param: param.replace(axes=("layers", *param.axes)),
-            stacked,
-            is_leaf=lambda node: isinstance(node, nnx.Param),
-        )
-        return nnx.merge(graph, stacked)
+
+def _dense(shape: DecoderShape) -> DecoderShape:
+    """The shape as its first layers have it, without experts."""
+    return dataclasses.replace(shape, experts=None)
+
+
+def _graph_of(layer: Callable[..., DecoderLayer]) -> Any:
+    return nnx.graphdef(nnx.eval_shape(lambda: layer(rngs=nnx.Rngs(params=0))))
+
+
+def _stacked(axis: str, layer: Callable[..., DecoderLayer], num_layers: int, rngs: nnx.Rngs) -> DecoderLayer:
+    """A layer whose every parameter holds all layers' values, stacked on a leading dim."""
+
+    def create(key: jax.Array) -> Any:
+        return nnx.split(layer(rngs=nnx.Rngs(params=key)))[1]
+
+    stacked = jax.vmap(create)(jax.random.split(rngs.params(), num_layers))
+    stacked = jax.tree.map(
+        lambda param: param.replace(axes=(axis, *param.axes)),
+        stacked,
+        is_leaf=lambda node: isinstance(node, nnx.Param),
+    )
+    return nnx.merge(_graph_of(layer), stacked)
 
 
 class Decoder:
@@ -90,7 +116,8 @@ class Decoder:
         self.shape, self.pipeline = shape, pipeline
         with nnx.use_eager_sharding(False):
             self._graph, state = nnx.split(nnx.eval_shape(lambda: _Modules(shape, rngs=nnx.Rngs(params=0))))
-            self._layer_graph = nnx.graphdef(nnx.eval_shape(lambda: DecoderLayer(shape, rngs=nnx.Rngs(params=0))))
+            self._layer_graph = _graph_of(_layer_of(shape))
+            self._dense_layer_graph = _graph_of(_layer_of(_dense(shape)))
         self.axes = nnx.to_pure_dict(
             jax.tree.map(
                 lambda param: param.replace(param.axes), state, is_leaf=lambda node: isinstance(node, nnx.Param)
@@ -114,14 +141,15 @@ class Decoder:
         return params | {"layers": jax.tree.map(self.pipeline.dealt, params["layers"])}
 
     def cast(self, params: Params) -> Params:
-        """The parameters as matmuls use them: in `dtype`, but norms, routers and the embedding table as they are.
+        """The parameters as matmuls use them: in `dtype`, but norms, biases, routers and tables as they are.
 
         Differentiating with respect to the cast copy rounds each micro-batch's gradient once, and lets sharded
         weights be gathered in `dtype`; the look-up's gradient is a sum over tokens and stays wide.
         """
 
         def cast_leaf(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
-            return x if unstacked(axes) in _WIDE_AXES else x.astype(self.shape.dtype)
+            is_wide = not is_matrix(axes) or unstacked(axes) == _ROUTER_AXES
+            return x if is_wide else x.astype(self.shape.dtype)
 
         return jax.tree.map(cast_leaf, self.axes, params, is_leaf=lambda node: isinstance(node, tuple))
 
@@ -140,7 +168,8 @@ class Decoder:
         """`hidden`, and the stream's `aux` after all layers."""
         aux_axes = stream_axes(self.shape).aux
         aux = {name: jnp.zeros(token_BT.shape[: len(axes)], jnp.float32) for name, axes in aux_axes.items()}
-        stream = Stream(self.embed(params, token_BT), segment_BT, position_BT, aux)
+        stream = Stream(self.embed(params, token_BT, position_BT), segment_BT, position_BT, aux)
+        stream = self.dense_layers(params, stream)
         run = (
             self.layers
             if self.pipeline is None
@@ -149,18 +178,36 @@ class Decoder:
         stream = run(params["layers"], stream)
         return self.final_norm(params, stream.x_BTD), stream.aux
 
-    def embed(self, params: Params, token_BT: jax.Array) -> jax.Array:
+    def embed(self, params: Params, token_BT: jax.Array, position_BT: jax.Array) -> jax.Array:
         """The tokens' vectors [B, T, D], in `dtype`."""
-        return nnx.merge(self._graph, params).embedding(token_BT, self.shape.dtype)
+        return nnx.merge(self._graph, params).embedding(token_BT, position_BT, self.shape.dtype)
+
+    def dense_layers(self, params: Params, stream: Stream) -> Stream:
+        """The stream after the first layers, those of a model with experts that have none; most models have no such.
+
+        They belong to all pipeline stages, as the embedding does.
+        """
+        if not self.shape.num_dense_layers:
+            return stream
+        return self._scan(params["dense_layers"], stream, self._attend_to(stream), None, first=0)[0]
 
     def layers(self, layer_params: Params, stream: Stream) -> Stream:
         """The stream after a stack of layers, all of `params["layers"]` or some of them in a row."""
 
-        def attend(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array) -> tuple[jax.Array, None]:
-            kernel, strategy = self.shape.attention, self.shape.context_strategy
-            return attention(q_BTNH, k_BTKH, v_BTKH, stream.segment_BT, kernel=kernel, strategy=strategy), None
+        return self._scan(layer_params, stream, self._attend_to(stream), None, first=self.shape.num_dense_layers)[0]
 
-        return self._scan(layer_params, stream, lambda _: attend, None)[0]
+    def _attend_to(self, stream: Stream) -> Callable[[LayerKind, None], Attend]:
+        """The attention of a layer of that kind over the stream's own tokens; keeps nothing."""
+
+        def of_kind(kind: LayerKind, _: None) -> Attend:
+            options: Any = {
+                "kernel": self.shape.attention,
+                "strategy": self.shape.context_strategy,
+                "scoring": self.shape.scoring(kind),
+            }
+            return lambda q, k, v, sink: (attention(q, k, v, stream.segment_BT, sink, **options), None)
+
+        return of_kind
 
     def final_norm(self, params: Params, x_BTD: jax.Array) -> jax.Array:
         """What the output projection is given: the last layer's hidden states [B, T, D], normed."""
@@ -176,15 +223,19 @@ class Decoder:
         """
         position_BT = start_B[:, None] + jnp.arange(token_BT.shape[1])[None, :]
 
-        def attend_in(layer_cache: KVCache) -> Attend:
-            return lambda q, k, v: cached_attention(q, k, v, position_BT, layer_cache)
+        def of_kind(kind: LayerKind, layer_cache: KVCache) -> Attend:
+            scoring = self.shape.scoring(kind)
+            return lambda q, k, v, sink: cached_attention(q, k, v, position_BT, layer_cache, sink, scoring=scoring)
 
         assert self.pipeline is None, "a cache belongs to all layers, a stage has some"
-        one_document_BT = jnp.ones_like(token_BT)
-        stream = Stream(self.embed(params, token_BT), one_document_BT, position_BT, {})
+        one_document_BT, first = jnp.ones_like(token_BT), self.shape.num_dense_layers
+        stream = Stream(self.embed(params, token_BT, position_BT), one_document_BT, position_BT, {})
+        dense_cache, cache = jax.tree.map(lambda x: x[:first], cache), jax.tree.map(lambda x: x[first:], cache)
+        if first:
+            stream, dense_cache = self._scan(params["dense_layers"], stream, of_kind, dense_cache, first=0)
         # A capacity is for training: with one, a token's output would depend on how many are decoded at once.
-        stream, cache = self._scan(params["layers"], stream, attend_in, cache, drop=False)
-        return self.final_norm(params, stream.x_BTD), cache
+        stream, cache = self._scan(params["layers"], stream, of_kind, cache, first=first, drop=False)
+        return self.final_norm(params, stream.x_BTD), jax.tree.map(lambda *x: jnp.concatenate(x), dense_cache, cache)
 
     def head(self, params: Params) -> jax.Array:
         """The output projection [D, V]."""
@@ -193,21 +244,36 @@ class Decoder:
     def logits(self, params: Params, x_BTD: jax.Array) -> jax.Array:
         """Logits [B, T, V] in float32 of hidden states."""
         head_DV = self.head(params).astype(x_BTD.dtype)
-        return jnp.einsum("BTD,DV->BTV", x_BTD, head_DV, preferred_element_type=jnp.float32)
+        logits_BTV = jnp.einsum("BTD,DV->BTV", x_BTD, head_DV, preferred_element_type=jnp.float32)
+        return soft_capped(logits_BTV, self.shape.final_soft_cap) if self.shape.final_soft_cap else logits_BTV
 
     def _scan(
-        self, layer_params: Params, stream: Stream, attend_in: Any, cache: Any, *, drop: bool = True
+        self,
+        layer_params: Params,
+        stream: Stream,
+        attend_of: Callable[[LayerKind, Any], Attend],
+        cache: Any,
+        *,
+        first: int,
+        drop: bool = True,
     ) -> tuple[Stream, Any]:
-        """A stack of layers; `attend_in(layer's slice of the cache)` is the attention of that layer."""
-        shape = self.shape
-        rotation = rotary_angles(stream.position_BT, shape.head_dim, shape.rope_max_timescale)
-        real_BT = stream.segment_BT > 0
+        """A stack of layers, a whole pattern of kinds at a time and then what is left of it.
 
-        def layer(carry: Any, scanned: Any) -> tuple[Any, Any]:
-            (x_BTD, aux), (layer_params, layer_cache) = carry, scanned
-            module = nnx.merge(self._layer_graph, layer_params)
-            x_BTD, kept, more = module(x_BTD, rotation, attend_in(layer_cache), real_BT, drop=drop)
-            return (x_BTD, {name: aux[name] + more[name] for name in aux}), kept
+        Args:
+          attend_of: from a layer's kind and its slice of the cache, its attention.
+          first: number of a layer of the model that has the kind of the stack's first.
+        """
+        shape = self.shape
+        rotations = {kind: self._rotation(stream, kind) for kind in shape.pattern}
+        real_BT = stream.segment_BT > 0
+        is_dense = "router" not in layer_params["mlp"]
+        graph = self._dense_layer_graph if is_dense else self._layer_graph
+
+        def layer(kind: LayerKind, carry: Any, params_and_cache: Any) -> tuple[Any, Any]:
+            (x_BTD, aux), (params, layer_cache) = carry, params_and_cache
+            attend = attend_of(kind, layer_cache)
+            x_BTD, kept, more = nnx.merge(graph, params)(x_BTD, rotations[kind], attend, real_BT, drop=drop)
+            return (x_BTD, {name: aux[name] + more.get(name, 0) for name in aux}), kept
 
         if shape.saved is not None:
             policy = jax.checkpoint_policies.save_and_offload_only_these_names(
@@ -216,6 +282,40 @@ class Decoder:
                 offload_src="device",
                 offload_dst="pinned_host",
             )
-            layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)
-        (x_BTD, aux), kept = jax.lax.scan(layer, (stream.x_BTD, stream.aux), (layer_params, cache))
-        return stream._replace(x_BTD=x_BTD, aux=aux), kept
+            layer = jax.checkpoint(layer, policy=policy, prevent_cse=False, static_argnums=0)
+        carry, kept = _scan_pattern(layer, shape.kinds_from(first), (stream.x_BTD, stream.aux), (layer_params, cache))
+        return stream._replace(x_BTD=carry[0], aux=carry[1]), kept
+
+    def _rotation(self, stream: Stream, kind: LayerKind) -> Rotation | None:
+        rope = self.shape.rope(kind)
+        return None if rope is None else rotary_angles(stream.position_BT, rope)
+
+
+def _scan_pattern(
+    layer: Callable[[LayerKind, Any, Any], tuple[Any, Any]], kinds: tuple[LayerKind, ...], carry: Any, stack: Any
+) -> tuple[Any, Any]:
+    """`scan` over a stack of layers whose kinds take turns.
+
+    Args:
+      layer: (kind, carry, entry of the stack) -> (carry, what is kept).
+      stack: leaves [L, ...]; the layers after the last whole round of kinds run by themselves.
+    """
+    period, num_layers = len(kinds), jax.tree.leaves(stack)[0].shape[0]
+    whole = num_layers - num_layers % period
+    if period == 1:
+        return jax.lax.scan(functools.partial(layer, kinds[0]), carry, stack)
+
+    def some(carry: Any, stack: Any, count: int) -> tuple[Any, Any]:
+        kept = []
+        for place, kind in enumerate(kinds[:count]):
+            carry, one = layer(kind, carry, jax.tree.map(lambda x: x[place], stack))  # noqa: B023
+            kept.append(one)
+        return carry, jax.tree.map(lambda *x: jnp.stack(x), *kept)
+
+    rounds = jax.tree.map(lambda x: x[:whole].reshape(whole // period, period, *x.shape[1:]), stack)
+    carry, kept = jax.lax.scan(functools.partial(some, count=period), carry, rounds)
+    kept = jax.tree.map(lambda x: x.reshape(whole, *x.shape[2:]), kept)
+    if whole == num_layers:
+        return carry, kept
+    carry, rest = some(carry, jax.tree.map(lambda x: x[whole:], stack), num_layers - whole)
+    return carry, jax.tree.map(lambda *x: jnp.concatenate(x), kept, rest)

@@ -1,9 +1,9 @@
-"""The parts of a decoder layer as NNX modules: norm, rotary positions, attention projections, gated mlp, experts.
+"""The parts of a decoder layer as NNX modules: norms, attention projections, mlp, experts.
 
 Each weight is declared with its logical axes beside it, from which its sharding follows.
 """
 
-import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,72 +12,63 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from maxtext_lite.models.moe import DROPPED, ExpertShape, ExpertWeights, dropless, route, with_capacity
-from maxtext_lite.models.ops import Rotation, project, rms_norm, rotate, silu_times
+from maxtext_lite.models.moe import (
+    DROPPED,
+    ExpertShape,
+    ExpertWeights,
+    Router,
+    dropless,
+    route,
+    with_capacity,
+)
+from maxtext_lite.models.ops import Rotation, layer_norm, mlp_hidden, project, rms_norm, rotate
+from maxtext_lite.models.shape import DecoderShape
 from maxtext_lite.parallel import constrain
 
 RESIDUAL_AXES = ("batch", "residual_length", "activation_embed")
 """Logical axes of the stream between blocks: split over `tensor` along the tokens, so that no device holds or norms
 all of it. Source: Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2."""
 
-_HEADS_AXES = ("batch", "length", "activation_heads", None)
+HEADS_AXES = ("batch", "length", "activation_heads", None)
+"""Logical axes of queries, keys, values and context."""
 
-Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
-"""(q_BTNH, k_BTKH, v_BTKH) -> (context_BTNH, whatever the caller keeps of the layer, such as its keys and values)."""
-
-
-@dataclasses.dataclass(frozen=True)
-class DecoderShape:
-    """Everything that decides a decoder's parameters and arithmetic.
-
-    Attributes:
-      dtype: of activations and matmul inputs; norms, softmax and rotary angles are float32 whatever it is.
-      weight_dtype: of the parameters as the optimizer holds them.
-      tied: the output projection is the embedding table.
-      initializer_range: standard deviation of the normal initial weights; norms start at 1.
-      attention: name of the kernel, one of `attention.KERNELS`.
-      saved: names (`checkpoint_name`) of a layer's tensors that the forward pass keeps for the backward pass, beside
-        the layer's input; the others are made again. None: all are kept.
-      offloaded: names of those that it keeps in pinned host memory.
-      context_strategy: how the shards of a context axis exchange keys, one of `context_attention.STRATEGIES`.
-      experts: in place of each layer's mlp; None: the mlp.
-    """
-
-    vocab_size: int
-    emb_dim: int
-    num_query_heads: int
-    num_kv_heads: int
-    head_dim: int
-    mlp_dim: int
-    num_layers: int
-    rope_max_timescale: float = 10_000.0
-    norm_epsilon: float = 1e-5
-    tied: bool = False
-    initializer_range: float = 0.02
-    dtype: Any = jnp.float32
-    weight_dtype: Any = jnp.float32
-    saved: tuple[str, ...] | None = None
-    offloaded: tuple[str, ...] = ()
-    attention: str = "dot_product"
-    context_strategy: str = "all_gather"
-    experts: ExpertShape | None = None
+Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None], tuple[jax.Array, Any]]
+"""(q_BTNH, k_BTKH, v_BTKH, sink_N) -> (context_BTNH, whatever the caller keeps, such as keys and values)."""
 
 
-def _weight(shape: DecoderShape, rngs: nnx.Rngs, sizes: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param:
+def weight(shape: DecoderShape, rngs: nnx.Rngs, sizes: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param:
+    """A parameter of normal values."""
     values = shape.initializer_range * jax.random.normal(rngs.params(), sizes, jnp.float32)
     return nnx.Param(values.astype(shape.weight_dtype), axes=axes)
 
 
-class RMSNorm(nnx.Module):
-    """Root-mean-square norm with a learned scale per dim."""
+def _bias(shape: DecoderShape, sizes: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param:
+    return nnx.Param(jnp.zeros(sizes, shape.weight_dtype), axes=axes)
 
-    def __init__(self, shape: DecoderShape):
-        self.epsilon = shape.norm_epsilon
-        self.scale = nnx.Param(jnp.ones((shape.emb_dim,), shape.weight_dtype), axes=("norm",))
 
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        """The normed vectors, in the dtype of x_BTD."""
-        return rms_norm(x_BTD, self.scale[...], self.epsilon)
+def _plus(y: jax.Array, bias: nnx.Param | None) -> jax.Array:
+    return y if bias is None else (y.astype(jnp.float32) + bias[...].astype(jnp.float32)).astype(y.dtype)
+
+
+class Norm(nnx.Module):
+    """The shape's norm over the last dims, as many as `sizes` has, with a learned scale for each of their entries."""
+
+    def __init__(self, shape: DecoderShape, sizes: tuple[int, ...], axes: tuple[str, ...] = ("norm",)):
+        self.kind, self.epsilon = shape.norm, shape.norm_epsilon
+        start = jnp.zeros if shape.norm == "rms_norm_plus_one" else jnp.ones
+        self.scale = nnx.Param(start(sizes, shape.weight_dtype), axes=axes)
+        self.bias = _bias(shape, sizes, axes) if shape.norm == "layer_norm" else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """The normed vectors, in the shape and dtype of x."""
+        scale = self.scale[...]
+        together: Any = x.reshape(*x.shape[: x.ndim - scale.ndim], math.prod(scale.shape))
+        if self.bias is not None:
+            y: Any = layer_norm(together, scale.reshape(-1), self.bias[...].reshape(-1), self.epsilon)
+            return y.reshape(x.shape)
+        scale = scale.reshape(-1).astype(jnp.float32) + 1 if self.kind == "rms_norm_plus_one" else scale.reshape(-1)
+        y = rms_norm(together, scale, self.epsilon)
+        return y.reshape(x.shape)
 
 
 class Attention(nnx.Module):
@@ -85,40 +76,71 @@ class Attention(nnx.Module):
 
     def __init__(self, shape: DecoderShape, *, rngs: nnx.Rngs):
         D, N, K, H = shape.emb_dim, shape.num_query_heads, shape.num_kv_heads, shape.head_dim
-        self.query = _weight(shape, rngs, (D, N, H), ("embed", "heads", "head_dim"))
-        self.key = _weight(shape, rngs, (D, K, H), ("embed", "kv_heads", "head_dim"))
-        self.value = _weight(shape, rngs, (D, K, H), ("embed", "kv_heads", "head_dim"))
-        self.out = _weight(shape, rngs, (N, H, D), ("heads", "head_dim", "embed"))
+        self.query = weight(shape, rngs, (D, N, H), ("embed", "heads", "head_dim"))
+        self.key = weight(shape, rngs, (D, K, H), ("embed", "kv_heads", "head_dim"))
+        self.value = weight(shape, rngs, (D, K, H), ("embed", "kv_heads", "head_dim"))
+        self.out = weight(shape, rngs, (N, H, D), ("heads", "head_dim", "embed"))
+        biased, whole = shape.attention_bias != "none", shape.qk_norm == "all_heads"
+        self.query_bias = _bias(shape, (N, H), ("heads", "head_dim")) if biased else None
+        self.key_bias = _bias(shape, (K, H), ("kv_heads", "head_dim")) if biased else None
+        self.value_bias = _bias(shape, (K, H), ("kv_heads", "head_dim")) if biased else None
+        self.out_bias = _bias(shape, (D,), ("norm",)) if shape.attention_bias == "all" else None
+        self.query_norm = self.key_norm = None
+        if shape.qk_norm != "none":
+            self.query_norm = Norm(shape, (N, H), ("heads", "head_dim")) if whole else Norm(shape, (H,))
+            self.key_norm = Norm(shape, (K, H), ("kv_heads", "head_dim")) if whole else Norm(shape, (H,))
+        self.sinks = _bias(shape, (N,), ("heads",)) if shape.sinks else None
 
-    def __call__(self, x_BTD: jax.Array, rotation: Rotation, attend: Attend) -> tuple[jax.Array, Any]:
+    def __call__(self, x_BTD: jax.Array, rotation: Rotation | None, attend: Attend) -> tuple[jax.Array, Any]:
         """The projected context [B, T, D], and what `attend` keeps."""
 
-        def heads(weight: nnx.Param, name: str) -> jax.Array:
-            y_BTNH = constrain(project(x_BTD, weight[...]), _HEADS_AXES)
-            return checkpoint_name(y_BTNH, name)
+        def heads(weight: nnx.Param, bias: nnx.Param | None, name: str) -> jax.Array:
+            y_BTNH = constrain(project(x_BTD, weight[...]), HEADS_AXES)
+            return checkpoint_name(_plus(y_BTNH, bias), name)
 
-        q_BTNH = rotate(heads(self.query, "query_proj"), rotation)
-        k_BTKH = rotate(heads(self.key, "key_proj"), rotation)
-        context_BTNH, kept = attend(q_BTNH, k_BTKH, heads(self.value, "value_proj"))
-        context_BTNH = constrain(context_BTNH, _HEADS_AXES)  # and its gradient, which could follow the tokens instead
-        return checkpoint_name(constrain(project(context_BTNH, self.out[...], 2), RESIDUAL_AXES), "out_proj"), kept
+        def turned(y_BTNH: jax.Array, norm: Norm | None) -> jax.Array:
+            normed_BTNH = y_BTNH if norm is None else norm(y_BTNH)
+            return normed_BTNH if rotation is None else rotate(normed_BTNH, rotation)
+
+        q_BTNH = turned(heads(self.query, self.query_bias, "query_proj"), self.query_norm)
+        k_BTKH = turned(heads(self.key, self.key_bias, "key_proj"), self.key_norm)
+        v_BTKH = heads(self.value, self.value_bias, "value_proj")
+        sink_N = None if self.sinks is None else self.sinks[...].astype(jnp.float32)
+        context_BTNH, kept = attend(q_BTNH, k_BTKH, v_BTKH, sink_N)
+        return attention_output(context_BTNH, self.out, self.out_bias), kept
 
 
-class GatedMlp(nnx.Module):
-    """SwiGLU: down(silu(gate x) * up x). Source: Shazeer 2020, arXiv:2002.05202, eq. 6."""
+def attention_output(context_BTNH: jax.Array, out: nnx.Param, bias: nnx.Param | None = None) -> jax.Array:
+    """What attention adds to the stream, [B, T, D]."""
+    context_BTNH = constrain(context_BTNH, HEADS_AXES)  # and its gradient, which could follow the tokens instead
+    y_BTD = constrain(project(context_BTNH, out[...], 2), RESIDUAL_AXES)
+    return checkpoint_name(_plus(y_BTD, bias), "out_proj")
+
+
+class Mlp(nnx.Module):
+    """down(activation(gate x) * up x), or down(activation(up x)). Source: Shazeer 2020, arXiv:2002.05202, eq. 6."""
 
     def __init__(self, shape: DecoderShape, mlp_dim: int, *, rngs: nnx.Rngs):
         D, F = shape.emb_dim, mlp_dim
-        self.gate = _weight(shape, rngs, (D, F), ("embed", "mlp"))
-        self.up = _weight(shape, rngs, (D, F), ("embed", "mlp"))
-        self.down = _weight(shape, rngs, (F, D), ("mlp", "embed"))
+        self.activation = shape.activation
+        self.gate = weight(shape, rngs, (D, F), ("embed", "mlp")) if shape.gated else None
+        self.up = weight(shape, rngs, (D, F), ("embed", "mlp"))
+        self.down = weight(shape, rngs, (F, D), ("mlp", "embed"))
+        self.gate_bias = _bias(shape, (F,), ("mlp",)) if shape.mlp_bias and shape.gated else None
+        self.up_bias = _bias(shape, (F,), ("mlp",)) if shape.mlp_bias else None
+        self.down_bias = _bias(shape, (D,), ("norm",)) if shape.mlp_bias else None
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """The mlp's output [B, T, D], in the dtype of x_BTD."""
-        gate_BTF = checkpoint_name(project(x_BTD, self.gate[...]), "mlpwi_0")
-        up_BTF = checkpoint_name(project(x_BTD, self.up[...]), "mlpwi_1")
-        hidden_BTF = constrain(silu_times(gate_BTF, up_BTF), ("batch", "length", "activation_mlp"))
-        return checkpoint_name(constrain(project(hidden_BTF, self.down[...]), RESIDUAL_AXES), "mlpwo")
+        up_BTF = checkpoint_name(_plus(project(x_BTD, self.up[...]), self.up_bias), "mlpwi_1")
+        if self.gate is None:
+            hidden_BTF: Any = mlp_hidden(self.activation, up_BTF, None)
+        else:
+            gate_BTF = checkpoint_name(_plus(project(x_BTD, self.gate[...]), self.gate_bias), "mlpwi_0")
+            hidden_BTF = mlp_hidden(self.activation, gate_BTF, up_BTF)
+        hidden_BTF = constrain(hidden_BTF, ("batch", "length", "activation_mlp"))
+        y_BTD = constrain(project(hidden_BTF, self.down[...]), RESIDUAL_AXES)
+        return checkpoint_name(_plus(y_BTD, self.down_bias), "mlpwo")
 
 
 class MixtureOfExperts(nnx.Module):
@@ -127,14 +149,19 @@ class MixtureOfExperts(nnx.Module):
     def __init__(self, shape: DecoderShape, experts: ExpertShape, *, rngs: nnx.Rngs):
         D, E, F = shape.emb_dim, experts.num_experts, experts.mlp_dim
         self.experts = experts
-        self.router = _weight(shape, rngs, (D, E), ("embed", "router"))
-        if experts.biased:  # float32 always: its steps are small
-            self.router_bias = nnx.Param(jnp.zeros(E, jnp.float32), axes=("router_bias",))
-        self.gate = _weight(shape, rngs, (E, D, F), ("experts", "embed", "mlp"))
-        self.up = _weight(shape, rngs, (E, D, F), ("experts", "embed", "mlp"))
-        self.down = _weight(shape, rngs, (E, F, D), ("experts", "mlp", "embed"))
-        if experts.num_shared:
-            self.shared = GatedMlp(shape, experts.num_shared * F, rngs=rngs)
+        self.router = weight(shape, rngs, (D, E), ("embed", "router"))
+        # float32 always: its steps are small
+        self.router_bias = nnx.Param(jnp.zeros(E, jnp.float32), axes=("router_bias",)) if experts.biased else None
+        self.gate = weight(shape, rngs, (E, D, F), ("experts", "embed", "mlp"))
+        self.up = weight(shape, rngs, (E, D, F), ("experts", "embed", "mlp"))
+        self.down = weight(shape, rngs, (E, F, D), ("experts", "mlp", "embed"))
+        self.router_logit_bias = self.gate_bias = self.up_bias = self.down_bias = None
+        if experts.with_bias:
+            self.router_logit_bias = _bias(shape, (E,), ("norm",))
+            self.gate_bias = _bias(shape, (E, F), ("experts", "mlp"))
+            self.up_bias = _bias(shape, (E, F), ("experts", "mlp"))
+            self.down_bias = _bias(shape, (E, D), ("experts", "norm"))
+        self.shared = Mlp(shape, experts.num_shared * F, rngs=rngs) if experts.num_shared else None
 
     def __call__(self, x_BTD: jax.Array, real_BT: jax.Array, *, drop: bool) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The experts' output [B, T, D], in the dtype of x_BTD, and what the layer adds to the stream's `aux`.
@@ -144,33 +171,45 @@ class MixtureOfExperts(nnx.Module):
           drop: obey the capacity, where there is one.
         """
         experts = self.experts
-        bias_E = self.router_bias[...] if experts.biased else None
-        routing = route(x_BTD, self.router[...], bias_E, real_BT, experts)
-        weights = ExpertWeights(self.gate[...], self.up[...], self.down[...])
+        router = Router(self.router[...], *map(_array, (self.router_bias, self.router_logit_bias)))
+        routing = route(x_BTD, router, real_BT, experts)
+        biases = map(_array, (self.gate_bias, self.up_bias, self.down_bias))
+        weights = ExpertWeights(self.gate[...], self.up[...], self.down[...], *biases)
         aux = routing.aux
         if experts.capacity_factor is None or not drop:
-            y_BTD = dropless(x_BTD, routing.expert_BTJ, routing.share_BTJ, weights)
+            y_BTD: Any = dropless(x_BTD, routing.expert_BTJ, routing.share_BTJ, weights, experts.activation)
         else:
             y_BTD, dropped_B = with_capacity(x_BTD, routing, weights, experts)
             aux = aux | {DROPPED: dropped_B}
         y_BTD = checkpoint_name(constrain(y_BTD, RESIDUAL_AXES), "mlpwo")
-        return y_BTD + self.shared(x_BTD) if experts.num_shared else y_BTD, aux
+        return y_BTD if self.shared is None else y_BTD + self.shared(x_BTD), aux
+
+
+def _array(param: nnx.Param | None) -> jax.Array | None:
+    return None if param is None else param[...]
 
 
 class DecoderLayer(nnx.Module):
-    """One pre-norm block: x + attention(norm(x)), then x + mlp(norm(x)), with experts where the shape has them."""
+    """One block: attention and then the mlp, each with a norm before it, after it or both, added to the stream.
 
-    def __init__(self, shape: DecoderShape, *, rngs: nnx.Rngs):
-        self.attention_norm = RMSNorm(shape)
-        self.attention = Attention(shape, rngs=rngs)
-        self.mlp_norm = RMSNorm(shape)
+    Args:
+      attention: makes the layer's attention, from the shape.
+    """
+
+    def __init__(self, shape: DecoderShape, attention: Callable[..., nnx.Module] = Attention, *, rngs: nnx.Rngs):
+        before, after = shape.norm_placement != "post", shape.norm_placement != "pre"
+        self.attention_norm = Norm(shape, (shape.emb_dim,)) if before else None
+        self.attention = attention(shape, rngs=rngs)
+        self.attention_post_norm = Norm(shape, (shape.emb_dim,)) if after else None
+        self.mlp_norm = Norm(shape, (shape.emb_dim,)) if before else None
         if shape.experts is None:
-            self.mlp = GatedMlp(shape, shape.mlp_dim, rngs=rngs)
+            self.mlp = Mlp(shape, shape.mlp_dim, rngs=rngs)
         else:
             self.mlp = MixtureOfExperts(shape, shape.experts, rngs=rngs)
+        self.mlp_post_norm = Norm(shape, (shape.emb_dim,)) if after else None
 
     def __call__(
-        self, x_BTD: jax.Array, rotation: Rotation, attend: Attend, real_BT: jax.Array, *, drop: bool = True
+        self, x_BTD: jax.Array, rotation: Rotation | None, attend: Attend, real_BT: jax.Array, *, drop: bool = True
     ) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
         """The residual stream [B, T, D] after the layer, what `attend` keeps, and the experts' `aux`.
 
@@ -178,29 +217,42 @@ class DecoderLayer(nnx.Module):
           real_BT: False for padding; only experts look at it, as only they look at `drop` (`MixtureOfExperts`).
         """
         x_BTD = checkpoint_name(x_BTD, "decoder_layer_input")
-        attended_BTD, kept = self.attention(self.attention_norm(x_BTD), rotation, attend)
-        x_BTD = constrain(x_BTD + attended_BTD, RESIDUAL_AXES)
-        normed_BTD, aux = self.mlp_norm(x_BTD), {}
+        attended_BTD, kept = self.attention(_normed(self.attention_norm, x_BTD), rotation, attend)
+        x_BTD = constrain(x_BTD + _normed(self.attention_post_norm, attended_BTD), RESIDUAL_AXES)
+        normed_BTD, aux = _normed(self.mlp_norm, x_BTD), {}
         if isinstance(self.mlp, MixtureOfExperts):
             y_BTD, aux = self.mlp(normed_BTD, real_BT, drop=drop)
         else:
             y_BTD = self.mlp(normed_BTD)
-        return constrain(x_BTD + y_BTD, RESIDUAL_AXES), kept, aux
+        return constrain(x_BTD + _normed(self.mlp_post_norm, y_BTD), RESIDUAL_AXES), kept, aux
+
+
+def _normed(norm: Norm | None, x_BTD: jax.Array) -> jax.Array:
+    return x_BTD if norm is None else norm(x_BTD)
 
 
 class Embedding(nnx.Module):
-    """The token table [V, D]."""
+    """The token table [V, D], and the table of positions where they are learned."""
 
     def __init__(self, shape: DecoderShape, *, rngs: nnx.Rngs):
-        self.table = _weight(shape, rngs, (shape.vocab_size, shape.emb_dim), ("vocab", "embed"))
+        self.factor = math.sqrt(shape.emb_dim) if shape.scaled_embeddings else None
+        self.table = weight(shape, rngs, (shape.vocab_size, shape.emb_dim), ("vocab", "embed"))
+        self.positions = None
+        if shape.num_positions:
+            self.positions = weight(shape, rngs, (shape.num_positions, shape.emb_dim), ("positions", "embed"))
 
-    def __call__(self, token_BT: jax.Array, dtype: Any) -> jax.Array:
+    def __call__(self, token_BT: jax.Array, position_BT: jax.Array, dtype: Any) -> jax.Array:
         """The tokens' vectors [B, T, D], in `dtype`."""
         # Gathered over `embed` first: a look-up in a table split both ways is what partitioners do worst.
         table_VD = constrain(self.table[...], ("vocab", None))
+        x_BTD = table_VD[token_BT].astype(dtype)
+        if self.factor is not None:
+            x_BTD *= jnp.asarray(self.factor, dtype)
+        if self.positions is not None:
+            x_BTD += constrain(self.positions[...], ("positions", None))[position_BT].astype(dtype)
         # Each device finds what its part of the vocabulary has, and only then are tokens split over `tensor`: asked for
         # its own tokens at once, it would be given the whole table.
-        x_BTD = constrain(table_VD[token_BT].astype(dtype), ("end_batch", "length", "activation_embed"))
+        x_BTD = constrain(x_BTD, ("end_batch", "length", "activation_embed"))
         return constrain(x_BTD, ("end_batch", *RESIDUAL_AXES[1:]))
 
 
@@ -208,4 +260,4 @@ class Head(nnx.Module):
     """The output projection [D, V] of a decoder whose embeddings are not tied."""
 
     def __init__(self, shape: DecoderShape, *, rngs: nnx.Rngs):
-        self.projection = _weight(shape, rngs, (shape.emb_dim, shape.vocab_size), ("embed", "vocab"))
+        self.projection = weight(shape, rngs, (shape.emb_dim, shape.vocab_size), ("embed", "vocab"))

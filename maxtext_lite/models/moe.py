@@ -20,7 +20,7 @@ from maxtext_lite.models.grouped_matmul import (
     grouped_matmul_transposed,
     grouped_weight_gradient,
 )
-from maxtext_lite.models.ops import silu_times
+from maxtext_lite.models.ops import Activation, mlp_hidden
 from maxtext_lite.parallel import (
     constrain,
     context_order,
@@ -54,7 +54,10 @@ class ExpertShape:
         ones; None: all (dropless).
       biased: a bias per expert is added to the scores for choosing, and for nothing else.
       num_groups: groups of neighbours into which the experts are cut.
-      groups_per_token: a token chooses among the experts of so many groups: those whose best two sum highest.
+      groups_per_token: a token chooses among the experts of so many groups: those whose best expert (softmax) or best
+        two together (sigmoid) score highest.
+      activation: of the gated mlps that experts are.
+      with_bias: their projections have biases.
     """
 
     num_experts: int
@@ -68,6 +71,8 @@ class ExpertShape:
     biased: bool = False
     num_groups: int = 1
     groups_per_token: int = 1
+    activation: Activation = "silu"
+    with_bias: bool = False
 
     @property
     def aux_axes(self) -> dict[str, tuple[str, ...]]:
@@ -81,15 +86,33 @@ class ExpertShape:
 
 
 class ExpertWeights(NamedTuple):
-    """Gated mlps, one for each expert."""
+    """Gated mlps, one for each expert; all of their biases or none."""
 
     gate_EDF: jax.Array
     up_EDF: jax.Array
     down_EFD: jax.Array
+    gate_EF: jax.Array | None = None
+    up_EF: jax.Array | None = None
+    down_ED: jax.Array | None = None
+
+    def arrays(self) -> list[jax.Array]:
+        """Those that there are."""
+        return [weight for weight in self if weight is not None]
+
+    def axes(self) -> list[tuple[str, ...]]:
+        """Their logical axes."""
+        return list(_WEIGHT_AXES[: len(self.arrays())])
 
 
 _TOKEN_AXES = ("batch", "length", None)
-_WEIGHT_AXES = (("experts", "embed", "mlp"), ("experts", "embed", "mlp"), ("experts", "mlp", "embed"))
+_WEIGHT_AXES: tuple[tuple[str, ...], ...] = (
+    ("experts", "embed", "mlp"),
+    ("experts", "embed", "mlp"),
+    ("experts", "mlp", "embed"),
+    ("experts", "mlp"),
+    ("experts", "mlp"),
+    ("experts", "norm"),
+)
 
 
 class Routing(NamedTuple):
@@ -106,9 +129,21 @@ class Routing(NamedTuple):
     aux: dict[str, jax.Array]
 
 
-def route(
-    x_BTD: jax.Array, router_DE: jax.Array, bias_E: jax.Array | None, real_BT: jax.Array, shape: ExpertShape
-) -> Routing:
+class Router(NamedTuple):
+    """What tokens are sent by.
+
+    Attributes:
+      weight_DE: makes a token's logits.
+      bias_E: is added to the scores for choosing alone, where there is one.
+      logit_E: is added to the logits, where there is one.
+    """
+
+    weight_DE: jax.Array
+    bias_E: jax.Array | None = None
+    logit_E: jax.Array | None = None
+
+
+def route(x_BTD: jax.Array, router: Router, real_BT: jax.Array, shape: ExpertShape) -> Routing:
     """The experts of each token, and what the balance of a batch is judged by; all in float32.
 
     Args:
@@ -116,9 +151,10 @@ def route(
     Source: the balance loss is DeepSeek-AI 2024, arXiv:2412.19437, equations 17 to 20, within an example; the router
       z-loss is Zoph et al. 2022, arXiv:2202.08906, equation 5.
     """
-    logits_BTE = jnp.einsum(
-        "BTD,DE->BTE", x_BTD.astype(jnp.float32), router_DE.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
-    )
+    bias_E, weight_DE = router.bias_E, router.weight_DE.astype(jnp.float32)
+    logits_BTE = jnp.einsum("BTD,DE->BTE", x_BTD.astype(jnp.float32), weight_DE, precision=jax.lax.Precision.HIGHEST)
+    if router.logit_E is not None:
+        logits_BTE += router.logit_E.astype(jnp.float32)
     score_BTE = jax.nn.softmax(logits_BTE) if shape.score == "softmax" else jax.nn.sigmoid(logits_BTE)
     chosen_BTJE, expert_BTJ = _choose(score_BTE if bias_E is None else score_BTE + bias_E, shape)
     chosen_BTJE &= real_BT[..., None, None]
@@ -140,14 +176,16 @@ def route(
 def _choose(score_BTE: jax.Array, shape: ExpertShape) -> tuple[jax.Array, jax.Array]:
     """The J largest, in the best groups: True at each, [B, T, J, E], and their numbers [B, T, J].
 
-    Source: groups are DeepSeek-AI 2024, arXiv:2412.19437, section 2.1.2, node-limited routing.
+    Source: groups are DeepSeek-AI 2024, arXiv:2405.04434, section 2.2.2 (by the best), and arXiv:2412.19437, section
+    2.1.2 (by the best two).
     """
+    judges = 1 if shape.score == "softmax" else 2
 
     def largest(score_BTE: jax.Array) -> jax.Array:
         if shape.num_groups > 1:
             group = jnp.arange(shape.num_experts) // (shape.num_experts // shape.num_groups)
-            best_two = jax.lax.top_k(score_BTE.reshape(*score_BTE.shape[:2], shape.num_groups, -1), 2)[0]
-            _, chosen = jax.lax.top_k(jnp.sum(best_two, axis=-1), shape.groups_per_token)
+            best = jax.lax.top_k(score_BTE.reshape(*score_BTE.shape[:2], shape.num_groups, -1), judges)[0]
+            _, chosen = jax.lax.top_k(jnp.sum(best, axis=-1), shape.groups_per_token)
             in_chosen_BTE = jnp.any(chosen[..., None] == group, axis=-2)
             score_BTE = jnp.where(in_chosen_BTE, score_BTE, -jnp.inf)
         return jax.lax.top_k(score_BTE, shape.num_per_token)[1]
@@ -238,81 +276,121 @@ def _sent_back(x_ND: jax.Array, like_BTD: jax.Array) -> jax.Array:
 
 def _whole_weights(weights: ExpertWeights) -> ExpertWeights:
     """This device's experts, gathered over the axis that splits their `embed` dim."""
-    pairs = zip(weights, _WEIGHT_AXES, strict=True)
-    return ExpertWeights(*(gathered(w, "embed", axes.index("embed")) for w, axes in pairs))
+    pairs = zip(weights.arrays(), weights.axes(), strict=True)
+    return ExpertWeights(*(gathered(w, "embed", axes.index("embed")) if "embed" in axes else w for w, axes in pairs))
+
+
+def _expert_of_rows(by: _Sorted) -> jax.Array:
+    """Number of each row's expert among this device's; of rows that are nobody's, the last."""
+    rows = jnp.arange(by.choice_U.shape[0])
+    return jnp.minimum(jnp.searchsorted(jnp.cumsum(by.size_E), rows, side="right"), len(by.size_E) - 1)
+
+
+def _out_bias(weights: ExpertWeights, by: _Sorted) -> jax.Array:
+    """What each row's output has beside its matmul, [U, D]: on one of the devices whose outputs are summed."""
+    assert weights.down_ED is not None
+    return jnp.where(shard_index("mlp") == 0, weights.down_ED.astype(jnp.float32)[_expert_of_rows(by)], 0)
 
 
 def _local_forward(
-    x_BTD: jax.Array, expert_BTJ: jax.Array, share_BTJ: jax.Array, *weights: jax.Array
+    activation: Activation, x_BTD: jax.Array, expert_BTJ: jax.Array, share_BTJ: jax.Array, *weights: jax.Array
 ) -> tuple[jax.Array, ...]:
     """The tokens' outputs, and what the backward pass asks for again: the order of rows, and two inner results."""
     w = _whole_weights(ExpertWeights(*weights))
     by = _sort(_tokens(expert_BTJ), w.gate_EDF.shape[0])
     x_UD = _tokens(x_BTD)[by.choice_U // expert_BTJ.shape[-1]]
-    gate_UF = grouped_matmul(x_UD, w.gate_EDF, by.size_E).astype(x_BTD.dtype)
-    up_UF = grouped_matmul(x_UD, w.up_EDF, by.size_E).astype(x_BTD.dtype)
-    y_UD = grouped_matmul(silu_times(gate_UF, up_UF), w.down_EFD, by.size_E)
+    gate_UF = grouped_matmul(x_UD, w.gate_EDF, by.size_E)
+    up_UF = grouped_matmul(x_UD, w.up_EDF, by.size_E)
+    if w.gate_EF is not None and w.up_EF is not None:
+        expert_U = _expert_of_rows(by)
+        gate_UF, up_UF = gate_UF + w.gate_EF[expert_U], up_UF + w.up_EF[expert_U]
+    gate_UF, up_UF = gate_UF.astype(x_BTD.dtype), up_UF.astype(x_BTD.dtype)
+    y_UD = grouped_matmul(mlp_hidden(activation, gate_UF, up_UF), w.down_EFD, by.size_E)
+    if w.down_ED is not None:
+        y_UD += _out_bias(w, by)
     y_ND = _sum_of_choices(y_UD, by, _tokens(share_BTJ))
     return _sent_back(y_ND, x_BTD).astype(x_BTD.dtype), *by, gate_UF, up_UF
 
 
 def _local_backward(
-    x_BTD: jax.Array, share_BTJ: jax.Array, g_BTD: jax.Array, *kept: jax.Array
+    activation: Activation, x_BTD: jax.Array, share_BTJ: jax.Array, g_BTD: jax.Array, *rest: jax.Array
 ) -> tuple[jax.Array, ...]:
     dtype = x_BTD.dtype
-    w, by = _whole_weights(ExpertWeights(*kept[:3])), _Sorted(*kept[3:7])
-    gate_UF, up_UF = kept[7:]
+    *weights, choice_U, row_NJ, is_here_NJ, size_E, gate_UF, up_UF = rest
+    weights, by = ExpertWeights(*weights), _Sorted(choice_U, row_NJ, is_here_NJ, size_E)
+    w = _whole_weights(weights)
     token_U = by.choice_U // share_BTJ.shape[-1]
     x_UD, g_UD = _tokens(x_BTD)[token_U], _tokens(g_BTD)[token_U]
     share_U1 = _tokens(share_BTJ).reshape(-1)[by.choice_U][:, None]
-    hidden_UF, silu_backward = jax.vjp(silu_times, gate_UF, up_UF)
+    hidden_UF, hidden_backward = jax.vjp(functools.partial(mlp_hidden, activation), gate_UF, up_UF)
     # <y, g> = <hidden, g down^T>: the share's derivative needs no y.
     unweighted_UF = grouped_matmul_transposed(g_UD, w.down_EFD, by.size_E)
     dshare_U = jnp.sum(hidden_UF.astype(jnp.float32) * unweighted_UF, axis=-1)
-    dgate_UF, dup_UF = silu_backward((share_U1 * unweighted_UF).astype(dtype))
+    if w.down_ED is not None:
+        dshare_U += jnp.sum(_out_bias(w, by) * g_UD.astype(jnp.float32), axis=-1)
+    dgate_UF, dup_UF = hidden_backward((share_U1 * unweighted_UF).astype(dtype))
     dx_UD = grouped_matmul_transposed(dgate_UF, w.gate_EDF, by.size_E)
     dx_UD += grouped_matmul_transposed(dup_UF, w.up_EDF, by.size_E)
     dx_ND = _sum_of_choices(dx_UD, by, jnp.ones(by.row_NJ.shape))
     dshare_NJ = jnp.where(by.is_here_NJ, dshare_U[by.row_NJ], 0)
-    dweights = ExpertWeights(
+    dy_UD = (share_U1 * g_UD).astype(dtype)
+    dweights = [
         grouped_weight_gradient(x_UD, dgate_UF, by.size_E),
         grouped_weight_gradient(x_UD, dup_UF, by.size_E),
-        grouped_weight_gradient(hidden_UF, (share_U1 * g_UD).astype(dtype), by.size_E),
-    )
+        grouped_weight_gradient(hidden_UF, dy_UD, by.size_E),
+    ]
+    if w.down_ED is not None:
+        one_U1 = jnp.ones_like(x_UD[:, :1])
+        dweights += [grouped_weight_gradient(one_U1, d, by.size_E)[:, 0] for d in (dgate_UF, dup_UF, dy_UD)]
     return (
         _sent_back(dx_ND, x_BTD).astype(dtype),
         _sent_back(dshare_NJ, share_BTJ),
         *(
-            scattered_sum(summed(dw, "length"), "embed", axes.index("embed")).astype(like.dtype)
-            for dw, axes, like in zip(dweights, _WEIGHT_AXES, w, strict=True)
+            _weight_sum(dw, axes).astype(like.dtype)
+            for dw, axes, like in zip(dweights, w.axes(), w.arrays(), strict=True)
         ),
     )
+
+
+def _weight_sum(dw: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """The sum over the devices that have other tokens, with the device that has this part of the weight."""
+    dw = summed(dw, "length")
+    return scattered_sum(dw, "embed", axes.index("embed")) if "embed" in axes else summed(dw, "embed")
 
 
 _SORTED_AXES = [("routed_rows",), ("routed_rows", None), ("routed_rows", None), ("routed_rows",)]
 _INNER_AXES = ("routed_rows", "activation_mlp")
 
 
-def _forward(x_BTD: jax.Array, expert_BTJ: jax.Array, share_BTJ: jax.Array, weights: ExpertWeights) -> Any:
+def _forward(
+    x_BTD: jax.Array, expert_BTJ: jax.Array, share_BTJ: jax.Array, weights: ExpertWeights, activation: Activation
+) -> Any:
     kept_axes = [*_SORTED_AXES, _INNER_AXES, _INNER_AXES]
-    run = over_shards(_local_forward, [_TOKEN_AXES] * 3 + list(_WEIGHT_AXES), [_TOKEN_AXES, *kept_axes])
-    y_BTD, *kept = run(x_BTD, expert_BTJ, share_BTJ, *weights)
+    local = functools.partial(_local_forward, activation)
+    run = over_shards(local, [_TOKEN_AXES] * 3 + weights.axes(), [_TOKEN_AXES, *kept_axes])
+    y_BTD, *kept = run(x_BTD, expert_BTJ, share_BTJ, *weights.arrays())
     return y_BTD, (x_BTD, share_BTJ, weights, kept)
 
 
-def _backward(residuals: Any, g_BTD: jax.Array) -> Any:
+def _backward(activation: Activation, residuals: Any, g_BTD: jax.Array) -> Any:
     x_BTD, share_BTJ, weights, kept = residuals
     run = over_shards(
-        _local_backward,
-        [_TOKEN_AXES] * 3 + [*_WEIGHT_AXES, *_SORTED_AXES, _INNER_AXES, _INNER_AXES],
-        [_TOKEN_AXES, _TOKEN_AXES, *_WEIGHT_AXES],
+        functools.partial(_local_backward, activation),
+        [_TOKEN_AXES] * 3 + [*weights.axes(), *_SORTED_AXES, _INNER_AXES, _INNER_AXES],
+        [_TOKEN_AXES, _TOKEN_AXES, *weights.axes()],
     )
-    dx_BTD, dshare_BTJ, *dweights = run(x_BTD, share_BTJ, g_BTD, *weights, *kept)
+    dx_BTD, dshare_BTJ, *dweights = run(x_BTD, share_BTJ, g_BTD, *weights.arrays(), *kept)
     return dx_BTD, None, dshare_BTJ, ExpertWeights(*dweights)
 
 
-@jax.custom_vjp
-def dropless(x_BTD: jax.Array, expert_BTJ: jax.Array, share_BTJ: jax.Array, weights: ExpertWeights) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def dropless(
+    x_BTD: jax.Array,
+    expert_BTJ: jax.Array,
+    share_BTJ: jax.Array,
+    weights: ExpertWeights,
+    activation: Activation = "silu",
+) -> jax.Array:
     """Sum over each token's experts of share x mlp(x): [B, T, D] in the dtype of x_BTD; no choice is ever dropped.
 
     Each device sorts the tokens by expert and runs grouped matmuls. Derivatives are written out so that both
@@ -323,7 +401,7 @@ def dropless(x_BTD: jax.Array, expert_BTJ: jax.Array, share_BTJ: jax.Array, weig
       expert_BTJ: distinct for a token; E where there is none.
     Source: sorting and grouped matmuls are Gale et al. 2022, arXiv:2211.15841.
     """
-    return _forward(x_BTD, expert_BTJ, share_BTJ, weights)[0]
+    return _forward(x_BTD, expert_BTJ, share_BTJ, weights, activation)[0]
 
 
 dropless.defvjp(_forward, _backward)
@@ -367,9 +445,9 @@ def with_capacity(
     x_EBCD = x_BSD.reshape(B, E, num_slots, D).swapaxes(0, 1)
     # Slots of all experts for some rows become all rows' slots of some experts: an all-to-all.
     x_EBCD = constrain(constrain(x_EBCD, (None, "batch", None, None)), ("experts", "exchanged_batch", None, None))
-    gate_EBCF = _experts_matmul(x_EBCD, weights.gate_EDF)
-    up_EBCF = _experts_matmul(x_EBCD, weights.up_EDF)
-    y_EBCD = _experts_matmul(silu_times(gate_EBCF, up_EBCF), weights.down_EFD)
+    gate_EBCF = _experts_matmul(x_EBCD, weights.gate_EDF, weights.gate_EF)
+    up_EBCF = _experts_matmul(x_EBCD, weights.up_EDF, weights.up_EF)
+    y_EBCD = _experts_matmul(mlp_hidden(shape.activation, gate_EBCF, up_EBCF), weights.down_EFD, weights.down_ED)
     y_EBCD = constrain(constrain(y_EBCD, ("experts", "exchanged_batch", None, None)), (None, "batch", None, None))
     y_BTJD = _out_of_slots(y_EBCD.swapaxes(0, 1).reshape(B, E * num_slots, D), *slots)
     y_BTD = jnp.sum(routing.share_BTJ[..., None] * y_BTJD.astype(jnp.float32), axis=2).astype(x_BTD.dtype)
@@ -388,8 +466,10 @@ def _earlier_choices(expert_BTJ: jax.Array, num_experts: int) -> jax.Array:
     return jnp.sum(jnp.where(is_chosen_BtE, before_BtE, 0), axis=-1).reshape(B, T, J)[:, order_T]
 
 
-def _experts_matmul(x_EBCi: jax.Array, weight_Eio: jax.Array) -> jax.Array:
+def _experts_matmul(x_EBCi: jax.Array, weight_Eio: jax.Array, bias_Eo: jax.Array | None) -> jax.Array:
     y_EBCo = jnp.einsum("EBCi,Eio->EBCo", x_EBCi, weight_Eio.astype(x_EBCi.dtype), preferred_element_type=jnp.float32)
+    if bias_Eo is not None:
+        y_EBCo += bias_Eo.astype(jnp.float32)[:, None, None]
     return y_EBCo.astype(x_EBCi.dtype)
 
 

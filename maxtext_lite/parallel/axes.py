@@ -19,6 +19,9 @@ MESH_AXES_OF: dict[str, tuple[str, ...]] = {
     # parameters
     "repeats": (),
     "layers": ("stage",),
+    "dense_layers": (),
+    "latent": (),
+    "positions": (),
     "embed": ("fsdp",),
     "vocab": ("tensor",),
     "heads": ("tensor",),

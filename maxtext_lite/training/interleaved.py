@@ -89,8 +89,10 @@ class InterleavedStep:
         ends = {name: value for name, value in params.items() if name != "layers"}
 
         def embed(ends: Any, rows: Any) -> jax.Array:
-            x_BTD = decoder.embed(ends | {"layers": layers}, self._cut(rows["tokens"]))
-            return constrain(self._uncut(x_BTD), axes.x_BTD)
+            whole = ends | {"layers": layers}
+            x_BTD = decoder.embed(whole, self._cut(rows["tokens"]), self._cut(rows["positions"]))
+            stream = Stream(constrain(self._uncut(x_BTD), axes.x_BTD), rows["segments"], rows["positions"], {})
+            return decoder.dense_layers(whole, stream).x_BTD
 
         def loss(ends: Any, x_BTD: jax.Array, aux: dict[str, jax.Array]) -> tuple[jax.Array, LossSums]:
             whole = ends | {"layers": layers}

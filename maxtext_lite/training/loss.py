@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from maxtext_lite.config import NumericsConfig
-from maxtext_lite.models import BALANCE, DROPPED, LOAD, ROUTER_Z, Decoder
+from maxtext_lite.models import BALANCE, DROPPED, LOAD, ROUTER_Z, Decoder, soft_capped
 from maxtext_lite.models.ops import weight_gradient
 from maxtext_lite.parallel import constrain, context_shards
 
@@ -28,9 +28,10 @@ class LossSums(NamedTuple):
         return cls(zero, zero, dict.fromkeys(_summed_names(decoder), zero))
 
 
-def _tile_logits(x_BTD: jax.Array, head_DV: jax.Array) -> jax.Array:
+def _tile_logits(x_BTD: jax.Array, head_DV: jax.Array, soft_cap: float) -> jax.Array:
     logits_BTV = jnp.einsum("BTD,DV->BTV", x_BTD, head_DV, preferred_element_type=jnp.float32)
-    return constrain(logits_BTV, ("end_batch", "length", "activation_vocab"))
+    logits_BTV = constrain(logits_BTV, ("end_batch", "length", "activation_vocab"))
+    return soft_capped(logits_BTV, soft_cap) if soft_cap else logits_BTV
 
 
 class _TileLosses(NamedTuple):
@@ -78,22 +79,25 @@ def _over_tiles(tile_function: Any, carry: Any, num_tiles: int, *arrays: jax.Arr
     return carry, jax.tree.map(joined, results)
 
 
-def token_losses(x_BTD: jax.Array, head_DV: jax.Array, target_BT: jax.Array, num_tiles: int = 1) -> jax.Array:
+def token_losses(
+    x_BTD: jax.Array, head_DV: jax.Array, target_BT: jax.Array, num_tiles: int = 1, soft_cap: float = 0.0
+) -> jax.Array:
     """Negative log-likelihood [B, T], float32, of each target; not for differentiating.
 
     Args:
       head_DV: the output projection, in the dtype of x_BTD.
       num_tiles: pieces the sequence is cut into, a divisor of a context shard's tokens; logits of one exist at a time.
+      soft_cap: of the logits; 0: none.
     """
 
     def tile(carry: None, arrays: Any) -> tuple[None, jax.Array]:
         x, target = arrays
-        return carry, _tile_losses(_tile_logits(x, head_DV), target).nll_BT
+        return carry, _tile_losses(_tile_logits(x, head_DV, soft_cap), target).nll_BT
 
     return _over_tiles(tile, None, num_tiles, x_BTD, target_BT)[1]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def cross_entropy(
     x_BTD: jax.Array,
     head_DV: jax.Array,
@@ -101,6 +105,7 @@ def cross_entropy(
     weight_BT: jax.Array,
     z_loss_multiplier: float,
     num_tiles: int,
+    soft_cap: float = 0.0,
 ) -> tuple[jax.Array, LossSums]:
     """sum(weight * (nll + z_loss_multiplier * log_partition**2)), and its two parts.
 
@@ -114,7 +119,7 @@ def cross_entropy(
 
     def tile(sums: LossSums, arrays: Any) -> tuple[LossSums, None]:
         x, target, weight = arrays
-        return _add_sums(sums, _tile_losses(_tile_logits(x, head_DV), target), weight), None
+        return _add_sums(sums, _tile_losses(_tile_logits(x, head_DV, soft_cap), target), weight), None
 
     sums, _ = _over_tiles(tile, _zero_sums(), num_tiles, x_BTD, target_BT, weight_BT)
     return sums.nll + z_loss_multiplier * sums.log_partition_squared, sums
@@ -139,15 +144,19 @@ def _cross_entropy_forward(
     weight_BT: jax.Array,
     z_loss_multiplier: float,
     num_tiles: int,
+    soft_cap: float = 0.0,
 ) -> Any:
     def tile(carry: Any, arrays: Any) -> Any:
         sums, dhead_DV = carry
         x, target, weight = arrays
-        losses = _tile_losses(_tile_logits(x, head_DV), target)
+        logits_BTV = _tile_logits(x, head_DV, soft_cap)
+        losses = _tile_losses(logits_BTV, target)
         scale_BT = weight * (1 + 2 * z_loss_multiplier * losses.log_partition_BT) / losses.sum_BT
         dlogits_BTV = scale_BT[..., None] * losses.exponential_BTV - jnp.where(
             losses.is_target_BTV, weight[..., None], 0
         )
+        if soft_cap:  # the derivative of c tanh(x / c), from its value
+            dlogits_BTV *= 1 - jnp.square(logits_BTV / soft_cap)
         dlogits_BTV = dlogits_BTV.astype(x.dtype)
         dx_BTD = jnp.einsum("BTV,DV->BTD", dlogits_BTV, head_DV, preferred_element_type=jnp.float32).astype(x.dtype)
         return (_add_sums(sums, losses, weight), dhead_DV + weight_gradient(x, dlogits_BTV)), dx_BTD
@@ -158,8 +167,10 @@ def _cross_entropy_forward(
     return (loss, sums), (dx_BTD, dhead_DV.astype(head_DV.dtype))
 
 
-def _cross_entropy_backward(z_loss_multiplier: float, num_tiles: int, residuals: Any, cotangents: Any) -> Any:
-    del z_loss_multiplier, num_tiles
+def _cross_entropy_backward(
+    z_loss_multiplier: float, num_tiles: int, soft_cap: float, residuals: Any, cotangents: Any
+) -> Any:
+    del z_loss_multiplier, num_tiles, soft_cap
     scale = cotangents[0]  # float32: bfloat16 would round the step's 1 / target_tokens
     dx_BTD, dhead_DV = ((gradient * scale).astype(gradient.dtype) for gradient in residuals)
     return dx_BTD, dhead_DV, None, None
@@ -191,16 +202,15 @@ def hidden_loss(
     # Gathered here, each once: their two uses, for logits and for the gradient, could each do so.
     x_BTD = constrain(x_BTD, ("end_batch", "length", "activation_embed"))
     head_DV = constrain(decoder.head(params).astype(x_BTD.dtype), (None, "vocab"))
-    return cross_entropy(
-        x_BTD, head_DV, rows["targets"], rows["weights"], config.z_loss_multiplier, config.num_vocab_tiling
-    )
+    z_loss, tiles, soft_cap = config.z_loss_multiplier, config.num_vocab_tiling, decoder.shape.final_soft_cap
+    return cross_entropy(x_BTD, head_DV, rows["targets"], rows["weights"], z_loss, tiles, soft_cap)
 
 
 def auxiliary_loss(
     decoder: Decoder, aux: dict[str, jax.Array], rows: dict[str, jax.Array], config: NumericsConfig
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The experts' part of the summed loss, and sums by name: what is per token weighs as the token does in the loss,
-    what is per example as the example's target tokens do; means over layers, before their multipliers.
+    what is per example as the example's target tokens do. Means over layers with experts, before their multipliers.
 
     Args:
       aux: of rows' streams after all layers; the sums over layers.
@@ -212,7 +222,7 @@ def auxiliary_loss(
     sums = {}
     for name in _summed_names(decoder):
         weights = rows["weights"] if aux[name].ndim == 2 else rows["example_weights"]
-        sums[name] = jnp.sum(weights * aux[name]) / decoder.shape.num_layers
+        sums[name] = jnp.sum(weights * aux[name]) / decoder.shape.num_expert_layers
         loss += multipliers.get(name, 0) * sums[name]
     return loss, sums
 
@@ -242,5 +252,6 @@ def row_losses(
 ) -> tuple[jax.Array, jax.Array]:
     """Summed weighted nll [B] (float32) and target tokens [B] (int32) of each row; not for differentiating."""
     x_BTD = decoder.hidden(params, rows["tokens"], rows["segments"], rows["positions"])
-    nll_BT = token_losses(x_BTD, decoder.head(params).astype(x_BTD.dtype), rows["targets"], num_tiles)
+    head_DV = decoder.head(params).astype(x_BTD.dtype)
+    nll_BT = token_losses(x_BTD, head_DV, rows["targets"], num_tiles, decoder.shape.final_soft_cap)
     return jnp.sum(nll_BT * rows["weights"], axis=-1), jnp.sum(rows["weights"] > 0, axis=-1, dtype=jnp.int32)

@@ -9,12 +9,9 @@ import jax.numpy as jnp
 import optax
 
 from maxtext_lite.config import Config, OptimizerConfig
-from maxtext_lite.models import unstacked
+from maxtext_lite.models import is_matrix, unstacked
 from maxtext_lite.training.accumulate import GradientAccumulation
 from maxtext_lite.training.loss_scale import loss_scaling
-
-UNDECAYED_AXES = (("norm",), ("vocab", "embed"))
-"""Logical axes, but for those of a stack, of norms and embedding tables: weight decay leaves them alone by default."""
 
 _LOAD_AXES = ("router_bias",)
 
@@ -125,15 +122,14 @@ def _muon(config: OptimizerConfig, axes: Any) -> optax.GradientTransformation:
     is_axes = lambda node: isinstance(node, tuple)  # noqa: E731
 
     def dimension_numbers(leaf: tuple[str, ...]) -> Any:
-        """Which dims of a stacked projection are its rows: `embed` against all the others but those of the stack."""
+        """Which dims of a stacked projection are its rows: those it contracts, and the others but for the stack's."""
         matrix = unstacked(leaf)
-        if matrix in (leaf, ("norm",), _LOAD_AXES):
+        if matrix == leaf or not is_matrix(leaf):
             return None
         matrix = tuple(axis for axis in matrix if axis != "experts")
         dims = range(len(leaf) - len(matrix), len(leaf))
-        embed = tuple(d for d in dims if leaf[d] == "embed")
-        others = tuple(d for d in dims if leaf[d] != "embed")
-        inputs, outputs = (embed, others) if matrix[0] == "embed" else (others, embed)
+        split = 1 if matrix[0] in ("embed", "latent") else len(matrix) - 1  # outputs of the others are `embed`
+        inputs, outputs = tuple(dims[:split]), tuple(dims[split:])
         return optax.contrib.MuonDimensionNumbers(reduction_axis=inputs, output_axis=outputs)
 
     # The pieces below scale by a learning rate of their own; 1 leaves that to the common tail, -1 undoes their sign.
@@ -162,7 +158,7 @@ def make_optimizer(config: Config, axes: Any) -> GradientAccumulation:
     is_axes = lambda node: isinstance(node, tuple)  # noqa: E731
     loads = jax.tree.map(lambda leaf: unstacked(leaf) == _LOAD_AXES, axes, is_leaf=is_axes)
     decayed = jax.tree.map(
-        lambda leaf: config.weight_decay_on_norms_and_embeddings or unstacked(leaf) not in UNDECAYED_AXES,
+        lambda leaf: config.weight_decay_on_norms_and_embeddings or is_matrix(leaf),
         axes,
         is_leaf=is_axes,
     )

@@ -73,7 +73,7 @@ class Sampler:
             num_positions=_round_up(lengths.max() + max_new_tokens),
             num_kv_heads=shape.num_kv_heads,
             key_dim=shape.head_dim,
-            value_dim=shape.head_dim,
+            value_dim=shape.value_dim,
             dtype=shape.dtype,
         )
         root = jax.random.key(seed)

@@ -52,39 +52,64 @@ def make_decoder(config: Config, platform: str, plan: BatchPlan | None = None) -
     Raises:
       UserError: the attention kernel that the config names does not run there.
     """
-    dtype, remat = jnp.dtype(config.dtype), remat_of(config)
+    shape = decoder_shape(config)
     try:
         kernel = resolve_attention(
             config.attention,
             platform=platform,
-            dtype=dtype,
+            dtype=shape.dtype,
             num_tokens=config.max_target_length,
             num_context_shards=1 if plan is None else plan.mesh["context"],
+            scorings=[shape.scoring(kind) for kind in shape.pattern],
+            sinks=shape.sinks,
+            values_differ=shape.value_dim != shape.head_dim,
         )
     except ValueError as error:
         raise UserError(str(error)) from None
-    return Decoder(
-        DecoderShape(
-            vocab_size=config.vocab_size,
-            emb_dim=config.base_emb_dim,
-            num_query_heads=config.base_num_query_heads,
-            num_kv_heads=config.base_num_kv_heads,
-            head_dim=config.head_dim,
-            mlp_dim=config.base_mlp_dim,
-            num_layers=config.base_num_decoder_layers,
-            rope_max_timescale=config.rope_max_timescale,
-            norm_epsilon=config.normalization_layer_epsilon,
-            tied=config.logits_via_embedding,
-            initializer_range=config.initializer_range,
-            dtype=dtype,
-            weight_dtype=jnp.dtype(config.weight_dtype),
-            saved=None if remat is None else remat.saved,
-            offloaded=() if remat is None else remat.offloaded,
-            attention=kernel,
-            context_strategy=config.context_parallel_strategy,
-            experts=_expert_shape(config),
-        ),
-        None if plan is None else _pipeline(plan),
+    return Decoder(dataclasses.replace(shape, attention=kernel), None if plan is None else _pipeline(plan))
+
+
+def decoder_shape(config: Config) -> DecoderShape:
+    """The shape of the decoder that a config describes, with plain attention."""
+    remat = remat_of(config)
+    return DecoderShape(
+        vocab_size=config.vocab_size,
+        emb_dim=config.base_emb_dim,
+        num_query_heads=config.base_num_query_heads,
+        num_kv_heads=config.base_num_kv_heads,
+        head_dim=config.head_dim,
+        mlp_dim=config.base_mlp_dim,
+        num_layers=config.base_num_decoder_layers,
+        norm=config.normalization,
+        norm_placement=config.norm_placement,
+        norm_epsilon=config.normalization_layer_epsilon,
+        activation=config.mlp_activation,
+        gated=config.gated_mlp,
+        mlp_bias=config.mlp_bias,
+        attention_bias=config.attention_bias,
+        qk_norm=config.qk_norm,
+        pattern=config.pattern,
+        window=config.sliding_window_size,
+        soft_cap=config.attn_logits_soft_cap,
+        sinks=config.attention_sinks,
+        query_scalar=config.query_pre_attn_scalar,
+        latent=config.mla,
+        rope_max_timescale=config.rope_max_timescale,
+        rope_local_max_timescale=config.rope_local_max_timescale,
+        rope_scaling=config.rope_scaling,
+        rotary_dim=config.rotary_dim,
+        num_positions=config.trainable_position_size,
+        scaled_embeddings=config.scale_embeddings,
+        tied=config.logits_via_embedding,
+        final_soft_cap=config.final_logits_soft_cap,
+        initializer_range=config.initializer_range,
+        dtype=jnp.dtype(config.dtype),
+        weight_dtype=jnp.dtype(config.weight_dtype),
+        saved=None if remat is None else remat.saved,
+        offloaded=() if remat is None else remat.offloaded,
+        context_strategy=config.context_parallel_strategy,
+        experts=_expert_shape(config),
+        num_dense_layers=config.first_num_dense_layers,
     )
 
 
@@ -111,6 +136,8 @@ def _expert_shape(config: ModelConfig) -> ExpertShape | None:
         biased=config.routed_bias,
         num_groups=config.n_routing_groups,
         groups_per_token=config.topk_routing_group,
+        activation=config.mlp_activation,
+        with_bias=config.expert_bias,
     )
 
 

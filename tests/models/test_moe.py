@@ -18,6 +18,7 @@ from maxtext_lite.models.moe import (
     ROUTER_Z,
     ExpertShape,
     ExpertWeights,
+    Router,
     Routing,
     dropless,
     expert_capacity,
@@ -31,7 +32,8 @@ RNG = np.random.default_rng(0)
 X = RNG.normal(size=(B, T, D)).astype(np.float32)
 ROUTER = RNG.normal(size=(D, E)).astype(np.float32)
 WEIGHTS = ExpertWeights(*(RNG.normal(size=sizes).astype(np.float32) for sizes in ((E, D, F), (E, D, F), (E, F, D))))
-WIDE = [np.float64(weight) for weight in WEIGHTS]
+BIASED = ExpertWeights(*WEIGHTS[:3], *(RNG.normal(size=sizes).astype(np.float32) for sizes in ((E, F), (E, F), (E, D))))
+WIDE = [np.float64(weight) for weight in WEIGHTS.arrays()]
 REAL = np.arange(T)[None] < np.array([T, 7, 0])[:, None]  # a whole example, a ragged one and an empty slot
 BIAS = np.array([0.3, -0.4, 0.0, 0.2], np.float32)
 
@@ -79,9 +81,10 @@ def _by_loop(shape, bias=0.0, capacity=lambda tokens: tokens):
 
 
 def _run(x, router, weights, shape, bias):
-    routing = route(x, router, bias, jnp.asarray(REAL), shape)
+    routing = route(x, Router(router, bias), jnp.asarray(REAL), shape)
     if shape.capacity_factor is None:
-        return dropless(x, routing.expert_BTJ, routing.share_BTJ, weights), jnp.zeros(B), routing
+        y = dropless(x, routing.expert_BTJ, routing.share_BTJ, weights, shape.activation)
+        return y, jnp.zeros(B), routing
     return *with_capacity(x, routing, weights, shape), routing
 
 
@@ -95,6 +98,7 @@ VARIANTS = {
     "capacity 3/5": dataclasses.replace(SHAPE, capacity_factor=Fraction(3, 5), score="sigmoid", biased=True),
     "capacity for all": dataclasses.replace(SHAPE, capacity_factor=Fraction(E)),
 }
+GPT_OSS = dataclasses.replace(SHAPE, activation="clamped_silu", with_bias=True)
 
 
 @pytest.mark.parametrize("shape", VARIANTS.values(), ids=VARIANTS)
@@ -105,7 +109,7 @@ def test_outputs_and_statistics_equal_a_loop_over_tokens(shape):
     y, dropped, balance, z, load = _by_loop(shape, BIAS if shape.biased else 0.0, capacity)
     with jax.default_matmul_precision("highest"):
         got, got_dropped, routing = jax.jit(_run, static_argnums=3)(X, ROUTER, WEIGHTS, shape, bias)
-        aux = lambda bias: route(X, ROUTER, bias, jnp.asarray(REAL), shape).aux[LOAD].sum()  # noqa: E731
+        aux = lambda bias: route(X, Router(ROUTER, bias), jnp.asarray(REAL), shape).aux[LOAD].sum()  # noqa: E731
         got_load = jax.value_and_grad(aux)(bias) if shape.biased else (0, load)
     np.testing.assert_allclose(got, y, atol=1e-5)
     np.testing.assert_allclose(got_dropped, dropped, atol=1e-6)
@@ -117,10 +121,13 @@ def test_outputs_and_statistics_equal_a_loop_over_tokens(shape):
         assert (dropped.max() > 0.05) == (factor < E)  # else the loop would show nothing
 
 
-@pytest.mark.parametrize("name", ["DeepSeek-V3", "DeepSeekMoE", "capacity 1"])
-def test_gradients_equal_those_of_every_expert_on_every_token(name):
+@pytest.mark.parametrize("shape", [
+    VARIANTS["DeepSeek-V3"], VARIANTS["DeepSeekMoE"], VARIANTS["capacity 1"], GPT_OSS,
+    dataclasses.replace(GPT_OSS, capacity_factor=Fraction(1)),
+], ids=["DeepSeek-V3", "DeepSeekMoE", "capacity 1", "gpt-oss", "gpt-oss, capacity 1"])  # fmt: skip
+def test_values_and_gradients_equal_those_of_every_expert_on_every_token(shape):
     """A dense sum over experts with the loop's shares, differentiated by jax in float64-free plain operations."""
-    shape = VARIANTS[name]
+    all_weights = BIASED if shape.with_bias else WEIGHTS
     bias = BIAS if shape.biased else None
     cotangent = RNG.normal(size=X.shape).astype(np.float32)
     factor = shape.capacity_factor
@@ -134,12 +141,19 @@ def test_gradients_equal_those_of_every_expert_on_every_token(name):
                 kept[b, t, expert] = 1 if taken[expert] < limit else -1  # -1: chosen and dropped
                 taken[expert] += 1
 
+    def one_expert(x, gate, up, down, gate_bias=0.0, up_bias=0.0, down_bias=0.0):
+        gate, up = x @ gate + gate_bias, x @ up + up_bias
+        if shape.activation == "clamped_silu":
+            gate, up = jnp.minimum(gate, 7), jnp.clip(up, -7, 7) + 1
+            return gate * jax.nn.sigmoid(1.702 * gate) * up @ down + down_bias
+        return jax.nn.silu(gate) * up @ down + down_bias
+
     def by_hand(x, router, weights):
         logits = x @ router
         score = jax.nn.softmax(logits) if shape.score == "softmax" else jax.nn.sigmoid(logits)
         share = jnp.where(kept != 0, score, 0)
         share = share / (share.sum(-1, keepdims=True) + 1e-20) if shape.normalised else share
-        every = [jax.nn.silu(x @ g) * (x @ u) @ d for g, u, d in zip(*weights, strict=True)]
+        every = [one_expert(x, *(weight[e] for weight in weights.arrays())) for e in range(E)]
         y = jnp.einsum("EBTD,BTE->BTD", jnp.stack(every), jnp.where(kept > 0, shape.scaling * share, 0))
         return jnp.sum(y * cotangent)
 
@@ -147,8 +161,8 @@ def test_gradients_equal_those_of_every_expert_on_every_token(name):
         return jnp.sum(_run(x, router, weights, shape, bias)[0] * cotangent)
 
     with jax.default_matmul_precision("highest"):
-        want = jax.jit(jax.grad(by_hand, (0, 1, 2)))(X, ROUTER, WEIGHTS)
-        got = jax.jit(jax.grad(ours, (0, 1, 2)))(X, ROUTER, WEIGHTS)
+        want = jax.jit(jax.value_and_grad(by_hand, (0, 1, 2)))(X, ROUTER, all_weights)
+        got = jax.jit(jax.value_and_grad(ours, (0, 1, 2)))(X, ROUTER, all_weights)
     for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert np.abs(w).max() > 0.1
         np.testing.assert_allclose(g, w, atol=2e-5 * np.abs(w).max())
@@ -157,11 +171,11 @@ def test_gradients_equal_those_of_every_expert_on_every_token(name):
 def test_gradients_equal_finite_differences_of_the_loop():
     """Of the float64 loop itself, in random directions of tokens and weights; the choices do not change within one."""
     cotangent = RNG.normal(size=X.shape)
-    directions = [RNG.normal(size=array.shape) for array in (X, *WEIGHTS)]
+    directions = [RNG.normal(size=array.shape) for array in (X, *WEIGHTS.arrays())]
     small = 1e-6
 
     def loop(step):
-        moved = [np.float64(array) + step * way for array, way in zip((X, *WEIGHTS), directions, strict=True)]
+        moved = [np.float64(array) + step * way for array, way in zip((X, *WEIGHTS.arrays()), directions, strict=True)]
         total = 0.0
         for b, t in zip(*np.nonzero(REAL), strict=True):
             chosen, share = _choices(moved[0][b, t], SHAPE)
@@ -174,7 +188,7 @@ def test_gradients_equal_finite_differences_of_the_loop():
 
     with jax.default_matmul_precision("highest"):
         dx, dweights = jax.jit(jax.grad(ours, (0, 1)))(X, WEIGHTS)
-    along = sum(np.sum(np.float64(g) * way) for g, way in zip((dx, *dweights), directions, strict=True))
+    along = sum(np.sum(np.float64(g) * way) for g, way in zip((dx, *dweights.arrays()), directions, strict=True))
     assert along == pytest.approx((loop(small) - loop(-small)) / (2 * small), rel=1e-5)
 
 
@@ -198,7 +212,7 @@ def test_everything_to_one_expert(factor):
         np.testing.assert_allclose(y[b], want, atol=1e-5)
     np.testing.assert_allclose(dropped, [1 - capacity[0] / T, 1 - capacity[1] / 7, 0], atol=1e-6)
     gradient = jax.grad(lambda w: jnp.sum(run(X, w)[0]))(WEIGHTS)
-    for g in gradient:
+    for g in gradient.arrays():
         assert np.isfinite(g).all()
         assert np.abs(g[2]).max() > 0
         np.testing.assert_array_equal(np.delete(g, 2, axis=0), 0)
@@ -227,7 +241,7 @@ def test_capacity_is_rounded_up_exactly():
 @pytest.mark.parametrize("factor", [None, Fraction(1)])
 def test_bfloat16_runs_both_ways_and_is_close(factor):
     shape = dataclasses.replace(SHAPE, capacity_factor=factor)
-    routing = route(jnp.asarray(X), ROUTER, None, jnp.asarray(REAL), shape)
+    routing = route(jnp.asarray(X), Router(ROUTER), jnp.asarray(REAL), shape)
 
     def loss(x, weights):
         if factor is None:

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext_lite.models.ops import project, rms_norm, rotary_angles, rotate, silu_times
+from maxtext_lite.models.ops import layer_norm, mlp_hidden, project, rms_norm, rotate, soft_capped
+from maxtext_lite.models.rotary import Rope, rotary_angles
 
 B, T, D, N, H = 2, 3, 8, 2, 4
 
@@ -15,7 +16,7 @@ def _random(*shape, seed=0):
 
 
 def _rotation():
-    return rotary_angles(jnp.tile(jnp.arange(T), (B, 1)) + 3, H, 100.0)
+    return rotary_angles(jnp.tile(jnp.arange(T), (B, 1)) + 3, Rope(H, 100.0))
 
 
 def _plain_rotate(x):
@@ -32,7 +33,26 @@ CASES = {
     "rms_norm": (lambda x, w: rms_norm(x, w, 1e-5),
                  lambda x, w: x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * w,
                  (B, T, D), (D,)),
-    "silu_times": (silu_times, lambda g, u: g / (1 + jnp.exp(-g)) * u, (B, T, D), (B, T, D)),
+    "silu": (lambda g, u: mlp_hidden("silu", g, u), lambda g, u: g / (1 + jnp.exp(-g)) * u, (B, T, D), (B, T, D)),
+    "gelu": (lambda g, u: mlp_hidden("gelu", g, u),
+             lambda g, u: g * 0.5 * (1 + jax.scipy.special.erf(g / np.sqrt(2))) * u, (B, T, D), (B, T, D)),
+    "gelu_tanh, not gated": (
+        lambda x, _: mlp_hidden("gelu_tanh", x, None),
+        lambda x, _: 0.5 * x * (1 + jnp.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))), (B, T, D), ()),
+    "clamped_silu": (
+        lambda g, u: mlp_hidden("clamped_silu", 6 * g, 6 * u),
+        lambda g, u: (jnp.clip(6 * u, -7, 7) + 1) * (c := jnp.minimum(6 * g, 7)) / (1 + jnp.exp(-1.702 * c)),
+        (B, T, D), (B, T, D)),
+    "layer_norm": (lambda x, w: layer_norm(x, w[0], w[1], 1e-5),
+                   lambda x, w: w[1] + w[0] * (x - x.mean(-1, keepdims=True))
+                                / jnp.sqrt(x.var(-1, keepdims=True) + 1e-5),
+                   (B, T, D), (2, D)),
+    "rms_norm of heads": (lambda x, w: rms_norm(x, w, 1e-5),
+                          lambda x, w: x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * w, (B, T, N, H), (H,)),
+    "soft_capped": (lambda x, _: soft_capped(x, 2.0), lambda x, _: 2 * jnp.tanh(x / 2), (B, T, D), ()),
+    "rotate a part": (
+        lambda x, _: rotate(x, _rotation()),
+        lambda x, _: jnp.concatenate([_plain_rotate(x[..., :H]), x[..., H:]], -1), (B, T, N, H + 3), ()),
     "rotate": (lambda x, _: rotate(x, _rotation()), lambda x, _: _plain_rotate(x), (B, T, N, H), ()),
 }  # fmt: skip
 
@@ -68,7 +88,7 @@ def test_a_rotation_depends_on_relative_position_only():
     q, k = _random(1, 1, 1, H, seed=1), _random(1, 1, 1, H, seed=2)
 
     def score(i, j):
-        at = lambda p: rotary_angles(jnp.full((1, 1), p), H, 100.0)  # noqa: E731
+        at = lambda p: rotary_angles(jnp.full((1, 1), p), Rope(H, 100.0))  # noqa: E731
         return float(jnp.sum(rotate(q, at(i)) * rotate(k, at(j))))
 
     assert score(5, 3) == pytest.approx(score(105, 103), rel=1e-4)

@@ -1,0 +1,74 @@
+"""Multi-head latent attention: keys and values of all heads are made of one narrow vector of each token.
+
+Source: DeepSeek-AI 2024, arXiv:2405.04434, section 2.1 and appendix C.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from maxtext_lite.models.layers import HEADS_AXES, Attend, attention_output, weight
+from maxtext_lite.models.ops import Rotation, project, rms_norm, rotate
+from maxtext_lite.models.shape import DecoderShape
+from maxtext_lite.parallel import constrain
+
+_EPSILON = 1e-6  # of the latent vectors' norms, whatever the model's others have, as in the published code
+
+
+class LatentNorm(nnx.Module):
+    """The norm of a latent vector."""
+
+    def __init__(self, shape: DecoderShape, rank: int):
+        self.scale = nnx.Param(jnp.ones((rank,), shape.weight_dtype), axes=("norm",))
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        """The normed vectors, in the dtype of x."""
+        return rms_norm(x_BTD, self.scale[...], _EPSILON)
+
+
+class LatentAttention(nnx.Module):
+    """Attention whose queries, keys and values come of latent vectors; the last dims of a head are rotated."""
+
+    def __init__(self, shape: DecoderShape, *, rngs: nnx.Rngs):
+        assert shape.latent is not None
+        D, N, H, widths = shape.emb_dim, shape.num_query_heads, shape.head_dim, shape.latent
+        self.rotated, query_rank, rank = widths.qk_rope_head_dim, widths.q_lora_rank, widths.kv_lora_rank
+        self.query = self.query_down = self.query_down_norm = self.query_up = None
+        if query_rank:
+            self.query_down = weight(shape, rngs, (D, query_rank), ("embed", "latent"))
+            self.query_down_norm = LatentNorm(shape, query_rank)
+            self.query_up = weight(shape, rngs, (query_rank, N, H), ("latent", "heads", "head_dim"))
+        else:
+            self.query = weight(shape, rngs, (D, N, H), ("embed", "heads", "head_dim"))
+        self.kv_down = weight(shape, rngs, (D, rank + self.rotated), ("embed", "latent"))
+        self.kv_down_norm = LatentNorm(shape, rank)
+        self.key_up = weight(shape, rngs, (rank, N, widths.qk_nope_head_dim), ("latent", "heads", "head_dim"))
+        self.value_up = weight(shape, rngs, (rank, N, widths.v_head_dim), ("latent", "heads", "head_dim"))
+        self.out = weight(shape, rngs, (N, widths.v_head_dim, D), ("heads", "head_dim", "embed"))
+
+    def __call__(self, x_BTD: jax.Array, rotation: Rotation | None, attend: Attend) -> tuple[jax.Array, Any]:
+        """The projected context [B, T, D], and what `attend` keeps."""
+        assert rotation is not None, "the config gives every layer of latent attention a rotation"
+
+        def heads(latent_BTD: jax.Array, weight: nnx.Param, name: str) -> jax.Array:
+            return checkpoint_name(constrain(project(latent_BTD, weight[...]), HEADS_AXES), name)
+
+        if self.query_down is None:
+            assert self.query is not None
+            q_BTNH = heads(x_BTD, self.query, "query_proj")
+        else:
+            assert self.query_down_norm is not None
+            assert self.query_up is not None
+            q_BTNH = heads(self.query_down_norm(project(x_BTD, self.query_down[...])), self.query_up, "query_proj")
+        latent_BTD, shared_BTD = jnp.split(project(x_BTD, self.kv_down[...]), (-self.rotated,), axis=-1)
+        latent_BTD = self.kv_down_norm(latent_BTD)
+        own_BTNH, v_BTNH = heads(latent_BTD, self.key_up, "key_proj"), heads(latent_BTD, self.value_up, "value_proj")
+        shared_BTNH = jnp.broadcast_to(rotate(shared_BTD[:, :, None], rotation), (*own_BTNH.shape[:3], self.rotated))
+        k_BTNH = constrain(jnp.concatenate([own_BTNH, shared_BTNH], axis=-1), HEADS_AXES)
+        plain_BTNH, turned_BTNH = jnp.split(q_BTNH, (-self.rotated,), axis=-1)
+        q_BTNH = jnp.concatenate([plain_BTNH, rotate(turned_BTNH, rotation)], axis=-1)
+        context_BTNH, kept = attend(constrain(q_BTNH, HEADS_AXES), k_BTNH, v_BTNH, None)
+        return attention_output(context_BTNH, self.out), kept

@@ -1,0 +1,128 @@
+"""Rotary positions: the angle of each position in each plane of a head, and how it is rescaled for longer texts.
+
+Source: Su et al. 2021, arXiv:2104.09864, section 3.4.2.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxtext_lite.config import RopeScaling
+from maxtext_lite.models.ops import Rotation
+
+_BETA_FAST, _BETA_SLOW = 32.0, 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """A rotation of `dim` dims of a head, in dim / 2 planes of wavelengths 2 pi ... 2 pi max_timescale."""
+
+    dim: int
+    max_timescale: float
+    scaling: RopeScaling | None = None
+
+
+def rotary_angles(position_BT: jax.Array, rope: Rope) -> Rotation:
+    """Cosines and sines [B, T, dim / 2], float32, of each position in each plane."""
+    position_BT1 = position_BT[..., None].astype(jnp.float32)
+    if rope.scaling is not None and rope.scaling.rope_type == "dynamic":
+        angle_BTH = position_BT1 * _dynamic_frequencies(position_BT, rope, rope.scaling)[:, None]
+    else:
+        angle_BTH = position_BT1 * jnp.asarray(_frequencies(rope), jnp.float32)
+    factor = _rotation_factor(rope.scaling)
+    cosine_BTH, sine_BTH = jnp.cos(angle_BTH), jnp.sin(angle_BTH)
+    return (cosine_BTH, sine_BTH) if factor == 1 else (factor * cosine_BTH, factor * sine_BTH)
+
+
+def _plain(dim: int, max_timescale: float) -> np.ndarray:
+    return max_timescale ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
+
+
+def _frequencies(rope: Rope) -> np.ndarray:
+    """Radians per position of each plane, float64."""
+    plain, scaling = _plain(rope.dim, rope.max_timescale), rope.scaling
+    if scaling is None:
+        return plain
+    assert scaling.factor is not None
+    match scaling.rope_type:
+        case "linear":
+            return plain / scaling.factor
+        case "ntk":
+            return _plain(rope.dim, rope.max_timescale * scaling.factor ** _ntk_exponent(rope.dim))
+        case "llama3":
+            return _llama3(plain, scaling)
+        case "yarn":
+            return _yarn(plain, rope, scaling)
+        case kind:
+            raise AssertionError(f"rope_type {kind!r} passed the config")
+
+
+def _ntk_exponent(dim: int) -> float:
+    """The power of a growth in length that the base grows by, so that the slowest plane is slowed as much."""
+    return dim / max(dim - 2, 1)
+
+
+def _llama3(plain: np.ndarray, scaling: RopeScaling) -> np.ndarray:
+    """Planes that turn often within the original length stay, those that turn seldom are slowed, and a blend between.
+
+    Source: Dubey et al. 2024, arXiv:2407.21783, section 3.4.1, as in the published code.
+    """
+    low, high, length = scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_position_embeddings
+    assert scaling.factor is not None and low is not None and high is not None and length is not None  # noqa: PT018
+    turns = length * plain / (2 * math.pi)
+    kept = np.clip((turns - low) / (high - low), 0, 1)
+    return kept * plain + (1 - kept) * plain / scaling.factor
+
+
+def _yarn(plain: np.ndarray, rope: Rope, scaling: RopeScaling) -> np.ndarray:
+    """As `_llama3`, but the blend is even over the planes' numbers. Source: arXiv:2309.00071, section 3.2."""
+    length = scaling.original_max_position_embeddings
+    assert scaling.factor is not None and length is not None  # noqa: PT018
+
+    def plane_that_turns(times: float) -> float:
+        return rope.dim * math.log(length / (times * 2 * math.pi)) / (2 * math.log(rope.max_timescale))
+
+    first, last = plane_that_turns(scaling.beta_fast or _BETA_FAST), plane_that_turns(scaling.beta_slow or _BETA_SLOW)
+    if scaling.truncate is not False:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, rope.dim - 1)
+    slowed = np.clip((np.arange(rope.dim // 2) - first) / ((last - first) or 0.001), 0, 1)
+    return (1 - slowed) * plain + slowed * plain / scaling.factor
+
+
+def _dynamic_frequencies(position_BT: jax.Array, rope: Rope, scaling: RopeScaling) -> jax.Array:
+    """Frequencies [B, H], float32: the base grows with the longest position of each row, once that is new."""
+    original, factor = scaling.original_max_position_embeddings, scaling.factor
+    assert original is not None and factor is not None  # noqa: PT018
+    length_B1 = jnp.maximum(jnp.max(position_BT, axis=1, keepdims=True) + 1, original).astype(jnp.float32)
+    growth_B1 = (factor * length_B1 / original - (factor - 1)) ** _ntk_exponent(rope.dim)
+    exponent_H = jnp.arange(0, rope.dim, 2, dtype=jnp.float32) / rope.dim
+    return (rope.max_timescale * growth_B1) ** -exponent_H
+
+
+def _growth(factor: float, multiplier: float) -> float:
+    """Source: arXiv:2309.00071, equation 22."""
+    return 1.0 if factor <= 1 else 0.1 * multiplier * math.log(factor) + 1
+
+
+def _rotation_factor(scaling: RopeScaling | None) -> float:
+    """What cosines and sines are multiplied by, which multiplies scores by its square."""
+    if scaling is None or scaling.rope_type != "yarn":
+        return 1.0
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    assert scaling.factor is not None
+    if scaling.mscale and scaling.mscale_all_dim:
+        return _growth(scaling.factor, scaling.mscale) / _growth(scaling.factor, scaling.mscale_all_dim)
+    return _growth(scaling.factor, 1.0)
+
+
+def score_factor(scaling: RopeScaling | None) -> float:
+    """What all of a score is multiplied by, not its rotated dims alone. Source: DeepSeek-V2's published code."""
+    if scaling is None or not scaling.mscale_all_dim:
+        return 1.0
+    assert scaling.factor is not None
+    return _growth(scaling.factor, scaling.mscale_all_dim) ** 2
