@@ -5,7 +5,13 @@ No other package multiplies or divides batch sizes.
 
 from maxtext_lite.batching.advice import batch_size_advice
 from maxtext_lite.batching.length import RunLength
-from maxtext_lite.batching.memory import MemoryEstimate, ParameterCount, count_parameters
+from maxtext_lite.batching.memory import MemoryEstimate
+from maxtext_lite.batching.parameters import (
+    ParameterCount,
+    active_parameters,
+    count_parameters,
+    flops_per_example,
+)
 from maxtext_lite.batching.plan import BatchPlan, load_plan, make_plan, row_slots, scaled_optimizer
 from maxtext_lite.batching.rampup import BatchStage, RampupBatchManager
 from maxtext_lite.batching.scaling import OptimizerScaling
@@ -22,8 +28,10 @@ __all__ = [
     "RampupBatchManager",
     "RunLength",
     "Topology",
+    "active_parameters",
     "batch_size_advice",
     "count_parameters",
+    "flops_per_example",
     "format_plan",
     "load_plan",
     "make_plan",

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from maxtext_lite.batching.parameters import ParameterCount, count_parameters
 from maxtext_lite.batching.pipeline import Schedule
 from maxtext_lite.config import Config, remat_of
 
@@ -45,48 +46,6 @@ def bytes_text(size: int) -> str:
         if size >= scale:
             return f"{size / scale:.1f} {unit}"
     return f"{size / 1e3:.1f} kB"
-
-
-@dataclass(frozen=True)
-class ParameterCount:
-    """Parameters of the whole model, or of one device's shard.
-
-    Attributes:
-      matrices: elements of the layers' matrices.
-      tables: elements of the embedding table and of the output projection where it is not tied.
-      norms: elements of the norm scales and of the routers' biases.
-    """
-
-    matrices: int
-    tables: int
-    norms: int
-
-    @property
-    def total(self) -> int:
-        """All elements."""
-        return self.matrices + self.tables + self.norms
-
-
-def count_parameters(
-    config: Config, *, fsdp: int = 1, tensor: int = 1, stage: int = 1, expert: int = 1
-) -> ParameterCount:
-    """Parameters per device, exactly.
-
-    Matrices are split over fsdp and tensor, experts over the expert axis too, routers over fsdp only, layers over
-    stages, norms and routers' biases over nothing else.
-    """
-    emb, heads, kv_heads = config.base_emb_dim, config.base_num_query_heads, config.base_num_kv_heads
-    layers = config.base_num_decoder_layers // stage
-    attention = 2 * emb * heads * config.head_dim + 2 * emb * kv_heads * config.head_dim
-    mlp, norms = 3 * emb * config.base_mlp_dim // (fsdp * tensor), 2 * emb
-    if config.num_experts > 1:
-        shared, one = 3 * emb * config.shared_experts * config.moe_mlp_dim, 3 * emb * config.moe_mlp_dim
-        routed = one * config.num_experts // expert
-        mlp = (shared + routed) // (fsdp * tensor) + emb * config.num_experts // fsdp
-        norms += config.num_experts if config.routed_bias else 0
-    tables = config.vocab_size * emb * (1 if config.logits_via_embedding else 2)
-    shards = fsdp * tensor
-    return ParameterCount(layers * (attention // shards + mlp), tables // shards, layers * norms + emb)
 
 
 def estimate_memory(
@@ -179,7 +138,9 @@ def estimate_activations(
         kept_of_layer = sum(sizes[name] for name in {*remat.saved, "decoder_layer_input"} - {*remat.offloaded})
         recomputed = everything
     stages = mesh["stage"]
-    layers = config.base_num_decoder_layers // stages
+    first = config.first_num_dense_layers
+    layers = (config.base_num_decoder_layers - first) // stages
+    outside = tokens * kept_of_layer * first  # of layers that all stages have
     piece = tokens // num_pipeline_microbatches
     rows = piece * mesh["context"] // config.max_target_length
     # And what goes into the experts of a layer and comes out of them.
@@ -187,8 +148,8 @@ def estimate_activations(
     at_once = piece * (recomputed + routed) + rows * _attention_bytes(config, mesh)
     if schedule == "1f1b":
         waiting = (2 * stages - 1) * sizes["decoder_layer_input"]
-        return piece * (kept_of_layer * layers + waiting) + at_once
-    return piece * kept_of_layer * layers * (num_pipeline_microbatches + stages - 1) + at_once
+        return piece * (kept_of_layer * layers + waiting) + at_once + outside
+    return piece * kept_of_layer * layers * (num_pipeline_microbatches + stages - 1) + at_once + outside
 
 
 def _attention_bytes(config: Config, mesh: Mapping[str, int]) -> int:
@@ -203,7 +164,7 @@ def _attention_bytes(config: Config, mesh: Mapping[str, int]) -> int:
     heads = config.base_num_query_heads // tensor
     if shards > 1:
         others = length if config.context_parallel_strategy == "all_gather" else 2 * length // shards
-        keys_and_values = 2 * (config.base_num_kv_heads // tensor) * config.head_dim
+        keys_and_values = (config.base_num_kv_heads // tensor) * (config.head_dim + config.value_dim)
         tile = min(length // (2 * shards), 512)
         return 3 * 4 * heads * tile**2 + others * keys_and_values * (_BYTES[config.dtype] + 4)
     flash = config.attention in ("cudnn_flash", "splash") or (config.attention == "auto" and config.dtype != "float32")
@@ -236,17 +197,18 @@ def splits_residual(config: Config, mesh: Mapping[str, int]) -> bool:
 def _tensor_bytes(config: Config, mesh: Mapping[str, int]) -> dict[str, int]:
     """Bytes per token of the tensors of a layer that remat keys name."""
     tensor, emb = mesh["tensor"], config.base_emb_dim // _residual_parts(config, mesh)
-    query = config.base_num_query_heads * config.head_dim // tensor
-    key_value = config.base_num_kv_heads * config.head_dim // tensor
+    query, key = (
+        heads * config.head_dim // tensor for heads in (config.base_num_query_heads, config.base_num_kv_heads)
+    )
     mlp = _mlp_width(config, mesh) // tensor
     elements = {
         "decoder_layer_input": emb,
         "query_proj": query,
-        "key_proj": key_value,
-        "value_proj": key_value,
-        "context": query,
+        "key_proj": key,
+        "value_proj": config.base_num_kv_heads * config.value_dim // tensor,
+        "context": config.base_num_query_heads * config.value_dim // tensor,
         "out_proj": emb,
-        "mlpwi_0": mlp,
+        "mlpwi_0": mlp if config.gated_mlp else 0,
         "mlpwi_1": mlp,
         "mlpwo": emb,
     }

@@ -101,7 +101,7 @@ def work_out(config: Config, topology: Topology, num_examples: int | None = None
         eval_batch_examples=int(per_eval * num_devices),
         num_pipeline_stages=stages,
         num_pipeline_microbatches=stages if pieces == -1 else pieces,
-        num_pipeline_repeats=config.base_num_decoder_layers // (stages * config.num_layers_per_pipeline_stage)
+        num_pipeline_repeats=config.num_stacked_layers // (stages * config.num_layers_per_pipeline_stage)
         if stages > 1
         else 1,
         loading=loading,
@@ -145,8 +145,10 @@ _SPLIT: tuple[tuple[str, int, tuple[str, ...]], ...] = (
 
 def _dimensions(config: Config, keys: tuple[str, ...]) -> dict[str, int]:
     """The dimensions that the model has, by key: of the mlp's width and the experts', the one that is used."""
-    unused = "base_mlp_dim" if config.num_experts > 1 and config.base_moe_mlp_dim != -1 else "base_moe_mlp_dim"
-    return {key: int(getattr(config, key)) for key in keys if key != unused}
+    unused = {"base_moe_mlp_dim"}
+    if config.num_experts > 1 and config.base_moe_mlp_dim != -1:
+        unused = set() if config.first_num_dense_layers else {"base_mlp_dim"}
+    return {key: int(getattr(config, key)) for key in keys if key not in unused}
 
 
 def _model_problems(config: Config, mesh: MeshSizes, num_devices: int) -> list[Problem]:
@@ -242,7 +244,7 @@ def _schedule_problems(config: Config, num_stages: int, context: int) -> list[Pr
     if num_stages == 1:
         message = f"{key}=1f1b has no use with 1 pipeline stage (ici_pipeline_parallelism x dcn_pipeline_parallelism)."
         return [Problem(key, message, below=[gpipe])]
-    layers, at_once = config.base_num_decoder_layers, config.num_layers_per_pipeline_stage
+    layers, at_once = config.num_stacked_layers, config.num_layers_per_pipeline_stage
     if layers % (num_stages * at_once) == 0 and layers != num_stages * at_once:
         once: Edit = {"num_layers_per_pipeline_stage": layers // num_stages}
         if config.num_pipeline_repeats not in (-1, 1):
@@ -278,7 +280,7 @@ def _schedule_problems(config: Config, num_stages: int, context: int) -> list[Pr
 
 def _layer_problems(config: Config, num_stages: int, num_devices: int) -> list[Problem]:
     layers, at_once, repeats = (
-        config.base_num_decoder_layers,
+        config.num_stacked_layers,
         config.num_layers_per_pipeline_stage,
         config.num_pipeline_repeats,
     )
@@ -300,7 +302,10 @@ def _layer_problems(config: Config, num_stages: int, num_devices: int) -> list[P
                 rule="layers",
             )
         ]
-    fewer, more = multiples("base_num_decoder_layers", num_stages * at_once * max(repeats, 1), layers)
+    first = config.first_num_dense_layers  # before the pipeline
+    whole_pipelines = multiples("base_num_decoder_layers", num_stages * at_once * max(repeats, 1), layers)
+    fewer, more = ([{key: count + first for key, count in edit.items()} for edit in edits] for edits in whole_pipelines)
+    named = f"base_num_decoder_layers={layers + first}" + (f" - first_num_dense_layers={first}" if first else "")
     mend_layers = (derived_repeats, *more, *fewer, *mesh_edits(stage_key, num_stages, num_devices))
     if layers % (num_stages * at_once):
         whole = layers % num_stages == 0
@@ -309,8 +314,7 @@ def _layer_problems(config: Config, num_stages: int, num_devices: int) -> list[P
         return [
             Problem(
                 key,
-                f"base_num_decoder_layers={layers} is not a multiple of {num_stages} pipeline stages x "
-                f"num_layers_per_pipeline_stage={at_once}.",
+                f"{named} is not a multiple of {num_stages} pipeline stages x num_layers_per_pipeline_stage={at_once}.",
                 below,
                 above,
                 mend_layers,
@@ -318,17 +322,39 @@ def _layer_problems(config: Config, num_stages: int, num_devices: int) -> list[P
             )
         ]
     if repeats in (-1, layers // (num_stages * at_once)):
-        return []
+        return _pattern_problems(config, num_stages, num_devices)
     below, above = single_edits("num_pipeline_repeats", [layers // (num_stages * at_once)], repeats)
     return [
         Problem(
             "num_pipeline_repeats",
             f"num_pipeline_repeats={repeats} x {num_stages} pipeline stages x "
-            f"num_layers_per_pipeline_stage={at_once} = {repeats * num_stages * at_once} layers, but "
-            f"base_num_decoder_layers={layers}.",
+            f"num_layers_per_pipeline_stage={at_once} = {repeats * num_stages * at_once} layers, but {named}.",
             below,
             above,
             mend_layers,
+            rule="layers",
+        )
+    ]
+
+
+def _pattern_problems(config: Config, num_stages: int, num_devices: int) -> list[Problem]:
+    """Stages run one program: what each has at once begins and ends with the pattern of kinds."""
+    period, at_once = len(config.pattern), config.num_layers_per_pipeline_stage
+    if at_once % period == 0 or len(set(config.pattern)) == 1:
+        return []
+    key = "num_layers_per_pipeline_stage"
+    whole = [count for count in divisors(config.num_stacked_layers // num_stages) if count % period == 0]
+    below, above = single_edits(key, whole, at_once)
+    if config.num_pipeline_repeats != -1:
+        below, above = ([{**edit, "num_pipeline_repeats": -1} for edit in edits] for edits in (below, above))
+    return [
+        Problem(
+            key,
+            f"{key}={at_once} is not a multiple of the {period} layers of layer_pattern={config.layer_pattern}, which "
+            "every pipeline stage has in this order.",
+            below,
+            above,
+            mesh_edits("ici_pipeline_parallelism", num_stages, num_devices),
             rule="layers",
         )
     ]

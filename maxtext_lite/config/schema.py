@@ -185,6 +185,11 @@ class ModelConfig(Section):
         return self.base_mlp_dim if self.base_moe_mlp_dim == -1 else self.base_moe_mlp_dim
 
     @property
+    def num_stacked_layers(self) -> int:
+        """Layers after the dense ones: those that pipeline stages share out."""
+        return self.base_num_decoder_layers - self.first_num_dense_layers
+
+    @property
     def pattern(self) -> tuple[LayerKind, ...]:
         """The kinds of the first layers, which those after them repeat."""
         return cast("tuple[LayerKind, ...]", tuple(kind.strip() for kind in self.layer_pattern.split(",")))

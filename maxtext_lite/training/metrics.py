@@ -11,8 +11,6 @@ from typing import Any
 import rich.console
 import rich.progress
 
-from maxtext_lite.models import DecoderShape
-
 PEAK_TFLOPS: dict[str, dict[str, float]] = {
     "NVIDIA B200": {"bfloat16": 2250.0, "float32": 1125.0},
     "NVIDIA H200": {"bfloat16": 989.4, "float32": 494.7},
@@ -40,25 +38,6 @@ def peak_tflops(device_kind: str, dtype: str) -> float | None:
         if device_kind.startswith(prefix):
             return peaks.get(dtype)
     return None
-
-
-def model_flops_per_example(shape: DecoderShape, num_tokens: int) -> float:
-    """FLOPs of one forward and backward pass over an example of `num_tokens` tokens, without recomputation.
-
-    6 per matmul weight that a token meets, of the experts those that it goes to, and causal attention's 6 T N H per
-    layer and token (half of the full square).
-    Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
-    """
-    D, H = shape.emb_dim, shape.head_dim
-    layer = D * H * (2 * shape.num_query_heads + 2 * shape.num_kv_heads)
-    experts = shape.experts
-    if experts is None:
-        layer += 3 * D * shape.mlp_dim
-    else:
-        layer += 3 * D * experts.mlp_dim * (experts.num_per_token + experts.num_shared) + D * experts.num_experts
-    weights = shape.num_layers * layer + D * shape.vocab_size
-    attention = 6 * shape.num_layers * num_tokens * shape.num_query_heads * H
-    return float(num_tokens) * (6 * weights + attention)
 
 
 class MetricsLog:

@@ -9,13 +9,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from maxtext_lite.batching import BatchPlan, scaled_optimizer
+from maxtext_lite.batching import BatchPlan, flops_per_example, scaled_optimizer
 from maxtext_lite.config import Config
 from maxtext_lite.parallel import make_mesh
 from maxtext_lite.parallel.hlo import Collective, collectives
 from maxtext_lite.training.executables import Executables
 from maxtext_lite.training.local_updates import LocalUpdates, local_updates
-from maxtext_lite.training.metrics import model_flops_per_example
 from maxtext_lite.training.optimizer import learning_rate_schedule, make_optimizer
 from maxtext_lite.training.state import TrainState, abstract_state, make_decoder
 from maxtext_lite.training.step import make_synchronise, make_train_step
@@ -133,7 +132,6 @@ def compile_program(config: Config, plan: BatchPlan, devices: Sequence[Any]) -> 
     # A ramp of the accumulation leaves one loop's bound open: that over micro-batches.
     found = collectives(compiled.as_text(), trips_where_unknown=_open_trips(plan))
     analysis = compiled.cost_analysis()
-    flops_per_example = model_flops_per_example(decoder.shape, config.max_target_length)
     return Program(
         compiled=compiled,
         compile_seconds=seconds,
@@ -144,7 +142,7 @@ def compile_program(config: Config, plan: BatchPlan, devices: Sequence[Any]) -> 
         meeting=meeting,
         memory=_memory(compiled),
         xla_flops=float(analysis["flops"]) if analysis and "flops" in analysis else None,
-        model_flops=flops_per_example * stage.global_batch_to_train,
+        model_flops=flops_per_example(config, config.max_target_length) * stage.global_batch_to_train,
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from maxtext_lite.batching import (
+    flops_per_example,
     format_plan,
     make_plan,
     scaled_optimizer,
@@ -21,7 +22,7 @@ from maxtext_lite.parallel import make_mesh, start_devices
 from maxtext_lite.training.checkpoint import Checkpointer, Counts, checkpoint_directory, fingerprint, load_parameters
 from maxtext_lite.training.environment import environment
 from maxtext_lite.training.local_updates import local_updates
-from maxtext_lite.training.metrics import Speed, Terminal, model_flops_per_example, peak_tflops
+from maxtext_lite.training.metrics import Speed, Terminal, peak_tflops
 from maxtext_lite.training.noise import why_unknown
 from maxtext_lite.training.optimizer import Schedule, learning_rate_schedule, make_optimizer
 from maxtext_lite.training.state import TrainState, abstract_state, init_state, make_decoder, state_from
@@ -148,7 +149,7 @@ class Run:
     def speed(self) -> Speed:
         """What steps are timed against."""
         return Speed(
-            flops_per_example=model_flops_per_example(self.decoder.shape, self.config.max_target_length),
+            flops_per_example=flops_per_example(self.config, self.config.max_target_length),
             num_devices=jax.device_count(),
             peak=peak_tflops(jax.devices()[0].device_kind, self.config.dtype),
         )

@@ -1,6 +1,6 @@
 import pytest
 
-from maxtext_lite.batching.memory import bytes_text, count_parameters, estimate_memory
+from maxtext_lite.batching.memory import bytes_text, estimate_memory
 from maxtext_lite.config import load_config
 
 ONE_DEVICE = dict.fromkeys(("stage", "data", "fsdp", "expert", "context", "tensor"), 1)
@@ -13,27 +13,6 @@ ALL = TABLES + MATRICES + NORMS
 
 def estimate(overrides=(), mesh=(), slots=16, accumulation=1, pieces=1, limit=None):
     return estimate_memory(load_config(None, overrides), ONE_DEVICE | dict(mesh), slots, accumulation, pieces, limit)
-
-
-def test_parameters_are_counted_by_hand():
-    count = count_parameters(load_config())
-    assert (count.matrices, count.tables, count.norms, count.total) == (MATRICES, TABLES, NORMS, ALL)
-    assert count_parameters(load_config(None, ["logits_via_embedding=true"])).tables == TABLES // 2
-    assert count_parameters(load_config(), fsdp=4, tensor=2, stage=2).total == TABLES // 8 + MATRICES // 16 + 5 * 128
-
-
-def test_experts_are_counted_by_hand_and_split_over_their_axis_too():
-    """8 experts of 3 D 64, 2 shared ones, a router of 8 D and a bias of 8 in each of 4 layers, in place of the mlp."""
-    keys = ["num_experts=8", "num_experts_per_tok=2", "base_moe_mlp_dim=64", "shared_experts=2", "routed_bias=true"]
-    attention = 2 * 128 * 8 * 16 + 2 * 128 * 4 * 16
-    one = 3 * 128 * 64
-    count = count_parameters(load_config(None, keys))
-    assert count.matrices == 4 * (attention + 10 * one + 8 * 128)
-    assert count.norms == NORMS + 4 * 8
-    part = count_parameters(load_config(None, keys), fsdp=2, tensor=2, stage=2, expert=4)
-    assert part.matrices == 2 * (attention // 4 + (2 * one + 8 * one // 4) // 4 + 8 * 128 // 2)
-    mesh = ONE_DEVICE | {"expert": 4}
-    assert estimate(keys, mesh).params == 4 * count_parameters(load_config(None, keys), expert=4).total
 
 
 def test_activations_of_experts_have_room_for_the_worst_that_may_come():

@@ -5,8 +5,7 @@ import math
 
 import pytest
 
-from maxtext_lite.models import DecoderShape, ExpertShape
-from maxtext_lite.training.metrics import MetricsLog, Speed, Terminal, model_flops_per_example, peak_tflops
+from maxtext_lite.training.metrics import MetricsLog, Speed, Terminal, peak_tflops
 
 
 def _steps(path):
@@ -29,24 +28,6 @@ def test_a_new_run_starts_an_empty_log(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     MetricsLog(tmp_path, after_step=0).close()
     assert _steps(tmp_path / "metrics.jsonl") == []
-
-
-def test_flops_by_hand():
-    shape = DecoderShape(
-        vocab_size=10, emb_dim=4, num_query_heads=2, num_kv_heads=1, head_dim=3, mlp_dim=5, num_layers=2
-    )
-    # a layer: q 4*6, k and v 4*3 each, out 6*4 = 72; mlp 3*4*5 = 60. Two layers and the head: 304 weights.
-    # attention: 2 layers x 7 positions x 2 heads x 3 wide x 6
-    assert model_flops_per_example(shape, 7) == 7 * (6 * (2 * (72 + 60) + 40) + 6 * 2 * 7 * 2 * 3)
-
-
-def test_flops_count_the_experts_that_a_token_meets():
-    shape = DecoderShape(
-        vocab_size=10, emb_dim=4, num_query_heads=2, num_kv_heads=1, head_dim=3, mlp_dim=5, num_layers=2,
-        experts=ExpertShape(num_experts=8, num_per_token=2, mlp_dim=7, num_shared=1),
-    )  # fmt: skip
-    # as above, but for the mlp: three experts of 3*4*7 = 84 and a router of 4*8
-    assert model_flops_per_example(shape, 7) == 7 * (6 * (2 * (72 + 3 * 84 + 32) + 40) + 6 * 2 * 7 * 2 * 3)
 
 
 def test_speed_and_mfu():

@@ -1,0 +1,183 @@
+"""Parameters and FLOPs of the model that a config describes, before there is a machine; the decoder's are the same."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+
+from maxtext_lite.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """Parameters of the whole model, or of one device's shard.
+
+    Attributes:
+      matrices: elements of the layers' matrices.
+      tables: elements of the tables of embeddings and positions, and of the output projection where it is not tied.
+      norms: elements of norms, biases and whatever else is a vector.
+    """
+
+    matrices: int
+    tables: int
+    norms: int
+
+    @property
+    def total(self) -> int:
+        """All elements."""
+        return self.matrices + self.tables + self.norms
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """A parameter of a layer.
+
+    Attributes:
+      sizes: of its dims.
+      axes: for each of them, the word for what splits it, or "".
+      met: share of it that a token is multiplied by; 0 for vectors.
+    """
+
+    sizes: tuple[int, ...]
+    axes: tuple[str, ...]
+    met: Fraction = Fraction(1)
+
+    def elements(self, shards: Mapping[str, int]) -> int:
+        """Those of one device."""
+        return math.prod(self.sizes) // math.prod(shards.get(axis, 1) for axis in self.axes)
+
+
+def _matrix(*dims: tuple[int, str], met: Fraction = Fraction(1)) -> _Weight:
+    return _Weight(tuple(size for size, _ in dims), tuple(axis for _, axis in dims), met)
+
+
+def _vector(*dims: tuple[int, str]) -> _Weight:
+    return _matrix(*dims, met=Fraction(0))
+
+
+def _attention(config: ModelConfig) -> Iterator[_Weight]:
+    emb, width = (config.base_emb_dim, "fsdp"), (config.head_dim, "")
+    heads, kv_heads = (config.base_num_query_heads, "tensor"), (config.base_num_kv_heads, "tensor")
+    if config.mla is not None:
+        yield from _latent_attention(config)
+        return
+    yield from (_matrix(emb, heads, width), _matrix(emb, kv_heads, width), _matrix(emb, kv_heads, width))
+    yield _matrix(heads, width, emb)
+    if config.attention_bias != "none":
+        yield from (_vector(heads, width), _vector(kv_heads, width), _vector(kv_heads, width))
+    if config.attention_bias == "all":
+        yield _vector((config.base_emb_dim, ""))
+    if config.qk_norm != "none":
+        whole = config.qk_norm == "all_heads"
+        for norm in ((heads, width), (kv_heads, width)):
+            yield from _norm(config, *(norm if whole else norm[1:]))
+    if config.attention_sinks:
+        yield _vector(heads)
+
+
+def _latent_attention(config: ModelConfig) -> Iterator[_Weight]:
+    widths, emb, heads = config.mla, (config.base_emb_dim, "fsdp"), (config.base_num_query_heads, "tensor")
+    assert widths is not None
+    rank, query_rank = (widths.kv_lora_rank, ""), (widths.q_lora_rank, "")
+    if widths.q_lora_rank:
+        yield from (_matrix(emb, query_rank), _vector(query_rank), _matrix(query_rank, heads, (config.head_dim, "")))
+    else:
+        yield _matrix(emb, heads, (config.head_dim, ""))
+    yield from (_matrix(emb, (widths.kv_lora_rank + widths.qk_rope_head_dim, "")), _vector(rank))
+    yield _matrix(rank, heads, (widths.qk_nope_head_dim, ""))
+    yield _matrix(rank, heads, (widths.v_head_dim, ""))
+    yield _matrix(heads, (widths.v_head_dim, ""), emb)
+
+
+def _norm(config: ModelConfig, *dims: tuple[int, str]) -> Iterator[_Weight]:
+    yield from [_vector(*dims)] * (2 if config.normalization == "layer_norm" else 1)
+
+
+def _mlp(config: ModelConfig, mlp_dim: int) -> Iterator[_Weight]:
+    emb, width, projections = (config.base_emb_dim, "fsdp"), (mlp_dim, "tensor"), 2 if config.gated_mlp else 1
+    yield from [_matrix(emb, width)] * projections
+    yield _matrix(width, emb)
+    if config.mlp_bias:
+        yield from [_vector(width)] * projections
+        yield _vector((config.base_emb_dim, ""))
+
+
+def _experts(config: ModelConfig) -> Iterator[_Weight]:
+    emb, width, count = (config.base_emb_dim, "fsdp"), (config.moe_mlp_dim, "tensor"), config.num_experts
+    experts, chosen = (count, "expert"), Fraction(config.num_experts_per_tok, count)
+    yield _matrix(emb, (count, ""))
+    yield from [_matrix(experts, emb, width, met=chosen)] * 2
+    yield _matrix(experts, width, emb, met=chosen)
+    if config.routed_bias:
+        yield _vector((count, ""))
+    if config.expert_bias:
+        yield _vector((count, ""))
+        yield from [_vector(experts, width)] * 2
+        yield _vector(experts, (config.base_emb_dim, ""))
+    if config.shared_experts:
+        yield from _mlp(config, config.shared_experts * config.moe_mlp_dim)
+
+
+def _layer(config: ModelConfig, *, dense: bool) -> list[_Weight]:
+    norms = 4 if config.norm_placement == "both" else 2
+    weights = [norm for _ in range(norms) for norm in _norm(config, (config.base_emb_dim, ""))]
+    has_mlp = dense or config.num_experts == 1
+    return [*weights, *_attention(config), *(_mlp(config, config.base_mlp_dim) if has_mlp else _experts(config))]
+
+
+def _layers(config: ModelConfig) -> list[tuple[int, bool, list[_Weight]]]:
+    """The layers that are alike: how many, whether pipeline stages share them out, and one's parameters."""
+    first = config.first_num_dense_layers
+    stacked = (config.base_num_decoder_layers - first, True, _layer(config, dense=False))
+    return [(first, False, _layer(config, dense=True)), stacked] if first else [stacked]
+
+
+def count_parameters(
+    config: ModelConfig, *, fsdp: int = 1, tensor: int = 1, stage: int = 1, expert: int = 1
+) -> ParameterCount:
+    """Parameters per device, exactly.
+
+    Matrices are split over fsdp and tensor, experts over the expert axis too, routers over fsdp only, layers over
+    stages, biases as what they are added to, norms and routers' biases over nothing else.
+    """
+    shards = {"fsdp": fsdp, "tensor": tensor, "expert": expert}
+    matrices = vectors = 0
+    for count, dealt, weights in _layers(config):
+        here = count // stage if dealt else count
+        matrices += here * sum(weight.elements(shards) for weight in weights if weight.met)
+        vectors += here * sum(weight.elements(shards) for weight in weights if not weight.met)
+    vectors += sum(weight.elements(shards) for weight in _norm(config, (config.base_emb_dim, "")))
+    tables = config.vocab_size * config.base_emb_dim * (1 if config.logits_via_embedding else 2) // (fsdp * tensor)
+    tables += config.trainable_position_size * config.base_emb_dim // fsdp
+    return ParameterCount(matrices, tables, vectors)
+
+
+def active_parameters(config: ModelConfig) -> int:
+    """Parameters that a token meets: all but the experts that it does not go to."""
+    unmet = sum(
+        count * (1 - weight.met) * math.prod(weight.sizes)
+        for count, _, weights in _layers(config)
+        for weight in weights
+        if weight.met
+    )
+    return count_parameters(config).total - int(unmet)
+
+
+def flops_per_example(config: ModelConfig, num_tokens: int) -> float:
+    """FLOPs of one forward and backward pass over an example of `num_tokens` tokens, without recomputation.
+
+    6 per matmul weight that a token meets, of the experts those that it goes to, the output projection among them; and
+    causal attention's 6 per head, key that is seen, and dim of keys and of values: half of the full square in a global
+    layer, less in a local one.
+    Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
+    """
+    weights = config.base_emb_dim * config.vocab_size + sum(
+        count * int(weight.met * math.prod(weight.sizes)) for count, _, layer in _layers(config) for weight in layer
+    )
+    layers = config.base_num_decoder_layers
+    kinds = [config.pattern[layer % len(config.pattern)] for layer in range(layers)]
+    window = min(config.sliding_window_size, num_tokens)
+    local_keys = window * (1 - window / (2 * num_tokens))
+    keys = sum(local_keys if kind == "local" else num_tokens / 2 for kind in kinds)
+    attention = 6 * config.base_num_query_heads * (config.head_dim + config.value_dim) * keys
+    return float(num_tokens) * (6 * weights + attention)
