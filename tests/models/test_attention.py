@@ -19,6 +19,11 @@ def inputs(num_tokens=T, seed=0):
     return q, k, v, segment.astype(np.int32)
 
 
+def with_a_long_document(segment):
+    """The first row is one document up to its padding, so that windows end inside of it."""
+    return np.concatenate([np.minimum(segment[:1], 1), segment[1:]])
+
+
 def by_loops(q, k, v, segment, sink=None, scoring=Scoring()):  # noqa: B008
     """Context in float64, one query at a time."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
@@ -125,6 +130,7 @@ def test_gradients_equal_automatic_ones_of_the_full_square(name):
 def test_splash_knows_windows_soft_caps_sinks_and_values_of_another_width():
     """Blocks of 128: the window of 140 crosses them, and leaves the first one out of the last one's sight."""
     q, k, v, segment = inputs(384)
+    segment = with_a_long_document(segment)
     scoring = Scoring(scale=0.4, window=140, soft_cap=1.5)
     v, g = v[..., :8], np.random.default_rng(1).normal(size=(B, 384, N, 8)).astype(np.float32)
 

@@ -7,7 +7,7 @@ import pytest
 
 from maxtext_lite.models import Scoring
 from maxtext_lite.models.blockwise import Keys, attend, block_queries, blockwise_attention, grouped, may_see, merge
-from tests.models.test_attention import SINK, by_loops, exact, inputs
+from tests.models.test_attention import SINK, by_loops, exact, inputs, with_a_long_document
 
 B, T, N, K, H = 2, 128, 4, 2, 16
 
@@ -66,8 +66,8 @@ def test_bfloat16_runs_and_stays_close():
     (Scoring(), True, 2, 16),
     (Scoring(window=1, soft_cap=0.7), False, 2, 16),
     (Scoring(scale=0.4, window=7), True, 4, 6),  # inside a block
-    (Scoring(window=17, soft_cap=1.5), True, 1, 6),  # a block and the key before it
-    (Scoring(scale=1.1, window=33, soft_cap=30.0), False, 2, 20),
+    (Scoring(window=18, soft_cap=1.5), True, 1, 6),  # the last key of the block before the last
+    (Scoring(scale=1.1, window=34, soft_cap=30.0), False, 2, 20),
     (Scoring(scale=0.4, window=999, soft_cap=1.5), True, 2, 6),  # more than there is
 ], ids=str)  # fmt: skip
 def test_windows_soft_caps_sinks_and_values_of_another_width(scoring, sinks, num_kv_heads, value_dim):
@@ -82,6 +82,7 @@ def test_windows_soft_caps_sinks_and_values_of_another_width(scoring, sinks, num
 
     for seed in range(3):
         q, k, v, segment = inputs(53, seed)
+        segment = with_a_long_document(segment)
         k, v = k.repeat(num_kv_heads, axis=2)[:, :, :num_kv_heads], v.repeat(num_kv_heads, axis=2)[:, :, :num_kv_heads]
         v = np.concatenate([v, -2 * v], axis=3)[..., :value_dim]
         g = np.random.default_rng(seed).normal(size=(B, 53, N, value_dim)).astype(np.float32)

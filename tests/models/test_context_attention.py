@@ -13,7 +13,7 @@ from maxtext_lite.models.blockwise import PLAIN, Scoring
 from maxtext_lite.models.context_attention import STRATEGIES, tile_tokens
 from maxtext_lite.parallel import MESH_AXES, context_order, make_mesh, over_replicas, sharding
 from maxtext_lite.parallel.hlo import collectives
-from tests.models.test_attention import SINK, exact
+from tests.models.test_attention import SINK, exact, with_a_long_document
 
 B, N, K, H = 2, 4, 2, 8
 AXES = ("batch", "length", "activation_heads", None)
@@ -102,7 +102,7 @@ def test_windows_soft_caps_sinks_and_values_of_another_width(
 ):
     monkeypatch.setattr(context_attention, "_TILE", tile)
     (q, k, v, segment, g), _ = ragged
-    arrays, sink = (q, k, v[..., :6], segment, g[..., :6]), SINK if sinks else None
+    arrays, sink = (q, k, v[..., :6], with_a_long_document(segment), g[..., :6]), SINK if sinks else None
     compiled, arguments, mesh = on_mesh(arrays, strategy=strategy, sink=sink, scoring=scoring, **sizes)
     results = in_true_order(compiled(*arguments), mesh.shape["context"])
     for got, expected in zip(results, exact(*arrays, sink, scoring), strict=True):
