@@ -140,6 +140,15 @@ def attention(
     raise ValueError(f"unknown attention kernel {kernel!r}; known: {', '.join(KERNELS)}")
 
 
+@jax.custom_vjp
+def _with_gradient_as_wide(x: jax.Array) -> jax.Array:
+    """`x`, whose gradient is made of its dtype: splash gives that of float32 sinks in the dtype of the queries."""
+    return x
+
+
+_with_gradient_as_wide.defvjp(lambda x: (x, x), lambda x, dx: (dx.astype(x.dtype),))
+
+
 def splash_attention(
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
@@ -189,7 +198,8 @@ def splash_attention(
 
         def one_row(q_NTH: jax.Array, k_KSH: jax.Array, v_KSW: jax.Array, segment_T: jax.Array) -> Any:
             segments = splash_attention_kernel.SegmentIds(segment_T, segment_T)
-            return kernel(q_NTH, k_KSH, v_KSW, segment_ids=segments, sinks=sink_N)
+            own_sink_N = None if sink_N is None else _with_gradient_as_wide(sink_N)
+            return kernel(q_NTH, k_KSH, v_KSW, segment_ids=segments, sinks=own_sink_N)
 
         scaled_BNTH = (q_BTNH * scoring.scale_of(q_BTNH.shape[-1])).swapaxes(1, 2)
         return jax.vmap(one_row)(scaled_BNTH, k_BSKH.swapaxes(1, 2), v_BSKW.swapaxes(1, 2), segment_BT).swapaxes(1, 2)

@@ -9,9 +9,11 @@ import pytest
 
 from maxtext_lite.models import context_attention
 from maxtext_lite.models.attention import attention
+from maxtext_lite.models.blockwise import PLAIN, Scoring
 from maxtext_lite.models.context_attention import STRATEGIES, tile_tokens
-from maxtext_lite.parallel import MESH_AXES, context_order, make_mesh, sharding
+from maxtext_lite.parallel import MESH_AXES, context_order, make_mesh, over_replicas, sharding
 from maxtext_lite.parallel.hlo import collectives
+from tests.models.test_attention import SINK, exact, with_a_long_document
 
 B, N, K, H = 2, 4, 2, 8
 AXES = ("batch", "length", "activation_heads", None)
@@ -26,24 +28,7 @@ def inputs(num_tokens, scale=1.0):
     return scale * q, k, v, segment.astype(np.int32), g
 
 
-def exact(q, k, v, segment, g):
-    """Context, and the gradients of its product with g, in float64."""
-    q, k, v, g = (np.asarray(x, np.float64) for x in (q, k, v, g))
-    k, v = (x.repeat(N // K, axis=2) for x in (k, v))
-    seen = np.tril(np.ones((q.shape[1],) * 2, bool)) & (segment[:, :, None] == segment[:, None, :])
-    score = np.where(seen[:, None], np.einsum("btnh,bsnh->bnts", q, k) / np.sqrt(H), -np.inf)
-    weight = np.exp(score - score.max(-1, keepdims=True))
-    weight /= weight.sum(-1, keepdims=True)
-    context = np.einsum("bnts,bsnh->btnh", weight, v)
-    dweight = np.einsum("btnh,bsnh->bnts", g, v)
-    dscore = weight * (dweight - np.sum(weight * dweight, -1, keepdims=True)) / np.sqrt(H)
-    dq = np.einsum("bnts,bsnh->btnh", dscore, k)
-    dk, dv = np.einsum("bnts,btnh->bsnh", dscore, q), np.einsum("bnts,btnh->bsnh", weight, g)
-    shared = lambda x: x.reshape(*x.shape[:2], K, N // K, H).sum(axis=3)  # noqa: E731
-    return context, dq, shared(dk), shared(dv)
-
-
-def on_mesh(arrays, dtype=jnp.float32, kernel="dot_product", strategy="ring", **sizes):
+def on_mesh(arrays, dtype=jnp.float32, kernel="dot_product", strategy="ring", sink=None, scoring=PLAIN, **sizes):
     """The compiled function (q, k, v, segment, g) -> context and gradients on a mesh, its arguments, and the mesh."""
     mesh = make_mesh(
         dict.fromkeys(MESH_AXES, 1) | sizes, dict.fromkeys(MESH_AXES, 1), jax.devices()[: math.prod(sizes.values())]
@@ -51,8 +36,11 @@ def on_mesh(arrays, dtype=jnp.float32, kernel="dot_product", strategy="ring", **
     order = context_order(arrays[0].shape[1], mesh.shape["context"])
 
     def both(q, k, v, segment, g):
-        context, vjp = jax.vjp(lambda *qkv: attention(*qkv, segment, kernel=kernel, strategy=strategy), q, k, v)
-        return context, *vjp(g)
+        def run(q, k, v, sink):
+            return attention(q, k, v, segment, sink, kernel=kernel, strategy=strategy, scoring=scoring)
+
+        context, vjp = jax.vjp(run, q, k, v, sink)
+        return context, *(dx for dx in vjp(g) if dx is not None)
 
     arguments = [
         jax.device_put(
@@ -65,7 +53,7 @@ def on_mesh(arrays, dtype=jnp.float32, kernel="dot_product", strategy="ring", **
 
 def in_true_order(results, shards):
     back = np.argsort(context_order(results[0].shape[1], shards))
-    return [np.asarray(x, np.float64)[:, back] for x in results]
+    return [np.asarray(x, np.float64)[:, back] if x.ndim == 4 else np.asarray(x, np.float64) for x in results]
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +82,62 @@ def test_equals_float64_attention_of_whole_examples(sizes, tile, strategy, ragge
     for got, expected in zip(in_true_order(compiled(*arguments), mesh.shape["context"]), want, strict=True):
         assert np.linalg.norm(got - expected) <= 2e-6 * np.linalg.norm(expected)
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tile", "strategy", "scoring", "sinks"),
+    [
+        ({"context": 2}, 6, "ring", Scoring(window=7, soft_cap=1.5, scale=0.5), True),  # a tile and a key
+        ({"context": 2}, 6, "all_gather", Scoring(window=20), False),
+        ({"context": 4}, 512, "all_gather", Scoring(window=13, soft_cap=1.5), True),  # a chunk of 12 and a key
+        ({"context": 4}, 4, "ring", Scoring(window=31), True),  # crosses chunks, and passes by tiles
+        ({"context": 8}, 3, "ring", Scoring(window=50, soft_cap=0.9), False),
+        ({"context": 8}, 512, "all_gather", Scoring(window=1), True),
+        ({"context": 2, "tensor": 2, "fsdp": 2}, 8, "ring", Scoring(soft_cap=1.5, scale=0.2), True),
+    ],
+    ids=str,
+)
+def test_windows_soft_caps_sinks_and_values_of_another_width(
+    sizes, tile, strategy, scoring, sinks, ragged, monkeypatch
+):
+    monkeypatch.setattr(context_attention, "_TILE", tile)
+    (q, k, v, segment, g), _ = ragged
+    arrays, sink = (q, k, v[..., :6], with_a_long_document(segment), g[..., :6]), SINK if sinks else None
+    compiled, arguments, mesh = on_mesh(arrays, strategy=strategy, sink=sink, scoring=scoring, **sizes)
+    results = in_true_order(compiled(*arguments), mesh.shape["context"])
+    for got, expected in zip(results, exact(*arrays, sink, scoring), strict=True):
+        assert np.linalg.norm(got - expected) <= 2e-6 * np.linalg.norm(expected)
+        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_tiles_beyond_every_window_are_passed_over(monkeypatch):
+    """Keys that are not numbers spoil what is computed from them, even where a mask then hides it."""
+    monkeypatch.setattr(context_attention, "_TILE", 4)
+    q, k, v, segment, g = inputs(32)
+    k, v = (np.where(np.arange(32)[:, None, None] < 4, np.nan, x) for x in (k, v))
+    compiled, arguments, _ = on_mesh((q, k, v, segment, g), scoring=Scoring(window=6), context=2)
+    reached = 12  # query 8 is the last whose window holds key 3, and its tile ends at 11
+    for got in in_true_order(compiled(*arguments), 2):
+        assert np.isnan(got[:, :4]).all()
+        assert np.isfinite(got[:, reached:]).all()
+
+
+def test_replicas_keep_the_gradients_of_their_sinks_apart(ragged):
+    """Tiles are passed over, and sinks shared, inside the map over replicas too."""
+    (q, k, v, segment, g), _ = ragged
+    sizes, ones = dict.fromkeys(MESH_AXES, 1) | {"data": 2, "context": 2}, dict.fromkeys(MESH_AXES, 1)
+    mesh = make_mesh(sizes, ones, jax.devices()[:4])
+    scoring, order = Scoring(window=7, soft_cap=1.5), context_order(96, 2)
+
+    def dsink(sink, q, k, v, segment, g):
+        run = lambda sink: attention(q, k, v, segment, sink, kernel="dot_product", strategy="ring", scoring=scoring)  # noqa: E731
+        return jax.vjp(run, sink)[1](g)[0]
+
+    with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
+        apart = jax.jit(over_replicas(dsink, 2, rows=(1, 2, 3, 4, 5)))(SINK, *(x[:, order] for x in ragged[0]))
+    for got, row in zip(apart, range(2), strict=True):
+        want = exact(*(x[row : row + 1] for x in (q, k, v, segment, g)), SINK, scoring)[-1]
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

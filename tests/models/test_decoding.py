@@ -7,9 +7,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext_lite.models import Decoder, DecoderShape, ExpertShape, KVCache, Sampling, sample_token
+from maxtext_lite.models import Decoder, DecoderShape, ExpertShape, KVCache, Sampling, Scoring, sample_token
+from maxtext_lite.models.decoding import cached_attention
+from tests.models.test_attention import SINK, by_loops, inputs
 
 SHAPE = DecoderShape(vocab_size=31, emb_dim=16, num_query_heads=4, num_kv_heads=2, head_dim=4, mlp_dim=24, num_layers=2)
+
+
+def empty_cache(shape):
+    return KVCache.empty(
+        num_layers=shape.num_layers,
+        num_sequences=2,
+        num_positions=16,
+        num_kv_heads=shape.num_kv_heads,
+        key_dim=shape.head_dim,
+        value_dim=shape.head_dim,
+        dtype=shape.dtype,
+    )
 
 
 @pytest.mark.parametrize("experts", [None, ExpertShape(6, 2, 10, num_shared=1, biased=True)], ids=["mlp", "experts"])
@@ -24,13 +38,35 @@ def test_decoding_from_the_cache_equals_the_whole_sequence(experts):
     # Prompts of different lengths, padded with junk that must be overwritten and never seen.
     prompt = np.where(np.arange(7)[None] < lengths[:, None], tokens[:, :7], 30)
     decode = jax.jit(decoder.decode)
-    x, cache = decode(params, prompt, jnp.zeros(2, jnp.int32), KVCache.empty(SHAPE, 2, 16))
+    x, cache = decode(params, prompt, jnp.zeros(2, jnp.int32), empty_cache(decoder.shape))
     for row, length in enumerate(lengths):
         np.testing.assert_allclose(x[row, :length], whole[row, :length], rtol=1e-4, atol=1e-5)
     for added in range(total - 7):
         at = lengths + added
         x, cache = decode(params, tokens[np.arange(2), at][:, None], jnp.asarray(at), cache)
         np.testing.assert_allclose(x[:, 0], whole[np.arange(2), at], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("scoring", "sink"), [
+    (Scoring(window=4, soft_cap=1.5, scale=0.4), SINK),
+    (Scoring(window=1), None),
+    (Scoring(soft_cap=0.8), SINK),
+], ids=str)  # fmt: skip
+def test_cached_attention_knows_windows_soft_caps_sinks_and_values_of_another_width(scoring, sink):
+    """A prompt of 6 tokens at once and in a longer cache, then one token at a time."""
+    q, k, v, _ = inputs(12)
+    v = v[..., :6]
+    want = by_loops(q, k, v, np.ones((2, 12), np.int32), sink, scoring)
+    empty = KVCache.empty(
+        num_layers=1, num_sequences=2, num_positions=20, num_kv_heads=2, key_dim=16, value_dim=6, dtype=jnp.float32
+    )
+    cache = jax.tree.map(lambda x: x[0], empty)
+    assert (cache.key.shape, cache.value.shape) == ((2, 20, 2, 16), (2, 20, 2, 6))
+    run = jax.jit(lambda *x: cached_attention(*x, sink, scoring=scoring))
+    for first, end in ((0, 6), *((t, t + 1) for t in range(6, 12))):
+        position = jnp.tile(jnp.arange(first, end), (2, 1))
+        context, cache = run(*(x[:, first:end] for x in (q, k, v)), position, cache)
+        np.testing.assert_allclose(context, want[:, first:end], rtol=1e-5, atol=1e-6)
 
 
 LOGITS = np.log(np.array([0.5, 0.25, 0.15, 0.1]))
