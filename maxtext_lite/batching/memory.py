@@ -197,16 +197,14 @@ def splits_residual(config: Config, mesh: Mapping[str, int]) -> bool:
 def _tensor_bytes(config: Config, mesh: Mapping[str, int]) -> dict[str, int]:
     """Bytes per token of the tensors of a layer that remat keys name."""
     tensor, emb = mesh["tensor"], config.base_emb_dim // _residual_parts(config, mesh)
-    query, key = (
-        heads * config.head_dim // tensor for heads in (config.base_num_query_heads, config.base_num_kv_heads)
-    )
+    heads, kv_heads = config.base_num_query_heads // tensor, config.base_num_kv_heads // tensor
     mlp = _mlp_width(config, mesh) // tensor
     elements = {
         "decoder_layer_input": emb,
-        "query_proj": query,
-        "key_proj": key,
-        "value_proj": config.base_num_kv_heads * config.value_dim // tensor,
-        "context": config.base_num_query_heads * config.value_dim // tensor,
+        "query_proj": heads * config.head_dim,
+        "key_proj": kv_heads * config.head_dim,
+        "value_proj": kv_heads * config.value_dim,
+        "context": heads * config.value_dim,
         "out_proj": emb,
         "mlpwi_0": mlp if config.gated_mlp else 0,
         "mlpwi_1": mlp,

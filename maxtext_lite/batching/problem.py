@@ -55,11 +55,11 @@ def single_edits(key: str, values: Iterable[int | Fraction], value: int | Fracti
     return [{key: near} for near in below[:_MOST_TRIED]], [{key: near} for near in above[:_MOST_TRIED]]
 
 
-def multiples(key: str, unit: int | Fraction, value: int | Fraction) -> Edits:
-    """Changes of one key to the positive multiples of `unit` below and above `value`, nearest first."""
+def multiples(key: str, unit: int | Fraction, value: int | Fraction, offset: int = 0) -> Edits:
+    """Changes of one key to the positive multiples of `unit` below and above `value`, nearest first, plus `offset`."""
     times = value / unit
     under = math.ceil(times) - 1
     over = math.floor(times) + 1
-    below = [{key: number * unit} for number in range(under, max(under - _MOST_TRIED, 0), -1)]
-    above = [{key: number * unit} for number in range(max(over, 1), max(over, 1) + _MOST_TRIED)]
+    below = [{key: number * unit + offset} for number in range(under, max(under - _MOST_TRIED, 0), -1)]
+    above = [{key: number * unit + offset} for number in range(max(over, 1), max(over, 1) + _MOST_TRIED)]
     return below, above

@@ -145,10 +145,10 @@ _SPLIT: tuple[tuple[str, int, tuple[str, ...]], ...] = (
 
 def _dimensions(config: Config, keys: tuple[str, ...]) -> dict[str, int]:
     """The dimensions that the model has, by key: of the mlp's width and the experts', the one that is used."""
-    unused = {"base_moe_mlp_dim"}
+    unused = "base_moe_mlp_dim"
     if config.num_experts > 1 and config.base_moe_mlp_dim != -1:
-        unused = set() if config.first_num_dense_layers else {"base_mlp_dim"}
-    return {key: int(getattr(config, key)) for key in keys if key not in unused}
+        unused = "" if config.first_num_dense_layers else "base_mlp_dim"
+    return {key: int(getattr(config, key)) for key in keys if key != unused}
 
 
 def _model_problems(config: Config, mesh: MeshSizes, num_devices: int) -> list[Problem]:
@@ -303,8 +303,8 @@ def _layer_problems(config: Config, num_stages: int, num_devices: int) -> list[P
             )
         ]
     first = config.first_num_dense_layers  # before the pipeline
-    whole_pipelines = multiples("base_num_decoder_layers", num_stages * at_once * max(repeats, 1), layers)
-    fewer, more = ([{key: count + first for key, count in edit.items()} for edit in edits] for edits in whole_pipelines)
+    unit = num_stages * at_once * max(repeats, 1)
+    fewer, more = multiples("base_num_decoder_layers", unit, layers, offset=first)
     named = f"base_num_decoder_layers={layers + first}" + (f" - first_num_dense_layers={first}" if first else "")
     mend_layers = (derived_repeats, *more, *fewer, *mesh_edits(stage_key, num_stages, num_devices))
     if layers % (num_stages * at_once):
@@ -345,8 +345,6 @@ def _pattern_problems(config: Config, num_stages: int, num_devices: int) -> list
     key = "num_layers_per_pipeline_stage"
     whole = [count for count in divisors(config.num_stacked_layers // num_stages) if count % period == 0]
     below, above = single_edits(key, whole, at_once)
-    if config.num_pipeline_repeats != -1:
-        below, above = ([{**edit, "num_pipeline_repeats": -1} for edit in edits] for edits in (below, above))
     return [
         Problem(
             key,
@@ -354,7 +352,7 @@ def _pattern_problems(config: Config, num_stages: int, num_devices: int) -> list
             "every pipeline stage has in this order.",
             below,
             above,
-            mesh_edits("ici_pipeline_parallelism", num_stages, num_devices),
+            tuple(mesh_edits("ici_pipeline_parallelism", num_stages, num_devices)),
             rule="layers",
         )
     ]

@@ -65,9 +65,8 @@ class _Modules(nnx.Module):
     def __init__(self, shape: DecoderShape, *, rngs: nnx.Rngs):
         self.embedding = Embedding(shape, rngs=rngs)
         self.layers = _stacked("layers", _layer_of(shape), shape.num_expert_layers, rngs)
-        self.dense_layers = None
-        if shape.num_dense_layers:
-            self.dense_layers = _stacked("dense_layers", _layer_of(_dense(shape)), shape.num_dense_layers, rngs)
+        first = shape.num_dense_layers
+        self.dense_layers = _stacked("dense_layers", _layer_of(_dense(shape)), first, rngs) if first else None
         self.final_norm = Norm(shape, (shape.emb_dim,))
         self.head = None if shape.tied else Head(shape, rngs=rngs)
 

@@ -35,18 +35,17 @@ class LatentAttention(nnx.Module):
     def __init__(self, shape: DecoderShape, *, rngs: nnx.Rngs):
         assert shape.latent is not None
         D, N, H, widths = shape.emb_dim, shape.num_query_heads, shape.head_dim, shape.latent
-        self.rotated, query_rank, rank = widths.qk_rope_head_dim, widths.q_lora_rank, widths.kv_lora_rank
-        self.query = self.query_down = self.query_down_norm = self.query_up = None
-        if query_rank:
-            self.query_down = weight(shape, rngs, (D, query_rank), ("embed", "latent"))
-            self.query_down_norm = LatentNorm(shape, query_rank)
-            self.query_up = weight(shape, rngs, (query_rank, N, H), ("latent", "heads", "head_dim"))
-        else:
-            self.query = weight(shape, rngs, (D, N, H), ("embed", "heads", "head_dim"))
+        query_rank, rank = widths.q_lora_rank, widths.kv_lora_rank
+        self.rank, self.plain, self.rotated = rank, widths.qk_nope_head_dim, widths.qk_rope_head_dim
+        per_head = ("latent", "heads", "head_dim")
+        self.query = None if query_rank else weight(shape, rngs, (D, N, H), ("embed", *per_head[1:]))
+        self.query_down = weight(shape, rngs, (D, query_rank), ("embed", "latent")) if query_rank else None
+        self.query_down_norm = LatentNorm(shape, query_rank) if query_rank else None
+        self.query_up = weight(shape, rngs, (query_rank, N, H), per_head) if query_rank else None
         self.kv_down = weight(shape, rngs, (D, rank + self.rotated), ("embed", "latent"))
         self.kv_down_norm = LatentNorm(shape, rank)
-        self.key_up = weight(shape, rngs, (rank, N, widths.qk_nope_head_dim), ("latent", "heads", "head_dim"))
-        self.value_up = weight(shape, rngs, (rank, N, widths.v_head_dim), ("latent", "heads", "head_dim"))
+        self.key_up = weight(shape, rngs, (rank, N, self.plain), per_head)
+        self.value_up = weight(shape, rngs, (rank, N, widths.v_head_dim), per_head)
         self.out = weight(shape, rngs, (N, widths.v_head_dim, D), ("heads", "head_dim", "embed"))
 
     def __call__(self, x_BTD: jax.Array, rotation: Rotation | None, attend: Attend) -> tuple[jax.Array, Any]:
@@ -56,19 +55,17 @@ class LatentAttention(nnx.Module):
         def heads(latent_BTD: jax.Array, weight: nnx.Param, name: str) -> jax.Array:
             return checkpoint_name(constrain(project(latent_BTD, weight[...]), HEADS_AXES), name)
 
-        if self.query_down is None:
+        if self.query_down is None or self.query_down_norm is None or self.query_up is None:
             assert self.query is not None
             q_BTNH = heads(x_BTD, self.query, "query_proj")
         else:
-            assert self.query_down_norm is not None
-            assert self.query_up is not None
             q_BTNH = heads(self.query_down_norm(project(x_BTD, self.query_down[...])), self.query_up, "query_proj")
-        latent_BTD, shared_BTD = jnp.split(project(x_BTD, self.kv_down[...]), (-self.rotated,), axis=-1)
+        latent_BTD, shared_BTD = jnp.split(project(x_BTD, self.kv_down[...]), (self.rank,), axis=-1)
         latent_BTD = self.kv_down_norm(latent_BTD)
         own_BTNH, v_BTNH = heads(latent_BTD, self.key_up, "key_proj"), heads(latent_BTD, self.value_up, "value_proj")
         shared_BTNH = jnp.broadcast_to(rotate(shared_BTD[:, :, None], rotation), (*own_BTNH.shape[:3], self.rotated))
         k_BTNH = constrain(jnp.concatenate([own_BTNH, shared_BTNH], axis=-1), HEADS_AXES)
-        plain_BTNH, turned_BTNH = jnp.split(q_BTNH, (-self.rotated,), axis=-1)
+        plain_BTNH, turned_BTNH = jnp.split(q_BTNH, (self.plain,), axis=-1)
         q_BTNH = jnp.concatenate([plain_BTNH, rotate(turned_BTNH, rotation)], axis=-1)
         context_BTNH, kept = attend(constrain(q_BTNH, HEADS_AXES), k_BTNH, v_BTNH, None)
         return attention_output(context_BTNH, self.out), kept

@@ -80,15 +80,13 @@ class Attention(nnx.Module):
         self.key = weight(shape, rngs, (D, K, H), ("embed", "kv_heads", "head_dim"))
         self.value = weight(shape, rngs, (D, K, H), ("embed", "kv_heads", "head_dim"))
         self.out = weight(shape, rngs, (N, H, D), ("heads", "head_dim", "embed"))
-        biased, whole = shape.attention_bias != "none", shape.qk_norm == "all_heads"
+        biased = shape.attention_bias != "none"
         self.query_bias = _bias(shape, (N, H), ("heads", "head_dim")) if biased else None
         self.key_bias = _bias(shape, (K, H), ("kv_heads", "head_dim")) if biased else None
         self.value_bias = _bias(shape, (K, H), ("kv_heads", "head_dim")) if biased else None
         self.out_bias = _bias(shape, (D,), ("norm",)) if shape.attention_bias == "all" else None
-        self.query_norm = self.key_norm = None
-        if shape.qk_norm != "none":
-            self.query_norm = Norm(shape, (N, H), ("heads", "head_dim")) if whole else Norm(shape, (H,))
-            self.key_norm = Norm(shape, (K, H), ("kv_heads", "head_dim")) if whole else Norm(shape, (H,))
+        self.query_norm = _head_norm(shape, N, "heads")
+        self.key_norm = _head_norm(shape, K, "kv_heads")
         self.sinks = _bias(shape, (N,), ("heads",)) if shape.sinks else None
 
     def __call__(self, x_BTD: jax.Array, rotation: Rotation | None, attend: Attend) -> tuple[jax.Array, Any]:
@@ -108,6 +106,16 @@ class Attention(nnx.Module):
         sink_N = None if self.sinks is None else self.sinks[...].astype(jnp.float32)
         context_BTNH, kept = attend(q_BTNH, k_BTKH, v_BTKH, sink_N)
         return attention_output(context_BTNH, self.out, self.out_bias), kept
+
+
+def _head_norm(shape: DecoderShape, num_heads: int, axis: str) -> Norm | None:
+    match shape.qk_norm:
+        case "none":
+            return None
+        case "head":
+            return Norm(shape, (shape.head_dim,))
+        case "all_heads":
+            return Norm(shape, (num_heads, shape.head_dim), (axis, "head_dim"))
 
 
 def attention_output(context_BTNH: jax.Array, out: nnx.Param, bias: nnx.Param | None = None) -> jax.Array:
@@ -155,12 +163,11 @@ class MixtureOfExperts(nnx.Module):
         self.gate = weight(shape, rngs, (E, D, F), ("experts", "embed", "mlp"))
         self.up = weight(shape, rngs, (E, D, F), ("experts", "embed", "mlp"))
         self.down = weight(shape, rngs, (E, F, D), ("experts", "mlp", "embed"))
-        self.router_logit_bias = self.gate_bias = self.up_bias = self.down_bias = None
-        if experts.with_bias:
-            self.router_logit_bias = _bias(shape, (E,), ("norm",))
-            self.gate_bias = _bias(shape, (E, F), ("experts", "mlp"))
-            self.up_bias = _bias(shape, (E, F), ("experts", "mlp"))
-            self.down_bias = _bias(shape, (E, D), ("experts", "norm"))
+        biased = experts.with_bias
+        self.router_logit_bias = _bias(shape, (E,), ("norm",)) if biased else None
+        self.gate_bias = _bias(shape, (E, F), ("experts", "mlp")) if biased else None
+        self.up_bias = _bias(shape, (E, F), ("experts", "mlp")) if biased else None
+        self.down_bias = _bias(shape, (E, D), ("experts", "norm")) if biased else None
         self.shared = Mlp(shape, experts.num_shared * F, rngs=rngs) if experts.num_shared else None
 
     def __call__(self, x_BTD: jax.Array, real_BT: jax.Array, *, drop: bool) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -237,9 +244,8 @@ class Embedding(nnx.Module):
     def __init__(self, shape: DecoderShape, *, rngs: nnx.Rngs):
         self.factor = math.sqrt(shape.emb_dim) if shape.scaled_embeddings else None
         self.table = weight(shape, rngs, (shape.vocab_size, shape.emb_dim), ("vocab", "embed"))
-        self.positions = None
-        if shape.num_positions:
-            self.positions = weight(shape, rngs, (shape.num_positions, shape.emb_dim), ("positions", "embed"))
+        sizes, axes = (shape.num_positions, shape.emb_dim), ("positions", "embed")
+        self.positions = weight(shape, rngs, sizes, axes) if shape.num_positions else None
 
     def __call__(self, token_BT: jax.Array, position_BT: jax.Array, dtype: Any) -> jax.Array:
         """The tokens' vectors [B, T, D], in `dtype`."""

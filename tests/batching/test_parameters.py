@@ -8,7 +8,7 @@ import pytest
 from maxtext_lite.batching.parameters import active_parameters, count_parameters, flops_per_example
 from maxtext_lite.config import load_config
 from maxtext_lite.models import Decoder
-from maxtext_lite.parallel import partition_spec
+from maxtext_lite.parallel.axes import partition_spec
 from maxtext_lite.training.state import decoder_shape
 
 # V 320, D 128, N 8, K 4, H 16, F 384, L 4, by hand: tables 2VD, attention 2DNH + 2DKH, mlp 3DF, norms (2L + 1)D.
