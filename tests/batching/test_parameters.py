@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from maxtext_lite.batching.parameters import active_parameters, count_parameters, flops_per_example
-from maxtext_lite.config import load_config
+from maxtext_lite.config import load_config, packaged_directory
 from maxtext_lite.models import Decoder
 from maxtext_lite.parallel.axes import partition_spec
 from maxtext_lite.training.state import decoder_shape
@@ -90,3 +90,50 @@ def test_flops_by_hand():
     window = [*keys, "layer_pattern=local,global", "sliding_window_size=3"]
     attention = 2 * 12 * 6 * (7 / 2 + 3 * (1 - 3 / 14))
     assert flops_per_example(load_config(None, window), 7) == pytest.approx(7 * (6 * (2 * 204 + 1280) + attention))
+
+
+# Of the model cards, papers and the weights' own files: all parameters, of Gemma 3 those of the text model.
+PUBLISHED = {
+    "deepseek-v2": 235_741_434_880, "deepseek-v2-lite": 15_706_484_224, "deepseek-v3": 671_026_419_200,
+    "gemma2-27b": 27_227_128_320, "gemma2-2b": 2_614_341_888, "gemma2-9b": 9_241_705_984,
+    "gemma3-12b": 11_766_034_176, "gemma3-1b": 999_885_952, "gemma3-27b": 27_009_346_304, "gemma3-4b": 3_880_263_168,
+    "gpt-oss-120b": 116_829_156_672, "gpt-oss-20b": 20_914_757_184, "gpt2": 124_439_808, "gpt2-large": 774_030_080,
+    "gpt2-medium": 354_823_168, "gpt2-xl": 1_557_611_200, "llama2-13b": 13_015_864_320, "llama2-70b": 68_976_648_192,
+    "llama2-7b": 6_738_415_616, "llama3-70b": 70_553_706_496, "llama3-8b": 8_030_261_248,
+    "llama3.1-405b": 405_853_388_800, "llama3.1-70b": 70_553_706_496, "llama3.1-8b": 8_030_261_248,
+    "llama3.2-1b": 1_235_814_400, "llama3.2-3b": 3_212_749_824, "mistral-7b": 7_248_023_552,
+    "mistral-7b-v0.1": 7_241_732_096, "mistral-nemo-12b": 12_247_782_400, "mistral-small-24b": 23_572_403_200,
+    "mixtral-8x22b": 140_620_634_112, "mixtral-8x7b": 46_702_792_704, "olmo2-13b": 13_716_198_400,
+    "olmo2-1b": 1_484_916_736, "olmo2-32b": 32_234_279_936, "olmo2-7b": 7_298_617_344, "phi3-mini": 3_821_079_552,
+    "phi4": 14_659_507_200, "qwen2.5-0.5b": 494_032_768, "qwen2.5-1.5b": 1_543_714_304, "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352, "qwen2.5-3b": 3_085_938_688, "qwen2.5-72b": 72_706_203_648,
+    "qwen2.5-7b": 7_615_616_512, "qwen3-0.6b": 596_049_920, "qwen3-1.7b": 1_720_574_976, "qwen3-14b": 14_768_307_200,
+    "qwen3-235b-a22b": 235_093_634_560, "qwen3-30b-a3b": 30_532_122_624, "qwen3-32b": 32_762_123_264,
+    "qwen3-4b": 4_022_468_096, "qwen3-8b": 8_190_735_360, "smollm2-1.7b": 1_711_376_384, "smollm2-135m": 134_515_008,
+    "smollm2-360m": 361_821_120, "smollm3-3b": 3_075_098_624, "tinyllama-1.1b": 1_100_048_384,
+}  # fmt: skip
+
+
+def test_named_models_have_as_many_parameters_as_was_published():
+    names = {file.stem for file in packaged_directory("configs").glob("models/*.yml")}
+    assert names == set(PUBLISHED)
+    configs = {name: load_config(None, [f"model_name={name}"]) for name in names}
+    assert {name: count_parameters(config).total for name, config in configs.items()} == PUBLISHED
+    assert {config.dtype for config in configs.values()} == {"bfloat16"}
+
+
+@pytest.mark.parametrize(("name", "billions"), [
+    ("mixtral-8x7b", 12.9), ("mixtral-8x22b", 39), ("qwen3-30b-a3b", 3.3), ("qwen3-235b-a22b", 22),
+    ("deepseek-v2", 21), ("deepseek-v3", 37),
+])  # fmt: skip
+def test_a_token_meets_as_many_parameters_as_was_published(name, billions):
+    assert active_parameters(load_config(None, [f"model_name={name}"])) / 1e9 == pytest.approx(billions, rel=0.02)
+
+
+@pytest.mark.parametrize(("name", "gflops", "within"), [
+    ("deepseek-v2", 155, 0.005), ("deepseek-v3", 250, 0.005), ("llama3.1-405b", 2448, 0.011),
+])  # fmt: skip
+def test_flops_per_token_are_those_published(name, gflops, within):
+    """At 4,096 tokens. Source: Zhao et al. 2025, arXiv:2505.09343, table 2."""
+    flops = flops_per_example(load_config(None, [f"model_name={name}"]), 4096) / 4096
+    assert flops / 1e9 == pytest.approx(gflops, rel=within)
