@@ -75,19 +75,15 @@ def _refuse_other_tensors(
     ]
     formats = [f"{name} is {there[name].dtype}" for name in wanted if name in there and there[name].dtype not in DTYPES]
     problems = []
-    for found, one, many in (
-        (missing, "lacks the tensor", "lacks tensors:"),
-        (unknown, "has a tensor that the model has no place for:", "has tensors that the model has no place for:"),
-        (shapes, "has a tensor of another shape:", "has tensors of other shapes:"),
-        (
-            formats,
-            f"has a tensor that is none of {', '.join(DTYPES)}:",
-            f"has tensors that are none of {', '.join(DTYPES)}:",
-        ),
+    for found, what in (
+        (missing, "lacks tensors of the model"),
+        (unknown, "has tensors that the model has no place for"),
+        (shapes, "has tensors of other shapes than config.json says"),
+        (formats, f"has tensors that are none of {', '.join(DTYPES)}"),
     ):
         if found:
             more = f", and {len(found) - _NAMED_AT_MOST} more" if len(found) > _NAMED_AT_MOST else ""
-            problems.append(f"{where} {one if len(found) == 1 else many} {', '.join(found[:_NAMED_AT_MOST])}{more}.")
+            problems.append(f"{where} {what}: {', '.join(found[:_NAMED_AT_MOST])}{more}.")
     if problems:
         raise UserError(problems)
 
