@@ -14,7 +14,8 @@ COMMANDS: dict[str, str] = {
     "train": "pre-training; resumes by itself",
     "plan": "batch sizes, pipeline, ramp-up and memory for a machine that need not exist",
     "compile": "the train step compiled ahead of time: shardings, collectives, memory and FLOPs",
-    "generate": "text from a run directory",
+    "generate": "text from a run directory or a Hugging Face directory",
+    "convert": "models from and to Hugging Face directories",
     "report": "one HTML page of a run, or of several over each other",
 }
 """Each command, the module maxtext_lite.COMMAND, and what it does."""

@@ -1,19 +1,25 @@
-"""The command `generate`: text from a run directory, streamed to the terminal, or tokens as JSON."""
+"""The command `generate`: text from a run or a Hugging Face directory, streamed to the terminal, or tokens as JSON."""
 
 import json
 import math
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from maxtext_lite.cli import ArgumentParser, run_command
 from maxtext_lite.config import Config, UserError, load_config, parse_value
 from maxtext_lite.config.errors import did_you_mean
+from maxtext_lite.config.hf_config import hf_directory, tokenizer_keys
+from maxtext_lite.convert import hf_config
+from maxtext_lite.stop_text import StopText
 
 EXAMPLE = "generate RUN_DIR prompt='To be' max_new_tokens=100 temperature=0.8 top_k=0 top_p=0.95"
+_TEXTS = ("prompt", "system")
 
 
 class GenerateConfig(BaseModel):
@@ -21,27 +27,41 @@ class GenerateConfig(BaseModel):
 
     Attributes:
       prompt: text to go on from; "" starts a new document.
+      prompts: several of them, at once.
       prompt_ids: prompts as lists of tokens, instead of `prompt`; needs no tokenizer.
+      chat: a prompt is what a user says, and the model's chat template makes of it what the model answers.
+      system: with chat, what is said to the model first.
       max_new_tokens: tokens to add.
       temperature: divides the logits; 0: always the likeliest token.
       top_k: draw among the k likeliest tokens; 0: all.
       top_p: draw among the fewest tokens whose probabilities reach p; 1: all.
-      stop_token_ids: tokens after which a text ends; with `prompt`, end-of-text by default.
+      stop_token_ids: tokens after which a text ends; of text, by default end-of-text and what the model names.
+      stop_strings: texts before which a text ends.
       seed: of the draws.
-      ici_tensor_parallelism: devices to spread the model over.
+      dtype: of activations; "": as the directory's config says.
+      ici_tensor_parallelism: devices that share heads, mlp and vocabulary.
+      ici_fsdp_parallelism: devices that share the rest of the parameters, and the prompts.
+      ici_data_parallelism: devices that each have a copy of the model.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     prompt: str = ""
+    prompts: list[str] | None = None
     prompt_ids: list[list[int]] | None = None
+    chat: bool = False
+    system: str = ""
     max_new_tokens: int = Field(200, ge=1)
     temperature: float = Field(0.8, ge=0, lt=math.inf)
     top_k: int = Field(0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
     stop_token_ids: list[int] | None = None
+    stop_strings: list[str] = []
     seed: int = Field(0, ge=0, lt=2**32)
+    dtype: Literal["", "float32", "bfloat16", "float16"] = ""
     ici_tensor_parallelism: int = Field(1, ge=1)
+    ici_fsdp_parallelism: int = Field(1, ge=1)
+    ici_data_parallelism: int = Field(1, ge=1)
 
 
 def parse_generate_config(overrides: Sequence[str]) -> GenerateConfig:
@@ -60,7 +80,7 @@ def parse_generate_config(overrides: Sequence[str]) -> GenerateConfig:
             problems.append(f"unknown key '{key}' (command line).{did_you_mean(key, GenerateConfig.model_fields)}")
         else:
             try:
-                values[key] = text if key == "prompt" else parse_value(text).value
+                values[key] = text if key in _TEXTS else parse_value(text).value
             except ValueError as error:
                 problems.append(f"{key}={text} {error}.")
     try:
@@ -70,59 +90,133 @@ def parse_generate_config(overrides: Sequence[str]) -> GenerateConfig:
             key = ".".join(str(part) for part in detail["loc"])
             problems.append(f"{key}={detail['input']}: {detail['msg']}.")
         raise UserError(problems) from None
-    if "prompt" in values and config.prompt_ids is not None:
-        problems.append("prompt and prompt_ids contradict each other; give one of them.")
+    given = [key for key in ("prompt", "prompts", "prompt_ids") if key in values]
+    if len(given) > 1:
+        problems.append(f"{given[0]} and {given[1]} contradict each other; give one of them.")
+    if config.prompts == []:
+        problems.append("prompts is empty; it needs at least one text.")
+    if config.chat and config.prompt_ids is not None:
+        problems.append("chat and prompt_ids contradict each other: a chat template is for text.")
+    if config.system and not config.chat:
+        problems.append("system has no use without chat=true.")
+    if not all(config.stop_strings):
+        problems.append("stop_strings holds an empty text, which is everywhere.")
     if config.prompt_ids is not None and not (config.prompt_ids and all(config.prompt_ids)):
         problems.append("prompt_ids holds an empty prompt; each needs at least one token. Nearest that works: [[0]].")
-    if any("\ud800" <= character <= "\udfff" for character in config.prompt):
-        problems.append("prompt is not UTF-8 text.")
+    texts = {"prompt": config.prompt, "prompts": "".join(config.prompts or []), "system": config.system}
+    problems += [
+        f"{key} is not UTF-8 text."
+        for key, text in texts.items()
+        if any("\ud800" <= character <= "\udfff" for character in text)
+    ]
     if problems:
         raise UserError(problems)
     return config
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints what a run's model writes; returns the exit code.
+    """Prints what a model writes; returns the exit code.
 
     Raises:
-      UserError: with every problem of the arguments or the run directory.
+      UserError: with every problem of the arguments or the directory.
     """
     parser = ArgumentParser(prog="maxtext-lite generate", description=f"{__doc__} Example: {EXAMPLE}")
-    parser.add_argument("run_directory", help="a run directory, as `train` names it at its end")
+    parser.add_argument(
+        "directory", help="a run directory, as `train` names it at its end, or a Hugging Face directory"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=", ".join(GenerateConfig.model_fields))
+    parser.add_argument("--chat", action="store_true", help="the same as chat=true")
     parser.add_argument(
         "--json",
         action="store_true",
         help="print, for each prompt, its new tokens and their log-probabilities under the model",
     )
     arguments = parser.parse_intermixed_args(argv)
-    asked = parse_generate_config(arguments.overrides)
-    directory = Path(arguments.run_directory)
-    if not (directory / "config.yml").is_file():
-        raise UserError(f"{directory} is not a run directory: it has no config.yml.")
-    return _generate(directory, load_config(directory / "config.yml"), asked, as_json=arguments.json)
+    asked = parse_generate_config([*(["chat=true"] if arguments.chat else []), *arguments.overrides])
+    directory = Path(arguments.directory)
+    return _generate(directory, _config_of(directory, asked), asked, as_json=arguments.json)
+
+
+def _config_of(directory: Path, asked: GenerateConfig) -> Config:
+    """The config of a run or of a Hugging Face directory, in the dtype that is asked for."""
+    dtype = [f"dtype={asked.dtype}"] if asked.dtype else []
+    if (directory / "config.yml").is_file():
+        config = load_config(directory / "config.yml", dtype)
+    elif (directory / "config.json").is_file():
+        config = hf_config(directory, dtype)
+    else:
+        raise UserError(
+            f"{directory} is not a run directory: it has no config.yml. Nor is it a Hugging Face directory: "
+            "it has no config.json."
+        )
+    carried = hf_directory(directory)
+    if carried is None or not config.tokenizer_path or Path(config.tokenizer_path).exists():
+        return config
+    return config.model_copy(update=tokenizer_keys(carried))  # the directory has been moved
+
+
+@dataclass(frozen=True)
+class _Texts:
+    """How prompts become tokens, and when an answer ends."""
+
+    tokenizer: Any
+    prompts: list[str]
+    ids: list[list[int]]
+    stop: list[int]
+    shown: bool  # a prompt is part of the text that goes on from it, but not of an answer in a chat
+
+
+def _texts(directory: Path, config: Config, asked: GenerateConfig) -> _Texts:
+    from maxtext_lite.data import check_vocabulary, load_tokenizer
+    from maxtext_lite.interop import stop_ids_of
+
+    tokenizer: Any = load_tokenizer(config)
+    check_vocabulary(tokenizer, config.vocab_size)
+    carried = hf_directory(directory)
+    prompts = [asked.prompt] if asked.prompts is None else asked.prompts
+    if asked.chat:
+        texts = _rendered(carried, directory, prompts, asked.system)
+        encode = tokenizer.encode  # the template writes the special tokens itself
+    else:
+        texts = prompts
+        # Models from elsewhere have seen texts begin with what their tokenizer puts there.
+        encode = tokenizer.encode if carried is None else tokenizer.encode_with_special
+    # A new document begins after the end of another, which is how the model has seen them begin.
+    ids = [[int(token) for token in encode(text)] or [tokenizer.end_of_text_id] for text in texts]
+    named = [] if carried is None else stop_ids_of(carried)
+    stop = asked.stop_token_ids if asked.stop_token_ids is not None else [*named, tokenizer.end_of_text_id]
+    return _Texts(tokenizer, prompts, ids, stop, shown=not asked.chat)
+
+
+def _rendered(carried: Path | None, directory: Path, prompts: list[str], system: str) -> list[str]:
+    from maxtext_lite.interop.chat import ChatTemplate
+
+    if carried is None:
+        raise UserError(f"{directory} has no chat template: it did not come from a Hugging Face directory.")
+    template = ChatTemplate(carried)
+    first = [{"role": "system", "content": system}] if system else []
+    return [template.render([*first, {"role": "user", "content": prompt}]) for prompt in prompts]
 
 
 def _generate(directory: Path, config: Config, asked: GenerateConfig, *, as_json: bool) -> int:
     import jax  # only once the arguments are known to be right
 
-    from maxtext_lite.data import check_vocabulary, load_tokenizer
     from maxtext_lite.parallel import start_devices
     from maxtext_lite.training.sampler import Sampler
 
-    tokenizer = None
-    if asked.prompt_ids is None:
-        tokenizer = load_tokenizer(config)
-        check_vocabulary(tokenizer, config.vocab_size)
-        # A new document begins after the end of another, which is how the model has seen them begin.
-        prompts = [[int(token) for token in tokenizer.encode(asked.prompt)] or [tokenizer.end_of_text_id]]
-        stop = asked.stop_token_ids if asked.stop_token_ids is not None else [tokenizer.end_of_text_id]
-    else:
-        prompts, stop = asked.prompt_ids, asked.stop_token_ids or []
+    texts = None if asked.prompt_ids is not None else _texts(directory, config, asked)
+    prompts = asked.prompt_ids or [] if texts is None else texts.ids
+    stop = (asked.stop_token_ids or []) if texts is None else texts.stop
     _refuse_impossible(prompts, asked, config, len(start_devices()))
     with jax.default_matmul_precision(config.matmul_precision):
-        sampler = Sampler.from_run(directory, config, tensor_parallelism=asked.ici_tensor_parallelism)
-        texts = sampler.stream(
+        sampler = Sampler.from_run(
+            directory,
+            config,
+            tensor_parallelism=asked.ici_tensor_parallelism,
+            fsdp_parallelism=asked.ici_fsdp_parallelism,
+            data_parallelism=asked.ici_data_parallelism,
+        )
+        tokens = sampler.stream(
             prompts,
             max_new_tokens=asked.max_new_tokens,
             temperature=asked.temperature,
@@ -131,20 +225,119 @@ def _generate(directory: Path, config: Config, asked: GenerateConfig, *, as_json
             stop_token_ids=stop,
             seed=asked.seed,
         )
-        if as_json or tokenizer is None:
-            new: list[dict[str, list[Any]]] = [{"tokens": [], "log_probabilities": []} for _ in prompts]
-            for index, token, log_probability in texts:
-                new[index]["tokens"].append(token)
-                new[index]["log_probabilities"].append(log_probability)
-            print(json.dumps(new))
-            return 0
-        print(asked.prompt, end="", flush=True)
-        decoder = tokenizer.stream_decoder()
-        for _, token, _ in texts:
-            if token not in stop:
-                print(decoder.push(token), end="", flush=True)
-        print(decoder.flush())
+        timed = _Timed(tokens)
+        if as_json or texts is None:
+            _print_json(timed, prompts, texts, asked)
+        else:
+            _print_texts(timed, texts, asked)
+    print(timed, file=sys.stderr)
     return 0
+
+
+def _print_json(tokens: Iterator[tuple[int, int, float]], prompts: Any, texts: _Texts | None, asked: Any) -> None:
+    new: list[dict[str, Any]] = [{"tokens": [], "log_probabilities": []} for _ in prompts]
+    written = None if texts is None else [_Written(texts, asked.stop_strings) for _ in prompts]
+    for index, token, log_probability in tokens:
+        if written and written[index].ended:
+            continue
+        new[index]["tokens"].append(token)
+        new[index]["log_probabilities"].append(log_probability)
+        if written:
+            written[index].push(token)
+            if all(text.ended for text in written):
+                break
+    for answer, text in zip(new, written or [], strict=False):
+        text.end()
+        answer["text"] = text.text
+    print(json.dumps(new))
+
+
+def _print_texts(tokens: Iterator[tuple[int, int, float]], texts: _Texts, asked: GenerateConfig) -> None:
+    """Streams one text; of several, prints each when all are done, a line between them."""
+    written = [_Written(texts, asked.stop_strings) for _ in texts.ids]
+    alone = len(written) == 1
+    if alone and texts.shown:
+        print(texts.prompts[0], end="", flush=True)
+    for index, token, _ in tokens:
+        piece = written[index].push(token)
+        if alone:
+            print(piece, end="", flush=True)
+        if all(text.ended for text in written):
+            break
+    for number, text in enumerate(written):
+        rest = text.end()
+        if alone:
+            print(rest, flush=True)
+        else:
+            print(f"---- {number}\n{texts.prompts[number] if texts.shown else ''}{text.text}")
+
+
+class _Written:
+    """One text as it grows, until a stop token or a stop string."""
+
+    def __init__(self, texts: _Texts, stop_strings: Sequence[str]) -> None:
+        self._stop = texts.stop
+        self._decoder = texts.tokenizer.stream_decoder()
+        self._until = StopText(stop_strings)
+        self.ended = False
+        self.text = ""
+
+    def push(self, token: int) -> str:
+        """What has become certain of the text with this token."""
+        if self.ended:
+            return ""
+        if token in self._stop:
+            return self.end()
+        return self._add(self._until.push(self._decoder.push(token)))
+
+    def end(self) -> str:
+        """The rest of the text, "" where it had ended."""
+        if self.ended:
+            return ""
+        piece = self._until.push(self._decoder.flush())
+        piece = self._add(piece if self._until.found else piece + self._until.flush())
+        self.ended = True
+        return piece
+
+    def _add(self, piece: str) -> str:
+        self.text += piece
+        self.ended = self._until.found
+        return piece
+
+
+class _Timed:
+    """Tokens as they come, and how fast: once two rounds, in which functions are compiled, have passed."""
+
+    def __init__(self, tokens: Iterator[tuple[int, int, float]]) -> None:
+        self._tokens, self._begin = tokens, time.perf_counter()
+        self._count = self._warm_count = 0
+        self._rounds: dict[int, int] = {}
+        self._first: float | None = None
+        self._warm: float | None = None
+
+    def __iter__(self) -> "_Timed":
+        return self
+
+    def __next__(self) -> tuple[int, int, float]:
+        index, token, log_probability = next(self._tokens)
+        now = time.perf_counter()
+        self._first = self._first or now
+        self._rounds[index] = self._rounds.get(index, 0) + 1
+        if self._rounds[index] > 2:
+            self._warm_count += 1
+        elif self._rounds[index] == 2:
+            self._warm = now
+        self._count, self._last = self._count + 1, now
+        return index, token, log_probability
+
+    def __str__(self) -> str:
+        if self._first is None:
+            return "no tokens"
+        since = f"{self._count} tokens in {self._last - self._begin:.2f} s"
+        since += f", the first after {self._first - self._begin:.2f} s with compilation"
+        if not self._warm_count or self._warm is None:
+            return since
+        return f"{since}; then {self._warm_count / max(self._last - self._warm, 1e-9):,.1f} tokens/s"
 
 
 def _refuse_impossible(prompts: list[list[int]], asked: GenerateConfig, config: Config, num_devices: int) -> None:
@@ -158,17 +351,26 @@ def _refuse_impossible(prompts: list[list[int]], asked: GenerateConfig, config: 
         for token in tokens
         if not 0 <= token < config.vocab_size
     ]
-    tensor = asked.ici_tensor_parallelism
-    width = config.base_mlp_dim if config.num_experts == 1 else config.moe_mlp_dim
-    works = [
-        n for n in range(1, num_devices + 1) if config.base_num_kv_heads % n == width % n == config.vocab_size % n == 0
-    ]
-    if tensor not in works:
-        nearest = min(works, key=lambda n: abs(n - tensor))
+    positions, longest = config.trainable_position_size, max(map(len, prompts))
+    if positions and longest + asked.max_new_tokens > positions:
         problems.append(
-            f"ici_tensor_parallelism={tensor} does not divide the model's heads, mlp and vocabulary over "
-            f"{num_devices} devices. Nearest that works: {nearest}."
+            f"max_new_tokens={asked.max_new_tokens} after a prompt of {longest} tokens goes past the model's "
+            f"{positions} learned positions. Nearest that works: {max(positions - longest, 1)}."
         )
+    width = config.base_mlp_dim if config.num_experts == 1 else config.moe_mlp_dim
+    heads, table = math.gcd(config.base_num_query_heads, config.base_num_kv_heads), config.vocab_size
+    tensor, fsdp, data = asked.ici_tensor_parallelism, asked.ici_fsdp_parallelism, asked.ici_data_parallelism
+    for key, value, others, divided, what in (
+        ("ici_tensor_parallelism", tensor, fsdp * data, math.gcd(heads, width, table), "heads, mlp and vocabulary"),
+        ("ici_fsdp_parallelism", fsdp, tensor * data, config.base_emb_dim, "embedding"),
+        ("ici_data_parallelism", data, tensor * fsdp, 0, "copies"),
+    ):
+        works = [n for n in range(1, num_devices // others + 1) if divided % n == 0] or [1]
+        if value not in works:
+            problems.append(
+                f"{key}={value} does not divide the model's {what} over {num_devices} devices. "
+                f"Nearest that works: {min(works, key=lambda n: abs(n - value))}."
+            )
     if problems:
         raise UserError(problems)
 

@@ -14,10 +14,10 @@ LAYERS = {
     "reporting": 2,
     "models": 3,
     "data": 3,
-    "training": 4,
-    "interop": 5,
-    "rl": 5,
-    COMMANDS: 6,
+    "interop": 4,  # a run may begin with a Hugging Face directory
+    "training": 5,
+    "rl": 6,
+    COMMANDS: 7,
 }
 HEAVY = {"jax", "jaxlib", "flax", "optax", "orbax", "grain", "torch", "transformers", "tensorboardX"}
 

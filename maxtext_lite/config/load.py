@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from maxtext_lite.config.errors import Refusal, UserError, WrongKind, did_you_mean, value_text
+from maxtext_lite.config.hf_layer import directory_origin, directory_values
 from maxtext_lite.config.rules import length_problem, rule_problems, warmup_problem
 from maxtext_lite.config.schema import KEYS, Config, ModelConfig
 from maxtext_lite.config.yaml_text import YamlValue, parse_mapping, parse_value
@@ -67,7 +68,8 @@ def load_config(path: str | Path | None = None, overrides: Iterable[str] = ()) -
     """The resolved config of a file and `key=value` overrides.
 
     A value comes from the first of these that has the key: the overrides (the last one of duplicates), the file, the
-    files of its `base:` chain, the file of `model_name` in configs/models/, configs/base.yml.
+    files of its `base:` chain, the file of `model_name` in configs/models/, the config.json that comes with
+    `load_parameters_path`, configs/base.yml.
 
     Args:
       path: a YAML file in the working directory or among the packaged configs; None is configs/base.yml.
@@ -81,6 +83,7 @@ def load_config(path: str | Path | None = None, overrides: Iterable[str] = ()) -
     for layer in layers:
         _drop_unknown_keys(layer, problems)
     layers[1:1] = _model_layer(layers, problems)
+    layers[1:1] = _directory_layer(layers, problems)
     if any(key not in layers[0].values for key in KEYS):  # base.yml itself could not be read
         raise ConfigError(problems or [Refusal("", f"{layers[0].origin} lacks a key.")], None)
     config = _validate(layers, problems)
@@ -243,6 +246,20 @@ def _refuse_stale_architecture(naming: Sequence[_Layer], root: _Layer, model: _L
                     f"but model_name={name} ({winner.origin}) has {value_text(new)}. Remove it there, or "
                     f"say {key}= ({winner.origin}) which is meant.",
                 )
+
+
+def _directory_layer(layers: Sequence[_Layer], problems: list[Refusal]) -> list[_Layer]:
+    """The layer of the directory that load_parameters_path names, where that brings a config.json along."""
+    root, *stating = layers
+    key = "load_parameters_path"
+    path = next((layer.values[key].text for layer in reversed(layers) if key in layer.values), None) or ""
+    origin = directory_origin(path)
+    if origin is None:
+        return []
+    stated = {key: (_plain(key, value), layer.origin) for layer in stating for key, value in layer.values.items()}
+    values, refusals = directory_values(path, stated, root.values["max_target_length"].value)
+    problems.extend(refusals)
+    return [_Layer(origin, {key: YamlValue(value, value_text(value)) for key, value in values.items()})]
 
 
 def _holds_text(key: str) -> bool:

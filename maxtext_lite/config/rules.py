@@ -239,7 +239,7 @@ def _vocab_tiling(config: Config) -> Refusal | None:
 
 
 def _byte_vocabulary(config: Config) -> Refusal | None:
-    if config.tokenizer_type != "byte" or config.vocab_size >= _BYTE_TOKENS:
+    if config.tokenizer_type != "byte" or config.vocab_size >= _BYTE_TOKENS or config.dataset_type == "synthetic":
         return None
     return Refusal(
         "vocab_size",
@@ -469,7 +469,7 @@ RULES: tuple[Rule, ...] = (
         _experts_that_are_not,
     ),
     Rule(("num_vocab_tiling", "max_target_length"), _vocab_tiling),
-    Rule(("vocab_size", "tokenizer_type"), _byte_vocabulary),
+    Rule(("vocab_size", "tokenizer_type", "dataset_type"), _byte_vocabulary),
     Rule(("tokenizer_path", "tokenizer_type"), _tokenizer_path),
     Rule(("dataset_path", "dataset_type"), _dataset_path),
     Rule(("eval_fraction", "eval_dataset_path", "eval_interval", "dataset_type"), _eval_data),

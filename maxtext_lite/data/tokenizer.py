@@ -60,6 +60,10 @@ class Tokenizer(Protocol):
         """Token ids, int32 [number of tokens]; no end-of-text or other token is added."""
         ...
 
+    def encode_with_special(self, text: str) -> np.ndarray:
+        """`encode`, with the tokens that a tokenizer from elsewhere puts around a text, such as a begin-of-text."""
+        ...
+
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         """`encode` of each text, in parallel where the library can."""
         ...
@@ -109,6 +113,10 @@ class ByteTokenizer:
     def encode(self, text: str) -> np.ndarray:
         """The UTF-8 bytes, int32."""
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
+
+    def encode_with_special(self, text: str) -> np.ndarray:
+        """`encode`: bytes have nothing around them."""
+        return self.encode(text)
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         """`encode` of each text."""
@@ -213,6 +221,10 @@ class HuggingFaceTokenizer:
         """Token ids, int32, without the tokens that the tokenizer's template would add."""
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
+    def encode_with_special(self, text: str) -> np.ndarray:
+        """`encode`, with the tokens around a text that the tokenizer's own template adds."""
+        return np.array(self._tokenizer.encode(text, add_special_tokens=True).ids, np.int32)
+
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         """`encode` of each text, on all cores."""
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -254,6 +266,11 @@ class SentencePieceTokenizer:
     def encode(self, text: str) -> np.ndarray:
         """Token ids, int32."""
         return np.array(self._processor.encode(text, out_type=int), np.int32)
+
+    def encode_with_special(self, text: str) -> np.ndarray:
+        """`encode` after the model's begin-of-text piece, where it has one, as Llama 2 and Gemma have it."""
+        begin = self._processor.bos_id()
+        return np.concatenate([np.array([begin] if begin >= 0 else [], np.int32), self.encode(text)])
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         """`encode` of each text."""

@@ -10,6 +10,8 @@ import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding
 
 from maxtext_lite.config import Config, ModelConfig, RunConfig, UserError
+from maxtext_lite.config.hf_config import has_hf_weights
+from maxtext_lite.interop import load_hf_parameters
 from maxtext_lite.parallel import with_dims
 from maxtext_lite.training.local_updates import OuterState
 from maxtext_lite.training.noise import NoiseScale
@@ -188,6 +190,13 @@ def checkpoint_directory(path: str | Path, key: str) -> Path:
     raise UserError(f"{key}={path} is neither a run directory with a checkpoint nor a checkpoint.")
 
 
+def save_parameters(directory: Path, params: Any) -> None:
+    """Writes parameters alone as the one checkpoint of a run directory: `load_parameters` reads it back."""
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler(**_handlers())) as checkpointer:
+        where = (directory / "checkpoints" / "0").absolute()
+        checkpointer.save(where, args=ocp.args.Composite(params=ocp.args.StandardSave(params)))
+
+
 def _handlers() -> dict[str, Any]:
     """What reads each part of a checkpoint: Orbax warns of parts that it does not know how to read."""
     state = ocp.StandardCheckpointHandler
@@ -195,11 +204,15 @@ def _handlers() -> dict[str, Any]:
 
 
 def load_parameters(path: str | Path, abstract_params: Any, key: str) -> Any:
-    """The parameters of a checkpoint, laid out as `abstract_params` says, whatever pipeline it was saved from.
+    """The parameters of a checkpoint, or of a Hugging Face directory, laid out as `abstract_params` says.
+
+    A checkpoint may have been saved from another pipeline.
 
     Raises:
       UserError: there is no checkpoint at `path`, or its parameters have other shapes; names `key`.
     """
+    if has_hf_weights(path):
+        return load_hf_parameters(path, abstract_params, key)
     directory = checkpoint_directory(path, key)
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler(**_handlers())) as checkpointer:
         saved = checkpointer.metadata(directory).item_metadata["params"]

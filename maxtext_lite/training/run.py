@@ -14,10 +14,12 @@ from maxtext_lite.batching import (
     scaled_optimizer,
 )
 from maxtext_lite.config import Config, UserError, describe, write_resolved
+from maxtext_lite.config.hf_config import has_hf_weights, hf_directory
 from maxtext_lite.data import (
     open_sources_on_hosts,
     target_tokens_of_run,
 )
+from maxtext_lite.interop import carry_files
 from maxtext_lite.parallel import make_mesh, start_devices
 from maxtext_lite.training.checkpoint import Checkpointer, Counts, checkpoint_directory, fingerprint, load_parameters
 from maxtext_lite.training.environment import environment
@@ -59,7 +61,7 @@ class Run:
         self.local = local_updates(config, plan.diloco_num_replicas)
         self.is_first = jax.process_index() == 0
         self.directory = Path(config.base_output_directory) / config.run_name
-        if config.load_parameters_path:
+        if config.load_parameters_path and not has_hf_weights(config.load_parameters_path):
             checkpoint_directory(config.load_parameters_path, "load_parameters_path")
         if not config.enable_checkpointing and any((self.directory / "checkpoints").glob("*")):
             raise UserError(
@@ -120,6 +122,9 @@ class Run:
         if not self.is_first:
             return
         write_resolved(self.stated_config, self.directory / "config.yml")
+        path = self.config.load_parameters_path
+        if carried := hf_directory(path) if path else None:  # so that the run can be exported and talked to
+            carry_files(carried, self.directory / "hf")
         _write_json(self.directory / "plan.json", self.plan.to_json())
         _write_json(self.directory / "environment.json", environment())
         terminal.say(describe(self.stated_config))

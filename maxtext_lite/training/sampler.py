@@ -1,5 +1,6 @@
 """Generation from a run's parameters: prompts in, tokens out one by one."""
 
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,16 +28,25 @@ class Sampler:
         self._extend = jax.jit(self._next_token, donate_argnums=2, static_argnames=("sampling",))
 
     @classmethod
-    def from_run(cls, run_directory: Path, config: Config, *, tensor_parallelism: int = 1) -> "Sampler":
-        """The newest parameters of a run, on the first `tensor_parallelism` devices.
+    def from_run(
+        cls,
+        run_directory: Path,
+        config: Config,
+        *,
+        tensor_parallelism: int = 1,
+        fsdp_parallelism: int = 1,
+        data_parallelism: int = 1,
+    ) -> "Sampler":
+        """The newest parameters of a run, or those of a Hugging Face directory, on as many devices as that takes.
 
         Raises:
-          UserError: the run has no checkpoint, or one of another model.
+          UserError: there are no parameters, or they are of another model.
         """
         # Decoding attends over its cache; a kernel named for training need not run here.
         decoder = make_decoder(config.model_copy(update={"attention": "dot_product"}), jax.default_backend())
-        sizes = {axis: tensor_parallelism if axis == "tensor" else 1 for axis in MESH_AXES}
-        mesh = make_mesh(sizes, dict.fromkeys(MESH_AXES, 1), jax.devices()[:tensor_parallelism])
+        sizes = {"tensor": tensor_parallelism, "fsdp": fsdp_parallelism, "data": data_parallelism}
+        sizes = dict.fromkeys(MESH_AXES, 1) | sizes
+        mesh = make_mesh(sizes, dict.fromkeys(MESH_AXES, 1), jax.devices()[: math.prod(sizes.values())])
         abstract = jax.tree.map(
             lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
             decoder.abstract_params,
@@ -62,6 +72,8 @@ class Sampler:
         prompt depends on the seed, its number and its tokens, not on the other prompts.
         """
         sampling = Sampling(temperature, top_k, top_p)
+        num_asked = len(prompts)
+        prompts = [*prompts, *[[0]] * (-num_asked % self._mesh.shape["fsdp"])]  # rows are split over fsdp
         lengths = np.array([len(prompt) for prompt in prompts])
         token_BT = np.zeros((len(prompts), _round_up(lengths.max())), np.int32)
         for row, prompt in zip(token_BT, prompts, strict=True):
@@ -78,7 +90,7 @@ class Sampler:
         )
         root = jax.random.key(seed)
         key_B = jax.vmap(lambda number: jax.random.fold_in(root, number))(jnp.arange(len(prompts)))
-        running = [True] * len(prompts)
+        running = [number < num_asked for number in range(len(prompts))]
         with jax.set_mesh(self._mesh):
             token_B, log_probability_B, cache = self._prefill(
                 self._params, token_BT, cache, jnp.asarray(lengths), key_B, sampling=sampling

@@ -1,0 +1,175 @@
+"""The fields of a config.json as they are read one by one, and the keys that they decide."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, cast
+
+from maxtext_lite.config.errors import any_of, value_text
+from maxtext_lite.config.model_parts import RopeScaling
+
+DEFAULTS: Mapping[str, Any] = MappingProxyType({
+    "normalization": "rms_norm", "norm_placement": "pre", "mlp_activation": "silu", "gated_mlp": True,
+    "mlp_bias": False, "attention_bias": "none", "qk_norm": "none", "layer_pattern": "global",
+    "sliding_window_size": 0, "attn_logits_soft_cap": 0.0, "attention_sinks": False, "query_pre_attn_scalar": 0.0,
+    "mla": {}, "rope_max_timescale": 10000.0, "rope_local_max_timescale": 0.0, "rope_scaling": {},
+    "partial_rotary_factor": 1.0, "trainable_position_size": 0, "scale_embeddings": False,
+    "final_logits_soft_cap": 0.0, "num_experts": 1, "num_experts_per_tok": 1, "base_moe_mlp_dim": -1,
+    "shared_experts": 0, "routed_score_func": "softmax", "norm_topk_prob": True, "routed_scaling_factor": 1.0,
+    "n_routing_groups": 1, "topk_routing_group": 1, "routed_bias": False, "expert_bias": False,
+    "first_num_dense_layers": 0,
+})  # fmt: skip
+"""What a key is for a family whose config.json does not speak of it: a directory decides every key."""
+
+WITHOUT_EFFECT = frozenset({
+    # names, versions, number formats
+    "_name_or_path", "architectures", "auto_map", "dtype", "finetuning_task", "model_type", "name", "prefix",
+    "tokenizer_class", "torch_dtype", "transformers.js_config", "transformers_version",
+    "transformers_weights", "unsloth_fixed", "unsloth_version", "is_llama_config",
+    # tokens, and how text is drawn from the model
+    "bad_words_ids", "begin_suppress_tokens", "bos_token_id", "decoder_start_token_id", "diversity_penalty",
+    "do_sample", "early_stopping", "encoder_no_repeat_ngram_size", "eos_token_id", "exponential_decay_length_penalty",
+    "forced_bos_token_id", "forced_eos_token_id", "length_penalty", "max_length", "min_length",
+    "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences", "output_scores", "pad_token_id",
+    "remove_invalid_values", "repetition_penalty", "return_dict_in_generate", "sep_token_id", "suppress_tokens",
+    "temperature", "top_k", "top_p", "typical_p",
+    # what is returned, cached or made again, and how it is computed
+    "_attn_implementation", "attn_implementation", "_attn_implementation_autoset", "cache_implementation",
+    "chunk_size_feed_forward", "gradient_checkpointing", "output_attentions", "output_hidden_states",
+    "output_router_logits", "pretraining_tp", "return_dict", "torchscript", "use_bfloat16", "use_cache",
+    "max_position_embeddings", "ep_size", "_sliding_window_pattern",
+    # heads for other tasks
+    "id2label", "is_decoder", "is_encoder_decoder", "label2id", "num_labels", "problem_type", "summary_activation",
+    "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj", "task_specific_params",
+    "tie_encoder_decoder", "cross_attention_hidden_size", "num_nextn_predict_layers",
+    # of training only: dropout, and the losses of routers
+    "attention_dropout", "attn_pdrop", "aux_loss_alpha", "classifier_dropout", "embd_pdrop", "resid_pdrop",
+    "router_aux_loss_coef", "seq_aux",
+})  # fmt: skip
+"""Fields that leave the logits of a model alone."""
+
+
+class Fields:
+    """The fields of a config.json that have not been read yet, and what was wrong with those that have.
+
+    A field that is null is one that is not there.
+    """
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        self._all = dict(fields)
+        self._left = {name: value for name, value in fields.items() if value is not None}
+        self.problems: list[str] = []
+        self.has_local_layers = False
+
+    def take(self, name: str, default: Any = None) -> Any:
+        """The field's value, which is then read; `default` where it is not there."""
+        return self._left.pop(name, default)
+
+    def peek(self, name: str, default: Any) -> Any:
+        """The field's value, whether it has been read or not."""
+        value = self._all.get(name)
+        return default if value is None else value
+
+    def is_null(self, name: str) -> bool:
+        """Whether the field is there and says that there is none."""
+        return name in self._all and self._all[name] is None
+
+    @property
+    def num_layers(self) -> int:
+        """The layers, 0 where their number is wrong."""
+        value = self._all.get("num_hidden_layers")
+        return value if isinstance(value, int) else 0
+
+    def check_layer_types(self, kinds: Sequence[str], layers: int, window: int, known: Sequence[str]) -> None:
+        """Notes what is wrong with a list of the layers' kinds."""
+        if len(kinds) != layers:
+            self.refuse("layer_types", len(kinds), f"kinds do not name the {layers} layers.")
+        for kind in dict.fromkeys(kinds):
+            if kind not in known:
+                self.refuse("layer_types", kind, f"cannot be expressed: a layer is {any_of(known)}.")
+        if "sliding_attention" in kinds and not window:
+            self.refuse("layer_types", "sliding_attention", "needs a sliding_window.")
+
+    def need(self, name: str) -> Any:
+        """The field's value; a problem, and 1, where it is not there."""
+        if name not in self._left:
+            self.problems.append(f"{name} is missing.")
+        return self._left.pop(name, 1)
+
+    def whole(self, name: str, default: int | None = None) -> int:
+        """The field's value, an integer of at least 1; a problem, and 1, where it is not."""
+        value = self.need(name) if default is None else self.take(name, default)
+        if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+            return value
+        self.problems.append(f"{name}={value_text(value)} is not an integer of at least 1.")
+        return 1
+
+    def refuse(self, name: str, value: object, why: str) -> None:
+        """Notes that a field has a value that cannot be expressed."""
+        self.problems.append(f"{name}={value_text(value)} {why}")
+
+    def drop(self, names: Iterable[str]) -> None:
+        """Reads fields for nothing."""
+        for name in names:
+            self._left.pop(name, None)
+
+    def unknown(self, kind: str) -> list[str]:
+        """A problem for each field that nobody has read."""
+        problems: list[str] = []
+        for name, value in self._left.items():
+            if name in ("quantization_config", "compression_config"):
+                method = cast("dict[str, Any]", value).get("quant_method") if isinstance(value, dict) else value
+                problems.append(
+                    f"{name} ({value_text(method)}): quantized weights are not read. Ask for the model in bfloat16."
+                )
+            elif value not in (False, [], {}):  # what is off, or empty, changes nothing
+                problems.append(
+                    f"{name}={value_text(value)} is not a field of {kind} that maxtext_lite knows, and could change "
+                    "the logits. If it does not, remove it."
+                )
+        return problems
+
+
+def same_architecture(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """The keys in which two models differ, but for those that say the same in two ways.
+
+    Args:
+      one: keys from a config.json.
+      other: the same keys of a config.
+    """
+    plain_one, plain_other = _plain(one), _plain(other)
+    return [key for key in plain_one if key != "initializer_range" and plain_one[key] != plain_other[key]]
+
+
+def _plain(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys in one way of saying them."""
+    plain = dict(keys)
+    layers = plain["base_num_decoder_layers"]
+    kinds = [kind.strip() for kind in str(plain["layer_pattern"]).split(",")]
+    plain["layer_pattern"] = [kinds[layer % len(kinds)] for layer in range(layers)]
+    if plain["query_pre_attn_scalar"] == plain["head_dim"]:
+        plain["query_pre_attn_scalar"] = 0.0
+    if plain["base_moe_mlp_dim"] == -1:
+        plain["base_moe_mlp_dim"] = plain["base_mlp_dim"]
+    if plain["num_experts"] == 1:
+        plain |= {key: DEFAULTS[key] for key in _OF_EXPERTS}
+    elif plain["first_num_dense_layers"] == 0:
+        plain["base_mlp_dim"] = 0  # no layer has it
+    for key in ("mla", "rope_scaling"):
+        plain[key] = plain[key] if isinstance(plain[key], dict) else {} if plain[key] is None else _entries(plain[key])
+        plain[key] = {name: value for name, value in plain[key].items() if value != _USUAL.get(name)}
+    return plain
+
+
+def _entries(part: Any) -> dict[str, Any]:
+    return part.to_mapping()
+
+
+_OF_EXPERTS = (
+    "num_experts_per_tok", "base_moe_mlp_dim", "shared_experts", "routed_score_func", "norm_topk_prob",
+    "routed_scaling_factor", "n_routing_groups", "topk_routing_group", "routed_bias", "expert_bias",
+    "first_num_dense_layers",
+)  # fmt: skip
+_USUAL: Mapping[str, Any] = {"beta_fast": 32, "beta_slow": 1, "truncate": True}
+"""Entries of a rope_scaling that may as well be left out."""
+
+assert set(_USUAL) <= set(RopeScaling.__dataclass_fields__)

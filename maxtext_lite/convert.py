@@ -1,0 +1,166 @@
+"""The command `convert`: a model from a Hugging Face directory, or to one."""
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from maxtext_lite.cli import ArgumentParser, run_command
+from maxtext_lite.config import Config, UserError, load_config, write_resolved
+from maxtext_lite.config.errors import did_you_mean
+from maxtext_lite.config.hf_config import (
+    config_json,
+    has_hf_weights,
+    hf_directory,
+    model_keys,
+    read_fields,
+    stored_dtype,
+    tokenizer_keys,
+)
+from maxtext_lite.config.schema import MeshConfig
+
+TAKEN = (*(key for key in MeshConfig.model_fields if key.startswith(("ici_", "dcn_"))), "dtype", "weight_dtype")
+"""The keys that `convert` takes: the mesh that the parameters pass through, and number formats."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Converts what the arguments name; returns the exit code.
+
+    Raises:
+      UserError: with every problem of the arguments, the directory or the model.
+    """
+    parser = ArgumentParser(
+        prog="maxtext-lite convert",
+        description=f"{__doc__} `import HF_DIR OUT` makes a directory like that of a run, for load_parameters_path, "
+        "generate and export; `export RUN_DIR OUT` makes safetensors, config.json and tokenizer files.",
+    )
+    parser.add_argument("direction", choices=("import", "export"))
+    parser.add_argument("source", help="import: a Hugging Face directory; export: a run or an imported directory")
+    parser.add_argument("out", help="a directory that does not exist yet, or is empty")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="mesh keys, dtype and weight_dtype")
+    arguments = parser.parse_intermixed_args(argv)
+    for word in arguments.overrides:
+        key, equals, _ = word.partition("=")
+        if not equals or key not in TAKEN:
+            raise UserError(f"'{word}' is not key=value with a key that convert takes.{did_you_mean(key, TAKEN)}")
+    source, out = Path(arguments.source), Path(arguments.out)
+    if out.is_file() or (out.is_dir() and any(out.iterdir())):
+        raise UserError(f"{out} is there already and not an empty directory. Name another one.")
+    convert = _import if arguments.direction == "import" else _export
+    convert(source, out, arguments.overrides)
+    return 0
+
+
+def hf_config(directory: Path, overrides: Sequence[str] = ()) -> Config:
+    """The config with which a Hugging Face directory's model is used: its architecture, tokenizer and number formats.
+
+    Raises:
+      UserError: it is not such a directory, or its model cannot be expressed.
+    """
+    if not has_hf_weights(directory):
+        raise UserError(f"{directory} is not a Hugging Face directory: it has no config.json.")
+    stored = stored_dtype(read_fields(directory / "config.json"))
+    formats = [f"weight_dtype={'bfloat16' if stored == 'bfloat16' else 'float32'}"]
+    # Without a tokenizer there is no text; the model still takes tokens.
+    tokens = [] if tokenizer_keys(directory) else ["dataset_type=synthetic", "tokenizer_type=byte"]
+    return load_config(None, [f"load_parameters_path={directory}", *tokens, *formats, *overrides])
+
+
+def _import(source: Path, out: Path, overrides: Sequence[str]) -> None:
+    config = hf_config(source, overrides)
+    from maxtext_lite.interop import carry_files
+    from maxtext_lite.training.checkpoint import load_parameters, save_parameters
+
+    abstract = _abstract_params(config)
+    params = load_parameters(source, abstract, "HF_DIR")
+    carry_files(source, out / "hf")
+    tokenizer = {key: str(Path(value).absolute()) if key == "tokenizer_path" else value
+                 for key, value in tokenizer_keys(out / "hf").items()}  # fmt: skip
+    changed = {"load_parameters_path": "", "run_name": out.name or "imported", **tokenizer}
+    changed["base_output_directory"] = str(out.parent)
+    origins = dict(config.origins) | dict.fromkeys(changed, "convert import")
+    write_resolved(config.model_copy(update=changed).with_origins(origins), out / "config.yml")
+    save_parameters(out, params)
+    print(f"{_count(params):,} parameters in {out}, in {config.weight_dtype}")
+
+
+def _export(source: Path, out: Path, overrides: Sequence[str]) -> None:
+    if not (source / "config.yml").is_file():
+        raise UserError(f"{source} is neither a run directory nor an imported one: it has no config.yml.")
+    # The mesh is that of this machine, not of the one that trained.
+    mesh = [f"{key}=1" for key in TAKEN if key.startswith(("ici_", "dcn_")) and key != "ici_fsdp_parallelism"]
+    config = load_config(source / "config.yml", [*mesh, "ici_fsdp_parallelism=-1", *overrides])
+    carried = hf_directory(source)
+    original = read_fields(carried / "config.json") if carried else {}
+    positions = max(int(original.get("max_position_embeddings", 0)), config.max_target_length)
+    fields = config_json(config, max_position_embeddings=positions, dtype=config.weight_dtype, original=original)
+    import jax
+
+    from maxtext_lite.interop import carry_files, export_parameters
+    from maxtext_lite.training.checkpoint import load_parameters
+
+    params = load_parameters(source, _abstract_params(config), "RUN_DIR")
+    out.mkdir(parents=True, exist_ok=True)
+    keys = model_keys(fields, "config.json")
+    export_parameters(out, params, fields["model_type"], keys, dtype=config.weight_dtype)
+    if jax.process_index() == 0:
+        _write_about(out, fields, carried, config, carry_files)
+    print(f"{_count(params):,} parameters in {out}, as {fields['model_type']} in {config.weight_dtype}")
+
+
+def _write_about(out: Path, fields: Mapping[str, Any], carried: Path | None, config: Config, carry_files: Any) -> None:
+    """Writes config.json and the tokenizer's files, those that were carried along or those of the config."""
+    import json
+
+    if carried:
+        carry_files(carried, out, but=["config.json"])
+    elif config.tokenizer_path and Path(config.tokenizer_path).expanduser().exists():
+        path = Path(config.tokenizer_path).expanduser()
+        carry_files(path if path.is_dir() else path.parent, out, but=["config.json", "generation_config.json"])
+    (out / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+
+
+def _abstract_params(config: Config) -> Any:
+    """Shapes and places of a model's parameters on this machine's devices.
+
+    Raises:
+      UserError: the mesh does not cover them.
+    """
+    import jax
+
+    from maxtext_lite.batching.problem import Problem
+    from maxtext_lite.batching.topology import resolve_mesh
+    from maxtext_lite.parallel import make_mesh, start_devices, tree_shardings
+    from maxtext_lite.training.state import make_decoder
+
+    start_devices()
+    sizes = resolve_mesh(config, jax.device_count())
+    if isinstance(sizes, Problem):
+        raise UserError(sizes.message)
+    mesh = make_mesh(sizes.ici, sizes.dcn)
+    decoder = make_decoder(config.model_copy(update={"attention": "dot_product"}), jax.default_backend())
+
+    def laid_out(path: Any, leaf: Any, where: Any) -> Any:
+        try:
+            where.shard_shape(leaf.shape)
+        except ValueError:
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            raise UserError(
+                f"parameter {name} of shape {leaf.shape} cannot be split evenly over the mesh of {mesh.size} devices. "
+                "Set ici_fsdp_parallelism=1 and ici_data_parallelism=-1: a copy on each."
+            ) from None
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+
+    shardings = tree_shardings(mesh, decoder.axes)
+    return jax.tree_util.tree_map_with_path(laid_out, decoder.abstract_params, shardings)
+
+
+def _count(params: Any) -> int:
+    import jax
+
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

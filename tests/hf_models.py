@@ -1,0 +1,117 @@
+"""Tiny random models of transformers, saved as its version 5 saves them, or with the config.json that hubs have."""
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+_SIZES = {
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+_HEAD = {"head_dim": 8}
+_LATENT = {
+    "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+    "v_head_dim": 6, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 2,
+    "moe_intermediate_size": 12, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1,
+}  # fmt: skip
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama-biases-tied-llama3": ("Llama", {
+        "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "hidden_act": "gelu",
+        "rope_parameters": {
+            "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
+        },
+    }),
+    "llama-linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}}),
+    "mistral": ("Mistral", {"sliding_window": 5}),
+    "qwen2": ("Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "qwen3": ("Qwen3", _HEAD),
+    "gemma2": ("Gemma2", {**_HEAD, "sliding_window": 5, "query_pre_attn_scalar": 6, "final_logit_softcapping": 2.0,
+                          "attn_logit_softcapping": 1.5}),
+    "gemma3_text": ("Gemma3Text", {
+        **_HEAD, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    }),
+    "phi3": ("Phi3", {"sliding_window": 5, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}),
+    "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2}),
+    "olmo2": ("Olmo2", {}),
+    "gpt2": ("GPT2", {}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4}),
+    "qwen3_moe": ("Qwen3Moe", {**_HEAD, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
+                               "norm_topk_prob": True}),
+    "gpt_oss": ("GptOss", {**_HEAD, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5}),
+    "deepseek_v2": ("DeepseekV2", {**_LATENT, "q_lora_rank": None, "routed_scaling_factor": 1.5}),
+    "deepseek_v3": ("DeepseekV3", {
+        **_LATENT, "topk_group": 1, "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.7},
+    }),
+}  # fmt: skip
+"""For each name the class of transformers, without Config or ForCausalLM, and what is not usual about it."""
+
+
+@functools.cache
+def model(name: str) -> Any:
+    """A model all of whose parameters are random, biases and norms included."""
+    kind, more = MODELS[name]
+    config_class = getattr(transformers, f"{kind}Config")
+    sizes = {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 1,
+             "eos_token_id": 2} if kind == "GPT2" else _SIZES  # fmt: skip
+    config = config_class(**{**sizes, **more})
+    made = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    values = torch.Generator().manual_seed(0)
+    for path, parameter in [*made.named_parameters(), *made.named_buffers()]:
+        if "inv_freq" not in path and "embed_scale" not in path:
+            width = 0.3 if parameter.ndim < 2 else 0.15
+            parameter.data.add_(width * torch.randn(parameter.shape, generator=values))
+    return made
+
+
+def save(name: str, directory: Path, *, old: bool = False, **changed: Any) -> Path:
+    """Saves a model; with `old`, its config.json says things as transformers 4 did."""
+    model(name).save_pretrained(directory)
+    path = directory / "config.json"
+    fields = json.loads(path.read_text())
+    if old:
+        fields = _old(fields)
+    path.write_text(json.dumps(fields | changed))
+    return directory
+
+
+def _old(fields: dict[str, Any]) -> dict[str, Any]:
+    rope = fields.pop("rope_parameters", None)
+    fields["torch_dtype"] = fields.pop("dtype")
+    types = fields.pop("layer_types", None)
+    if fields["model_type"] == "gemma3_text":
+        del fields["_sliding_window_pattern"]
+        assert types == ["sliding_attention", "full_attention", "sliding_attention"]
+        fields["sliding_window_pattern"] = 2
+        fields["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
+    if fields["model_type"] == "gemma2":
+        fields["hidden_act"] = "gelu"  # the checkpoints of version 4 have both
+    if rope is None:
+        return fields
+    fields["rope_theta"] = rope.pop("rope_theta")
+    if "partial_rotary_factor" in rope:
+        fields["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
+    kind = rope.pop("rope_type")
+    # llama3 came with the new word; what is older says type.
+    fields["rope_scaling"] = None if kind == "default" else {"rope_type" if kind == "llama3" else "type": kind, **rope}
+    return fields
+
+
+def logits(made: Any, tokens: list[int]) -> np.ndarray:
+    """The logits [T, V] of one sequence by itself."""
+    with torch.no_grad():
+        return made(torch.tensor([tokens])).logits[0].numpy()
