@@ -1,0 +1,120 @@
+"""One training step of an imported model is that of transformers with torch's AdamW on the same ragged batch."""
+
+import copy
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from maxtext_lite.convert import hf_config
+from maxtext_lite.interop import load_hf_parameters
+from maxtext_lite.models import Decoder
+from maxtext_lite.parallel import MESH_AXES, make_mesh, sharding, tree_shardings
+from maxtext_lite.training.optimizer import learning_rate_schedule, make_optimizer
+from maxtext_lite.training.state import make_decoder, state_from
+from maxtext_lite.training.step import TRAIN_BATCH_AXES, accumulate_gradients, make_train_step
+from tests import hf_models
+
+RATE, CLIP, DECAY = 3e-2, 0.5, 0.1
+LENGTHS = [12, 3, 9, 1, 12, 7, 2, 5]
+KEYS = [
+    "optimizer=adamw", f"learning_rate={RATE}", "learning_rate_schedule=constant", "warmup_steps=0", "steps=1",
+    f"gradient_clipping_threshold={CLIP}", f"weight_decay={DECAY}", "adam_b1=0.9", "adam_b2=0.99", "adam_eps=1e-6",
+    "matmul_precision=highest", "load_balance_loss_weight=0", "routed_bias_update_rate=0", "dtype=float32",
+]  # fmt: skip
+DECAYED = ("proj", "lm_head", "c_attn", "c_fc", "c_proj", "gate.weight", "router.weight")
+
+
+def _rows():
+    """Rows of tokens, the next ones as targets, and weights that are 0 after each row's end and here and there."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(3, 96, (len(LENGTHS), 13)).astype(np.int32)
+    weights = (np.arange(12)[None] < np.array(LENGTHS)[:, None]) & (rng.random((len(LENGTHS), 12)) < 0.8)
+    weights[:, 0] = True
+    return tokens, weights.astype(np.float32)
+
+
+def _torch_step(name, directory):
+    """Loss, the gradient of the embeddings, and what a step leaves in the model, saved into `directory`."""
+    model = copy.deepcopy(hf_models.model(name))  # in evaluation mode: without dropout
+    tokens, weights = _rows()
+    total = 0.0
+    for row, weight, length in zip(tokens, weights, LENGTHS, strict=True):  # one by one: no padding, no mask
+        logits = model(torch.tensor(row[None, :length])).logits[0]
+        nll = torch.nn.functional.cross_entropy(logits, torch.tensor(row[1 : length + 1]).long(), reduction="none")
+        total = total + (nll * torch.tensor(weight[:length])).sum()
+    loss = total / weights.sum()
+    loss.backward()
+    table = model.get_input_embeddings().weight
+    gradient = table.grad.numpy().copy()
+    named = [(path, p) for path, p in model.named_parameters() if p.requires_grad]
+    is_decayed = lambda path, p: p.ndim > 1 and any(word in path for word in DECAYED) and "bias" not in path  # noqa: E731
+    groups = [
+        {"params": [p for path, p in named if is_decayed(path, p)], "weight_decay": DECAY},
+        {"params": [p for path, p in named if not is_decayed(path, p)], "weight_decay": 0.0},
+    ]
+    torch.nn.utils.clip_grad_norm_([p for _, p in named], CLIP)
+    torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.99), eps=1e-6).step()
+    model.save_pretrained(directory)
+    return loss.item(), gradient
+
+
+def _laid_out(decoder, mesh):
+    return jax.tree.map(
+        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
+        decoder.abstract_params,
+        tree_shardings(mesh, decoder.axes),
+    )
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "gpt_oss", "deepseek_v2"])
+def test_a_step_is_that_of_torch(name, tmp_path):
+    want_loss, want_gradient = _torch_step(name, tmp_path / "after")
+    before = hf_models.save(name, tmp_path / "before")
+    config = hf_config(before, [*KEYS, "max_target_length=12"])
+    tokens, weights = _rows()
+    rows = {
+        "tokens": tokens[:, :12],
+        "targets": tokens[:, 1:],
+        "weights": weights,
+        "segments": (np.arange(12)[None] < np.array(LENGTHS)[:, None]).astype(np.int32),
+        "positions": np.tile(np.arange(12, dtype=np.int32), (len(LENGTHS), 1)),
+    }
+    ways = ((2, {"fsdp": 2, "data": 2}), *([(1, {})] if name == "llama" else []))
+    for accumulation, sizes in ways:
+        sizes = dict.fromkeys(MESH_AXES, 1) | sizes
+        mesh = make_mesh(sizes, dict.fromkeys(MESH_AXES, 1), jax.devices()[: math.prod(sizes.values())])
+        decoder = Decoder(make_decoder(config, "cpu").shape)
+        optimizer = make_optimizer(config, decoder.axes)
+        batch = {
+            key: jax.device_put(x.reshape(-1, accumulation, 12).swapaxes(0, 1), sharding(mesh, TRAIN_BATCH_AXES))
+            for key, x in rows.items()
+        }
+        params = load_hf_parameters(before, _laid_out(decoder, mesh), "HF_DIR")
+        with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
+            if accumulation == 1:
+                found = jax.jit(accumulate_gradients(decoder, optimizer, mesh, config))(params, batch)
+                gradient = np.asarray(found.gradients["embedding"]["table"])
+                assert np.abs(gradient - want_gradient).max() <= 2e-4 * np.abs(want_gradient).max()
+            step = make_train_step(
+                decoder, optimizer, mesh, config=config, schedule=learning_rate_schedule(config, last=1)
+            )
+            state, metrics = step(state_from(params, decoder, optimizer, mesh), batch, None)
+        assert float(metrics["loss"]) == pytest.approx(want_loss, rel=1e-5)
+        want = load_hf_parameters(tmp_path / "after", _laid_out(decoder, mesh), "HF_DIR")
+        start = load_hf_parameters(before, _laid_out(decoder, mesh), "HF_DIR")
+        for path, theirs in jax.tree_util.tree_leaves_with_path(want):
+            ours, at_first = (_leaf(tree, path) for tree in (state.params, start))
+            moved = jnp.linalg.norm(theirs - at_first)
+            assert moved > 0 or name == "deepseek_v2", path
+            off = jnp.linalg.norm(ours - theirs)
+            assert off <= 1e-4 * jnp.linalg.norm(theirs), (path, float(off), float(moved))
+
+
+def _leaf(tree, path):
+    for entry in path:
+        tree = tree[entry.key]
+    return tree
