@@ -3,7 +3,6 @@
 import json
 import math
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from maxtext_lite.config import Config, UserError, load_config, parse_value
 from maxtext_lite.config.errors import did_you_mean
 from maxtext_lite.config.hf_config import hf_directory, tokenizer_keys
 from maxtext_lite.convert import hf_config
-from maxtext_lite.stop_text import StopText
+from maxtext_lite.stream_text import TimedTokens, WrittenText
 
 EXAMPLE = "generate RUN_DIR prompt='To be' max_new_tokens=100 temperature=0.8 top_k=0 top_p=0.95"
 _TEXTS = ("prompt", "system")
@@ -175,6 +174,10 @@ class _Texts:
         """The tokens of a prompt; of none, end-of-text: a new document begins after the end of another."""
         return [int(token) for token in self.encode(text)] or [self.tokenizer.end_of_text_id]
 
+    def begin(self, stop_strings: Sequence[str]) -> WrittenText:
+        """A text that has not begun."""
+        return WrittenText(self.tokenizer.stream_decoder(), self.stop, stop_strings)
+
     def answering(self, turns: Sequence[dict[str, str]]) -> list[int]:
         """The tokens that a model goes on from when it answers these turns."""
         return self.ids(self.template.render(turns))
@@ -190,7 +193,7 @@ def _texts(directory: Path, config: Config, asked: GenerateConfig) -> _Texts:
     if asked.chat and carried is None:
         raise UserError(f"{directory} has no chat template: it did not come from a Hugging Face directory.")
     template = ChatTemplate(carried) if asked.chat and carried else None
-    # Models from elsewhere have seen texts begin with what their tokenizer puts there; a chat template writes it itself.
+    # Models from elsewhere have seen texts begin with what their tokenizer puts there; a chat template writes it too.
     encode = tokenizer.encode_with_special if carried and not template else tokenizer.encode
     named = [] if carried is None else stop_ids_of(carried)
     stop = asked.stop_token_ids if asked.stop_token_ids is not None else [*named, tokenizer.end_of_text_id]
@@ -224,8 +227,8 @@ def _generate(directory: Path, config: Config, asked: GenerateConfig, *, as_json
             data_parallelism=asked.ici_data_parallelism,
         )
 
-        def stream(prompts: list[list[int]]) -> "_Timed":
-            return _Timed(
+        def stream(prompts: list[list[int]]) -> TimedTokens:
+            return TimedTokens(
                 sampler.stream(
                     prompts,
                     max_new_tokens=asked.max_new_tokens,
@@ -259,7 +262,7 @@ def _converse(stream: Any, texts: _Texts, asked: GenerateConfig) -> None:
         if not line:
             return
         turns.append({"role": "user", "content": line.rstrip("\n")})
-        answer = _Written(texts, asked.stop_strings)
+        answer = texts.begin(asked.stop_strings)
         for _, token, _ in stream([texts.answering(turns)]):
             print(answer.push(token), end="", flush=True)
             if answer.ended:
@@ -270,7 +273,7 @@ def _converse(stream: Any, texts: _Texts, asked: GenerateConfig) -> None:
 
 def _print_json(tokens: Iterator[tuple[int, int, float]], count: int, texts: _Texts | None, asked: Any) -> None:
     new: list[dict[str, Any]] = [{"tokens": [], "log_probabilities": []} for _ in range(count)]
-    written = None if texts is None else [_Written(texts, asked.stop_strings) for _ in range(count)]
+    written = None if texts is None else [texts.begin(asked.stop_strings) for _ in range(count)]
     for index, token, log_probability in tokens:
         if written and written[index].ended:
             continue
@@ -294,7 +297,7 @@ def _print_texts(
     A prompt is part of the text that goes on from it, but not of an answer.
     """
     shown = ["" if asked.chat else text for text in said]
-    written = [_Written(texts, asked.stop_strings) for _ in said]
+    written = [texts.begin(asked.stop_strings) for _ in said]
     alone = len(written) == 1
     if alone:
         print(shown[0], end="", flush=True)
@@ -310,74 +313,6 @@ def _print_texts(
             print(rest, flush=True)
         else:
             print(f"---- {number}\n{shown[number]}{text.text}")
-
-
-class _Written:
-    """One text as it grows, until a stop token or a stop string."""
-
-    def __init__(self, texts: _Texts, stop_strings: Sequence[str]) -> None:
-        self._stop = texts.stop
-        self._decoder = texts.tokenizer.stream_decoder()
-        self._until = StopText(stop_strings)
-        self.ended = False
-        self.text = ""
-
-    def push(self, token: int) -> str:
-        """What has become certain of the text with this token."""
-        if self.ended:
-            return ""
-        if token in self._stop:
-            return self.end()
-        return self._add(self._until.push(self._decoder.push(token)))
-
-    def end(self) -> str:
-        """The rest of the text, "" where it had ended."""
-        if self.ended:
-            return ""
-        piece = self._until.push(self._decoder.flush())
-        piece = self._add(piece if self._until.found else piece + self._until.flush())
-        self.ended = True
-        return piece
-
-    def _add(self, piece: str) -> str:
-        self.text += piece
-        self.ended = self._until.found
-        return piece
-
-
-class _Timed:
-    """Tokens as they come, and how fast: once two rounds, in which functions are compiled, have passed."""
-
-    def __init__(self, tokens: Iterator[tuple[int, int, float]]) -> None:
-        self._tokens, self._begin = tokens, time.perf_counter()
-        self._count = self._warm_count = 0
-        self._rounds: dict[int, int] = {}
-        self._first: float | None = None
-        self._warm: float | None = None
-
-    def __iter__(self) -> "_Timed":
-        return self
-
-    def __next__(self) -> tuple[int, int, float]:
-        index, token, log_probability = next(self._tokens)
-        now = time.perf_counter()
-        self._first = self._first or now
-        self._rounds[index] = self._rounds.get(index, 0) + 1
-        if self._rounds[index] > 2:
-            self._warm_count += 1
-        elif self._rounds[index] == 2:
-            self._warm = now
-        self._count, self._last = self._count + 1, now
-        return index, token, log_probability
-
-    def __str__(self) -> str:
-        if self._first is None:
-            return "no tokens"
-        since = f"{self._count} tokens in {self._last - self._begin:.2f} s"
-        since += f", the first after {self._first - self._begin:.2f} s with compilation"
-        if not self._warm_count or self._warm is None:
-            return since
-        return f"{since}; then {self._warm_count / max(self._last - self._warm, 1e-9):,.1f} tokens/s"
 
 
 def _refuse_impossible(prompts: list[list[int]], asked: GenerateConfig, config: Config, num_devices: int) -> None:

@@ -79,8 +79,10 @@ _NORMED_HEADS = Fixed(qk_norm="head")
 
 
 def _deepseek(architecture: str, *parts: Part) -> Family:
-    return _family(
-        architecture,
+    return Family(architecture, (
+        _SIZES,
+        _RANGE,
+        _tied(False),
         # The norms of the latent vectors have this epsilon whatever config.json says of the others.
         Only("rms_norm_eps", 1e-6, key="normalization_layer_epsilon"),
         LatentAttention(),
@@ -93,7 +95,7 @@ def _deepseek(architecture: str, *parts: Part) -> Family:
         _EXPERTS_PER_TOKEN,
         _EXPERT_WIDTH,
         *parts,
-    )
+    ))  # fmt: skip
 
 
 FAMILIES: Mapping[str, Family] = {
