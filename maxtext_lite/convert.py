@@ -1,8 +1,10 @@
 """The command `convert`: a model from a Hugging Face directory, or to one."""
 
+import json
 import math
+import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,11 +95,16 @@ def _export(source: Path, out: Path, overrides: Sequence[str]) -> None:
     config = load_config(source / "config.yml", [*mesh, "ici_fsdp_parallelism=-1", *overrides])
     carried = hf_directory(source)
     original = read_fields(carried / "config.json") if carried else {}
-    positions = max(int(original.get("max_position_embeddings", 0)), config.max_target_length)
-    fields = config_json(config, max_position_embeddings=positions, dtype=config.weight_dtype, original=original)
+    fields = config_json(
+        config,
+        max_position_embeddings=max(int(original.get("max_position_embeddings", 0)), config.max_target_length),
+        dtype=config.weight_dtype,
+        original=original,
+        end_of_text_id=_end_of_text_id(config),
+    )
     import jax
 
-    from maxtext_lite.interop import carry_files, export_parameters
+    from maxtext_lite.interop import export_parameters
     from maxtext_lite.training.checkpoint import load_parameters
 
     params = load_parameters(source, _abstract_params(config), "RUN_DIR")
@@ -105,20 +112,40 @@ def _export(source: Path, out: Path, overrides: Sequence[str]) -> None:
     keys = model_keys(fields, "config.json")
     export_parameters(out, params, fields["model_type"], keys, dtype=config.weight_dtype)
     if jax.process_index() == 0:
-        _write_about(out, fields, carried, config, carry_files)
+        _write_tokenizer(out, carried, config)
+        (out / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
     print(f"{_count(params):,} parameters in {out}, as {fields['model_type']} in {config.weight_dtype}")
 
 
-def _write_about(out: Path, fields: Mapping[str, Any], carried: Path | None, config: Config, carry_files: Any) -> None:
-    """Writes config.json and the tokenizer's files, those that were carried along or those of the config."""
-    import json
+def _tokenizer_file(config: Config) -> Path | None:
+    """The file that `tokenizer_path` names, where it still lies there."""
+    path = Path(config.tokenizer_path).expanduser() if config.tokenizer_path else None
+    name = _TOKENIZER_FILES.get(config.tokenizer_type, "")
+    file = path / name if path and path.is_dir() else path
+    return file if file and file.is_file() else None
+
+
+_TOKENIZER_FILES = {"huggingface": "tokenizer.json", "sentencepiece": "tokenizer.model"}
+
+
+def _end_of_text_id(config: Config) -> int | None:
+    from maxtext_lite.data import load_tokenizer
+
+    there = config.tokenizer_type == "byte" or _tokenizer_file(config)
+    end = load_tokenizer(config).end_of_text_id if there else None
+    return end if end is not None and end < config.vocab_size else None
+
+
+def _write_tokenizer(out: Path, carried: Path | None, config: Config) -> None:
+    """Copies the tokenizer's files: those that were carried along, or the one that the config names."""
+    from maxtext_lite.interop import carry_files
 
     if carried:
         carry_files(carried, out, but=["config.json"])
-    elif config.tokenizer_path and Path(config.tokenizer_path).expanduser().exists():
-        path = Path(config.tokenizer_path).expanduser()
-        carry_files(path if path.is_dir() else path.parent, out, but=["config.json", "generation_config.json"])
-    (out / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    file = _tokenizer_file(config)
+    if file and not tokenizer_keys(out):
+        carry_files(file.parent, out, but=["config.json", "generation_config.json"])
+        shutil.copyfile(file, out / _TOKENIZER_FILES[config.tokenizer_type])
 
 
 def _abstract_params(config: Config) -> Any:

@@ -3,7 +3,6 @@
 import json
 import math
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from maxtext_lite.config import Config, UserError, load_config, parse_value
 from maxtext_lite.config.errors import did_you_mean
 from maxtext_lite.config.hf_config import hf_directory, tokenizer_keys
 from maxtext_lite.convert import hf_config
-from maxtext_lite.stop_text import StopText
+from maxtext_lite.stream_text import TimedTokens, WrittenText
 
 EXAMPLE = "generate RUN_DIR prompt='To be' max_new_tokens=100 temperature=0.8 top_k=0 top_p=0.95"
 _TEXTS = ("prompt", "system")
@@ -29,7 +28,8 @@ class GenerateConfig(BaseModel):
       prompt: text to go on from; "" starts a new document.
       prompts: several of them, at once.
       prompt_ids: prompts as lists of tokens, instead of `prompt`; needs no tokenizer.
-      chat: a prompt is what a user says, and the model's chat template makes of it what the model answers.
+      chat: a prompt is what a user says, and the model's chat template makes of it what the model answers; without
+        a prompt, a conversation in which each line of the input is what the user says.
       system: with chat, what is said to the model first.
       max_new_tokens: tokens to add.
       temperature: divides the logits; 0: always the likeliest token.
@@ -157,45 +157,51 @@ def _config_of(directory: Path, asked: GenerateConfig) -> Config:
 
 @dataclass(frozen=True)
 class _Texts:
-    """How prompts become tokens, and when an answer ends."""
+    """How texts become tokens, and when one ends.
+
+    Attributes:
+      encode: the tokens of a prompt.
+      stop: tokens after which a text ends.
+      template: with chat, what makes a prompt of turns.
+    """
 
     tokenizer: Any
-    prompts: list[str]
-    ids: list[list[int]]
+    encode: Any
     stop: list[int]
-    shown: bool  # a prompt is part of the text that goes on from it, but not of an answer in a chat
+    template: Any
+
+    def ids(self, text: str) -> list[int]:
+        """The tokens of a prompt; of none, end-of-text: a new document begins after the end of another."""
+        return [int(token) for token in self.encode(text)] or [self.tokenizer.end_of_text_id]
+
+    def begin(self, stop_strings: Sequence[str]) -> WrittenText:
+        """A text that has not begun."""
+        return WrittenText(self.tokenizer.stream_decoder(), self.stop, stop_strings)
+
+    def answering(self, turns: Sequence[dict[str, str]]) -> list[int]:
+        """The tokens that a model goes on from when it answers these turns."""
+        return self.ids(self.template.render(turns))
 
 
 def _texts(directory: Path, config: Config, asked: GenerateConfig) -> _Texts:
     from maxtext_lite.data import check_vocabulary, load_tokenizer
-    from maxtext_lite.interop import stop_ids_of
+    from maxtext_lite.interop import ChatTemplate, stop_ids_of
 
     tokenizer: Any = load_tokenizer(config)
     check_vocabulary(tokenizer, config.vocab_size)
     carried = hf_directory(directory)
-    prompts = [asked.prompt] if asked.prompts is None else asked.prompts
-    if asked.chat:
-        texts = _rendered(carried, directory, prompts, asked.system)
-        encode = tokenizer.encode  # the template writes the special tokens itself
-    else:
-        texts = prompts
-        # Models from elsewhere have seen texts begin with what their tokenizer puts there.
-        encode = tokenizer.encode if carried is None else tokenizer.encode_with_special
-    # A new document begins after the end of another, which is how the model has seen them begin.
-    ids = [[int(token) for token in encode(text)] or [tokenizer.end_of_text_id] for text in texts]
+    if asked.chat and carried is None:
+        raise UserError(f"{directory} has no chat template: it did not come from a Hugging Face directory.")
+    template = ChatTemplate(carried) if asked.chat and carried else None
+    # Models from elsewhere have seen texts begin with what their tokenizer puts there; a chat template writes it too.
+    encode = tokenizer.encode_with_special if carried and not template else tokenizer.encode
     named = [] if carried is None else stop_ids_of(carried)
     stop = asked.stop_token_ids if asked.stop_token_ids is not None else [*named, tokenizer.end_of_text_id]
-    return _Texts(tokenizer, prompts, ids, stop, shown=not asked.chat)
+    return _Texts(tokenizer, encode, stop, template)
 
 
-def _rendered(carried: Path | None, directory: Path, prompts: list[str], system: str) -> list[str]:
-    from maxtext_lite.interop.chat import ChatTemplate
-
-    if carried is None:
-        raise UserError(f"{directory} has no chat template: it did not come from a Hugging Face directory.")
-    template = ChatTemplate(carried)
-    first = [{"role": "system", "content": system}] if system else []
-    return [template.render([*first, {"role": "user", "content": prompt}]) for prompt in prompts]
+def _first_turns(asked: GenerateConfig) -> list[dict[str, str]]:
+    return [{"role": "system", "content": asked.system}] if asked.system else []
 
 
 def _generate(directory: Path, config: Config, asked: GenerateConfig, *, as_json: bool) -> int:
@@ -205,8 +211,12 @@ def _generate(directory: Path, config: Config, asked: GenerateConfig, *, as_json
     from maxtext_lite.training.sampler import Sampler
 
     texts = None if asked.prompt_ids is not None else _texts(directory, config, asked)
-    prompts = asked.prompt_ids or [] if texts is None else texts.ids
-    stop = (asked.stop_token_ids or []) if texts is None else texts.stop
+    said = [asked.prompt] if asked.prompts is None else asked.prompts
+    prompts = asked.prompt_ids or []
+    if texts and asked.chat:
+        prompts = [texts.answering([*_first_turns(asked), {"role": "user", "content": text}]) for text in said]
+    elif texts:
+        prompts = [texts.ids(text) for text in said]
     _refuse_impossible(prompts, asked, config, len(start_devices()))
     with jax.default_matmul_precision(config.matmul_precision):
         sampler = Sampler.from_run(
@@ -216,27 +226,54 @@ def _generate(directory: Path, config: Config, asked: GenerateConfig, *, as_json
             fsdp_parallelism=asked.ici_fsdp_parallelism,
             data_parallelism=asked.ici_data_parallelism,
         )
-        tokens = sampler.stream(
-            prompts,
-            max_new_tokens=asked.max_new_tokens,
-            temperature=asked.temperature,
-            top_k=asked.top_k,
-            top_p=asked.top_p,
-            stop_token_ids=stop,
-            seed=asked.seed,
-        )
-        timed = _Timed(tokens)
+
+        def stream(prompts: list[list[int]]) -> TimedTokens:
+            return TimedTokens(
+                sampler.stream(
+                    prompts,
+                    max_new_tokens=asked.max_new_tokens,
+                    temperature=asked.temperature,
+                    top_k=asked.top_k,
+                    top_p=asked.top_p,
+                    stop_token_ids=(asked.stop_token_ids or []) if texts is None else texts.stop,
+                    seed=asked.seed,
+                )
+            )
+
+        if texts and asked.chat and not asked.model_fields_set & {"prompt", "prompts"}:
+            _converse(stream, texts, asked)
+            return 0
+        tokens = stream(prompts)
         if as_json or texts is None:
-            _print_json(timed, prompts, texts, asked)
+            _print_json(tokens, len(prompts), texts, asked)
         else:
-            _print_texts(timed, texts, asked)
-    print(timed, file=sys.stderr)
+            _print_texts(tokens, texts, asked, said)
+    print(tokens, file=sys.stderr)
     return 0
 
 
-def _print_json(tokens: Iterator[tuple[int, int, float]], prompts: Any, texts: _Texts | None, asked: Any) -> None:
-    new: list[dict[str, Any]] = [{"tokens": [], "log_probabilities": []} for _ in prompts]
-    written = None if texts is None else [_Written(texts, asked.stop_strings) for _ in prompts]
+def _converse(stream: Any, texts: _Texts, asked: GenerateConfig) -> None:
+    """Answers each line of the input, with all that was said before it in mind."""
+    turns = _first_turns(asked)
+    while True:
+        if sys.stdin.isatty():
+            print("> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        turns.append({"role": "user", "content": line.rstrip("\n")})
+        answer = texts.begin(asked.stop_strings)
+        for _, token, _ in stream([texts.answering(turns)]):
+            print(answer.push(token), end="", flush=True)
+            if answer.ended:
+                break
+        print(answer.end(), flush=True)
+        turns.append({"role": "assistant", "content": answer.text})
+
+
+def _print_json(tokens: Iterator[tuple[int, int, float]], count: int, texts: _Texts | None, asked: Any) -> None:
+    new: list[dict[str, Any]] = [{"tokens": [], "log_probabilities": []} for _ in range(count)]
+    written = None if texts is None else [texts.begin(asked.stop_strings) for _ in range(count)]
     for index, token, log_probability in tokens:
         if written and written[index].ended:
             continue
@@ -252,12 +289,18 @@ def _print_json(tokens: Iterator[tuple[int, int, float]], prompts: Any, texts: _
     print(json.dumps(new))
 
 
-def _print_texts(tokens: Iterator[tuple[int, int, float]], texts: _Texts, asked: GenerateConfig) -> None:
-    """Streams one text; of several, prints each when all are done, a line between them."""
-    written = [_Written(texts, asked.stop_strings) for _ in texts.ids]
+def _print_texts(
+    tokens: Iterator[tuple[int, int, float]], texts: _Texts, asked: GenerateConfig, said: list[str]
+) -> None:
+    """Streams one text; of several, prints each when all are done, a line before each.
+
+    A prompt is part of the text that goes on from it, but not of an answer.
+    """
+    shown = ["" if asked.chat else text for text in said]
+    written = [texts.begin(asked.stop_strings) for _ in said]
     alone = len(written) == 1
-    if alone and texts.shown:
-        print(texts.prompts[0], end="", flush=True)
+    if alone:
+        print(shown[0], end="", flush=True)
     for index, token, _ in tokens:
         piece = written[index].push(token)
         if alone:
@@ -269,75 +312,7 @@ def _print_texts(tokens: Iterator[tuple[int, int, float]], texts: _Texts, asked:
         if alone:
             print(rest, flush=True)
         else:
-            print(f"---- {number}\n{texts.prompts[number] if texts.shown else ''}{text.text}")
-
-
-class _Written:
-    """One text as it grows, until a stop token or a stop string."""
-
-    def __init__(self, texts: _Texts, stop_strings: Sequence[str]) -> None:
-        self._stop = texts.stop
-        self._decoder = texts.tokenizer.stream_decoder()
-        self._until = StopText(stop_strings)
-        self.ended = False
-        self.text = ""
-
-    def push(self, token: int) -> str:
-        """What has become certain of the text with this token."""
-        if self.ended:
-            return ""
-        if token in self._stop:
-            return self.end()
-        return self._add(self._until.push(self._decoder.push(token)))
-
-    def end(self) -> str:
-        """The rest of the text, "" where it had ended."""
-        if self.ended:
-            return ""
-        piece = self._until.push(self._decoder.flush())
-        piece = self._add(piece if self._until.found else piece + self._until.flush())
-        self.ended = True
-        return piece
-
-    def _add(self, piece: str) -> str:
-        self.text += piece
-        self.ended = self._until.found
-        return piece
-
-
-class _Timed:
-    """Tokens as they come, and how fast: once two rounds, in which functions are compiled, have passed."""
-
-    def __init__(self, tokens: Iterator[tuple[int, int, float]]) -> None:
-        self._tokens, self._begin = tokens, time.perf_counter()
-        self._count = self._warm_count = 0
-        self._rounds: dict[int, int] = {}
-        self._first: float | None = None
-        self._warm: float | None = None
-
-    def __iter__(self) -> "_Timed":
-        return self
-
-    def __next__(self) -> tuple[int, int, float]:
-        index, token, log_probability = next(self._tokens)
-        now = time.perf_counter()
-        self._first = self._first or now
-        self._rounds[index] = self._rounds.get(index, 0) + 1
-        if self._rounds[index] > 2:
-            self._warm_count += 1
-        elif self._rounds[index] == 2:
-            self._warm = now
-        self._count, self._last = self._count + 1, now
-        return index, token, log_probability
-
-    def __str__(self) -> str:
-        if self._first is None:
-            return "no tokens"
-        since = f"{self._count} tokens in {self._last - self._begin:.2f} s"
-        since += f", the first after {self._first - self._begin:.2f} s with compilation"
-        if not self._warm_count or self._warm is None:
-            return since
-        return f"{since}; then {self._warm_count / max(self._last - self._warm, 1e-9):,.1f} tokens/s"
+            print(f"---- {number}\n{shown[number]}{text.text}")
 
 
 def _refuse_impossible(prompts: list[list[int]], asked: GenerateConfig, config: Config, num_devices: int) -> None:

@@ -106,8 +106,9 @@ def _old(fields: dict[str, Any]) -> dict[str, Any]:
     if "partial_rotary_factor" in rope:
         fields["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
     kind = rope.pop("rope_type")
-    # llama3 came with the new word; what is older says type.
-    fields["rope_scaling"] = None if kind == "default" else {"rope_type" if kind == "llama3" else "type": kind, **rope}
+    # Llama 3 and Gemma 3 came with the new word; what is older says type.
+    word = "type" if fields["model_type"] in ("phi3", "deepseek_v3") else "rope_type"
+    fields["rope_scaling"] = None if kind == "default" else {word: kind, **rope}
     return fields
 
 

@@ -79,8 +79,10 @@ _NORMED_HEADS = Fixed(qk_norm="head")
 
 
 def _deepseek(architecture: str, *parts: Part) -> Family:
-    return _family(
-        architecture,
+    return Family(architecture, (
+        _SIZES,
+        _RANGE,
+        _tied(False),
         # The norms of the latent vectors have this epsilon whatever config.json says of the others.
         Only("rms_norm_eps", 1e-6, key="normalization_layer_epsilon"),
         LatentAttention(),
@@ -93,7 +95,7 @@ def _deepseek(architecture: str, *parts: Part) -> Family:
         _EXPERTS_PER_TOKEN,
         _EXPERT_WIDTH,
         *parts,
-    )
+    ))  # fmt: skip
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -240,12 +242,20 @@ def model_keys(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
     return keys
 
 
-def config_json(config: ModelConfig, *, max_position_embeddings: int, dtype: str, original: Mapping[str, Any]) -> Any:
+def config_json(
+    config: ModelConfig,
+    *,
+    max_position_embeddings: int,
+    dtype: str,
+    original: Mapping[str, Any],
+    end_of_text_id: int | None = None,
+) -> dict[str, Any]:
     """The config.json of a model with these keys, which transformers 4 and 5 read alike.
 
     Args:
       original: the config.json that the model was imported with, {} where it was not: its other fields are kept,
         and its model_type, which is otherwise the first of FAMILIES that expresses the keys.
+      end_of_text_id: the token that ends a text, where `original` names none.
     Raises:
       UserError: no family, or not that of `original`, expresses the keys; names those in the way.
     """
@@ -257,6 +267,8 @@ def config_json(config: ModelConfig, *, max_position_embeddings: int, dtype: str
         for part in family.parts:
             written |= part.write(config)
         positions = {"max_position_embeddings": max_position_embeddings} if "n_positions" not in written else {}
+        # Said even where there are none: the tokens that transformers takes otherwise are those of the family's models.
+        tokens = {"bos_token_id": None, "eos_token_id": end_of_text_id, "pad_token_id": None}
         fields = {"architectures": [family.architecture], "model_type": kind, **positions, **written}
         problems = _differing(fields, config)
         if not problems:
@@ -264,7 +276,7 @@ def config_json(config: ModelConfig, *, max_position_embeddings: int, dtype: str
             if original and not _differing(original, config):
                 return {**_of_old_versions(fields), **original, **about}
             kept = {name: value for name, value in original.items() if name not in ("rope_scaling", "rope_parameters")}
-            return {**kept, **fields, **about}
+            return {**tokens, **kept, **fields, **about}
         if nearest is None or len(problems) < len(nearest):  # the family that comes nearest says what is in the way
             nearest = [f"model_type={kind} has no place for {problem}." for problem in problems]
     raise UserError(nearest or [])
@@ -289,7 +301,7 @@ CARRIED = (
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
     "chat_template.json",
 )  # fmt: skip
-"""Files that go with a model from directory to directory, beside its weights."""
+"""Files that go with a model from directory to directory, beside its weights: all but the first about its tokens."""
 
 
 def hf_directory(path: str | Path) -> Path | None:

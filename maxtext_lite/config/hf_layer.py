@@ -69,6 +69,8 @@ def directory_values(
 def _agrees(key: str, value: object, keys: Mapping[str, Any]) -> bool:
     if key == "initializer_range" or value == keys[key]:  # nothing is initialised
         return True
+    if value is None and keys[key] == {}:  # two ways of saying that there is none
+        return True
     number = (int, float)
     if type(value) is not type(keys[key]) and not (isinstance(value, number) and isinstance(keys[key], number)):
         return False

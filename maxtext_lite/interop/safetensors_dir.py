@@ -169,7 +169,7 @@ def _write(file: Path, tensors: list[Tensor]) -> None:
     with unfinished.open("wb") as opened:
         opened.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors:
-            value = np.ascontiguousarray(tensor.make(), tensor.dtype)
+            value = np.asarray(tensor.make(), tensor.dtype, order="C")
             assert value.shape == tensor.shape, (tensor.name, value.shape, tensor.shape)
             opened.write(value.reshape(-1).view(np.uint8).data)
     unfinished.replace(file)

@@ -14,7 +14,7 @@ from maxtext_lite.batching import (
     scaled_optimizer,
 )
 from maxtext_lite.config import Config, UserError, describe, write_resolved
-from maxtext_lite.config.hf_config import has_hf_weights, hf_directory
+from maxtext_lite.config.hf_config import CARRIED, has_hf_weights, hf_directory, tokenizer_keys
 from maxtext_lite.data import (
     open_sources_on_hosts,
     target_tokens_of_run,
@@ -124,7 +124,8 @@ class Run:
         write_resolved(self.stated_config, self.directory / "config.yml")
         path = self.config.load_parameters_path
         if carried := hf_directory(path) if path else None:  # so that the run can be exported and talked to
-            carry_files(carried, self.directory / "hf")
+            own = self.config.tokenizer_path == tokenizer_keys(carried).get("tokenizer_path", "")
+            carry_files(carried, self.directory / "hf", but=() if own else CARRIED[1:])
         _write_json(self.directory / "plan.json", self.plan.to_json())
         _write_json(self.directory / "environment.json", environment())
         terminal.say(describe(self.stated_config))

@@ -1,0 +1,130 @@
+"""Text as it is drawn, token by token: where it ends, and how fast it comes."""
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+
+class StreamDecoder(Protocol):
+    """Turns tokens that arrive one by one into text, as `data.tokenizer` has it."""
+
+    def push(self, token_id: int) -> str:
+        """The text that became final with this token."""
+        ...
+
+    def flush(self) -> str:
+        """What is left."""
+        ...
+
+
+class StopText:
+    """Lets text through as soon as it is certain not to belong to a stop string.
+
+    Attributes:
+      found: a stop string has come; nothing is let through any more.
+    """
+
+    def __init__(self, stop_strings: Sequence[str]) -> None:
+        self._stops = tuple(stop_strings)
+        self._held = ""
+        self.found = False
+
+    def push(self, piece: str) -> str:
+        """The text that has become certain with this piece."""
+        if self.found:
+            return ""
+        text = self._held + piece
+        places = [place for stop in self._stops if (place := text.find(stop)) >= 0]
+        if places:
+            self.found, self._held = True, ""
+            return text[: min(places)]
+        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def flush(self) -> str:
+        """What was held back, where no more text comes."""
+        held, self._held = self._held, ""
+        return "" if self.found else held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Characters at the end of `text` with which `stop` begins."""
+    longest = min(len(text), len(stop) - 1)
+    return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)
+
+
+class WrittenText:
+    """One text as it grows, until a stop token or a stop string, neither of which is part of it.
+
+    Attributes:
+      text: what has become certain of it.
+      ended: nothing is added any more.
+    """
+
+    def __init__(self, decoder: StreamDecoder, stop_ids: Sequence[int], stop_strings: Sequence[str]) -> None:
+        self._stop, self._decoder = frozenset(stop_ids), decoder
+        self._until = StopText(stop_strings)
+        self.ended = False
+        self.text = ""
+
+    def push(self, token: int) -> str:
+        """What has become certain of the text with this token."""
+        if self.ended:
+            return ""
+        if token in self._stop:
+            return self.end()
+        return self._add(self._until.push(self._decoder.push(token)))
+
+    def end(self) -> str:
+        """The rest of the text, "" where it had ended."""
+        if self.ended:
+            return ""
+        piece = self._until.push(self._decoder.flush())
+        piece = self._add(piece if self._until.found else piece + self._until.flush())
+        self.ended = True
+        return piece
+
+    def _add(self, piece: str) -> str:
+        self.text += piece
+        self.ended = self._until.found
+        return piece
+
+
+class TimedTokens:
+    """Tokens as they come, and how fast: once two rounds, in which functions are compiled, have passed.
+
+    Args:
+      tokens: (prompt number, token, log-probability), as `training.sampler.Sampler.stream` yields them.
+    """
+
+    def __init__(self, tokens: Iterator[tuple[int, int, float]]) -> None:
+        self._tokens, self._begin = tokens, time.perf_counter()
+        self._count = self._warm_count = 0
+        self._rounds: dict[int, int] = {}
+        self._first: float | None = None
+        self._warm: float | None = None
+
+    def __iter__(self) -> "TimedTokens":
+        return self
+
+    def __next__(self) -> tuple[int, int, float]:
+        index, token, log_probability = next(self._tokens)
+        now = time.perf_counter()
+        self._first = self._first or now
+        self._rounds[index] = self._rounds.get(index, 0) + 1
+        if self._rounds[index] > 2:
+            self._warm_count += 1
+        elif self._rounds[index] == 2:
+            self._warm = now
+        self._count, self._last = self._count + 1, now
+        return index, token, log_probability
+
+    def __str__(self) -> str:
+        if self._first is None:
+            return "no tokens"
+        since = f"{self._count} tokens in {self._last - self._begin:.2f} s"
+        since += f", the first after {self._first - self._begin:.2f} s with compilation"
+        if not self._warm_count or self._warm is None:
+            return since
+        return f"{since}; then {self._warm_count / max(self._last - self._warm, 1e-9):,.1f} tokens/s"
