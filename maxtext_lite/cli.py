@@ -15,6 +15,7 @@ COMMANDS: dict[str, str] = {
     "plan": "batch sizes, pipeline, ramp-up and memory for a machine that need not exist",
     "compile": "the train step compiled ahead of time: shardings, collectives, memory and FLOPs",
     "generate": "text from a run directory or a Hugging Face directory",
+    "evaluate": "perplexity of a text, and multiple choice or cloze questions by log-likelihood",
     "convert": "models from and to Hugging Face directories",
     "report": "one HTML page of a run, or of several over each other",
 }

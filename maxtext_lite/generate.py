@@ -134,16 +134,22 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_intermixed_args(argv)
     asked = parse_generate_config([*(["chat=true"] if arguments.chat else []), *arguments.overrides])
     directory = Path(arguments.directory)
-    return _generate(directory, _config_of(directory, asked), asked, as_json=arguments.json)
+    return _generate(directory, model_config(directory, asked.dtype), asked, as_json=arguments.json)
 
 
-def _config_of(directory: Path, asked: GenerateConfig) -> Config:
-    """The config of a run or of a Hugging Face directory, in the dtype that is asked for."""
-    dtype = [f"dtype={asked.dtype}"] if asked.dtype else []
+def model_config(directory: Path, dtype: str) -> Config:
+    """The config of a run or of a Hugging Face directory.
+
+    Args:
+      dtype: of activations; "": as the directory says.
+    Raises:
+      UserError: it is neither.
+    """
+    overrides = [f"dtype={dtype}"] if dtype else []
     if (directory / "config.yml").is_file():
-        config = load_config(directory / "config.yml", dtype)
+        config = load_config(directory / "config.yml", overrides)
     elif (directory / "config.json").is_file():
-        config = hf_config(directory, dtype)
+        config = hf_config(directory, overrides)
     else:
         raise UserError(
             f"{directory} is not a run directory: it has no config.yml. Nor is it a Hugging Face directory: "

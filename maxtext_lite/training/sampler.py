@@ -1,7 +1,7 @@
 """Generation from a run's parameters: prompts in, tokens out one by one."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,29 @@ from maxtext_lite.training.checkpoint import load_parameters
 from maxtext_lite.training.state import make_decoder
 
 _PADDED_TO = 64  # prompts and caches are padded to a multiple of this, so that few shapes are compiled
+
+
+def load_on_mesh(
+    directory: Path, config: Config, parallelism: Mapping[str, int]
+) -> tuple[Decoder, Any, jax.sharding.Mesh]:
+    """The decoder of a run or of a Hugging Face directory, its newest parameters, and the mesh that they are on.
+
+    Args:
+      parallelism: sizes of mesh axes, by name; the others have 1.
+    Raises:
+      UserError: there are no parameters, or they are of another model.
+    """
+    # Decoding attends over its cache; a kernel named for training need not run here.
+    decoder = make_decoder(config.model_copy(update={"attention": "dot_product"}), jax.default_backend())
+    sizes = dict.fromkeys(MESH_AXES, 1) | dict(parallelism)
+    mesh = make_mesh(sizes, dict.fromkeys(MESH_AXES, 1), jax.devices()[: math.prod(sizes.values())])
+    abstract = jax.tree.map(
+        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
+        decoder.abstract_params,
+        tree_shardings(mesh, decoder.axes),
+    )
+    with jax.set_mesh(mesh):
+        return decoder, load_parameters(directory, abstract, "run_directory"), mesh
 
 
 class Sampler:
@@ -42,18 +65,8 @@ class Sampler:
         Raises:
           UserError: there are no parameters, or they are of another model.
         """
-        # Decoding attends over its cache; a kernel named for training need not run here.
-        decoder = make_decoder(config.model_copy(update={"attention": "dot_product"}), jax.default_backend())
         sizes = {"tensor": tensor_parallelism, "fsdp": fsdp_parallelism, "data": data_parallelism}
-        sizes = dict.fromkeys(MESH_AXES, 1) | sizes
-        mesh = make_mesh(sizes, dict.fromkeys(MESH_AXES, 1), jax.devices()[: math.prod(sizes.values())])
-        abstract = jax.tree.map(
-            lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
-            decoder.abstract_params,
-            tree_shardings(mesh, decoder.axes),
-        )
-        with jax.set_mesh(mesh):
-            return cls(decoder, load_parameters(run_directory, abstract, "run_directory"), mesh)
+        return cls(*load_on_mesh(run_directory, config, sizes))
 
     def stream(
         self,

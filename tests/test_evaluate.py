@@ -1,0 +1,130 @@
+"""The command on a Hugging Face directory, against transformers; questions, and what is refused."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from maxtext_lite.config import UserError
+from maxtext_lite.evaluate import continued, main, parse_evaluate_config, read_questions
+from tests import hf_models
+
+TEXT = "To be, or not to be, that is the question.\n" * 3
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """A tiny random model whose tokenizer has a token for each letter."""
+    import tokenizers
+
+    path = hf_models.save("llama", tmp_path_factory.mktemp("model"))
+    letters = sorted({*TEXT, *"abcdefghijklmnopqrstuvwxyz?"})
+    vocabulary = {"<eos>": 2, "<bos>": 1, "<pad>": 0} | {letter: 3 + number for number, letter in enumerate(letters)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    tokenizer.add_special_tokens(["<eos>", "<bos>"])
+    tokenizer.save(str(path / "tokenizer.json"))
+    return path, lambda text: [vocabulary[letter] for letter in text]
+
+
+def _log_probabilities(tokens):
+    """Of each token but the first, by transformers."""
+    with torch.no_grad():
+        logits = hf_models.model("llama")(torch.tensor([tokens])).logits[0, :-1].double()
+    return torch.log_softmax(logits, -1)[torch.arange(len(tokens) - 1), torch.tensor(tokens[1:])].numpy()
+
+
+def _run(capsys, directory, *overrides):
+    main([str(directory), "dtype=float32", "--json", *overrides])
+    return json.loads(capsys.readouterr().out)
+
+
+def test_perplexity_is_that_of_transformers_window_by_window(directory, tmp_path, capsys):
+    path, encode = directory
+    (tmp_path / "text.txt").write_text(TEXT)
+    tokens = encode(TEXT)
+    found = _run(capsys, path, f"text={tmp_path / 'text.txt'}", "max_length=32", "stride=16", "ici_fsdp_parallelism=2")
+    nll = -_log_probabilities(tokens[:32]).sum()
+    for scored in range(32, len(tokens), 16):
+        part = _log_probabilities(tokens[scored - 16 : scored + 16])
+        nll -= part[15:].sum()
+    assert found["tokens"] == len(tokens) - 1
+    assert found["perplexity"] == pytest.approx(math.exp(nll / (len(tokens) - 1)), rel=1e-4)
+    assert found["bits_per_byte"] == pytest.approx(nll / math.log(2) / len(TEXT), rel=1e-4)
+
+
+def test_choices_are_those_of_transformers(directory, tmp_path, capsys):
+    path, encode = directory
+    rng = np.random.default_rng(0)
+    words = ["to", "be", "question", "that", "is"]
+    questions, right, right_by_byte = [], 0, 0
+    for _ in range(5):
+        context, *choices = rng.choice(words, 4, replace=False)
+        likelihoods = [
+            _log_probabilities(encode(f"{context} {choice}"))[len(context) - 1 :].sum() for choice in choices
+        ]
+        answer = int(rng.integers(3))
+        right += int(np.argmax(likelihoods)) == answer
+        right_by_byte += int(np.argmax([x / len(c) for x, c in zip(likelihoods, choices, strict=True)])) == answer
+        questions.append({"context": context, "choices": choices, "answer": answer})
+    (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, questions)) + "\n\n")
+    found = _run(capsys, path, f"choices={tmp_path / 'questions.jsonl'}")
+    assert found["questions"] == 5
+    assert (found["accuracy"], found["accuracy_per_byte"]) == (right / 5, right_by_byte / 5)
+
+
+def test_a_cloze_is_right_where_it_is_what_the_model_would_write(directory, tmp_path, capsys):
+    path, encode = directory
+    with torch.no_grad():
+        logits = hf_models.model("llama")(torch.tensor([encode("to be ")])).logits[0, -1]
+    letters = {encode(letter)[0]: letter for letter in "abcdefghijklmnopqrstuvwxyz?,."}
+    best = letters.get(int(logits.argmax()))
+    lines = [{"context": "to be", "target": letter} for letter in "aq"]
+    if best:
+        lines.append({"context": "to be", "target": best})
+    (tmp_path / "cloze.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    found = _run(capsys, path, f"cloze={tmp_path / 'cloze.jsonl'}")
+    assert found["accuracy"] == sum(line["target"] == best for line in lines) / len(lines)
+
+
+def test_a_continuation_is_read_with_its_context():
+    letters = lambda text: [ord(letter) for letter in text]  # noqa: E731
+    assert continued(letters, "ab", "c") == (letters("ab c"), 2)
+    assert continued(letters, "ab \n", "c") == (letters("ab \nc"), 2)
+    assert continued(letters, "ab", " c") == (letters("ab c"), 2)
+    assert continued(letters, "", "c") == (letters("c"), 0)
+    merged = lambda text: [1] if text == "ab c" else letters(text)  # noqa: E731
+    assert continued(merged, "ab", "c") == ([1], 0)  # a tokenizer that joins them
+
+
+@pytest.mark.parametrize(("overrides", "message"), [
+    ([], "nothing is asked for: give one of text, choices and cloze."),
+    (["text=a", "cloze=b"], "text and cloze contradict each other"),
+    (["text=a", "max_length=8", "stride=8"], "Nearest that works: 7."),
+    (["cloze=a", "stride=8"], "stride=8 has no use without text. Nearest that works: 0."),
+    (["txt=a"], "unknown key 'txt' (command line). Did you mean 'text'?"),
+    (["text"], "'text' is not of the form key=value."),
+    (["text=a", "max_length=1"], "max_length=1: Input should be greater than or equal to 2."),
+])  # fmt: skip
+def test_wrong_arguments_are_refused(overrides, message):
+    with pytest.raises(UserError) as refusal:
+        parse_evaluate_config(overrides)
+    assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize(("kind", "line", "message"), [
+    ("choices", "{", "line 2: Invalid JSON"),
+    ("choices", '{"context": "a", "choices": ["b"], "answer": 0}', "line 2: choices: List should have at least 2 items"),
+    ("choices", '{"context": "a", "choices": ["b", "c"], "answer": 2}', "line 2: Value error, answer must be in 0..1"),
+    ("choices", '{"context": "a", "choices": ["b", " "], "answer": 1}', "choices must not be empty"),
+    ("cloze", '{"context": "a"}', "line 2: target: Field required"),
+])  # fmt: skip
+def test_wrong_questions_are_refused_by_line(kind, line, message, tmp_path):
+    (tmp_path / "q.jsonl").write_text("\n" + line)
+    with pytest.raises(UserError) as refusal:
+        read_questions(str(tmp_path / "q.jsonl"), kind)
+    assert message in str(refusal.value)
+    with pytest.raises(UserError, match="No such file"):
+        read_questions(str(tmp_path / "none.jsonl"), kind)
