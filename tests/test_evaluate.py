@@ -62,9 +62,8 @@ def test_choices_are_those_of_transformers(directory, tmp_path, capsys):
     questions, right, right_by_byte = [], 0, 0
     for _ in range(5):
         context, *choices = rng.choice(words, 4, replace=False)
-        likelihoods = [
-            _log_probabilities(encode(f"{context} {choice}"))[len(context) - 1 :].sum() for choice in choices
-        ]
+        whole = [_log_probabilities(encode(f"{context} {choice}")) for choice in choices]
+        likelihoods = [of_tokens[len(context) - 1 :].sum() for of_tokens in whole]
         answer = int(rng.integers(3))
         right += int(np.argmax(likelihoods)) == answer
         right_by_byte += int(np.argmax([x / len(c) for x, c in zip(likelihoods, choices, strict=True)])) == answer
@@ -116,7 +115,7 @@ def test_wrong_arguments_are_refused(overrides, message):
 
 @pytest.mark.parametrize(("kind", "line", "message"), [
     ("choices", "{", "line 2: Invalid JSON"),
-    ("choices", '{"context": "a", "choices": ["b"], "answer": 0}', "line 2: choices: List should have at least 2 items"),
+    ("choices", '{"context": "a", "choices": ["b"], "answer": 0}', "line 2: choices: List should have at least 2"),
     ("choices", '{"context": "a", "choices": ["b", "c"], "answer": 2}', "line 2: Value error, answer must be in 0..1"),
     ("choices", '{"context": "a", "choices": ["b", " "], "answer": 1}', "choices must not be empty"),
     ("cloze", '{"context": "a"}', "line 2: target: Field required"),
