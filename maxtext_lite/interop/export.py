@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import ml_dtypes
+import jax.numpy as jnp
 import numpy as np
 
 from maxtext_lite.interop.entries import Entry, entries_of, flat
@@ -29,7 +29,7 @@ def export_parameters(
     """
     leaves, sizes = flat(params), sizes_of(keys)
     entries = entries_of(TABLES[kind], {path: tuple(leaf.shape) for path, leaf in leaves.items()}, sizes, kind)
-    written = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    written = np.dtype(jnp.dtype(dtype))
     tensors = list(_tensors(entries, leaves, sizes, written))
     if jax.process_index() != 0:
         for tensor in tensors:

@@ -1,0 +1,85 @@
+"""Chat templates are rendered as transformers renders them, in a sandbox."""
+
+import datetime
+import json
+
+import pytest
+import tokenizers
+import transformers
+
+from maxtext_lite.config import UserError
+from maxtext_lite.interop import ChatTemplate
+
+TURNS = [
+    {"role": "system", "content": "Be <brief> & kind."},
+    {"role": "user", "content": "Hé?\n"},
+    {"role": "assistant", "content": "Yes."},
+    {"role": "user", "content": "And now?"},
+]
+CHATML = (
+    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'"
+    "}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+LLAMA2 = (
+    "{{ bos_token }}{% for message in messages %}\n    {% if message.role == 'user' %}\n"
+    "[INST] {{ message.content | trim }} [/INST]{% elif message.role == 'assistant' %} {{ message.content }}"
+    "{{ eos_token }}{% else %}<<SYS>>{{ message | tojson }}<</SYS>>\n    {%- endif %}\n{% endfor %}"
+)
+LOOPS = (
+    "{%- set ns = namespace(count=0) -%}{% for message in messages %}{% if message.role == 'system' %}{% continue %}"
+    "{% endif %}{% set ns.count = ns.count + 1 %}{% generation %}{{ ns.count }}:{{ message['content'] }}\n"
+    "{% endgeneration %}{% if ns.count > 1 %}{% break %}{% endif %}{% endfor %}{{ {'b': [1, 'é<'], 'a': none} | "
+    "tojson(indent=2) }}{% if tools is not none %}tools{% endif %}{{ strftime_now('%Y') }}"
+)
+
+
+def directory(path, template, **more):
+    (path / "tokenizer_config.json").write_text(
+        json.dumps(
+            {
+                "chat_template": template,
+                "bos_token": {"__type": "AddedToken", "content": "<s>", "special": True},
+                "eos_token": "</s>",
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                **more,
+            }
+        )
+    )
+    return path
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA2, LOOPS], ids=["chatml", "llama2", "loops"])
+def test_a_template_is_rendered_as_transformers_does(template, tmp_path):
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<s>": 1, "</s>": 2}, unk_token="a"))
+    words.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory(tmp_path, template))
+    expected = tokenizer.apply_chat_template(TURNS, tokenize=False, add_generation_prompt=True)
+    assert ChatTemplate(tmp_path).render(TURNS) == expected
+    assert "Yes." in expected
+
+
+def test_a_template_is_found_in_any_of_its_places(tmp_path):
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "three"}))
+    assert ChatTemplate(tmp_path).render([]) == "three"
+    directory(tmp_path, [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "two"}])
+    assert ChatTemplate(tmp_path).render([]) == "two"
+    (tmp_path / "chat_template.jinja").write_text("one")
+    assert ChatTemplate(tmp_path).render([]) == "one"
+
+
+def test_the_year_is_this_one(tmp_path):
+    year = ChatTemplate(directory(tmp_path, "{{ strftime_now('%Y') }}")).render([])
+    assert abs(int(year) - datetime.datetime.now(datetime.UTC).year) <= 1
+
+
+@pytest.mark.parametrize(("template", "message"), [
+    (None, "has no chat template"),
+    ("{% if %}", "its chat template is not one"),
+    ("{{ raise_exception('Roles must alternate') }}", "refuses these turns: Roles must alternate"),
+    ("{{ messages.append(1) }}", "refuses these turns"),
+    ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "refuses these turns"),
+    ("{{ missing.name }}", "refuses these turns"),
+])  # fmt: skip
+def test_what_cannot_be_rendered_is_refused(template, message, tmp_path):
+    with pytest.raises(UserError, match=message):
+        ChatTemplate(directory(tmp_path, template)).render(TURNS)
