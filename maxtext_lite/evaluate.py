@@ -1,9 +1,10 @@
 """The command `evaluate`: perplexity of a text, and multiple-choice and cloze questions by log-likelihood."""
 
+import functools
 import json
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -14,6 +15,7 @@ from maxtext_lite.config import Config, UserError, parse_value
 from maxtext_lite.config.errors import did_you_mean
 from maxtext_lite.config.hf_config import hf_directory
 from maxtext_lite.generate import model_config
+from maxtext_lite.stream_text import WrittenText
 
 EXAMPLE = "evaluate RUN_DIR text=held_out.txt max_length=1024"
 _PATHS = ("text", "choices", "cloze")
@@ -163,15 +165,111 @@ def read_questions(path: str, kind: Literal["choices", "cloze"]) -> list[Questio
 def continued(encode: Callable[[str], Sequence[int]], context: str, continuation: str) -> tuple[list[int], int]:
     """Tokens of a context with its continuation, and how many of them are the context's.
 
-    The two are tokenized together, as they would be read; blanks between them belong to the continuation, and one
-    blank is put there where there is none.
+    The two are tokenized together, as they would be read; blanks between them belong to the continuation.
     """
     stripped = context.rstrip()
-    between = context[len(stripped) :]
-    if stripped and not between and not continuation[:1].isspace():
-        between = " "
-    whole = [int(token) for token in encode(stripped + between + continuation)]
+    whole = [int(token) for token in encode(context + continuation)]
     return whole, min(len(encode(stripped)), len(whole) - 1)
+
+
+def with_blank(context: str, continuation: str) -> str:
+    """The continuation, with a blank before it where there is none between it and the context."""
+    parted = not context or context[-1].isspace() or continuation[:1].isspace()
+    return continuation if parted else f" {continuation}"
+
+
+class TextScorer:
+    """A model of a directory with its tokenizer: log-likelihoods of texts.
+
+    Args:
+      config: of the directory, as `generate.model_config` reads it.
+      max_length: tokens that a forward pass sees.
+      parallelism: sizes of mesh axes, by name.
+    Raises:
+      UserError: the model cannot see so many tokens, or has no tokenizer or parameters.
+    """
+
+    def __init__(
+        self, directory: Path, config: Config, *, max_length: int, rows_at_once: int, parallelism: Mapping[str, int]
+    ):
+        positions = config.trainable_position_size
+        if positions and max_length - 1 > positions:
+            raise UserError(
+                f"max_length={max_length} is more than the model's {positions} learned positions and one. "
+                f"Nearest that works: {positions + 1}."
+            )
+        import jax  # only once the arguments are known to be right
+
+        from maxtext_lite.data import check_vocabulary, load_tokenizer
+        from maxtext_lite.interop import stop_ids_of
+        from maxtext_lite.parallel import start_devices
+        from maxtext_lite.training.sampler import load_on_mesh
+        from maxtext_lite.training.scoring import Scorer
+
+        self._tokenizer: Any = load_tokenizer(config)
+        check_vocabulary(self._tokenizer, config.vocab_size)
+        carried, self._max_length, self._sampler = hf_directory(directory), max_length, None
+        self._is_carried = carried is not None
+        self._stop_ids = [*(stop_ids_of(carried) if carried else ()), self._tokenizer.end_of_text_id]
+        self._precision = functools.partial(jax.default_matmul_precision, config.matmul_precision)
+        start_devices()
+        with self._precision():
+            self._model = load_on_mesh(directory, config, parallelism)
+            self._scorer = Scorer(*self._model, rows_at_once=rows_at_once)
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens as the model has seen texts begin: with what its tokenizer puts there, or after the end of another."""
+        if self._is_carried:
+            return [int(token) for token in self._tokenizer.encode_with_special(text)]
+        return [self._tokenizer.end_of_text_id, *map(int, self._tokenizer.encode(text))]
+
+    def continuations(self, pairs: Iterable[tuple[str, str]]) -> list[Any]:
+        """What is `scoring.Scored` of each (context, continuation); a context too long loses its beginning."""
+        from maxtext_lite.training.scoring import Span
+
+        spans = []
+        for context, continuation in pairs:
+            tokens, first = continued(self.encode, context, continuation)
+            if first == 0:  # no context, and a tokenizer that puts nothing first
+                tokens, first = [self._tokenizer.end_of_text_id, *tokens], 1
+            drop = max(min(len(tokens) - self._max_length, first - 1), 0)
+            spans.append(Span(tokens[drop:], first - drop))
+        with self._precision():
+            return self._scorer.score(spans)
+
+    def written(
+        self, context: str, *, stop_strings: Sequence[str], max_new_tokens: int, temperature: float = 0.0
+    ) -> str:
+        """What the model writes after a context, up to the end of a text or one of `stop_strings`."""
+        from maxtext_lite.training.sampler import Sampler
+
+        text = WrittenText(self._tokenizer.stream_decoder(), self._stop_ids, stop_strings)
+        prompt = self.encode(context)[-max(self._max_length - max_new_tokens, 1) :] or [self._tokenizer.end_of_text_id]
+        with self._precision():
+            self._sampler: Any = self._sampler or Sampler(*self._model)
+            tokens = self._sampler.stream(
+                [prompt], max_new_tokens=max_new_tokens, temperature=temperature, stop_token_ids=self._stop_ids
+            )
+            for _, token, _ in tokens:
+                text.push(token)
+                if text.ended:
+                    break
+        text.end()
+        return text.text
+
+    def whole(self, text: str, stride: int) -> list[Any]:
+        """What is `scoring.Scored` of each window of a text, which moves on by `stride` tokens.
+
+        Raises:
+          UserError: the text has no two tokens.
+        """
+        from maxtext_lite.training.scoring import windows
+
+        tokens = self.encode(text)
+        if len(tokens) < 2:
+            raise UserError(f"a text of {len(tokens)} token has no perplexity. It needs at least 2.")
+        with self._precision():
+            return self._scorer.score(windows(tokens, length=self._max_length, stride=stride))
 
 
 def main(argv: Sequence[str]) -> int:
@@ -196,53 +294,26 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _evaluate(directory: Path, config: Config, asked: EvaluateConfig) -> dict[str, float]:
-    if config.trainable_position_size and asked.max_length - 1 > config.trainable_position_size:
-        raise UserError(
-            f"max_length={asked.max_length} is more than the model's {config.trainable_position_size} learned "
-            f"positions and one. Nearest that works: {config.trainable_position_size + 1}."
-        )
     text = _read_text(asked.text) if asked.text else ""
-    questions = (
-        [] if asked.text else read_questions(asked.choices or asked.cloze, "choices" if asked.choices else "cloze")
+    kind: Any = "choices" if asked.choices else "cloze"
+    questions: Any = [] if asked.text else read_questions(asked.choices or asked.cloze, kind)
+    scorer = TextScorer(
+        directory,
+        config,
+        max_length=asked.max_length,
+        rows_at_once=asked.rows_at_once,
+        parallelism={"tensor": asked.ici_tensor_parallelism, "fsdp": asked.ici_fsdp_parallelism},
     )
-    import jax  # only once the arguments are known to be right
-
-    from maxtext_lite.data import check_vocabulary, load_tokenizer
-    from maxtext_lite.parallel import start_devices
-    from maxtext_lite.training.sampler import load_on_mesh
-    from maxtext_lite.training.scoring import Scorer, Span, windows
-
-    tokenizer: Any = load_tokenizer(config)
-    check_vocabulary(tokenizer, config.vocab_size)
-    carried = hf_directory(directory)
-
-    def encode(text: str) -> list[int]:
-        """Tokens as the model has seen texts begin: with what its tokenizer puts there, or after the end of another."""
-        if carried:
-            return [int(token) for token in tokenizer.encode_with_special(text)]
-        return [tokenizer.end_of_text_id, *map(int, tokenizer.encode(text))]
-
     if asked.text:
-        tokens = encode(text)
-        if len(tokens) < 2:
-            raise UserError(f"text={asked.text} has {len(tokens)} token; perplexity needs at least 2.")
-        spans = windows(tokens, length=asked.max_length, stride=asked.stride or asked.max_length - 1)
-    else:
-        spans = []
-        for question in questions:
-            for choice in question.choices:
-                tokens, first = continued(encode, question.context, choice)
-                if first == 0:  # no context, and a tokenizer that puts nothing first
-                    tokens, first = [tokenizer.end_of_text_id, *tokens], 1
-                spans.append(Span(*_cut(tokens, first, asked.max_length)))
-    start_devices()
-    sizes = {"tensor": asked.ici_tensor_parallelism, "fsdp": asked.ici_fsdp_parallelism}
-    with jax.default_matmul_precision(config.matmul_precision):
-        scorer = Scorer(*load_on_mesh(directory, config, sizes), rows_at_once=asked.rows_at_once)
-        scored = scorer.score(spans)
-    if asked.text:
-        return _perplexity(scored, text)
-    return _answers(questions, scored)
+        return _perplexity(scorer.whole(text, asked.stride or asked.max_length - 1), text)
+    return _answers(
+        questions,
+        scorer.continuations(
+            (question.context, with_blank(question.context, choice))
+            for question in questions
+            for choice in question.choices
+        ),
+    )
 
 
 def _read_text(path: str) -> str:
@@ -252,12 +323,6 @@ def _read_text(path: str) -> str:
         raise UserError(f"text={path}: {error.strerror}.") from None
     except UnicodeDecodeError:
         raise UserError(f"text={path} is not UTF-8 text.") from None
-
-
-def _cut(tokens: list[int], first: int, length: int) -> tuple[list[int], int]:
-    """The last `length` tokens, as far as a context can be cut short."""
-    drop = max(min(len(tokens) - length, first - 1), 0)
-    return tokens[drop:], first - drop
 
 
 def _perplexity(scored: Sequence[Any], text: str) -> dict[str, float]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from maxtext_lite.config import UserError
-from maxtext_lite.evaluate import continued, main, parse_evaluate_config, read_questions
+from maxtext_lite.evaluate import continued, main, parse_evaluate_config, read_questions, with_blank
 from tests import hf_models
 
 TEXT = "To be, or not to be, that is the question.\n" * 3
@@ -90,12 +90,18 @@ def test_a_cloze_is_right_where_it_is_what_the_model_would_write(directory, tmp_
 
 def test_a_continuation_is_read_with_its_context():
     letters = lambda text: [ord(letter) for letter in text]  # noqa: E731
-    assert continued(letters, "ab", "c") == (letters("ab c"), 2)
-    assert continued(letters, "ab \n", "c") == (letters("ab \nc"), 2)
     assert continued(letters, "ab", " c") == (letters("ab c"), 2)
+    assert continued(letters, "ab \n", "c") == (letters("ab \nc"), 2)
     assert continued(letters, "", "c") == (letters("c"), 0)
     merged = lambda text: [1] if text == "ab c" else letters(text)  # noqa: E731
-    assert continued(merged, "ab", "c") == ([1], 0)  # a tokenizer that joins them
+    assert continued(merged, "ab", " c") == ([1], 0)  # a tokenizer that joins them
+
+
+@pytest.mark.parametrize(("context", "continuation", "want"), [
+    ("ab", "c", " c"), ("ab ", "c", "c"), ("ab", " c", " c"), ("ab", "\nc", "\nc"), ("", "c", "c"),
+])  # fmt: skip
+def test_words_are_parted_by_one_blank(context, continuation, want):
+    assert with_blank(context, continuation) == want
 
 
 @pytest.mark.parametrize(("overrides", "message"), [

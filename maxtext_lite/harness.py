@@ -1,0 +1,85 @@
+"""Models for lm-evaluation-harness (the extra `harness`): its command, with ours among the models that it knows.
+
+python -m maxtext_lite.harness run --model maxtext_lite --model_args path=DIR,max_length=1024 --tasks TASK
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from maxtext_lite.evaluate import TextScorer
+from maxtext_lite.generate import model_config
+
+NAME = "maxtext_lite"
+"""What `--model` calls a model of ours."""
+
+
+class HarnessModel:
+    """What the harness asks of a model; `main` makes a subclass of its own class of this.
+
+    Args:
+      path: a run directory or a Hugging Face directory.
+      batch_size: sequences of one forward pass.
+      tensor, fsdp: sizes of these mesh axes.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        max_length: int = 1024,
+        batch_size: int = 4,
+        dtype: str = "",
+        tensor: int = 1,
+        fsdp: int = 1,
+        **unused: Any,
+    ) -> None:
+        super().__init__()
+        del unused  # such as the harness's `device`
+        directory, self._max_length = Path(path), int(max_length)
+        self._scorer = TextScorer(
+            directory,
+            model_config(directory, dtype),
+            max_length=self._max_length,
+            rows_at_once=int(batch_size),
+            parallelism={"tensor": int(tensor), "fsdp": int(fsdp)},
+        )
+
+    def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
+        """For each request's (context, continuation), its log-likelihood and whether it is the likeliest."""
+        scored = self._scorer.continuations(request.args for request in requests)
+        return [(one.log_likelihood, one.is_greedy) for one in scored]
+
+    def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
+        """For each request's text, the log-likelihood of all of it."""
+        texts = [request.args[0] for request in requests]
+        return [sum(one.log_likelihood for one in self._scorer.whole(text, self._max_length - 1)) for text in texts]
+
+    def generate_until(self, requests: Sequence[Any]) -> list[str]:
+        """For each request's (context, options), what the model writes, up to one of the texts in `until`."""
+        answers = []
+        for request in requests:
+            context, options = request.args
+            until = options.get("until") or []
+            answers.append(
+                self._scorer.written(
+                    context,
+                    stop_strings=[until] if isinstance(until, str) else list(until),
+                    max_new_tokens=int(options.get("max_gen_toks", 256)),
+                    temperature=float(options.get("temperature", 0.0)) if options.get("do_sample") else 0.0,
+                )
+            )
+        return answers
+
+
+def main() -> None:
+    """The harness's own command."""
+    from lm_eval.__main__ import cli_evaluate  # pyright: ignore[reportMissingImports]
+    from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]
+    from lm_eval.api.registry import register_model  # pyright: ignore[reportMissingImports]
+
+    register_model(NAME)(type("MaxTextLite", (HarnessModel, LM), {}))
+    cli_evaluate()
+
+
+if __name__ == "__main__":
+    main()
