@@ -68,9 +68,9 @@ class RopeScaling(_Part):
     def checked(cls, values: Mapping[str, Any]) -> Self:
         """See _Part."""
         kind = values.get("rope_type")
-        if kind not in _ROPE_ENTRIES:
-            raise WrongKind(f"needs a rope_type: {any_of(list(_ROPE_ENTRIES))}.")
-        needed, optional = _ROPE_ENTRIES[str(kind)]
+        if kind not in ROPE_ENTRIES:
+            raise WrongKind(f"needs a rope_type: {any_of(list(ROPE_ENTRIES))}.")
+        needed, optional = ROPE_ENTRIES[str(kind)]
         _refuse_entries(f"rope_type={kind}", values, {"rope_type", *needed, *optional}, needed)
         for name, value in values.items():
             if name == "truncate":
@@ -88,7 +88,7 @@ class RopeScaling(_Part):
         return cls(**entries)
 
 
-_ROPE_ENTRIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+ROPE_ENTRIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "linear": (("factor",), ()),
     "ntk": (("factor",), ()),
     "dynamic": (("factor", "original_max_position_embeddings"), ()),
