@@ -12,6 +12,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
+from tests.conftest import QUICK_COMPILATION
 from tests.training.conftest import TINY
 
 RUN = [
@@ -40,7 +41,7 @@ def _command(directory, *overrides):
 def _environment():
     """Two devices and no help from conftest: what a user's machine has."""
     kept = {key: value for key, value in os.environ.items() if key not in ("NPROC", "OMP_NUM_THREADS")}
-    return kept | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"}
+    return kept | {"XLA_FLAGS": " ".join(["--xla_force_host_platform_device_count=2", *QUICK_COMPILATION])}
 
 
 def _train(directory, *overrides):
