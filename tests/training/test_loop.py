@@ -82,8 +82,11 @@ def test_the_split_of_a_batch_shows_nowhere(split, whole, tmp_path, documents):
     other = _train(tmp_path, documents, *split)
     (steps, evaluations), (want, want_evaluations) = _records(other), _records(whole)
     assert steps[0]["gradient_accumulation_steps"] != want[0]["gradient_accumulation_steps"]
-    for exact in ("examples_hash", "target_tokens", "examples_seen", "tokens_seen", "learning_rate"):
+    for exact in ("examples_hash", "target_tokens", "examples_seen", "tokens_seen"):
         assert [record[exact] for record in steps] == [record[exact] for record in want]
+    # Computed in float32 inside the step: a product and a sum are rounded once or twice as the compiler fuses them.
+    rates = [np.float32([record["learning_rate"] for record in records]) for records in (steps, want)]
+    np.testing.assert_array_max_ulp(*rates, maxulp=1)
     for close in ("loss", "grad_norm"):
         np.testing.assert_allclose([r[close] for r in steps[:5]], [r[close] for r in want[:5]], rtol=1e-5)
     np.testing.assert_allclose(
