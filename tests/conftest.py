@@ -9,8 +9,8 @@ from pathlib import Path
 SIMULATED_DEVICES = 8
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# The same collectives and buffers, in a third of the time: only the last step, to machine code, tries less hard. The
-# second option makes it leave out MLIR on the way there; a version of XLA that does not know it takes no notice.
+# The same collectives and buffers; only the last step, to machine code, tries less hard. Each option halves the time of
+# compiling. The second leaves out MLIR on the way there; a version of XLA that does not know it takes no notice.
 QUICK_COMPILATION = (
     "--xla_backend_optimization_level=0",
     "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters=true",
