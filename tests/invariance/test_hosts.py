@@ -62,8 +62,6 @@ def runs(tmp_path_factory, documents):
         4: train_in_turn(
             [
                 named("rows-4", *rows_of_documents(*ramp("gradient_accumulation_steps", 1)),
-                      "expansion_factor_real_data=2", "dcn_fsdp_parallelism=4", "ici_tensor_parallelism=2"),
-                named("rows-4-stages", *rows_of_documents(*ramp("gradient_accumulation_steps", 1)),
                       "expansion_factor_real_data=2", "dcn_data_parallelism=2", "dcn_pipeline_parallelism=2",
                       "ici_fsdp_parallelism=2"),
             ],
@@ -74,7 +72,7 @@ def runs(tmp_path_factory, documents):
 
 
 WAYS = [("packed", "packed-2"), *(("rows", f"rows-{how}") for how in (
-    "2", "context", "dcn-data", "dcn-stages", "dcn-context", "4", "4-stages"
+    "2", "context", "dcn-data", "dcn-stages", "dcn-context", "4"
 ))]  # fmt: skip
 
 
