@@ -15,6 +15,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from tests.conftest import QUICK_COMPILATION
 from tests.source_tree import REPOSITORY
 
 SECONDS = 400  # for anything: machines are slow, and a process that hangs is ended by its test
@@ -48,8 +49,7 @@ def environment(devices: int | None = None) -> dict[str, str]:
     """For a process with so many simulated devices, and no help from conftest but its cache of compiled code."""
     kept = {key: value for key, value in os.environ.items() if key not in ("NPROC", "OMP_NUM_THREADS")}
     flags = [] if devices is None else [f"--xla_force_host_platform_device_count={devices}"]
-    flags.append("--xla_backend_optimization_level=0")
-    return kept | {"XLA_FLAGS": " ".join(flags), "PYTHONPATH": str(REPOSITORY)}
+    return kept | {"XLA_FLAGS": " ".join([*flags, *QUICK_COMPILATION]), "PYTHONPATH": str(REPOSITORY)}
 
 
 def launched(command: Sequence[str], *, processes: int, devices: int) -> tuple[list[str], dict[str, str]]:

@@ -10,7 +10,7 @@ import pytest
 
 from maxtext_lite.cli import run_command
 from maxtext_lite.compile import main
-from tests.source_tree import REPOSITORY
+from tests.processes import environment
 
 TINY = (
     "vocab_size=264", "base_emb_dim=16", "base_num_query_heads=4", "base_num_kv_heads=2", "head_dim=4",
@@ -96,7 +96,7 @@ def test_what_cannot_be_is_refused_in_one_line(arguments, message, capsys):
 def test_a_process_of_its_own_simulates_what_it_is_asked_for():
     result = subprocess.run(
         [sys.executable, "-m", "maxtext_lite.compile", "--devices", "4", "--json", *TINY],
-        env={**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "PYTHONPATH": str(REPOSITORY)},
+        env=environment(devices=2),
         capture_output=True,
         text=True,
         timeout=200,

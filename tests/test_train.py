@@ -12,6 +12,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
+from tests.conftest import QUICK_COMPILATION
 from tests.training.conftest import TINY
 
 RUN = [
@@ -40,7 +41,7 @@ def _command(directory, *overrides):
 def _environment():
     """Two devices and no help from conftest: what a user's machine has."""
     kept = {key: value for key, value in os.environ.items() if key not in ("NPROC", "OMP_NUM_THREADS")}
-    return kept | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"}
+    return kept | {"XLA_FLAGS": " ".join(["--xla_force_host_platform_device_count=2", *QUICK_COMPILATION])}
 
 
 def _train(directory, *overrides):
@@ -90,28 +91,35 @@ def test_a_run_shows_its_config_plan_and_progress(uninterrupted):
         assert part in output
 
 
-@pytest.mark.parametrize("kill_at", [0, 5, 33])
-def test_killed_at_any_step_the_same_command_ends_in_the_same_bits(kill_at, uninterrupted, tmp_path):
-    run = tmp_path / "default"
+def _killed(directory, step):
+    """Starts the command and kills it after a step; after step 0: before its first."""
+    run = directory / "default"
     process = subprocess.Popen(
-        _command(tmp_path),
+        _command(directory),
         env=_environment(),
-        cwd=tmp_path,
+        cwd=directory,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         start_new_session=True,
     )
     deadline = time.monotonic() + 200
     while time.monotonic() < deadline and process.poll() is None:
-        if (run / "metrics.jsonl").exists() and f'"step": {kill_at},' in (run / "metrics.jsonl").read_text():
+        if (run / "metrics.jsonl").exists() and f'"step": {step},' in (run / "metrics.jsonl").read_text():
             break
-        if kill_at == 0 and (run / "config.yml").exists():  # before its first step
+        if step == 0 and (run / "config.yml").exists():
             break
         time.sleep(0.002)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     assert process.returncode == -signal.SIGKILL
     assert not (run / "checkpoints" / "60").exists()
+
+
+def test_killed_at_any_step_the_same_command_ends_in_the_same_bits(uninterrupted, tmp_path):
+    """Killed before its first step, then before its first checkpoint, then well after one: each time it goes on."""
+    run = tmp_path / "default"
+    for step in (0, 5, 33):
+        _killed(tmp_path, step)
     result = _train(tmp_path)
     assert result.returncode == 0, result.stderr
     want, got = _steps(uninterrupted[0]), _steps(run)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import QUICK_COMPILATION
 from tests.source_tree import REPOSITORY
 
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
@@ -46,10 +47,11 @@ def blocks(page: str = README) -> list[Commands]:
 
 
 def environment() -> dict[str, str]:
-    """That of a user who activated .venv: without what conftest.py sets for the tests, but for the platform."""
+    """That of a user who activated .venv: without what conftest.py sets, but for the platform and quick compilation."""
     ours = ("XLA_FLAGS", "NPROC", "OMP_NUM_THREADS", "PYTHONPATH")
     kept = {key: value for key, value in os.environ.items() if key not in ours and not key.startswith("PYTEST")}
-    return {**kept, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": "120"}
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return {**kept, "PATH": path, "COLUMNS": "120", "XLA_FLAGS": " ".join(QUICK_COMPILATION)}
 
 
 @pytest.fixture(scope="module")

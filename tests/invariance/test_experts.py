@@ -194,8 +194,8 @@ def test_a_whole_run(tmp_path, documents):
     """Four experts on data 2 x fsdp 2 x expert 2, in bfloat16, resumed after half of its steps."""
     keys = [*MODEL, *EXPERTS, "optimizer=adamw", "dtype=bfloat16", "ici_data_parallelism=2",
             "ici_expert_parallelism=2", "per_device_batch_size=1", "eval_interval=-1", f"dataset_path={documents}/0",
-            f"base_output_directory={tmp_path}", "warmup_steps=1", "load_balance_loss_weight=0.01",
-            "initializer_range=0.02"]  # fmt: skip
+            f"base_output_directory={tmp_path}", "warmup_steps=1", "learning_rate_schedule=constant",
+            "load_balance_loss_weight=0.01", "initializer_range=0.02"]  # fmt: skip
     train(load_config(None, [*keys, "steps=3"]))
     result = train(load_config(None, [*keys, "steps=6"]))
     records = [json.loads(line) for line in (result.run_directory / "metrics.jsonl").read_text().splitlines()]

@@ -26,8 +26,10 @@ def rows_of_documents(*overrides):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, documents):
-    """Two runs by one process with 8 devices, both by two with 2 each, the second with tokens split over both too, and
-    by four with 1 each."""
+    """Two runs by one process with 8 devices, both by two and the second by four with 2 each.
+
+    The second also with tokens split over both, and with `dcn` axes: in parts of one process each.
+    """
     directory = tmp_path_factory.mktemp("runs")
     text = "dataset_path={}/{}/documents.jsonl".format(documents, "{process}")
 
@@ -48,21 +50,30 @@ def runs(tmp_path_factory, documents):
                       "expansion_factor_real_data=2"),
                 named("rows-context", *rows_of_documents(*ramp("gradient_accumulation_steps", 2)),
                       "ici_context_parallelism=4", "context_parallel_strategy=ring"),
+                named("rows-dcn-data", *rows_of_documents(*ramp("gradient_accumulation_steps", 2)),
+                      "dcn_data_parallelism=2", "ici_fsdp_parallelism=2"),
+                named("rows-dcn-stages", *rows_of_documents(*ramp("gradient_accumulation_steps", 2)),
+                      "dcn_pipeline_parallelism=2", "ici_fsdp_parallelism=2", "pipeline_schedule=1f1b"),
+                named("rows-dcn-context", *rows_of_documents(*ramp("gradient_accumulation_steps", 2)),
+                      "dcn_context_parallelism=2", "ici_tensor_parallelism=2", "context_parallel_strategy=all_gather"),
             ],
             processes=2, devices=2, watched=documents,
         ),
         4: train_in_turn(
             [
-                named("rows-4", *rows_of_documents(*ramp("gradient_accumulation_steps", 2)),
-                      "expansion_factor_real_data=2"),
+                named("rows-4", *rows_of_documents(*ramp("gradient_accumulation_steps", 1)),
+                      "expansion_factor_real_data=2", "dcn_data_parallelism=2", "dcn_pipeline_parallelism=2",
+                      "ici_fsdp_parallelism=2"),
             ],
-            processes=4, devices=1, watched=documents,
+            processes=4, devices=2, watched=documents,
         ),
     }  # fmt: skip
     return lambda name: RunFiles(directory / name), opened
 
 
-WAYS = [("packed", "packed-2"), ("rows", "rows-2"), ("rows", "rows-context"), ("rows", "rows-4")]
+WAYS = [("packed", "packed-2"), *(("rows", f"rows-{how}") for how in (
+    "2", "context", "dcn-data", "dcn-stages", "dcn-context", "4"
+))]  # fmt: skip
 
 
 @pytest.mark.parametrize(("one", "several"), WAYS)

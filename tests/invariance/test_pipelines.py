@@ -51,6 +51,19 @@ def test_gradients_agree(pipeline, batch, mesh, setup, rows, plain, agrees):  # 
     assert got.target_tokens == want.target_tokens
 
 
+def test_gradients_of_four_stages_with_two_rounds_of_eight_layers_agree(setup, rows, agrees):  # noqa: F811
+    """One layer at a time on each device, which a piece visits twice; with as many pieces as stages, and with more."""
+    keys = ("optimizer=sgd", "base_num_decoder_layers=8", "base_emb_dim=8", "base_mlp_dim=8")
+    one = setup(*keys)
+    want = one.gradients(one.initial.params, one.batch(rows, 1, 16))
+    for microbatches, batch, mesh in ((4, (2, 8), {}), (8, (1, 16), {"fsdp": 2})):
+        it = setup(*keys, **mesh, pipeline=Pipeline(4, microbatches, 2))
+        got = it.gradients(it.state().params, it.batch(rows, *batch))
+        agrees(flat(got.gradients, want.gradients), want.gradients)
+        assert got.loss == pytest.approx(want.loss, rel=1e-6)
+        assert got.target_tokens == want.target_tokens
+
+
 def test_five_steps_and_the_evaluation_of_another_batch_agree(setup, rows, plain, agrees):  # noqa: F811
     one, _, (want, want_metrics) = plain
     it = setup(*FOUR_LAYERS, data=2, fsdp=2, pipeline=Pipeline(2, 2, 2))

@@ -27,7 +27,7 @@ def story(tmp_path_factory, documents):
 
     def until_after(step, act):
         with train_under_way(overrides, processes=2, devices=1) as under_way:
-            under_way.wait_until(lambda: run.last_step > step)
+            under_way.wait_until(lambda: run.last_step > step and run.checkpoints)
             began = time.monotonic()
             act(under_way)
             return *under_way.end(), time.monotonic() - began, run.last_step, run.checkpoints
@@ -45,7 +45,8 @@ def test_where_one_process_is_killed_the_others_are_ended_within_seconds(story):
     code, _, _, seconds, last_step, checkpoints = story[0]["killed"]
     assert code == 128 + signal.SIGKILL
     assert seconds < 60
-    assert checkpoints[-1] in range(last_step - 5, last_step + 1)
+    # Saving goes on beside the steps: one that was begun may not have ended, but the one before it has.
+    assert checkpoints[-1] in range(last_step - 9, last_step + 1)
     assert checkpoints[-1] % 5 == 0
 
 

@@ -40,3 +40,30 @@ def test_the_svg_has_a_box_for_each_piece_of_work():
         pieces = shape.num_microbatches * shape.gradient_accumulation_steps * shape.num_repeats
         assert len(re.findall(r"<rect [^>]*rx=", picture)) == 2 * shape.num_stages * pieces
         assert heading(shape, schedule) in picture
+
+
+def test_the_svg_is_as_wide_as_its_sentences_and_says_what_it_leaves_out():
+    for shape, meaning in ((ONCE, ", colours are micro-batches"), (TWICE, ", colours are rounds")):
+        picture = pipeline_svg(shape, "gpipe")
+        width = float(ElementTree.fromstring(picture).attrib["width"])
+        assert width > 8 + 0.5 * 13 * len(heading(shape, "gpipe"))  # half an em a character
+        assert meaning + "<" in picture
+    long = pipeline_svg(PipelineShape(4, 32, 1, 4), "1f1b")
+    assert ", 38 ticks more to the right<" in long  # 4 x 32 + 2 x 3 ticks, of which 96 are shown
+    assert pipeline_svg(PipelineShape(4, 64, 1, 1), "1f1b").count("more to the right") == 0
+
+
+def test_numbers_can_be_read_on_every_color():
+    """Contrasts of WCAG 2, worked out here: at least 4.5 to 1."""
+
+    def luminance(color):
+        parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    picture = pipeline_svg(PipelineShape(2, 2, 1, 6), "gpipe")
+    found = set(re.findall(r'rx="2" fill="(#\w+)" stroke="#\w+"/><text [^>]*fill="(#\w+)"', picture))
+    assert len(found) == 7
+    for pair in found:
+        light, dark = sorted(map(luminance, pair), reverse=True)
+        assert (light + 0.05) / (dark + 0.05) >= 4.5, pair

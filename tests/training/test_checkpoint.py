@@ -147,7 +147,7 @@ def test_replicas_and_their_outer_state_come_back_to_the_bit(tmp_path, setup):
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(getattr(got, part)), getattr(want, part))
     plain = setup("optimizer=adamw")
     loaded = load_parameters(tmp_path, plain.abstract.params, "key")
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(loaded), plain.initial.params)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(loaded), want.outer.params)
     with pytest.raises(UserError, match=r"diloco_num_replicas=None contradicts .* which has diloco_num_replicas=4"):
         _open(tmp_path).restore(plain.abstract)
 
