@@ -26,3 +26,17 @@ def test_accumulation_over_a_pipeline():
     assert all(float(row[-2]) > 0 for row in cells)
     assert [line.split("|")[1].strip() for line in accumulation[2:6]] == ["1", "2", "4", "8"]
     assert noise[0].startswith("| wall-clock time")
+
+
+def test_import_stays_within_its_memory():
+    done = subprocess.run(
+        [sys.executable, "scripts/bench_import.py", "--model", "smollm2-135m", "--layers", "4", "--mesh",
+         "fsdp=2,tensor=3"],
+        cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True, timeout=300,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    header, _, row = done.stdout.splitlines()
+    cells = dict(zip(header.strip("| ").split(" | "), row.strip("| ").split(" | "), strict=True))
+    # vocabulary 49152 x 576 and four layers of 3.54M parameters each, in bfloat16
+    assert (cells["largest tensor"], cells["checkpoint"], cells["devices"]) == ("54 MiB", "81 MiB", "81 MiB")
