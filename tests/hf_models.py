@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tokenizers
 import torch
 import transformers
 
@@ -116,3 +117,32 @@ def logits(made: Any, tokens: list[int]) -> np.ndarray:
     """The logits [T, V] of one sequence by itself."""
     with torch.no_grad():
         return made(torch.tensor([tokens])).logits[0].numpy()
+
+
+VOCABULARY = 300
+CHAT = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}|{% endfor %}"
+
+
+def save_with_tokenizer(directory: Path) -> Path:
+    """Saves a tiny llama with a tokenizer of bytes and a few words, a begin-of-text and a chat template."""
+    words = tokenizers.Tokenizer(tokenizers.models.BPE())
+    words.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    words.train_from_iterator(["to be or not to be that is the question of the king and the queen"] * 8, trainer)
+    words.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", eos_token="</s>")
+    fast.chat_template = CHAT
+    fast.save_pretrained(directory)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, bos_token_id=0, eos_token_id=1, initializer_range=0.3,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(directory)
+    return directory

@@ -6,7 +6,6 @@ import jax
 import numpy as np
 import pytest
 import safetensors.numpy
-import tokenizers
 import torch
 import transformers
 
@@ -14,37 +13,13 @@ from maxtext_lite.config import UserError, load_config
 from maxtext_lite.convert import hf_config, main
 from maxtext_lite.generate import main as generate
 from maxtext_lite.training import train
-from tests.hf_models import MODELS
-
-VOCABULARY = 300
-CHAT = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}|{% endfor %}"
+from tests.hf_models import VOCABULARY, save, save_with_tokenizer
 
 
 @pytest.fixture(scope="module")
 def hf(tmp_path_factory):
     """A Hugging Face directory of a tiny llama with a tokenizer, as transformers writes them."""
-    directory = tmp_path_factory.mktemp("hf") / "model"
-    words = tokenizers.Tokenizer(tokenizers.models.BPE())
-    words.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    words.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=["<s>", "</s>"],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    words.train_from_iterator(["to be or not to be that is the question of the king and the queen"] * 8, trainer)
-    words.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", eos_token="</s>")
-    fast.chat_template = CHAT
-    fast.save_pretrained(directory)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, bos_token_id=0, eos_token_id=1, initializer_range=0.3,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    transformers.LlamaForCausalLM(config).save_pretrained(directory)
-    return directory
+    return save_with_tokenizer(tmp_path_factory.mktemp("hf") / "model")
 
 
 @pytest.fixture(scope="module")
@@ -211,9 +186,6 @@ def test_mistakes_are_named(arguments, message, hf, tmp_path):
 
 
 def test_a_model_without_a_tokenizer_takes_tokens(tmp_path, capsys):
-    from tests.hf_models import save
-
-    assert "gpt2" in MODELS
     directory = save("gpt2", tmp_path / "gpt2")
     answers = greedy(directory, capsys, "prompt_ids=[[5,6,7]]", "ici_fsdp_parallelism=2")
     assert len(answers[0]["tokens"]) == 12
