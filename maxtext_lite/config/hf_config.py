@@ -16,6 +16,7 @@ from maxtext_lite.config.hf_fields import DEFAULTS, WITHOUT_EFFECT, Fields, same
 from maxtext_lite.config.hf_parts import (
     Activation,
     Bias,
+    Defaulted,
     Every,
     Fixed,
     Heads,
@@ -23,7 +24,6 @@ from maxtext_lite.config.hf_parts import (
     LayerTypes,
     LearnedPositions,
     Only,
-    Optional,
     Part,
     QueryScalar,
     Rename,
@@ -52,15 +52,15 @@ _SIZES = Rename(
     vocab_size="vocab_size", hidden_size="base_emb_dim", intermediate_size="base_mlp_dim",
     num_hidden_layers="base_num_decoder_layers",
 )  # fmt: skip
-_RANGE = Optional("initializer_range", "initializer_range", 0.02)
+_RANGE = Defaulted("initializer_range", "initializer_range", 0.02)
 
 
 def _epsilon(default: float) -> Part:
-    return Optional("rms_norm_eps", "normalization_layer_epsilon", default)
+    return Defaulted("rms_norm_eps", "normalization_layer_epsilon", default)
 
 
 def _tied(default: bool) -> Part:
-    return Optional("tie_word_embeddings", "logits_via_embedding", default)
+    return Defaulted("tie_word_embeddings", "logits_via_embedding", default)
 
 
 def _family(architecture: str, *parts: Part, epsilon: float = 1e-6, tied: bool = False) -> Family:
@@ -72,7 +72,7 @@ _GEMMA_NORMS = Fixed(normalization="rms_norm_plus_one", norm_placement="both", s
 _GEMMA_CAPS = SoftCaps()
 _NOT_BIDIRECTIONAL = Only("use_bidirectional_attention", False)
 _MIXTURE = Fixed(routed_score_func="softmax", norm_topk_prob=True)
-_MLP_BIAS = Optional("mlp_bias", "mlp_bias", False)
+_MLP_BIAS = Defaulted("mlp_bias", "mlp_bias", False)
 _EXPERTS_PER_TOKEN = Rename(num_experts_per_tok="num_experts_per_tok")
 _EXPERT_WIDTH = Rename(moe_intermediate_size="base_moe_mlp_dim")
 _NORMED_HEADS = Fixed(qk_norm="head")
@@ -139,7 +139,7 @@ FAMILIES: Mapping[str, Family] = {
     "gpt2": Family("GPT2LMHeadModel", (
         Rename(vocab_size="vocab_size", n_embd="base_emb_dim", n_layer="base_num_decoder_layers"),
         LearnedPositions(),
-        Optional("layer_norm_epsilon", "normalization_layer_epsilon", 1e-5), _RANGE, _tied(True),
+        Defaulted("layer_norm_epsilon", "normalization_layer_epsilon", 1e-5), _RANGE, _tied(True),
         Activation("activation_function", "gelu_new"),
         Fixed(normalization="layer_norm", gated_mlp=False, mlp_bias=True, attention_bias="all"),
         Only("scale_attn_weights", True), Only("scale_attn_by_inverse_layer_idx", False),
@@ -154,7 +154,7 @@ FAMILIES: Mapping[str, Family] = {
         "Qwen3MoeForCausalLM", Heads(), Activation("hidden_act", "silu"), _LLAMA_BIASES, _NORMED_HEADS, Rope(10_000.0),
         LayerTypes("switched window", 4096), Every("num_experts", "num_local_experts", key="num_experts"),
         _EXPERTS_PER_TOKEN, _EXPERT_WIDTH, Fixed(routed_score_func="softmax"),
-        Optional("norm_topk_prob", "norm_topk_prob", False), Only("decoder_sparse_step", 1),
+        Defaulted("norm_topk_prob", "norm_topk_prob", False), Only("decoder_sparse_step", 1),
         Only("mlp_only_layers", []),
     ),
     "gpt_oss": _family(
@@ -167,23 +167,23 @@ FAMILIES: Mapping[str, Family] = {
     "deepseek_v2": _deepseek(
         "DeepseekV2ForCausalLM", Fixed(routed_score_func="softmax", norm_topk_prob=False),
         Only("topk_method", "greedy"), Only("scoring_func", "softmax"), Only("norm_topk_prob", False),
-        Optional("routed_scaling_factor", "routed_scaling_factor", 1.0),
-        Optional("n_shared_experts", "shared_experts", 2),
-        Optional("first_k_dense_replace", "first_num_dense_layers", 0),
+        Defaulted("routed_scaling_factor", "routed_scaling_factor", 1.0),
+        Defaulted("n_shared_experts", "shared_experts", 2),
+        Defaulted("first_k_dense_replace", "first_num_dense_layers", 0),
     ),
     "deepseek_v3": _deepseek(
         "DeepseekV3ForCausalLM", Fixed(routed_score_func="sigmoid", routed_bias=True),
         Only("topk_method", "noaux_tc"), Only("scoring_func", "sigmoid"), Only("rope_interleave", True),
-        Optional("norm_topk_prob", "norm_topk_prob", True),
-        Optional("routed_scaling_factor", "routed_scaling_factor", 2.5),
-        Optional("n_shared_experts", "shared_experts", 1),
-        Optional("first_k_dense_replace", "first_num_dense_layers", 3),
-        Optional("n_group", "n_routing_groups", 8), Optional("topk_group", "topk_routing_group", 4),
+        Defaulted("norm_topk_prob", "norm_topk_prob", True),
+        Defaulted("routed_scaling_factor", "routed_scaling_factor", 2.5),
+        Defaulted("n_shared_experts", "shared_experts", 1),
+        Defaulted("first_k_dense_replace", "first_num_dense_layers", 3),
+        Defaulted("n_group", "n_routing_groups", 8), Defaulted("topk_group", "topk_routing_group", 4),
     ),
 }  # fmt: skip
 """What can be read and written, by model_type. Where two would do for a model, the first is written."""
 
-_OTHERS_PARTS: Mapping[str, frozenset[str]] = {
+_ALSO_WITHOUT_EFFECT: Mapping[str, frozenset[str]] = {
     # DeepSeek-V2 chooses its experts greedily whatever groups are named; the width of a head follows from mla.
     "deepseek_v2": frozenset({"n_group", "topk_group"}),
     "gpt_oss": frozenset({"initial_context_length"}),
@@ -235,7 +235,7 @@ def model_keys(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
     left, keys = Fields(fields), dict(DEFAULTS)
     for part in FAMILIES[kind].parts:
         keys |= part.read(left)
-    left.drop(WITHOUT_EFFECT | _OTHERS_PARTS.get(kind, frozenset()))
+    left.drop(WITHOUT_EFFECT | _ALSO_WITHOUT_EFFECT.get(kind, frozenset()))
     problems = [*left.problems, *left.unknown(kind)]
     if problems:
         raise UserError([f"{where}: {problem}" for problem in problems])

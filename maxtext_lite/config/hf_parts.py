@@ -35,7 +35,7 @@ class Rename(Part):
         return {name: getattr(config, key) for name, key in self._keys.items()}
 
 
-class Optional(Part):
+class Defaulted(Part):
     """A field that is a key under another name, and has a default."""
 
     def __init__(self, name: str, key: str, default: Any) -> None:

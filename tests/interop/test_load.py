@@ -12,7 +12,7 @@ import safetensors.numpy
 from maxtext_lite.config import UserError
 from maxtext_lite.convert import hf_config
 from maxtext_lite.interop import load_hf_parameters
-from maxtext_lite.parallel import MESH_AXES, make_mesh, tree_shardings
+from maxtext_lite.parallel import MESH_AXES, make_mesh, sharding, tree_shardings
 from maxtext_lite.training.state import make_decoder
 from tests.hf_models import MODELS, logits, model, save
 
@@ -64,6 +64,27 @@ def test_the_mesh_does_not_change_a_parameter(name, tmp_path):
     assert jax.tree.structure(one) == jax.tree.structure(eight)
     for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(eight), strict=True):
         np.testing.assert_array_equal(x, y)
+
+
+def test_layers_dealt_to_pipeline_stages_are_the_same_layers(tmp_path):
+    decoder, plain = load(save("deepseek_v3", tmp_path))  # a dense layer, and two with experts
+    mesh = make_mesh(
+        dict.fromkeys(MESH_AXES, 1) | {"stage": 2, "fsdp": 2}, dict.fromkeys(MESH_AXES, 1), jax.devices()[:4]
+    )
+
+    def dealt(leaf, axes):
+        return jax.ShapeDtypeStruct(
+            (1, 2, *leaf.shape[1:]), leaf.dtype, sharding=sharding(mesh, ("repeats", "layers", *axes[1:]))
+        )
+
+    whole = decoder.abstract_params
+    abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding(mesh)), whole)
+    abstract["layers"] = jax.tree.map(dealt, whole["layers"], decoder.axes["layers"])
+    loaded = load_hf_parameters(tmp_path, abstract, "HF_DIR")
+    gate = loaded["layers"]["mlp"]["gate"]
+    assert {shard.data.shape for shard in gate.addressable_shards} == {(1, 1, 4, 16, 12)}
+    for one, other in zip(jax.tree.leaves(plain), jax.tree.leaves(loaded), strict=True):
+        np.testing.assert_array_equal(one, np.asarray(other).reshape(one.shape))
 
 
 def test_each_device_has_its_part_and_no_more(tmp_path):
