@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxtext_lite.interop.copying import as_bits
 from maxtext_lite.interop.entries import Entry, entries_of, flat
 from maxtext_lite.interop.names import TABLES, Sizes, sizes_of
 from maxtext_lite.interop.safetensors_dir import Tensor, write_safetensors
@@ -47,7 +48,7 @@ def _tensors(entries: list[Entry], leaves: Mapping[str, Any], sizes: Sizes, dtyp
             def make(parts=parts, entry=entry, layer=layer, expert=expert) -> np.ndarray:
                 ours = [part.layer(layer) for part in parts]
                 ours = [x[expert] for x in ours] if entry.name.per_expert else ours
-                return entry.name.to_theirs(ours, sizes)
+                return entry.name.to_theirs([as_bits(x) for x in ours], sizes).view(ours[0].dtype)
 
             yield Tensor(name, entry.name.their_shape(sizes), kept, make)
 

@@ -2,16 +2,16 @@
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from maxtext_lite.config import UserError
 from maxtext_lite.config.hf_config import family_of, has_hf_weights, model_keys, read_fields
+from maxtext_lite.interop.copying import as_bits, assign_cast
 from maxtext_lite.interop.entries import Entry, entries_of, flat
 from maxtext_lite.interop.names import TABLES, Sizes, Table, sizes_of
 from maxtext_lite.interop.safetensors_dir import DTYPES, SafetensorsDir
@@ -145,33 +145,4 @@ def _fill(
         for slot, expert in enumerate(experts):
             tensor = files.view(entry.tensor_name(int(layers[place]), expert))
             into = block[(*place, slot) if entry.name.per_expert else place]
-            _copy(into, tensor, lambda tensor: entry.name.to_ours(tensor, part, sizes)[rest])
-
-
-def _copy(into: np.ndarray, tensor: np.ndarray, rearranged: Callable[[np.ndarray], np.ndarray]) -> None:
-    """Copies the rearranged tensor in the number format of `into`.
-
-    NumPy moves formats of its own several times faster than those that are added to it, as bfloat16 is: it is given
-    their bits, and bfloat16 is the upper half of a float32.
-    """
-    narrow = tensor.dtype == jnp.bfloat16
-    if narrow and into.dtype == jnp.bfloat16:
-        _assign(into.view(np.uint16), rearranged(tensor.view(np.uint16)))
-    elif narrow and into.dtype == np.float32:
-        bits = into.view(np.uint32)
-        _assign(bits, rearranged(tensor.view(np.uint16)))
-        bits <<= 16
-    else:
-        _assign(into, rearranged(tensor))
-
-
-_COLUMNS = 32  # that are copied at once: what is read of a transposed tensor then stays in the cache until it is used
-
-
-def _assign(into: np.ndarray, source: np.ndarray) -> None:
-    """`into[...] = source`, ten times faster where the source is transposed."""
-    if source.ndim < 2 or source.strides[-1] == source.itemsize:
-        into[...] = source
-        return
-    for start in range(0, source.shape[-1], _COLUMNS):
-        into[..., start : start + _COLUMNS] = source[..., start : start + _COLUMNS]
+            assign_cast(into, tensor, entry.name.to_ours(as_bits(tensor), part, sizes)[rest])

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from maxtext_lite.interop.copying import assign
+
 Sizes = Mapping[str, int]
 """How long each dim of the patterns is.
 
@@ -101,17 +103,22 @@ class Name:
         """The tensor that holds these parameters of one layer (and expert)."""
         groups, right = _parsed(self.pattern)
         left = [letter for group in groups for letter in group]
-        back = []
-        for ours in parameters:
+        whole = self._whole(sizes)
+        dims = np.empty([whole[letter] for letter in left], parameters[0].dtype)
+        end = 0
+        for part, ours in enumerate(parameters):
             if self.pairs:
                 order = np.argsort(_halves(ours.shape[right.index(self.pairs)], sizes["O"]))
                 ours = np.take(ours, order, axis=right.index(self.pairs))
             letters = list(right)
             if self.parts and "Z" not in right:
                 ours, letters = ours[..., None], [*right, "Z"]
-            back.append(ours.transpose([letters.index(letter) for letter in left]))
-        joined = back[0] if len(back) == 1 else np.concatenate(back, axis=left.index("Z"))
-        return joined.reshape(self.their_shape(sizes))
+            into = dims
+            if self.parts:
+                start, end = end, end + _length(self.parts[part], sizes)
+                into = dims[(slice(None),) * left.index("Z") + (slice(start, end),)]
+            assign(into, ours.transpose([letters.index(letter) for letter in left]))
+        return dims.reshape(self.their_shape(sizes))
 
     def _whole(self, sizes: Sizes) -> dict[str, int]:
         return {**sizes, "Z": sum(_length(part, sizes) for part in self.parts)}
