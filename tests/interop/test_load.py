@@ -10,6 +10,8 @@ import pytest
 import safetensors.numpy
 
 from maxtext_lite.config import UserError
+from maxtext_lite.config.hf_config import model_keys, read_fields
+from maxtext_lite.config.hf_fields import same_architecture
 from maxtext_lite.convert import hf_config
 from maxtext_lite.interop import load_hf_parameters
 from maxtext_lite.parallel import MESH_AXES, make_mesh, sharding, tree_shardings
@@ -55,6 +57,14 @@ def test_an_imported_model_has_the_logits_of_transformers(name, tmp_path):
     # Dynamic rotation depends on the longest position of a row, and in transformers on what it has seen before.
     for got, document in documents[:1] if name == "llama-dynamic" else documents:
         np.testing.assert_allclose(got, logits(theirs, document), atol=1e-5 * largest)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_config_json_of_transformers_4_and_5_is_the_same_model(name, tmp_path):
+    new, old = (read_fields(save(name, tmp_path / str(old), old=old) / "config.json") for old in (False, True))
+    assert "rope_parameters" in new or name == "gpt2"
+    assert "rope_parameters" not in old
+    assert same_architecture(model_keys(new, "new"), model_keys(old, "old")) == []
 
 
 @pytest.mark.parametrize("name", ["llama", "phi3", "gpt_oss", "deepseek_v3"])
