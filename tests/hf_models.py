@@ -55,7 +55,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3Moe", {**_HEAD, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
                                "norm_topk_prob": True}),
     "gpt_oss": ("GptOss", {**_HEAD, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5}),
-    "deepseek_v2": ("DeepseekV2", {**_LATENT, "q_lora_rank": None, "routed_scaling_factor": 1.5}),
+    "deepseek_v2": ("DeepseekV2", {**_LATENT, "q_lora_rank": None, "routed_scaling_factor": 1.5,
+                                    "topk_method": "group_limited_greedy"}),
     "deepseek_v3": ("DeepseekV3", {
         **_LATENT, "topk_group": 1, "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.7},
     }),

@@ -18,6 +18,7 @@ from maxtext_lite.config.hf_parts import (
     Bias,
     Defaulted,
     Every,
+    ExpertGroups,
     Fixed,
     Heads,
     LatentAttention,
@@ -166,7 +167,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "deepseek_v2": _deepseek(
         "DeepseekV2ForCausalLM", Fixed(routed_score_func="softmax", norm_topk_prob=False),
-        Only("topk_method", "greedy"), Only("scoring_func", "softmax"), Only("norm_topk_prob", False),
+        ExpertGroups(), Only("scoring_func", "softmax"), Only("norm_topk_prob", False),
         Defaulted("routed_scaling_factor", "routed_scaling_factor", 1.0),
         Defaulted("n_shared_experts", "shared_experts", 2),
         Defaulted("first_k_dense_replace", "first_num_dense_layers", 0),
@@ -184,8 +185,6 @@ FAMILIES: Mapping[str, Family] = {
 """What can be read and written, by model_type. Where two would do for a model, the first is written."""
 
 _ALSO_WITHOUT_EFFECT: Mapping[str, frozenset[str]] = {
-    # DeepSeek-V2 chooses its experts greedily whatever groups are named; the width of a head follows from mla.
-    "deepseek_v2": frozenset({"n_group", "topk_group"}),
     "gpt_oss": frozenset({"initial_context_length"}),
 }
 

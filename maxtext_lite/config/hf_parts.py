@@ -109,6 +109,25 @@ class Only(Part):
         return {self._name: self._value}
 
 
+class ExpertGroups(Part):
+    """DeepSeek-V2's choice of experts: `greedy` among all of them whatever groups are named, or in the best groups."""
+
+    def read(self, fields: Fields) -> dict[str, Any]:
+        """See Part."""
+        method = fields.take("topk_method", "greedy")
+        groups, chosen = fields.take("n_group"), fields.take("topk_group")
+        if method == "greedy":
+            return {"n_routing_groups": 1, "topk_routing_group": 1}
+        if method != "group_limited_greedy":
+            fields.refuse("topk_method", method, "cannot be expressed: it must be greedy or group_limited_greedy.")
+        return {"n_routing_groups": groups or 1, "topk_routing_group": chosen or 1}
+
+    def write(self, config: ModelConfig) -> dict[str, Any]:
+        """See Part."""
+        groups = {"n_group": config.n_routing_groups, "topk_group": config.topk_routing_group}
+        return {"topk_method": "greedy" if config.n_routing_groups == 1 else "group_limited_greedy", **groups}
+
+
 class Heads(Part):
     """The attention heads: `num_key_value_heads` is that of the queries, `head_dim` their share of the stream."""
 
