@@ -69,14 +69,18 @@ def _family(architecture: str, *parts: Part, epsilon: float = 1e-6, tied: bool =
 
 
 _LLAMA_BIASES = Bias("attention_bias", "all")
+_GEMMA_ACTIVATION = Activation("hidden_activation", "gelu_pytorch_tanh")
 _GEMMA_NORMS = Fixed(normalization="rms_norm_plus_one", norm_placement="both", scale_embeddings=True)
-_GEMMA_CAPS = SoftCaps()
 _NOT_BIDIRECTIONAL = Only("use_bidirectional_attention", False)
 _MIXTURE = Fixed(routed_score_func="softmax", norm_topk_prob=True)
 _MLP_BIAS = Defaulted("mlp_bias", "mlp_bias", False)
 _EXPERTS_PER_TOKEN = Rename(num_experts_per_tok="num_experts_per_tok")
 _EXPERT_WIDTH = Rename(moe_intermediate_size="base_moe_mlp_dim")
 _NORMED_HEADS = Fixed(qk_norm="head")
+_GPT_OSS_SCALING = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
 
 
 def _deepseek(architecture: str, *parts: Part) -> Family:
@@ -105,24 +109,24 @@ FAMILIES: Mapping[str, Family] = {
         Only("rope_interleaved", False),
     ),
     "mistral": _family(
-        "MistralForCausalLM", Heads(), Activation("hidden_act", "silu"), Rope(10_000.0), LayerTypes("window", 4096)
+        "MistralForCausalLM", Heads(kv_heads=8), Activation("hidden_act", "silu"), Rope(10_000.0), LayerTypes("window", 4096)
     ),
     "qwen2": _family(
-        "Qwen2ForCausalLM", Heads(), Activation("hidden_act", "silu"), Fixed(attention_bias="qkv"), Rope(10_000.0),
+        "Qwen2ForCausalLM", Heads(kv_heads=32), Activation("hidden_act", "silu"), Fixed(attention_bias="qkv"), Rope(10_000.0),
         LayerTypes("switched", 4096),
     ),
     "qwen3": _family(
-        "Qwen3ForCausalLM", Heads(head_dim=128), Activation("hidden_act", "silu"), _LLAMA_BIASES, _NORMED_HEADS,
+        "Qwen3ForCausalLM", Heads(kv_heads=32, head_dim=128), Activation("hidden_act", "silu"), _LLAMA_BIASES, _NORMED_HEADS,
         Rope(10_000.0), LayerTypes("switched", 4096),
     ),
     "gemma2": _family(
-        "Gemma2ForCausalLM", Heads(head_dim=256), Activation("hidden_activation", "gelu_pytorch_tanh"), _LLAMA_BIASES,
-        _GEMMA_NORMS, _GEMMA_CAPS, QueryScalar(), Rope(10_000.0), LayerTypes("alternating", 4096),
+        "Gemma2ForCausalLM", Heads(kv_heads=4, head_dim=256), _GEMMA_ACTIVATION, _LLAMA_BIASES, _GEMMA_NORMS,
+        SoftCaps(50.0, 30.0), QueryScalar(), Rope(10_000.0), LayerTypes("alternating", 4096),
         _NOT_BIDIRECTIONAL, tied=True,
     ),
     "gemma3_text": _family(
-        "Gemma3ForCausalLM", Heads(head_dim=256), Activation("hidden_activation", "gelu_pytorch_tanh"), _LLAMA_BIASES,
-        _GEMMA_NORMS, _NORMED_HEADS, _GEMMA_CAPS, QueryScalar(), LayerTypes("sixth", 4096), RopeByLayerType(),
+        "Gemma3ForCausalLM", Heads(kv_heads=4, head_dim=256), _GEMMA_ACTIVATION, _LLAMA_BIASES, _GEMMA_NORMS,
+        _NORMED_HEADS, SoftCaps(0.0, 0.0), QueryScalar(), LayerTypes("sixth", 4096), RopeByLayerType(),
         _NOT_BIDIRECTIONAL, tied=True,
     ),
     "phi3": _family(
@@ -130,7 +134,7 @@ FAMILIES: Mapping[str, Family] = {
         LayerTypes("window", 0), epsilon=1e-5,
     ),
     "smollm3": _family(
-        "SmolLM3ForCausalLM", Heads(), Activation("hidden_act", "silu"), _LLAMA_BIASES, _MLP_BIAS,
+        "SmolLM3ForCausalLM", Heads(kv_heads=4), Activation("hidden_act", "silu"), _LLAMA_BIASES, _MLP_BIAS,
         Rope(2_000_000.0), WithoutRotation(), tied=True,
     ),
     "olmo2": _family(
@@ -147,20 +151,21 @@ FAMILIES: Mapping[str, Family] = {
         Only("reorder_and_upcast_attn", False),
     )),
     "mixtral": _family(
-        "MixtralForCausalLM", Heads(), Activation("hidden_act", "silu"), Rope(1_000_000.0), LayerTypes("window", 0),
-        Rename(num_local_experts="num_experts"), _EXPERTS_PER_TOKEN, _MIXTURE, Only("router_jitter_noise", 0.0),
-        epsilon=1e-5,
+        "MixtralForCausalLM", Heads(kv_heads=8), Activation("hidden_act", "silu"), Rope(1_000_000.0),
+        LayerTypes("window", 0), Rename(num_local_experts="num_experts"), _EXPERTS_PER_TOKEN, _MIXTURE,
+        Only("router_jitter_noise", 0.0), epsilon=1e-5,
     ),
     "qwen3_moe": _family(
-        "Qwen3MoeForCausalLM", Heads(), Activation("hidden_act", "silu"), _LLAMA_BIASES, _NORMED_HEADS, Rope(10_000.0),
-        LayerTypes("switched window", 4096), Every("num_experts", "num_local_experts", key="num_experts"),
-        _EXPERTS_PER_TOKEN, _EXPERT_WIDTH, Fixed(routed_score_func="softmax"),
-        Defaulted("norm_topk_prob", "norm_topk_prob", False), Only("decoder_sparse_step", 1),
-        Only("mlp_only_layers", []),
+        "Qwen3MoeForCausalLM", Heads(kv_heads=4), Activation("hidden_act", "silu"), _LLAMA_BIASES, _NORMED_HEADS,
+        Rope(10_000.0), LayerTypes("switched window", 4096),
+        Every("num_experts", "num_local_experts", key="num_experts"), _EXPERTS_PER_TOKEN, _EXPERT_WIDTH,
+        Fixed(routed_score_func="softmax"), Defaulted("norm_topk_prob", "norm_topk_prob", False),
+        Only("decoder_sparse_step", 1), Only("mlp_only_layers", []),
     ),
     "gpt_oss": _family(
-        "GptOssForCausalLM", Heads(head_dim=64), Fixed(mlp_activation="clamped_silu", attention_sinks=True,
-        expert_bias=True), Only("hidden_act", "silu"), Bias("attention_bias", "all", default=True), Rope(150_000.0),
+        "GptOssForCausalLM", Heads(kv_heads=8, head_dim=64), Fixed(mlp_activation="clamped_silu", attention_sinks=True,
+        expert_bias=True), Only("hidden_act", "silu"), Bias("attention_bias", "all", default=True),
+        Rope(150_000.0, scaling=_GPT_OSS_SCALING),
         LayerTypes("alternating", 128), Every("num_local_experts", "num_experts", key="num_experts"),
         Every("num_experts_per_tok", "experts_per_token", key="num_experts_per_tok"), _MIXTURE,
         Only("swiglu_alpha", 1.702), Only("swiglu_limit", 7.0), epsilon=1e-5,

@@ -129,10 +129,15 @@ class ExpertGroups(Part):
 
 
 class Heads(Part):
-    """The attention heads: `num_key_value_heads` is that of the queries, `head_dim` their share of the stream."""
+    """The attention heads.
 
-    def __init__(self, *, head_dim: int | None = None) -> None:
-        self._head_dim = head_dim
+    Args:
+      kv_heads: `num_key_value_heads` where it is not said; None: as many as of the queries.
+      head_dim: the same of `head_dim`; None: the queries' share of the stream.
+    """
+
+    def __init__(self, *, kv_heads: int | None = None, head_dim: int | None = None) -> None:
+        self._kv_heads, self._head_dim = kv_heads, head_dim
 
     def read(self, fields: Fields) -> dict[str, Any]:
         """See Part."""
@@ -140,9 +145,10 @@ class Heads(Part):
         width = fields.take("head_dim", self._head_dim)
         if width is None:
             width = fields.peek("hidden_size", heads) // heads
+        unsaid = heads if self._kv_heads is None or fields.is_null("num_key_value_heads") else self._kv_heads
         return {
             "base_num_query_heads": heads,
-            "base_num_kv_heads": fields.take("num_key_value_heads", heads),
+            "base_num_kv_heads": fields.take("num_key_value_heads", unsaid),
             "head_dim": width,
         }
 
@@ -221,17 +227,28 @@ class Bias(Part):
 
 
 class SoftCaps(Part):
-    """Gemma's soft caps, of scores and of logits. Without the fields there are none: Gemma 3 has none."""
+    """Gemma's soft caps, of scores and of logits; null is none.
 
-    _KEYS = (("attn_logit_softcapping", "attn_logits_soft_cap"), ("final_logit_softcapping", "final_logits_soft_cap"))
+    Args:
+      scores, logits: what they are where the fields are not there.
+    """
+
+    _FIELDS = ("attn_logit_softcapping", "final_logit_softcapping")
+    _KEYS = ("attn_logits_soft_cap", "final_logits_soft_cap")
+
+    def __init__(self, scores: float, logits: float) -> None:
+        self._defaults = (scores, logits)
 
     def read(self, fields: Fields) -> dict[str, Any]:
         """See Part."""
-        return {key: fields.take(name, 0.0) for name, key in self._KEYS}
+        return {
+            key: fields.take(name, 0.0 if fields.is_null(name) else default)
+            for name, key, default in zip(self._FIELDS, self._KEYS, self._defaults, strict=True)
+        }
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
         """See Part."""
-        return {name: getattr(config, key) or None for name, key in self._KEYS}
+        return {name: getattr(config, key) or None for name, key in zip(self._FIELDS, self._KEYS, strict=True)}
 
 
 class QueryScalar(Part):
@@ -253,17 +270,18 @@ class Rope(Part):
     Args:
       theta: the base of wavelengths where none is named.
       partial: the family rotates a share of each head.
+      scaling: what there is where neither field is there.
     """
 
-    def __init__(self, theta: float, *, partial: bool = False) -> None:
-        self._theta, self._partial = theta, partial
+    def __init__(self, theta: float, *, partial: bool = False, scaling: dict[str, Any] | None = None) -> None:
+        self._theta, self._partial, self._scaling = theta, partial, scaling or {}
 
     def read(self, fields: Fields) -> dict[str, Any]:
         """See Part."""
         new, old = fields.take("rope_parameters"), fields.take("rope_scaling")
         theta = fields.take("rope_theta", self._theta)
         share = fields.take("partial_rotary_factor")
-        parameters = dict(old or new or {})
+        parameters = dict(old or new or self._scaling)
         theta, share = parameters.pop("rope_theta", theta), parameters.pop("partial_rotary_factor", share)
         share = 1.0 if share is None else share
         if share != 1 and not self._partial:
@@ -476,7 +494,7 @@ class LatentAttention(Part):
             "base_num_query_heads": heads,
             "base_num_kv_heads": fields.take("num_key_value_heads", heads),
             "head_dim": widths["qk_nope_head_dim"] + widths["qk_rope_head_dim"],
-            "mla": {"q_lora_rank": fields.take("q_lora_rank", 0)} | widths,
+            "mla": {"q_lora_rank": fields.take("q_lora_rank", 0 if fields.is_null("q_lora_rank") else 1536)} | widths,
         }
 
     def write(self, config: ModelConfig) -> dict[str, Any]:

@@ -41,6 +41,7 @@ def test_heads_share_the_stream_out_unless_their_width_is_said():
         "base_num_query_heads": 4, "base_num_kv_heads": 4, "head_dim": 8
     }  # fmt: skip
     assert read(Heads(head_dim=128), **sizes)["head_dim"] == 128
+    assert read(Heads(kv_heads=2, head_dim=8), **sizes)["base_num_kv_heads"] == 2
     assert read(Heads(), **sizes, head_dim=5, num_key_value_heads=2)["base_num_kv_heads"] == 2
 
 
