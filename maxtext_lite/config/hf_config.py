@@ -22,17 +22,14 @@ from maxtext_lite.config.hf_parts import (
     Fixed,
     Heads,
     LatentAttention,
-    LayerTypes,
     LearnedPositions,
     Only,
     Part,
     QueryScalar,
     Rename,
-    Rope,
-    RopeByLayerType,
     SoftCaps,
-    WithoutRotation,
 )
+from maxtext_lite.config.hf_positions import LayerTypes, Rope, RopeByLayerType, WithoutRotation
 from maxtext_lite.config.schema import ModelConfig
 
 
@@ -69,6 +66,7 @@ def _family(architecture: str, *parts: Part, epsilon: float = 1e-6, tied: bool =
 
 
 _LLAMA_BIASES = Bias("attention_bias", "all")
+_SILU = Activation("hidden_act", "silu")
 _GEMMA_ACTIVATION = Activation("hidden_activation", "gelu_pytorch_tanh")
 _GEMMA_NORMS = Fixed(normalization="rms_norm_plus_one", norm_placement="both", scale_embeddings=True)
 _NOT_BIDIRECTIONAL = Only("use_bidirectional_attention", False)
@@ -91,7 +89,7 @@ def _deepseek(architecture: str, *parts: Part) -> Family:
         # The norms of the latent vectors have this epsilon whatever config.json says of the others.
         Only("rms_norm_eps", 1e-6, key="normalization_layer_epsilon"),
         LatentAttention(),
-        Activation("hidden_act", "silu"),
+        _SILU,
         Only("attention_bias", False),
         Only("mlp_bias", False),
         Only("moe_layer_freq", 1),
@@ -105,18 +103,18 @@ def _deepseek(architecture: str, *parts: Part) -> Family:
 
 FAMILIES: Mapping[str, Family] = {
     "llama": _family(
-        "LlamaForCausalLM", Heads(), Activation("hidden_act", "silu"), _LLAMA_BIASES, _MLP_BIAS, Rope(10_000.0),
+        "LlamaForCausalLM", Heads(), _SILU, _LLAMA_BIASES, _MLP_BIAS, Rope(10_000.0),
         Only("rope_interleaved", False),
     ),
     "mistral": _family(
-        "MistralForCausalLM", Heads(kv_heads=8), Activation("hidden_act", "silu"), Rope(10_000.0), LayerTypes("window", 4096)
+        "MistralForCausalLM", Heads(kv_heads=8), _SILU, Rope(10_000.0), LayerTypes("window", 4096)
     ),
     "qwen2": _family(
-        "Qwen2ForCausalLM", Heads(kv_heads=32), Activation("hidden_act", "silu"), Fixed(attention_bias="qkv"), Rope(10_000.0),
+        "Qwen2ForCausalLM", Heads(kv_heads=32), _SILU, Fixed(attention_bias="qkv"), Rope(10_000.0),
         LayerTypes("switched", 4096),
     ),
     "qwen3": _family(
-        "Qwen3ForCausalLM", Heads(kv_heads=32, head_dim=128), Activation("hidden_act", "silu"), _LLAMA_BIASES, _NORMED_HEADS,
+        "Qwen3ForCausalLM", Heads(kv_heads=32, head_dim=128), _SILU, _LLAMA_BIASES, _NORMED_HEADS,
         Rope(10_000.0), LayerTypes("switched", 4096),
     ),
     "gemma2": _family(
@@ -130,15 +128,15 @@ FAMILIES: Mapping[str, Family] = {
         _NOT_BIDIRECTIONAL, tied=True,
     ),
     "phi3": _family(
-        "Phi3ForCausalLM", Heads(), Activation("hidden_act", "silu"), Rope(10_000.0, partial=True),
+        "Phi3ForCausalLM", Heads(), _SILU, Rope(10_000.0, partial=True),
         LayerTypes("window", 0), epsilon=1e-5,
     ),
     "smollm3": _family(
-        "SmolLM3ForCausalLM", Heads(kv_heads=4), Activation("hidden_act", "silu"), _LLAMA_BIASES, _MLP_BIAS,
+        "SmolLM3ForCausalLM", Heads(kv_heads=4), _SILU, _LLAMA_BIASES, _MLP_BIAS,
         Rope(2_000_000.0), WithoutRotation(), tied=True,
     ),
     "olmo2": _family(
-        "Olmo2ForCausalLM", Heads(), Activation("hidden_act", "silu"), _LLAMA_BIASES, Rope(10_000.0),
+        "Olmo2ForCausalLM", Heads(), _SILU, _LLAMA_BIASES, Rope(10_000.0),
         Fixed(norm_placement="post", qk_norm="all_heads"), epsilon=1e-5,
     ),
     "gpt2": Family("GPT2LMHeadModel", (
@@ -151,12 +149,12 @@ FAMILIES: Mapping[str, Family] = {
         Only("reorder_and_upcast_attn", False),
     )),
     "mixtral": _family(
-        "MixtralForCausalLM", Heads(kv_heads=8), Activation("hidden_act", "silu"), Rope(1_000_000.0),
+        "MixtralForCausalLM", Heads(kv_heads=8), _SILU, Rope(1_000_000.0),
         LayerTypes("window", 0), Rename(num_local_experts="num_experts"), _EXPERTS_PER_TOKEN, _MIXTURE,
         Only("router_jitter_noise", 0.0), epsilon=1e-5,
     ),
     "qwen3_moe": _family(
-        "Qwen3MoeForCausalLM", Heads(kv_heads=4), Activation("hidden_act", "silu"), _LLAMA_BIASES, _NORMED_HEADS,
+        "Qwen3MoeForCausalLM", Heads(kv_heads=4), _SILU, _LLAMA_BIASES, _NORMED_HEADS,
         Rope(10_000.0), LayerTypes("switched window", 4096),
         Every("num_experts", "num_local_experts", key="num_experts"), _EXPERTS_PER_TOKEN, _EXPERT_WIDTH,
         Fixed(routed_score_func="softmax"), Defaulted("norm_topk_prob", "norm_topk_prob", False),

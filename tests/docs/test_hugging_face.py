@@ -37,7 +37,7 @@ def test_the_families():
 
 @pytest.mark.parametrize("word", ["linear", "dynamic", "llama3", "yarn"])
 def test_the_rotations(word):
-    from maxtext_lite.config.hf_parts import _SCALINGS
+    from maxtext_lite.config.hf_positions import _SCALINGS
 
     assert word in _SCALINGS
     assert f"`{word}`" in PAGE
