@@ -2,6 +2,7 @@
 
 import math
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,10 @@ def _refuse_other_tensors(
     missing = [name for name in wanted if name not in there]
     passed_over = re.compile(table.passed_over)
     unknown = [name for name in there if name not in wanted and not passed_over.fullmatch(name)]
-    unknown = [name for name in unknown if not _of_later_layers(name, keys)]
+    left_out = [name for name in unknown if _of_later_layers(name, keys)]
+    if left_out:
+        print(f"{where}: {len(left_out)} tensors of heads for further tokens are left out", file=sys.stderr)
+    unknown = [name for name in unknown if name not in left_out]
     if keys["logits_via_embedding"] and "lm_head.weight" in unknown:
         _refuse_untied(files, entries, where)
         unknown.remove("lm_head.weight")

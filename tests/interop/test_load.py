@@ -195,10 +195,11 @@ def test_a_tied_model_may_store_its_table_twice_but_not_another_one(tmp_path):
         load(directory)
 
 
-def test_the_heads_for_further_tokens_of_deepseek_are_passed_over(tmp_path):
+def test_the_heads_for_further_tokens_of_deepseek_are_passed_over_with_a_message(tmp_path, capsys):
     directory = save("deepseek_v3", tmp_path)
     rewrite(directory, lambda tensors: tensors | {"model.layers.3.eh_proj.weight": np.zeros(4, np.float32)})
     load(directory)
+    assert "1 tensors of heads for further tokens are left out" in capsys.readouterr().err
 
 
 def test_a_decoder_of_another_size_is_refused(llama):
