@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from maxtext_lite.cli import ArgumentParser, config_arguments, run_command
-from maxtext_lite.config import load_config
+from maxtext_lite.config import RLRunConfig, UserError, load_config
 
 EXIT_NON_FINITE = 3
 EXIT_STOPPED_BY_SIGNAL = 75
@@ -20,6 +20,8 @@ def main(argv: Sequence[str]) -> int:
     config_arguments(parser)
     arguments = parser.parse(argv)
     config = load_config(arguments.config, arguments.overrides)
+    if isinstance(config, RLRunConfig):
+        raise UserError("a config of reinforcement learning is not one that train runs. `plan` shows its batches.")
     from maxtext_lite.training import NonFiniteLoss, train  # jax, only once the config is known to be right
 
     try:

@@ -18,10 +18,11 @@ from maxtext_lite.batching.memory import (
 from maxtext_lite.batching.mend import refusals
 from maxtext_lite.batching.pipeline import SCHEDULES, PipelineShape, Schedule
 from maxtext_lite.batching.rampup import BatchStage, RampupBatchManager, samples_before, stage_at
+from maxtext_lite.batching.rl import RLBatch, rl_batch, trained_config
 from maxtext_lite.batching.scaling import OptimizerScaling, scaling_warnings
 from maxtext_lite.batching.sizes import Sizes, work_out
 from maxtext_lite.batching.topology import Topology
-from maxtext_lite.config import Config, ConfigError, Refusal, UserError, load_config
+from maxtext_lite.config import Config, ConfigError, Refusal, RLRunConfig, UserError, load_config
 from maxtext_lite.config.errors import number_text
 
 
@@ -56,6 +57,8 @@ class BatchPlan:
       rampup: the ramp, or None.
       diloco_num_replicas: copies of local updates; None where they are off, as is diloco_sync_period.
       warnings: what works but is probably not meant.
+      rl: the batches of reinforcement learning; None in other runs. There an example is a pair of a prompt with a
+        response, the devices are those that train, and num_examples counts prompts.
     """
 
     num_devices: int
@@ -95,6 +98,7 @@ class BatchPlan:
     rampup: RampupBatchManager | None
     memory: MemoryEstimate
     warnings: tuple[str, ...]
+    rl: RLBatch | None = None
 
     @property
     def pipeline_shape(self) -> PipelineShape:
@@ -231,6 +235,7 @@ class BatchPlan:
             "rampup": None if self.rampup is None else _rampup_json(self.rampup),
             "pipeline_schedules": {name: cost.to_json() for name, cost in self.pipeline_schedules.items()},
             "memory": self.memory.to_json(),
+            **({} if self.rl is None else {"rl": self.rl.to_json()}),
             "warnings": list(self.warnings),
         }
 
@@ -267,6 +272,8 @@ def make_plan(
     """
     if num_examples is not None and num_examples < 1:
         raise UserError(f"num_examples={num_examples}: there is no training example.")
+    if isinstance(config, RLRunConfig):
+        return _make_rl_plan(config, num_devices, num_hosts, num_examples, device_memory_gb)
     topology = Topology(num_devices, num_hosts)
     sizes = work_out(config, topology, num_examples)
     if not isinstance(sizes, Sizes):
@@ -333,6 +340,35 @@ def make_plan(
     )
 
 
+def _make_rl_plan(
+    config: RLRunConfig, num_devices: int, num_hosts: int, num_prompts: int | None, device_memory_gb: float | None
+) -> BatchPlan:
+    """The plan of what the trainer's devices do; examples are pairs, and the data is prompts."""
+    rl = rl_batch(config, num_devices)
+    hosts = Fraction(1) if num_hosts == 1 else Fraction(num_hosts * rl.trainer_devices, num_devices)
+    if hosts.denominator != 1:
+        raise UserError(
+            f"trainer_devices_fraction={number_text(config.trainer_devices_fraction)} x {num_hosts} hosts is not a "
+            "whole number of them. Nearest that works: trainer_devices_fraction=1 sampler_devices_fraction=1."
+        )
+    plan = make_plan(
+        trained_config(config, rl),
+        num_devices=rl.trainer_devices,
+        num_hosts=int(hosts),
+        device_memory_gb=device_memory_gb,
+    )
+    prompts = rl.batches * rl.prompts_per_batch
+    return dataclasses.replace(
+        plan,
+        rl=rl,
+        num_examples=num_prompts,
+        epochs=None if num_prompts is None else Fraction(prompts, num_prompts),
+        steps_per_epoch=None
+        if num_prompts is None
+        else Fraction(num_prompts * rl.updates_per_batch, rl.prompts_per_batch),
+    )
+
+
 def load_plan(
     path: str | Path | None = None,
     overrides: Iterable[str] = (),
@@ -355,6 +391,8 @@ def load_plan(
         config = load_config(path, overrides)
     except ConfigError as error:
         if error.mended is None:
+            raise
+        if isinstance(error.mended, RLRunConfig):
             raise
         known = None if callable(num_examples) else num_examples
         sizes = work_out(error.mended, topology, known)

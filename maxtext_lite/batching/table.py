@@ -5,6 +5,7 @@ from fractions import Fraction
 
 from maxtext_lite.batching.memory import MemoryEstimate, bytes_text
 from maxtext_lite.batching.plan import BatchPlan
+from maxtext_lite.batching.rl import RLBatch
 from maxtext_lite.config.errors import number_text
 
 _MOST_STAGES = 12
@@ -14,8 +15,9 @@ def format_plan(plan: BatchPlan) -> str:
     """The plan in lines of at most about 120 characters: batch, reading, pipeline, length, ramp and memory."""
     rows: list[tuple[str, str]] = [
         ("num_devices", f"{plan.num_devices} = {_mesh_text(plan)}, on {plan.num_hosts} host{_s(plan.num_hosts)}"),
-        *_batch_rows(plan),
-        *_loading_rows(plan),
+        *(_rl_rows(plan.rl) if plan.rl else ()),
+        *(_batch_rows(plan) if plan.rl is None else _batch_rows(plan)[:-1]),
+        *(_loading_rows(plan) if plan.rl is None else ()),
         *_context_rows(plan),
         *_pipeline_rows(plan),
         *_length_rows(plan),
@@ -72,6 +74,26 @@ def _batch_rows(plan: BatchPlan) -> list[tuple[str, str]]:
             f"{plan.eval_batch_examples} example{_s(plan.eval_batch_examples)} = "
             f"{number_text(plan.eval_per_device_batch_size)} per device x {devices}",
         ),
+    ]
+
+
+def _rl_rows(rl: RLBatch) -> list[tuple[str, str]]:
+    prompts, each, chunk = rl.prompts_per_batch, rl.num_generations, rl.pairs_per_micro_batch
+    turns = "the same devices sample and train, in turns"
+    apart = f"{rl.trainer_devices} train, {rl.sampler_devices} sample"
+    beside = f"{rl.micro_batches - 1} of {rl.micro_batches} micro-batches are trained on while the next is sampled"
+    return [
+        ("pairs_per_batch", f"{rl.pairs_per_batch} = {prompts} prompt{_s(prompts)} x {each} generations"),
+        (
+            "micro_batches",
+            f"{rl.micro_batches} of {chunk} pairs, {chunk // each} prompt{_s(chunk // each)} each",
+        ),
+        ("updates_per_batch", f"{rl.updates_per_batch}; {rl.batches} batch{'es' if rl.batches != 1 else ''} in all"),
+        (
+            "tokens of a pair",
+            f"at most {rl.max_prompt_tokens} of the prompt and {rl.max_response_tokens} of the response",
+        ),
+        ("devices", turns if rl.takes_turns else f"{apart}; {beside}"),
     ]
 
 

@@ -7,6 +7,7 @@ from maxtext_lite.config.remat import Remat, remat_of
 from maxtext_lite.config.resolved import describe, write_resolved
 from maxtext_lite.config.schema import (
     KEYS,
+    RL_KEYS,
     BatchConfig,
     Config,
     DataConfig,
@@ -15,12 +16,15 @@ from maxtext_lite.config.schema import (
     ModelConfig,
     NumericsConfig,
     OptimizerConfig,
+    RLConfig,
+    RLRunConfig,
     RunConfig,
 )
 from maxtext_lite.config.yaml_text import YamlValue, parse_value
 
 __all__ = [
     "KEYS",
+    "RL_KEYS",
     "BatchConfig",
     "Config",
     "ConfigError",
@@ -32,6 +36,8 @@ __all__ = [
     "ModelConfig",
     "NumericsConfig",
     "OptimizerConfig",
+    "RLConfig",
+    "RLRunConfig",
     "Refusal",
     "Remat",
     "RopeScaling",

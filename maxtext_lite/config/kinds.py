@@ -144,6 +144,8 @@ Integer = Annotated[int, BeforeValidator(_whole(-(2**63)))]
 """Any integer of 64 bits."""
 Count = Annotated[int, BeforeValidator(_whole(1))]
 """An integer of at least 1."""
+AtLeastTwo = Annotated[int, BeforeValidator(_whole(2))]
+"""An integer of at least 2."""
 CountOrZero = Annotated[int, BeforeValidator(_whole(0))]
 """An integer of at least 0."""
 CountOrMinusOne = Annotated[int, BeforeValidator(_whole(1, -1))]

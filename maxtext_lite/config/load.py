@@ -13,12 +13,22 @@ from pydantic_core import ErrorDetails
 from maxtext_lite.config.errors import Refusal, UserError, WrongKind, did_you_mean, value_text
 from maxtext_lite.config.hf_layer import directory_origin, directory_values
 from maxtext_lite.config.rules import length_problem, rule_problems, warmup_problem
-from maxtext_lite.config.schema import KEYS, Config, ModelConfig
+from maxtext_lite.config.schema import RL_KEYS, Config, ModelConfig, RLRunConfig, keys_of
 from maxtext_lite.config.yaml_text import YamlValue, parse_mapping, parse_value
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _COMMAND_LINE = "command line"
 _ROOT_FILE = "base.yml"
+_RL_FILE = "post_train/rl.yml"
+_OF_NO_USE_IN_RL = (
+    "per_device_batch_size",
+    "gradient_accumulation_steps",
+    "global_batch_size",
+    "enable_rampup_batch_size",
+    "expansion_factor_real_data",
+    "enable_diloco",
+    "num_epochs",
+)
 
 
 @dataclass(frozen=True)
@@ -80,17 +90,43 @@ def load_config(path: str | Path | None = None, overrides: Iterable[str] = ()) -
     problems: list[Refusal] = []
     files = _file_layers(str(path) if path is not None else _ROOT_FILE, problems)
     layers = [*files, _override_layer(overrides, problems)]
+    kind = RLRunConfig if any(layer.origin == _RL_FILE for layer in files) else Config
     for layer in layers:
-        _drop_unknown_keys(layer, problems)
+        _drop_unknown_keys(layer, problems, kind)
+    if kind is RLRunConfig:
+        _refuse_training_batch(layers, problems)
     layers[1:1] = _model_layer(layers, problems)
     layers[1:1] = _directory_layer(layers, problems)
-    if any(key not in layers[0].values for key in KEYS):  # base.yml itself could not be read
+    keys = keys_of(kind)
+    root = _root_of(layers)
+    if any(key not in root.values for key in keys):  # base.yml itself could not be read
         raise ConfigError(problems or [Refusal("", f"{layers[0].origin} lacks a key.")], None)
-    config = _validate(layers, problems)
+    config = _validate(kind, root, layers, problems)
     if problems:
         raise ConfigError(problems, config)
     origins = {key: layer.origin for layer in layers for key in layer.values}
-    return config.with_origins({key: origins[key] for key in KEYS})
+    return config.with_origins({key: origins[key] for key in keys})
+
+
+def _root_of(layers: Sequence[_Layer]) -> _Layer:
+    """The defaults: those of base.yml, and of post_train/rl.yml where that is among the files."""
+    values = {key: value for layer in layers if layer.origin == _RL_FILE for key, value in layer.values.items()}
+    return replace(layers[0], values=layers[0].values | values)
+
+
+def _refuse_training_batch(layers: Sequence[_Layer], problems: list[Refusal]) -> None:
+    """Refuses what base.yml's files do not say already of a step's batch."""
+    root, *others = layers
+    for layer in others:
+        for key in _OF_NO_USE_IN_RL:
+            if key not in layer.values or key not in root.values or layer.values[key].value == root.values[key].value:
+                continue
+            value = value_text(layer.values.pop(key).value)
+            _refuse(
+                problems,
+                f"{key}={value} ({layer.origin}) has no use in RL, where batch_size, num_generations and "
+                "micro_batch_size say what a step trains on. Remove it.",
+            )
 
 
 def _read(path: Path, origin: str, problems: list[Refusal]) -> dict[str, YamlValue]:
@@ -195,9 +231,11 @@ def _override_value(key: str, text: str, problems: list[Refusal]) -> YamlValue |
     return value
 
 
-def _drop_unknown_keys(layer: _Layer, problems: list[Refusal]) -> None:
-    for key in [key for key in layer.values if key not in KEYS]:
-        _refuse(problems, f"unknown key '{key}' ({layer.origin}).{did_you_mean(key, KEYS)}")
+def _drop_unknown_keys(layer: _Layer, problems: list[Refusal], kind: type[Config] = Config) -> None:
+    known = kind.model_fields
+    for key in [key for key in layer.values if key not in known]:
+        hint = f" It is a key of configs/{_RL_FILE}." if key in RL_KEYS else did_you_mean(key, known)
+        _refuse(problems, f"unknown key '{key}' ({layer.origin}).{hint}")
         del layer.values[key]
 
 
@@ -263,7 +301,7 @@ def _directory_layer(layers: Sequence[_Layer], problems: list[Refusal]) -> list[
 
 
 def _holds_text(key: str) -> bool:
-    field = Config.model_fields.get(key)
+    field = RLRunConfig.model_fields.get(key)
     return field is not None and (field.annotation is str or get_origin(field.annotation) is Literal)
 
 
@@ -274,27 +312,27 @@ def _plain(key: str, value: YamlValue) -> object:
     return value.value
 
 
-def _validate(layers: Sequence[_Layer], problems: list[Refusal]) -> Config:
+def _validate(kind: type[Config], root: _Layer, layers: Sequence[_Layer], problems: list[Refusal]) -> Config:
     """The config of the layers. What is wrong is added to `problems`, and a legal value stands in for it."""
     values = {key: _plain(key, value) for layer in layers for key, value in layer.values.items()}
     refused: dict[str, Refusal] = {}
     try:
-        config = Config.model_validate(values)
+        config = kind.model_validate(values)
     except ValidationError as error:
         for detail in error.errors():
             key = str(detail["loc"][0])
-            refused[key] = _kind_refusal(key, detail, default=_plain(key, layers[0].values[key]))
+            refused[key] = _kind_refusal(key, detail, default=_plain(key, root.values[key]))
         for key, refusal in refused.items():
             values[key] = refusal.nearest[0]
-        known = set(KEYS) - set(refused)
+        known = set(kind.model_fields) - set(refused)
         for key in refused:
             known.add(key)
-            refused[key] = _suiting(refused[key], values, known, layers[0])
+            refused[key] = _suiting(kind, refused[key], values, known, root)
             values[key] = refused[key].nearest[0]
-        config = Config.model_validate(values)
-    problems.extend(refused[key] for key in KEYS if key in refused)
+        config = kind.model_validate(values)
+    problems.extend(refused[key] for key in keys_of(kind) if key in refused)
     # With legal values in place of those of the wrong kind: what those then contradict is wrong as well.
-    broken = _broken_rules(config, KEYS, layers[0])
+    broken = _broken_rules(config, keys_of(kind), root)
     problems.extend(broken)
     legal = {
         refusal.key: refusal.nearest[0]
@@ -314,12 +352,14 @@ def _broken_rules(config: Config, known: Collection[str], root: _Layer) -> list[
     return broken
 
 
-def _suiting(refusal: Refusal, values: dict[str, object], known: Collection[str], root: _Layer) -> Refusal:
+def _suiting(
+    kind: type[Config], refusal: Refusal, values: dict[str, object], known: Collection[str], root: _Layer
+) -> Refusal:
     """The refusal with those of its values that break no rule about its key, or else with the default."""
     key = refusal.key
 
     def suits(value: object) -> bool:
-        config = Config.model_validate(values | {key: value})
+        config = kind.model_validate(values | {key: value})
         others = _broken_rules(config, set(known) - {key}, root)
         return len(_broken_rules(config, known, root)) == len(others)
 
@@ -330,7 +370,7 @@ def _suiting(refusal: Refusal, values: dict[str, object], known: Collection[str]
 def _kind_refusal(key: str, detail: ErrorDetails, *, default: object) -> Refusal:
     value = value_text(detail.get("input"))
     if detail["type"] == "literal_error":
-        choices = [str(choice) for choice in get_args(Config.model_fields[key].annotation)]
+        choices = [str(choice) for choice in get_args(RLRunConfig.model_fields[key].annotation)]
         near = max(choices, key=lambda choice: _likeness(value, choice))
         return Refusal(key, f"{key}={value} is not one of {', '.join(choices)}.", (near,))
     cause = detail.get("ctx", {}).get("error")

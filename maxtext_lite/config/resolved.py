@@ -8,7 +8,7 @@ import yaml
 
 from maxtext_lite.config.errors import value_text
 from maxtext_lite.config.load import load_config
-from maxtext_lite.config.schema import SECTIONS, Config
+from maxtext_lite.config.schema import Config, RLRunConfig, sections_of
 from maxtext_lite.config.yaml_text import parse_value
 
 _ALWAYS_SHOWN = (
@@ -21,7 +21,9 @@ _ALWAYS_SHOWN = (
 def write_resolved(config: Config, path: str | Path) -> None:
     """Writes every value, with where it came from as a comment; `load_config(path)` gives an equal config."""
     lines = ["# Every key of this run and where its value came from. `load_config` of this file gives the same config."]
-    for heading, section in SECTIONS:
+    if isinstance(config, RLRunConfig):
+        lines.append("base: post_train/rl.yml")
+    for heading, section in sections_of(config):
         lines += ["", f"# ---- {heading} ----"]
         for key in section.model_fields:
             entry = f"{key}: {_yaml_text(getattr(config, key))}"
@@ -32,10 +34,10 @@ def write_resolved(config: Config, path: str | Path) -> None:
 
 def describe(config: Config) -> str:
     """A table of the most important keys and of those that differ from configs/base.yml, with their origins."""
-    base = _base()
+    base = _base("post_train/rl.yml" if isinstance(config, RLRunConfig) else None)
     keys = [
         key
-        for _, section in SECTIONS
+        for _, section in sections_of(config)
         for key in section.model_fields
         if key in _ALWAYS_SHOWN or getattr(config, key) != getattr(base, key)
     ]
@@ -49,8 +51,8 @@ def describe(config: Config) -> str:
 
 
 @functools.cache
-def _base() -> Config:
-    return load_config()
+def _base(path: str | None) -> Config:
+    return load_config(path)
 
 
 def _yaml_text(value: object) -> str:

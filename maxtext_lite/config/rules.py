@@ -8,7 +8,7 @@ from typing import get_args
 from maxtext_lite.config.errors import Refusal, number_text, value_text
 from maxtext_lite.config.model_parts import LayerKind
 from maxtext_lite.config.remat import REMAT_TENSORS, listed
-from maxtext_lite.config.schema import Config
+from maxtext_lite.config.schema import Config, RLRunConfig
 
 _BYTE_TOKENS = 257  # 256 bytes and the end of text
 
@@ -432,7 +432,69 @@ def _experts_that_are_not(config: Config) -> Refusal | None:
     return None
 
 
+def _rl_micro_batch(config: Config) -> Refusal | None:
+    if not isinstance(config, RLRunConfig) or config.micro_batch_size == -1:
+        return None
+    prompts, group, pairs = config.batch_size, config.num_generations, config.micro_batch_size
+    whole = prompts * group
+    if pairs % group == 0 and whole % pairs == 0:
+        return None
+    legal = [group * count for count in range(1, prompts + 1) if prompts % count == 0]
+    near = [
+        max((size for size in legal if size < pairs), default=None),
+        min((s for s in legal if s > pairs), default=None),
+    ]
+    wrong = (
+        f"is not a multiple of num_generations={group}: a group of responses is judged together"
+        if pairs % group
+        else f"does not divide the {whole} pairs of batch_size={prompts} x num_generations={group}"
+    )
+    message = f"micro_batch_size={pairs} {wrong}."
+    return Refusal("micro_batch_size", message, tuple(size for size in near if size is not None))
+
+
+def _rl_lengths(config: Config) -> Refusal | None:
+    if not isinstance(config, RLRunConfig) or config.max_prefill_predict_length < config.max_target_length:
+        return None
+    return Refusal(
+        "max_prefill_predict_length",
+        f"max_prefill_predict_length={config.max_prefill_predict_length} leaves no token of "
+        f"max_target_length={config.max_target_length} for a response.",
+        (max(config.max_target_length // 2, 1),),
+    )
+
+
+def _rl_steps(config: Config) -> Refusal | None:
+    if not isinstance(config, RLRunConfig) or config.steps % config.num_iterations == 0:
+        return None
+    steps, each = config.steps, config.num_iterations
+    near = tuple(count * each for count in (steps // each, steps // each + 1) if count)
+    message = f"steps={steps} ends amid the num_iterations={each} steps on a batch."
+    return Refusal("steps", message, near)
+
+
+def _rl_devices(config: Config) -> Refusal | None:
+    """Devices either take turns, all of them, or have one of the two tasks."""
+    if not isinstance(config, RLRunConfig):
+        return None
+    trainer, sampler = config.trainer_devices_fraction, config.sampler_devices_fraction
+    if trainer == sampler == 1 or trainer + sampler <= 1:
+        return None
+    fraction = f"sampler_devices_fraction={value_text(sampler)}"
+    rest = 1 - trainer
+    near = f"sampler_devices_fraction={value_text(rest)}" if rest > 0 else "sampler_devices_fraction=1"
+    return Refusal(
+        "trainer_devices_fraction",
+        f"trainer_devices_fraction={value_text(trainer)} and {fraction} are more than all devices, and not both 1.",
+        (near,),
+    )
+
+
 RULES: tuple[Rule, ...] = (
+    Rule(("batch_size", "num_generations", "micro_batch_size"), _rl_micro_batch),
+    Rule(("max_prefill_predict_length", "max_target_length"), _rl_lengths),
+    Rule(("steps", "num_iterations"), _rl_steps),
+    Rule(("trainer_devices_fraction", "sampler_devices_fraction"), _rl_devices),
     Rule(("remat_policy", "remat_save", "remat_offload"), _remat_lists),
     Rule(("schedule_unit", "enable_diloco"), _schedule_of_replicas),
     Rule(("loss_scale", "dtype"), _loss_scale),

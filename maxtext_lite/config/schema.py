@@ -7,6 +7,7 @@ from typing import Literal, cast
 from pydantic import BaseModel, ConfigDict, PrivateAttr
 
 from maxtext_lite.config.kinds import (
+    AtLeastTwo,
     Count,
     CountOrMinusOne,
     CountOrZero,
@@ -252,6 +253,18 @@ class DataConfig(Section):
     grain_worker_count: CountOrZero
 
 
+class RLConfig(Section):
+    """Reinforcement learning's batches; what configs/post_train/rl.yml adds."""
+
+    batch_size: Count
+    num_generations: AtLeastTwo
+    micro_batch_size: CountOrMinusOne
+    num_iterations: Count
+    max_prefill_predict_length: Count
+    trainer_devices_fraction: Exact
+    sampler_devices_fraction: Exact
+
+
 class Config(
     RunConfig,
     BatchConfig,
@@ -287,11 +300,15 @@ class Config(
         return hash(tuple(self.__dict__.items()))
 
     def __reduce__(self) -> tuple[object, ...]:  # a mapping proxy does not pickle
-        return _restore, (dict(self.__dict__), dict(self._origins))
+        return _restore, (type(self), dict(self.__dict__), dict(self._origins))
 
 
-def _restore(values: dict[str, object], origins: dict[str, str]) -> Config:
-    return Config.model_construct(**values).with_origins(origins)  # type: ignore[arg-type]
+def _restore(kind: type[Config], values: dict[str, object], origins: dict[str, str]) -> Config:
+    return kind.model_construct(**values).with_origins(origins)  # type: ignore[arg-type]
+
+
+class RLRunConfig(Config, RLConfig):
+    """Every key of a run of reinforcement learning: that of a file whose `base` is post_train/rl.yml."""
 
 
 SECTIONS: tuple[tuple[str, type[Section]], ...] = (
@@ -308,3 +325,16 @@ SECTIONS: tuple[tuple[str, type[Section]], ...] = (
 
 KEYS: tuple[str, ...] = tuple(key for _, section in SECTIONS for key in section.model_fields)
 """Every key, in the order of configs/base.yml."""
+
+RL_KEYS: tuple[str, ...] = tuple(RLConfig.model_fields)
+"""The keys that configs/post_train/rl.yml adds."""
+
+
+def keys_of(kind: type[Config]) -> tuple[str, ...]:
+    """Every key of a kind of config, in the order of its files."""
+    return (*KEYS, *RL_KEYS) if issubclass(kind, RLRunConfig) else KEYS
+
+
+def sections_of(config: Config) -> tuple[tuple[str, type[Section]], ...]:
+    """The sections of a config, with their headings."""
+    return (*SECTIONS, ("RL batch size", RLConfig)) if isinstance(config, RLRunConfig) else SECTIONS

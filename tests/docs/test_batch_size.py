@@ -241,3 +241,13 @@ def test_the_loss_of_uneven_micro_batches():
 
 def test_the_page_holds_the_commands_it_should():
     assert len(list(commands())) == 4
+
+
+def test_rl_batches():
+    for row in table("batch_size", "num_generations"):
+        keys = [f"{key}={row[key]}" for key in ("batch_size", "num_generations", "micro_batch_size")]
+        config = load_config("configs/post_train/rl.yml", keys)
+        plan = make_plan(config, num_devices=int(row["devices that train"]))
+        for key in ("global_batch_to_train", "gradient_accumulation_steps", "per_device_batch_size"):
+            assert getattr(plan, key) == Fraction(row[key])
+        assert plan.global_batch_to_train == int(row["batch_size"]) * int(row["num_generations"])
