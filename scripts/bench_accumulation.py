@@ -93,7 +93,7 @@ def subjects(variants: Sequence[Variant], num_devices: int, overrides: Sequence[
         )
         plan, mesh = _plan_and_mesh(config, num_devices)
         decoder = make_decoder(config, jax.default_backend(), plan)
-        optimizer = make_optimizer(config, decoder.axes)
+        optimizer = make_optimizer(config, decoder.trained(decoder.axes))
         if not holder:
             holder.append(init_state(decoder, optimizer, mesh, 0))
         batch = {

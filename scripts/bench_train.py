@@ -79,7 +79,7 @@ def ours(work: Workload, dtype: str) -> Step:
     ones = dict.fromkeys(MESH_AXES, 1)
     mesh = make_mesh(ones, ones, jax.devices()[:1])
     decoder = make_decoder(config, jax.default_backend())
-    optimizer = make_optimizer(config, decoder.axes)
+    optimizer = make_optimizer(config, decoder.trained(decoder.axes))
     state = init_state(decoder, optimizer, mesh, 0)
     schedule = learning_rate_schedule(config, last=config.steps)
     step = make_train_step(decoder, optimizer, mesh, config=config, schedule=schedule)

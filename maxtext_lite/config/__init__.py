@@ -2,6 +2,7 @@
 
 from maxtext_lite.config.errors import Refusal, UserError
 from maxtext_lite.config.load import ConfigError, load_config, packaged_directory, packaged_file
+from maxtext_lite.config.lora import adapted_weights
 from maxtext_lite.config.model_parts import LayerKind, Mla, RopeScaling
 from maxtext_lite.config.remat import Remat, remat_of
 from maxtext_lite.config.resolved import describe, write_resolved
@@ -44,6 +45,7 @@ __all__ = [
     "RunConfig",
     "UserError",
     "YamlValue",
+    "adapted_weights",
     "describe",
     "load_config",
     "packaged_directory",

@@ -12,6 +12,7 @@ from pydantic_core import ErrorDetails
 
 from maxtext_lite.config.errors import Refusal, UserError, WrongKind, did_you_mean, value_text
 from maxtext_lite.config.hf_layer import directory_origin, directory_values
+from maxtext_lite.config.lora import unused_problem
 from maxtext_lite.config.rules import length_problem, rule_problems, warmup_problem
 from maxtext_lite.config.schema import RL_KEYS, Config, ModelConfig, RLRunConfig, keys_of
 from maxtext_lite.config.yaml_text import YamlValue, parse_mapping, parse_value
@@ -349,6 +350,11 @@ def _broken_rules(config: Config, known: Collection[str], root: _Layer) -> list[
         warmup = warmup_problem(config, root.values["warmup_steps"].value)
         length = length_problem(config, root.values["steps"].value)
         broken.extend(refusal for refusal in (warmup, length) if refusal)
+    if {"lora_rank", "lora_alpha", "lora_targets"} <= set(known):
+        alpha, targets = (root.values[key] for key in ("lora_alpha", "lora_targets"))
+        assert isinstance(alpha.value, float)
+        unused = unused_problem(config, default_alpha=alpha.value, default_targets=str(targets.value))
+        broken.extend([unused] if unused else [])
     return broken
 
 

@@ -6,6 +6,7 @@ from difflib import get_close_matches
 from typing import get_args
 
 from maxtext_lite.config.errors import Refusal, number_text, value_text
+from maxtext_lite.config.lora import targets_problem
 from maxtext_lite.config.model_parts import LayerKind
 from maxtext_lite.config.remat import REMAT_TENSORS, listed
 from maxtext_lite.config.schema import Config, RLRunConfig
@@ -514,6 +515,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(("gated_mlp", "mlp_activation", "num_experts"), _gated_activation),
     Rule(("first_num_dense_layers", "base_num_decoder_layers"), _dense_layers),
+    Rule(("lora_rank", "lora_targets", "mla", "gated_mlp"), targets_problem),
     Rule(("num_experts_per_tok", "num_experts"), _experts_per_token),
     Rule(("n_routing_groups", "num_experts"), _routing_groups),
     Rule(("topk_routing_group", "n_routing_groups", "num_experts", "num_experts_per_tok"), _chosen_groups),

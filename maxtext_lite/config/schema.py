@@ -179,6 +179,9 @@ class ModelConfig(Section):
     routed_bias: Flag
     expert_bias: Flag
     first_num_dense_layers: CountOrZero
+    lora_rank: CountOrZero
+    lora_alpha: Positive
+    lora_targets: Name
 
     @property
     def moe_mlp_dim(self) -> int:

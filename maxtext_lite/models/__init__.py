@@ -7,29 +7,35 @@ Names of arrays of rank 2 and more end in one letter per dim (global sizes), her
     H head width          L layers              P stages              M pipeline microbatches
     A accumulation        E experts             R data replicas       G query heads per kv head
     J experts of a token  C slots of an expert  U rows given to experts, one for each of a token's
-    W value width, H where the two are the same
+    W value width, H where the two are the same                          r rank of an adapter
 """
 
 from maxtext_lite.models.attention import Scoring, resolve_attention
-from maxtext_lite.models.decoder import Decoder, Stream, is_matrix, stream_axes, unstacked
+from maxtext_lite.models.decoder import Decoder, Stream, stream_axes
 from maxtext_lite.models.decoding import KVCache, Sampling, sample_token
+from maxtext_lite.models.lora import Adapted, Lora, merged
 from maxtext_lite.models.moe import BALANCE, DROPPED, LOAD, ROUTER_Z, ExpertShape
 from maxtext_lite.models.ops import soft_capped
 from maxtext_lite.models.shape import DecoderShape
+from maxtext_lite.models.weights import is_matrix, num_inputs, unstacked
 
 __all__ = [
     "BALANCE",
     "DROPPED",
     "LOAD",
     "ROUTER_Z",
+    "Adapted",
     "Decoder",
     "DecoderShape",
     "ExpertShape",
     "KVCache",
+    "Lora",
     "Sampling",
     "Scoring",
     "Stream",
     "is_matrix",
+    "merged",
+    "num_inputs",
     "resolve_attention",
     "sample_token",
     "soft_capped",

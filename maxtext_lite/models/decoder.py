@@ -14,25 +14,24 @@ from maxtext_lite.models.attention import attention
 from maxtext_lite.models.decoding import KVCache, cached_attention
 from maxtext_lite.models.latent_attention import LatentAttention
 from maxtext_lite.models.layers import RESIDUAL_AXES, Attend, Attention, DecoderLayer, Embedding, Head, Norm
+from maxtext_lite.models.lora import (
+    adapter_axes,
+    adapters_of,
+    frozen_of,
+    joined,
+    new_adapters,
+    with_merged_experts,
+)
 from maxtext_lite.models.ops import Rotation, soft_capped
 from maxtext_lite.models.rotary import rotary_angles
 from maxtext_lite.models.shape import DecoderShape
+from maxtext_lite.models.weights import is_matrix, unstacked
 from maxtext_lite.parallel import Pipeline
 
 Params = Any
 """A nested dict of arrays; every leaf under "layers" has a leading L, or [repeats, L / repeats] in a pipeline that
-goes round several times. The first layers of a model with experts that have none stand in "dense_layers"."""
-
-
-def unstacked(axes: tuple[str, ...]) -> tuple[str, ...]:
-    """The logical axes of one layer's parameter, from those of a stack of layers; any others as they are."""
-    return tuple(axis for axis in axes if axis not in ("repeats", "layers", "dense_layers"))
-
-
-def is_matrix(axes: tuple[str, ...]) -> bool:
-    """Whether a parameter multiplies vectors: not one of a norm, a bias or a table that is looked up in."""
-    axes = unstacked(axes)
-    return not {"embed", "latent"}.isdisjoint(axes) and len(axes) > 1 and axes[0] not in ("vocab", "positions")
+goes round several times. The first layers of a model with experts that have none stand in "dense_layers". With LoRA, a
+weight that has adapters is an `Adapted`."""
 
 
 _ROUTER_AXES = ("embed", "router")
@@ -117,21 +116,47 @@ class Decoder:
             self._graph, state = nnx.split(nnx.eval_shape(lambda: _Modules(shape, rngs=nnx.Rngs(params=0))))
             self._layer_graph = _graph_of(_layer_of(shape))
             self._dense_layer_graph = _graph_of(_layer_of(_dense(shape)))
-        self.axes = nnx.to_pure_dict(
+        axes = nnx.to_pure_dict(
             jax.tree.map(
                 lambda param: param.replace(param.axes), state, is_leaf=lambda node: isinstance(node, nnx.Param)
             )
         )
-        self.abstract_params: Params = jax.eval_shape(self._dealt, nnx.to_pure_dict(state))
         if pipeline:
-            self.axes["layers"] = jax.tree.map(
-                pipeline.dealt_axes, self.axes["layers"], is_leaf=lambda node: isinstance(node, tuple)
+            axes["layers"] = jax.tree.map(
+                pipeline.dealt_axes, axes["layers"], is_leaf=lambda node: isinstance(node, tuple)
             )
+        self._plain_axes = axes
+        self.axes = axes if shape.lora is None else joined(shape.lora, adapter_axes(shape.lora, axes), axes)
+        self.abstract_params: Params = jax.eval_shape(
+            lambda params, key: self.with_adapters(self._dealt(params), key),
+            nnx.to_pure_dict(state),
+            jax.random.key(0),
+        )
 
     def init(self, key: jax.Array) -> Params:
         """New parameters, normal with standard deviation `initializer_range`, norms 1; the same for any sharding."""
         with nnx.use_eager_sharding(False):
-            return self._dealt(nnx.to_pure_dict(nnx.state(_Modules(self.shape, rngs=nnx.Rngs(params=key)))))
+            params = self._dealt(nnx.to_pure_dict(nnx.state(_Modules(self.shape, rngs=nnx.Rngs(params=key)))))
+        return self.with_adapters(params, key)
+
+    def with_adapters(self, params: Params, key: jax.Array) -> Params:
+        """Parameters without adapters, as the pipeline stores them, with new ones; themselves without LoRA."""
+        lora = self.shape.lora
+        if lora is None:
+            return params
+        return joined(lora, new_adapters(lora, self._plain_axes, params, key), params)
+
+    def trained(self, tree: Any) -> Any:
+        """Of a tree like `params` the part that training changes: all of it, or with LoRA the adapters."""
+        return tree if self.shape.lora is None else adapters_of(tree)
+
+    def frozen(self, tree: Any) -> Any:
+        """Of a tree like `params` the part that training leaves as it is; None without LoRA."""
+        return None if self.shape.lora is None else frozen_of(tree)
+
+    def joined(self, trained: Any, frozen: Any) -> Any:
+        """The tree like `params` of which these are the parts."""
+        return trained if self.shape.lora is None else joined(self.shape.lora, trained, frozen)
 
     def _dealt(self, params: Params) -> Params:
         """The parameters with the layers as the pipeline stores them."""
@@ -271,7 +296,8 @@ class Decoder:
         def layer(kind: LayerKind, carry: Any, params_and_cache: Any) -> tuple[Any, Any]:
             (x_BTD, aux), (params, layer_cache) = carry, params_and_cache
             attend = attend_of(kind, layer_cache)
-            x_BTD, kept, more = nnx.merge(graph, params)(x_BTD, rotations[kind], attend, real_BT, drop=drop)
+            module = nnx.merge(graph, with_merged_experts(params))
+            x_BTD, kept, more = module(x_BTD, rotations[kind], attend, real_BT, drop=drop)
             return (x_BTD, {name: aux[name] + more.get(name, 0) for name in aux}), kept
 
         if shape.saved is not None:

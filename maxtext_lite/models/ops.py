@@ -12,13 +12,24 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from maxtext_lite.models.lora import Adapted
+
 Rotation = tuple[jax.Array, jax.Array]
 """Cosines and sines [B, T, R/2] of R rotated dims, float32."""
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def project(x: jax.Array, weight: jax.Array, num_contracted: int = 1) -> jax.Array:
+def project(x: jax.Array, weight: jax.Array | Adapted, num_contracted: int = 1) -> jax.Array:
     """x [B, T, *in] times weight [*in, *out], where `in` has `num_contracted` dims: [B, T, *out] in the dtype of x."""
+    if isinstance(weight, Adapted):
+        low_BTr = _project(x, weight.a, num_contracted)
+        added = _project(low_BTr, weight.b, 1).astype(jnp.float32)
+        y = _project(x, weight.weight, num_contracted).astype(jnp.float32)
+        return (y + weight.scale * added).astype(x.dtype)
+    return _project(x, weight, num_contracted)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _project(x: jax.Array, weight: jax.Array, num_contracted: int) -> jax.Array:
     x_BTi, weight_io = _as_matrices(x, weight, num_contracted)
     y_BTo = jnp.einsum("BTi,io->BTo", x_BTi, weight_io, preferred_element_type=jnp.float32).astype(x.dtype)
     return y_BTo.reshape(*x.shape[:2], *weight.shape[num_contracted:])
@@ -35,7 +46,7 @@ def weight_gradient(x_BTi: jax.Array, g_BTo: jax.Array) -> jax.Array:
 
 
 def _project_forward(x: jax.Array, weight: jax.Array, num_contracted: int) -> Any:
-    return project(x, weight, num_contracted), (x, weight)
+    return _project(x, weight, num_contracted), (x, weight)
 
 
 def _project_backward(num_contracted: int, residuals: Any, g: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -46,7 +57,7 @@ def _project_backward(num_contracted: int, residuals: Any, g: jax.Array) -> tupl
     return dx_BTi.reshape(x.shape), weight_gradient(x_BTi, g_BTo).astype(weight.dtype).reshape(weight.shape)
 
 
-project.defvjp(_project_forward, _project_backward)
+_project.defvjp(_project_forward, _project_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))

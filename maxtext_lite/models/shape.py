@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from maxtext_lite.config import LayerKind, Mla, RopeScaling
 from maxtext_lite.models.attention import Scoring
+from maxtext_lite.models.lora import Lora
 from maxtext_lite.models.moe import ExpertShape
 from maxtext_lite.models.ops import Activation
 from maxtext_lite.models.rotary import Rope, score_factor
@@ -45,6 +46,7 @@ class DecoderShape:
       context_strategy: how the shards of a context axis exchange keys, one of `context_attention.STRATEGIES`.
       experts: in place of each layer's mlp; None: the mlp.
       num_dense_layers: first layers that have an mlp all the same.
+      lora: what is trained beside frozen weights; None: the weights are.
     """
 
     vocab_size: int
@@ -85,6 +87,7 @@ class DecoderShape:
     context_strategy: str = "all_gather"
     experts: ExpertShape | None = None
     num_dense_layers: int = 0
+    lora: Lora | None = None
 
     @property
     def value_dim(self) -> int:

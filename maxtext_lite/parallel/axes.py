@@ -21,6 +21,7 @@ MESH_AXES_OF: dict[str, tuple[str, ...]] = {
     "layers": ("stage",),
     "dense_layers": (),
     "latent": (),
+    "lora_rank": (),
     "positions": (),
     "embed": ("fsdp",),
     "vocab": ("tensor",),

@@ -139,8 +139,9 @@ class Pipeline:
 
     def tick_1f1b(
         self,
-        stage: StageFunction,
+        stage: Callable[[Any, Any, Any], Any],
         params: Any,
+        frozen: Any,
         flight: Flight,
         time: jax.Array,
         *,
@@ -156,7 +157,9 @@ class Pipeline:
         finite rows and have cotangents of 0, which stay 0 all the way back.
 
         Args:
+          stage: (params of a stack of layers, frozen ones, rows) -> rows, as in `run` otherwise.
           params: as in `run`, with one repeat.
+          frozen: what else the stages have, in the same shapes; it has no gradient. None: nothing.
           entering: rows of piece `time`.
           leave: (rows of piece `time - (P - 1)` after the last layer) -> (their cotangents, anything).
         Returns:
@@ -167,7 +170,7 @@ class Pipeline:
         """
         num_stages, num_saved = self.num_stages, 2 * self.num_stages - 1
         stage_P = jnp.arange(num_stages)
-        stacks_P = jax.tree.map(lambda w: w[0], self._by_stage(params))
+        stacks_P, frozen_P = jax.tree.map(lambda w: w[0], self._by_stage((params, frozen)))
 
         def enter(x: jax.Array, inputs: jax.Array) -> jax.Array:
             return jnp.where(_of_first_stage(inputs), x, inputs)
@@ -178,7 +181,7 @@ class Pipeline:
             return jax.lax.dynamic_update_index_in_dim(saved, inputs, time % num_saved, axis=1)
 
         saved_P = self._lay_out(jax.tree.map(save, flight.saved, inputs_P), axes, None)
-        outputs_P = self._lay_out(over_stages(stage)(stacks_P, inputs_P), axes)
+        outputs_P = self._lay_out(over_stages(stage)(stacks_P, frozen_P, inputs_P), axes)
         left = jax.tree.map(lambda x: _taken(x, num_stages - 1), outputs_P)
         left_cotangents, result = leave(left)
         arrays, tree = jax.tree.flatten(outputs_P)
@@ -189,16 +192,18 @@ class Pipeline:
         ]
         cotangents_P = self._lay_out(cotangents_P, moving_axes)
 
-        def back(stack: Any, age: jax.Array, saved: Any, cotangents: list[jax.Array]) -> tuple[Any, list[jax.Array]]:
+        def back(
+            stack: Any, frozen: Any, age: jax.Array, saved: Any, cotangents: list[jax.Array]
+        ) -> tuple[Any, list[jax.Array]]:
             rows = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, age, keepdims=False), saved)
 
             def moved(stack: Any, moving: list[jax.Array]) -> list[jax.Array]:
-                return _moving(stage(stack, _with_moving(rows, moving)))
+                return _moving(stage(stack, frozen, _with_moving(rows, moving)))
 
             return jax.vjp(moved, stack, _moving(rows))[1](cotangents)
 
         age_P = (time - 2 * (num_stages - 1) + 2 * stage_P) % num_saved
-        gradients_P, cotangents_P = over_stages(back)(stacks_P, age_P, saved_P, cotangents_P)
+        gradients_P, cotangents_P = over_stages(back)(stacks_P, frozen_P, age_P, saved_P, cotangents_P)
         cotangents_P = self._lay_out(cotangents_P, moving_axes)
         gradients = jax.tree.map(lambda g, w: g.reshape(w.shape), gradients_P, params)
         back_at_first = [_taken(x, 0) for x in cotangents_P]

@@ -23,12 +23,13 @@ class InterleavedStep:
         assert decoder.pipeline is not None
         self._decoder, self._pipeline, self._config = decoder, decoder.pipeline, config
         self._num_replicas = num_replicas
-        own = (0, 1, 2) if own_params else (1, 2)
-        self._tick = over_replicas(self._tick_of_replica, num_replicas, own=own, rows=(3, 4, 5))
+        own = (0, 2, 3) if own_params else (2, 3)
+        self._tick = over_replicas(self._tick_of_replica, num_replicas, own=own, rows=(4, 5, 6))
 
     def all_ticks(
         self,
         params: Any,
+        frozen: Any,
         factor_R: jax.Array,
         batch: dict[str, jax.Array],
         num_micro_batches: Any,
@@ -39,7 +40,9 @@ class InterleavedStep:
         """`added(sums, gradients, losses)` of every tick of a step in turn, beginning with the sums `start`.
 
         Args:
-          params: the decoder's parameters as `Decoder.cast` gives them; [R, ...] where replicas have their own.
+          params: those of the decoder's parameters that are trained, as `Decoder.cast` gives them; [R, ...] where
+            replicas have their own.
+          frozen: the others.
           factor_R: what each replica's weights are multiplied by.
           batch: arrays [A, B, T], of which the first `num_micro_batches` (may be traced) are looked at.
         """
@@ -48,8 +51,9 @@ class InterleavedStep:
             flight, sums = carry
             ages = 0, self._pipeline.num_stages - 1, 2 * (self._pipeline.num_stages - 1)
             rows = [self._piece_at(time - age, batch, num_micro_batches) for age in ages]
-            here, rows = jax.lax.optimization_barrier((params, rows))  # as in the loop over micro-batches
-            flight, losses, gradients = self._tick(here, factor_R, flight, *rows, time)
+            # As in the loop over micro-batches.
+            here, frozen_here, rows = jax.lax.optimization_barrier((params, frozen, rows))
+            flight, losses, gradients = self._tick(here, frozen_here, factor_R, flight, *rows, time)
             return flight, added(sums, gradients, losses)
 
         num_ticks = self._pipeline.num_ticks_1f1b(num_micro_batches)
@@ -83,24 +87,37 @@ class InterleavedStep:
         return rows | {"weights": rows["weights"] * exists, "segments": rows["segments"] * exists}
 
     def _tick_of_replica(
-        self, params: Any, factor: jax.Array, flight: Flight, entering: Any, leaving: Any, returning: Any, time: Any
+        self,
+        params: Any,
+        frozen: Any,
+        factor: jax.Array,
+        flight: Flight,
+        entering: Any,
+        leaving: Any,
+        returning: Any,
+        time: Any,
     ) -> Any:
-        decoder, layers, axes = self._decoder, params["layers"], stream_axes(self._decoder.shape)
+        decoder, axes = self._decoder, stream_axes(self._decoder.shape)
+        layers = params["layers"]
         ends = {name: value for name, value in params.items() if name != "layers"}
 
+        def whole(ends: Any) -> Any:
+            return decoder.joined(ends | {"layers": layers}, frozen)
+
+        def run(layers: Any, frozen_layers: Any, stream: Stream) -> Stream:
+            return decoder.layers(decoder.joined(layers, frozen_layers), stream)
+
         def embed(ends: Any, rows: Any) -> jax.Array:
-            whole = ends | {"layers": layers}
-            x_BTD = decoder.embed(whole, self._cut(rows["tokens"]), self._cut(rows["positions"]))
+            x_BTD = decoder.embed(whole(ends), self._cut(rows["tokens"]), self._cut(rows["positions"]))
             stream = Stream(constrain(self._uncut(x_BTD), axes.x_BTD), rows["segments"], rows["positions"], {})
-            return decoder.dense_layers(whole, stream).x_BTD
+            return decoder.dense_layers(whole(ends), stream).x_BTD
 
         def loss(ends: Any, x_BTD: jax.Array, aux: dict[str, jax.Array]) -> tuple[jax.Array, LossSums]:
-            whole = ends | {"layers": layers}
             weights, target_tokens_B = leaving["weights"] * factor, jnp.sum(leaving["weights"] > 0, axis=-1)
             main, sums = hidden_loss(
                 decoder,
-                whole,
-                decoder.final_norm(whole, self._cut(x_BTD)),
+                whole(ends),
+                decoder.final_norm(whole(ends), self._cut(x_BTD)),
                 {"targets": self._cut(leaving["targets"]), "weights": self._cut(weights)},
                 self._config,
             )
@@ -116,8 +133,9 @@ class InterleavedStep:
 
         aux = {name: jnp.zeros(entering["tokens"].shape[: len(names)], jnp.float32) for name, names in axes.aux.items()}
         flight, layer_gradients, cotangents, (losses, loss_gradient) = self._pipeline.tick_1f1b(
-            decoder.layers,
+            run,
             layers,
+            None if frozen is None else frozen["layers"],
             flight,
             time,
             entering=Stream(embed(ends, entering), entering["segments"], entering["positions"], aux),

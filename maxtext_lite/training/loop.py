@@ -308,9 +308,10 @@ class _Loop:
         run = self.run
         if self.one_at_a_time:
             jax.block_until_ready(state)
+        step_gradients = accumulate_gradients(run.decoder, run.optimizer, run.mesh, config, run.local)
         cause = find_nonfinite(
-            accumulate_gradients(run.decoder, run.optimizer, run.mesh, config, run.local),
-            state.params,
+            lambda params, *rest: step_gradients(params[0], *rest, frozen=params[1]),
+            (state.params, state.frozen),
             done.batch.arrays,
             done.batch.example_ids,
             micro_batches=done.batch.num_micro_batches,
@@ -335,7 +336,8 @@ class _Loop:
         with evaluation_batches(
             source, self.plan, sharding=sharding(self.run.mesh, EVAL_BATCH_AXES), eval_steps=self.config.eval_steps
         ) as batches:
-            self.eval_loss, tokens = evaluate(eval_step, state.model_params, batches)
+            params = self.run.decoder.joined(state.model_params, state.frozen)
+            self.eval_loss, tokens = evaluate(eval_step, params, batches)
         record = {"step": self.counts.step, "eval_loss": self.eval_loss, "eval_target_tokens": tokens}
         if self.log:
             self.log.write(record)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from maxtext_lite.config import Config, OptimizerConfig
-from maxtext_lite.models import is_matrix, unstacked
+from maxtext_lite.models import is_matrix, num_inputs, unstacked
 from maxtext_lite.training.accumulate import GradientAccumulation
 from maxtext_lite.training.loss_scale import loss_scaling
 
@@ -128,7 +128,7 @@ def _muon(config: OptimizerConfig, axes: Any) -> optax.GradientTransformation:
             return None
         matrix = tuple(axis for axis in matrix if axis != "experts")
         dims = range(len(leaf) - len(matrix), len(leaf))
-        split = 1 if matrix[0] in ("embed", "latent") else len(matrix) - 1  # outputs of the others are `embed`
+        split = num_inputs(matrix)
         inputs, outputs = tuple(dims[:split]), tuple(dims[split:])
         return optax.contrib.MuonDimensionNumbers(reduction_axis=inputs, output_axis=outputs)
 

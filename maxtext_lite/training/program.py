@@ -116,7 +116,7 @@ def compile_program(config: Config, plan: BatchPlan, devices: Sequence[Any]) -> 
     config = scaled_optimizer(config, plan)
     mesh = make_mesh(plan.ici_mesh, plan.dcn_mesh, devices)
     decoder = make_decoder(config, devices[0].platform, plan)
-    optimizer = make_optimizer(config, decoder.axes)
+    optimizer = make_optimizer(config, decoder.trained(decoder.axes))
     local = local_updates(config, plan.diloco_num_replicas)
     schedule = learning_rate_schedule(config, last=plan.steps)
     step = make_train_step(decoder, optimizer, mesh, config=config, schedule=schedule, local=local)

@@ -57,7 +57,7 @@ class Run:
         self.config = config = scaled_optimizer(config, plan)
         self.mesh = make_mesh(plan.ici_mesh, plan.dcn_mesh)
         self.decoder = make_decoder(config, jax.default_backend(), plan)
-        self.optimizer = make_optimizer(config, self.decoder.axes)
+        self.optimizer = make_optimizer(config, self.decoder.trained(self.decoder.axes))
         self.local = local_updates(config, plan.diloco_num_replicas)
         self.is_first = jax.process_index() == 0
         self.directory = Path(config.base_output_directory) / config.run_name
@@ -113,8 +113,9 @@ class Run:
             return self.checkpointer.restore(abstract)
         path = self.config.load_parameters_path
         if path:  # before anything is compiled: it may not be there, or not fit
-            params = load_parameters(path, abstract.model_params, "load_parameters_path")
-            return state_from(params, self.decoder, self.optimizer, self.mesh, self.local), Counts()
+            params = load_parameters(path, abstract.plain_params, "load_parameters_path")
+            seed = self.config.seed
+            return state_from(params, self.decoder, self.optimizer, self.mesh, seed, self.local), Counts()
         return init_state(self.decoder, self.optimizer, self.mesh, self.config.seed, self.local), Counts()
 
     def introduce(self, terminal: Terminal, counts: Counts) -> None:
@@ -133,9 +134,11 @@ class Run:
         terminal.say(format_plan(self.plan))
         terminal.say("")
         terminal.say(f"attention kernel: {self.decoder.shape.attention} (attention={self.config.attention})")
-        parameters = sum(leaf.size for leaf in jax.tree.leaves(self.decoder.abstract_params))
+        parameters = _count(self.decoder.abstract_params)
+        trained = _count(self.decoder.trained(self.decoder.abstract_params))
+        of_them = "" if trained == parameters else f", {trained:,} of them in adapters, which alone are trained,"
         terminal.say(
-            f"{parameters:,} parameters on {jax.device_count()} x {jax.devices()[0].device_kind}; "
+            f"{parameters:,} parameters{of_them} on {jax.device_count()} x {jax.devices()[0].device_kind}; "
             + _peak_sentence(self.speed)
         )
         held_out = "nothing" if self.eval_source is None else f"{len(self.eval_source):,} examples"
@@ -167,6 +170,10 @@ def _before_data(config: Config) -> Config:
         return config
     steps = max(config.warmup_steps, 1)
     return config.model_copy(update={"num_epochs": Fraction(0), "steps": steps, "last_batch": "drop"})
+
+
+def _count(tree: Any) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(tree))
 
 
 def _peak_sentence(speed: Speed) -> str:

@@ -9,8 +9,8 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from maxtext_lite.batching import BatchPlan
-from maxtext_lite.config import Config, ModelConfig, UserError, remat_of
-from maxtext_lite.models import Decoder, DecoderShape, ExpertShape, resolve_attention
+from maxtext_lite.config import Config, ModelConfig, UserError, adapted_weights, remat_of
+from maxtext_lite.models import Decoder, DecoderShape, ExpertShape, Lora, resolve_attention
 from maxtext_lite.parallel import Pipeline, also_over_data, per_replica, sharding, tree_shardings
 from maxtext_lite.training.accumulate import GradientAccumulation
 from maxtext_lite.training.local_updates import LocalUpdates, OuterState
@@ -25,11 +25,12 @@ class TrainState:
     With local updates, `params`, `opt_state` and `progress` hold one of each for every replica: leaves [R, ...].
 
     Attributes:
-      params: the decoder's parameters, in `weight_dtype`.
+      params: the parameters that are trained: the decoder's, in `weight_dtype`, or with LoRA its adapters, in float32.
       opt_state: the optimizer's state; its `gradient_step` counts updates. Never a gradient accumulator.
       progress: examples and target tokens of the updates.
       step: int32 number of steps done; skipped ones count.
       outer: with local updates, what the replicas share; otherwise None.
+      frozen: with LoRA, the decoder's parameters but for the adapters, which a step leaves as they are; otherwise None.
     """
 
     params: Any
@@ -37,11 +38,17 @@ class TrainState:
     progress: Progress
     step: jax.Array
     outer: OuterState | None = None
+    frozen: Any = None
 
     @property
     def model_params(self) -> Any:
-        """The parameters to evaluate and to sample from: with local updates, those of the last synchronisation."""
+        """What is trained, as it is evaluated and saved: with local updates, as of the last synchronisation."""
         return self.params if self.outer is None else self.outer.params
+
+    @property
+    def plain_params(self) -> Any:
+        """The parameters without adapters, as a run may start from them."""
+        return self.model_params if self.frozen is None else self.frozen
 
 
 def make_decoder(config: Config, platform: str, plan: BatchPlan | None = None) -> Decoder:
@@ -110,6 +117,7 @@ def decoder_shape(config: Config) -> DecoderShape:
         context_strategy=config.context_parallel_strategy,
         experts=_expert_shape(config),
         num_dense_layers=config.first_num_dense_layers,
+        lora=Lora(config.lora_rank, config.lora_alpha, adapted_weights(config)) if config.lora_rank else None,
     )
 
 
@@ -145,30 +153,34 @@ def create_state(
     decoder: Decoder, optimizer: GradientAccumulation, key: jax.Array, local: LocalUpdates | None
 ) -> TrainState:
     """The state before the first step."""
-    params = decoder.init(key)
-    return state_of(params, optimizer, local)
+    return _state_of(decoder.init(key), decoder, optimizer, local)
 
 
-def state_of(params: Any, optimizer: GradientAccumulation, local: LocalUpdates | None) -> TrainState:
-    """The state before the first step of a run that starts from these parameters."""
+def _state_of(
+    all_params: Any, decoder: Decoder, optimizer: GradientAccumulation, local: LocalUpdates | None
+) -> TrainState:
+    """The state before the first step of a run that starts from these parameters, adapters included."""
+    params, frozen = decoder.trained(all_params), decoder.frozen(all_params)
     opt_state, step = optimizer.init(params), jnp.zeros([], jnp.int32)
     if local is None:
-        return TrainState(params, opt_state, Progress.start(), step)
+        return TrainState(params, opt_state, Progress.start(), step, frozen=frozen)
     return TrainState(
         local.copies(params),
         local.copies(opt_state),
         local.copies(Progress.start()),
         step,
         local.outer_state(params),
+        frozen,
     )
 
 
 def gradient_shardings(decoder: Decoder, optimizer: GradientAccumulation, mesh: Mesh) -> Any:
     """Where a step's summed gradients lie and parameters are updated: with the parameters, or in shares (ZeRO-1)."""
-    params = tree_shardings(mesh, decoder.axes)
+    params = tree_shardings(mesh, decoder.trained(decoder.axes))
     if not optimizer.over_data:
         return params
-    return jax.tree.map(lambda where, leaf: also_over_data(where, leaf.shape), params, decoder.abstract_params)
+    trained = decoder.trained(decoder.abstract_params)
+    return jax.tree.map(lambda where, leaf: also_over_data(where, leaf.shape), params, trained)
 
 
 def state_shardings(
@@ -180,13 +192,13 @@ def state_shardings(
     parameters it belongs to.
     """
     everywhere: Any = sharding(mesh)
-    params = tree_shardings(mesh, decoder.axes)
+    params = tree_shardings(mesh, decoder.trained(decoder.axes))
+    frozen = tree_shardings(mesh, decoder.frozen(decoder.axes))
+    trained = decoder.trained(decoder.abstract_params)
     gradients = jax.tree.leaves(gradient_shardings(decoder, optimizer, mesh))
     where_of = {
         _names(path): (leaf.shape, where)
-        for (path, leaf), where in zip(
-            jax.tree_util.tree_leaves_with_path(decoder.abstract_params), gradients, strict=True
-        )
+        for (path, leaf), where in zip(jax.tree_util.tree_leaves_with_path(trained), gradients, strict=True)
     }
 
     def lay_out(path: Any, leaf: jax.ShapeDtypeStruct) -> Any:
@@ -197,14 +209,14 @@ def state_shardings(
                 return where
         return everywhere
 
-    opt_state = jax.tree_util.tree_map_with_path(lay_out, jax.eval_shape(optimizer.init, decoder.abstract_params))
+    opt_state = jax.tree_util.tree_map_with_path(lay_out, jax.eval_shape(optimizer.init, trained))
     progress = Progress(everywhere, everywhere)
     if local is not None:
         opt_state = jax.tree.map(per_replica, opt_state)
     if optimizer.on_host:
-        opt_state = jax.tree.map(_on_host, opt_state, jax.eval_shape(optimizer.init, decoder.abstract_params))
+        opt_state = jax.tree.map(_on_host, opt_state, jax.eval_shape(optimizer.init, trained))
     if local is None:
-        return TrainState(params, opt_state, progress, everywhere)
+        return TrainState(params, opt_state, progress, everywhere, frozen=frozen)
     replica_params, replica_progress = (jax.tree.map(per_replica, tree) for tree in (params, progress))
     return TrainState(
         replica_params,
@@ -212,6 +224,7 @@ def state_shardings(
         replica_progress,
         everywhere,
         OuterState(params, params if local.outer_momentum else None),
+        frozen,
     )
 
 
@@ -253,12 +266,22 @@ def init_state(
 
 
 def state_from(
-    params: Any, decoder: Decoder, optimizer: GradientAccumulation, mesh: Mesh, local: LocalUpdates | None = None
+    params: Any,
+    decoder: Decoder,
+    optimizer: GradientAccumulation,
+    mesh: Mesh,
+    seed: int,
+    local: LocalUpdates | None = None,
 ) -> TrainState:
-    """The state before the first step of a run that starts from parameters on the mesh."""
+    """The state before the first step of a run that starts from parameters on the mesh; they are given up.
+
+    Args:
+      params: without adapters; new ones, where there are to be any, depend on the seed.
+    """
     create = jax.jit(
-        lambda params: state_of(params, optimizer, local),
+        lambda params, key: _state_of(decoder.with_adapters(params, key), decoder, optimizer, local),
+        donate_argnums=0,
         out_shardings=state_shardings(decoder, optimizer, mesh, local),
     )
     with jax.set_mesh(mesh):
-        return create(params)
+        return create(params, jax.random.key(seed))

@@ -70,7 +70,9 @@ def accumulate_gradients(
     config: NumericsConfig,
     local: LocalUpdates | None = None,
 ) -> Any:
-    """A function (params, batch, num_micro_batches=None, loss_scale=None) -> StepGradients of one whole step.
+    """A function (params, batch, num_micro_batches=None, loss_scale=None, frozen=None) -> StepGradients of one step.
+
+    Gradients are those of `params`; `frozen` is what else the decoder has (see `TrainState`).
 
     `batch` arrays are [A, B, T]; only the first `num_micro_batches` (None: all; may be traced) of the A are looked at,
     so that the accumulation may change without another executable. Every micro-batch's loss is divided by the number
@@ -81,14 +83,14 @@ def accumulate_gradients(
     """
     num_replicas = local.num_replicas if local else mesh.shape["data"]
 
-    def loss_share(params: Any, factor: jax.Array, rows: dict[str, jax.Array]) -> Any:
+    def loss_share(params: Any, frozen: Any, factor: jax.Array, rows: dict[str, jax.Array]) -> Any:
         # Weights carry the division: scaled before the backward pass, float16 gradients follow the loss scale.
         target_tokens_B = jnp.sum(rows["weights"] > 0, axis=-1)
         weights = {"weights": rows["weights"] * factor, "example_weights": target_tokens_B * factor}
-        return next_token_loss(decoder, params, rows | weights, config)
+        return next_token_loss(decoder, decoder.joined(params, frozen), rows | weights, config)
 
     differentiate = over_replicas(
-        jax.value_and_grad(loss_share, has_aux=True), num_replicas, own=(0, 1) if local else (1,), rows=(2,)
+        jax.value_and_grad(loss_share, has_aux=True), num_replicas, own=(0, 2) if local else (2,), rows=(3,)
     )
 
     pipeline = decoder.pipeline
@@ -103,8 +105,15 @@ def accumulate_gradients(
     def lay_out(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
         return constrain(x, ("replica", *axes))
 
+    trained_axes = decoder.trained(decoder.axes)
+    abstract_trained = decoder.trained(decoder.abstract_params)
+
     def step_gradients(
-        params: Any, batch: dict[str, jax.Array], num_micro_batches: Any = None, loss_scale: jax.Array | None = None
+        params: Any,
+        batch: dict[str, jax.Array],
+        num_micro_batches: Any = None,
+        loss_scale: jax.Array | None = None,
+        frozen: Any = None,
     ) -> StepGradients:
         batch = in_context_order(batch, TRAIN_BATCH_AXES)
         has_target_ABT, has_example_AB = batch["weights"] > 0, batch["segments"][..., 0] > 0
@@ -113,7 +122,8 @@ def accumulate_gradients(
         step_tokens_R = tokens_R if local else jnp.broadcast_to(jnp.sum(tokens_R), num_replicas)
         step_tokens_R = jnp.maximum(step_tokens_R, 1).astype(jnp.float32)
         factor_R = 1.0 / step_tokens_R if loss_scale is None else loss_scale / step_tokens_R
-        cast_params = decoder.cast(params)
+        whole = decoder.cast(decoder.joined(params, frozen))
+        cast_params, cast_frozen = decoder.trained(whole), decoder.frozen(whole)
         # Where pieces of several micro-batches are under way at once, only replicas have gradients of their own.
         num_groups = num_replicas * (1 if interleaved else batch["weights"].shape[0])
 
@@ -121,15 +131,15 @@ def accumulate_gradients(
             rows = {name: jax.lax.dynamic_index_in_dim(x, index, keepdims=False) for name, x in batch.items()}
             # Tied to the loop's rows, weights that are sharded are gathered when they are used; as constants of the
             # loop, whole embeddings would be gathered before it and kept until its end.
-            micro_params, rows = jax.lax.optimization_barrier((cast_params, rows))
-            (_, losses), gradients = differentiate(micro_params, factor_R, rows)
+            micro_params, micro_frozen, rows = jax.lax.optimization_barrier((cast_params, cast_frozen, rows))
+            (_, losses), gradients = differentiate(micro_params, micro_frozen, factor_R, rows)
             sums = added(sums, gradients, losses)
             group_tokens_R = per_replica_sum(jnp.sum(rows["weights"] > 0, axis=-1, dtype=jnp.int32)[None])
             return with_groups(sums, gradients, group_tokens_R)
 
         def added(sums: _Sums, gradients: Any, losses: LossSums) -> _Sums:
             accumulator = optimizer.accumulate(sums.gradients, gradients)
-            accumulator = jax.tree.map(lay_out, accumulator, decoder.axes)
+            accumulator = jax.tree.map(lay_out, accumulator, trained_axes)
             return sums._replace(gradients=accumulator, losses=jax.tree.map(jnp.add, sums.losses, losses))
 
         def with_groups(sums: _Sums, gradients: Any, group_tokens_R: jax.Array) -> _Sums:
@@ -143,13 +153,13 @@ def accumulate_gradients(
             return sums._replace(group_squares=sums.group_squares + group_squares, groups=sums.groups + groups)
 
         zeros_R = jnp.zeros(num_replicas)
-        zeros = jax.tree.map(lay_out, optimizer.accumulator(decoder.abstract_params, num_replicas), decoder.axes)
+        zeros = jax.tree.map(lay_out, optimizer.accumulator(abstract_trained, num_replicas), trained_axes)
         start = _Sums(zeros, LossSums.zeros(decoder, zeros_R), zeros_R, jnp.zeros(num_replicas, jnp.int32))
         end = batch["weights"].shape[0] if num_micro_batches is None else num_micro_batches
         if interleaved is None:
             sums = jax.lax.fori_loop(0, end, micro_step, start)
         else:
-            sums = interleaved.all_ticks(cast_params, factor_R, batch, end, start=start, added=added)
+            sums = interleaved.all_ticks(cast_params, cast_frozen, factor_R, batch, end, start=start, added=added)
             sums = with_groups(sums, sums.gradients, tokens_R)
 
         def meet(x_R: jax.Array) -> jax.Array:
@@ -158,7 +168,7 @@ def accumulate_gradients(
         gradients = optimizer.map_slopes(lambda g: g.astype(config.grad_dtype), sums.gradients)
         gradients = jax.tree.map(meet, gradients)
         if local:
-            gradients = jax.tree.map(lay_out, gradients, decoder.axes)
+            gradients = jax.tree.map(lay_out, gradients, trained_axes)
         else:  # each where it is used: with ZeRO-1, a replica receives its share only
             gradients = jax.lax.with_sharding_constraint(gradients, gradient_shardings(decoder, optimizer, mesh))
         gradients = jax.tree.map(lambda g: g.astype(jnp.float32), gradients)
@@ -211,9 +221,9 @@ def make_train_step(
     `batch` holds tokens, targets, segments, positions (int32) and weights (float32), each [A, B, T].
     A step whose gradient is not finite, or that has no target, leaves parameters, optimizer state and schedule as they
     are: it is `skipped`. Metrics are replicated scalars: loss, target_tokens, grad_norm (before clipping), param_norm
-    (after the update), learning_rate, skipped, groups and group_squares (see `noise`) and, where there are any, z_loss,
-    AUXILIARY_METRICS and loss_scale. With local updates each is [R], one value for each replica, which also skips for
-    itself, and nothing crosses the data axis: `summarise` and `make_synchronise` do.
+    (of what is trained, after the update), learning_rate, skipped, groups and group_squares (see `noise`) and, where
+    there are any, z_loss, AUXILIARY_METRICS and loss_scale. With local updates each is [R], one value for each
+    replica, which also skips for itself, and nothing crosses the data axis: `summarise` and `make_synchronise` do.
     """
     step_gradients = accumulate_gradients(decoder, optimizer, mesh, config, local)
 
@@ -255,14 +265,15 @@ def make_train_step(
     def train_step(
         state: TrainState, batch: dict[str, jax.Array], num_micro_batches: jax.Array | None = None
     ) -> tuple[TrainState, dict[str, jax.Array]]:
-        step = step_gradients(state.params, batch, num_micro_batches, optimizer.loss_scale(state.opt_state))
+        loss_scale = optimizer.loss_scale(state.opt_state)
+        step = step_gradients(state.params, batch, num_micro_batches, loss_scale, state.frozen)
         here = state.opt_state
         if optimizer.on_host:
             here = jax.tree.map(lambda x, where: jax.device_put(x, where.with_memory_kind("device")), here, on_host)
         params, opt_state, progress, metrics = update(state.params, here, state.progress, step)
         if optimizer.on_host:
             opt_state = jax.device_put(opt_state, on_host)
-        return TrainState(params, opt_state, progress, state.step + 1, state.outer), metrics
+        return TrainState(params, opt_state, progress, state.step + 1, state.outer, state.frozen), metrics
 
     shardings = state_shardings(decoder, optimizer, mesh, local)
     on_host = shardings.opt_state
@@ -316,7 +327,10 @@ def make_summarise(mesh: Mesh) -> Any:
 
 
 def make_eval_step(decoder: Decoder, mesh: Mesh, config: NumericsConfig) -> Any:
-    """The jitted function (params, batch [B, T]) -> (nll sums [B], target tokens [B]), on every device."""
+    """The jitted function (params, batch [B, T]) -> (nll sums [B], target tokens [B]), on every device.
+
+    `params` are all of the decoder's, as `Decoder.joined` gives them.
+    """
 
     def losses(params: Any, rows: dict[str, jax.Array]) -> Any:
         return row_losses(decoder, params, rows, num_tiles=config.num_vocab_tiling)

@@ -109,7 +109,14 @@ def test_one_forward_and_one_backward_a_tick_add_up_to_the_gradient(num_pieces, 
 
             entering = jax.tree.map(lambda x: x[jnp.clip(time, 0, num_pieces - 1)], pieces)
             flight, new, (cotangent,), loss = pipeline.tick_1f1b(
-                layers, stack, flight, time, entering=entering, leave=leave, axes=AXES
+                lambda stack, _, rows: layers(stack, rows),
+                stack,
+                None,
+                flight,
+                time,
+                entering=entering,
+                leave=leave,
+                axes=AXES,
             )
             return flight, gradients + new, losses + loss, back.at[time].set(cotangent)
 

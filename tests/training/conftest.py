@@ -95,7 +95,8 @@ def make_setup(*overrides, replicas=None, pipeline=None, **mesh_sizes):
         sizes["stage"] = pipeline.num_stages
     mesh = make_mesh(sizes, dict.fromkeys(MESH_AXES, 1), jax.devices()[: math.prod(sizes.values())])
     decoder = Decoder(make_decoder(config, "cpu").shape, pipeline)
-    return Setup(config, mesh, decoder, make_optimizer(config, decoder.axes), local_updates(config, replicas))
+    optimizer = make_optimizer(config, decoder.trained(decoder.axes))
+    return Setup(config, mesh, decoder, optimizer, local_updates(config, replicas))
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,63 @@
+"""LoRA's keys: which weights they name, and the rules about them."""
+
+from difflib import get_close_matches
+
+from maxtext_lite.config.errors import Refusal, number_text
+from maxtext_lite.config.schema import Config, ModelConfig
+
+ALL_TARGETS = "all"
+"""What lora_targets says of every weight that can be named."""
+
+
+def adaptable_weights(config: ModelConfig) -> tuple[str, ...]:
+    """Names of the weights in a model's layers that may have adapters: all that tokens are multiplied by, but routers.
+
+    Their paths in the parameters end in them; those of experts, of shared experts and of dense layers share a name.
+    """
+    mla = config.mla
+    if mla is None:
+        attention = ("query", "key", "value")
+    else:
+        query = ("query_down", "query_up") if mla.q_lora_rank else ("query",)
+        attention = (*query, "kv_down", "key_up", "value_up")
+    return (*attention, "out", *(("gate",) if config.gated_mlp else ()), "up", "down")
+
+
+def adapted_weights(config: ModelConfig) -> tuple[str, ...]:
+    """The names that have adapters; none without LoRA."""
+    if config.lora_rank == 0:
+        return ()
+    named = _named(config)
+    return adaptable_weights(config) if named == [ALL_TARGETS] else tuple(dict.fromkeys(named))
+
+
+def _named(config: ModelConfig) -> list[str]:
+    return [name.strip() for name in config.lora_targets.split(",")]
+
+
+def targets_problem(config: Config) -> Refusal | None:
+    """Refuses names of weights that the model does not have, or that have no adapters."""
+    if config.lora_rank == 0 or _named(config) == [ALL_TARGETS]:
+        return None
+    named, known = _named(config), adaptable_weights(config)
+    unknown = [name for name in named if name not in known]
+    if not unknown:
+        return None
+    kept = list(dict.fromkeys(name for name in named if name in known))
+    alike = [name for name in get_close_matches(unknown[0], known, n=1) if name not in kept]
+    mended = ",".join(kept + alike) or ALL_TARGETS
+    message = f"lora_targets={config.lora_targets} names '{unknown[0]}'; this model has {', '.join(known)}, or all."
+    return Refusal("lora_targets", message, (mended,))
+
+
+def unused_problem(config: Config, *, default_alpha: float, default_targets: str) -> Refusal | None:
+    """Refuses keys that say something about adapters where there are none."""
+    if config.lora_rank:
+        return None
+    if config.lora_alpha != default_alpha:
+        message = f"lora_alpha={number_text(config.lora_alpha)} has no use with lora_rank=0, which trains all weights."
+        return Refusal("lora_alpha", message, (default_alpha, "lora_rank=8"))
+    if config.lora_targets != default_targets:
+        message = f"lora_targets={config.lora_targets} has no use with lora_rank=0, which trains all weights."
+        return Refusal("lora_targets", message, (default_targets, "lora_rank=8"))
+    return None

@@ -1,0 +1,184 @@
+"""LoRA: matrices of low rank beside frozen weights, alone trained.
+
+The frozen parameters are a tree of their own, the adapters another: what training changes, what has gradients and
+optimizer state, are the adapters. Joined, a weight's place holds the weight with its adapters, and every layer takes
+it for the sum of the two.
+
+Source: Hu et al. 2021, arXiv:2106.09685, section 4.1.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from maxtext_lite.models.weights import num_inputs, unstacked
+
+
+@dataclasses.dataclass(frozen=True)
+class Lora:
+    """Which weights have adapters.
+
+    Attributes:
+      rank: r, the width between an adapter's two matrices.
+      alpha: what they add is multiplied by alpha / r.
+      targets: names of weights of layers, of attention's and of mlps', experts among them.
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+
+    @property
+    def scale(self) -> float:
+        """What the product of an adapter's two matrices is multiplied by."""
+        return self.alpha / self.rank
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Adapted:
+    """A weight [..., *in, *out] that stands for weight + scale x a b, or what belongs to each of the three.
+
+    Attributes:
+      a: [..., *in, r].
+      b: [..., r, *out].
+    """
+
+    weight: Any
+    a: Any
+    b: Any
+    scale: float = dataclasses.field(metadata={"static": True})
+
+    def __getitem__(self, _: Any) -> "Adapted":
+        """Itself: modules read all of a parameter as `parameter[...]`."""
+        return self
+
+    @property
+    def num_stacked(self) -> int:
+        """The dims before `in`: of layers, of experts."""
+        return self.a.ndim + self.b.ndim - 2 - self.weight.ndim
+
+    def merged(self) -> jax.Array:
+        """The sum, found in float32, in the dtype of the weight."""
+        stack, r = self.weight.shape[: self.num_stacked], self.a.shape[-1]
+        added = jnp.matmul(
+            self.a.reshape(*stack, -1, r), self.b.reshape(*stack, r, -1), preferred_element_type=jnp.float32
+        )
+        total = self.weight.astype(jnp.float32) + self.scale * added.reshape(self.weight.shape)
+        return total.astype(self.weight.dtype)
+
+
+def _is_adapted(node: Any) -> bool:
+    return isinstance(node, Adapted)
+
+
+def adapters_for(lora: Lora, axes: Any, make: Callable[[tuple[str, ...], Any], tuple[Any, Any]], *trees: Any) -> Any:
+    """A tree of {"a", "b"} below the path of every weight that has adapters; nothing else is in it.
+
+    Args:
+      axes: logical axes of all parameters.
+      make: (axes of a weight, and what the other trees have in its place) -> (of a, of b).
+    """
+
+    def below(axes: Any, trees: tuple[Any, ...]) -> dict[str, Any]:
+        found = {}
+        for name, child in axes.items():
+            others = tuple(tree[name] for tree in trees)
+            if isinstance(child, dict):
+                if inside := below(child, others):
+                    found[name] = inside
+            elif name in lora.targets:
+                found[name] = dict(zip("ab", make(child, *others), strict=True))
+        return found
+
+    in_layers = ("layers", "dense_layers")
+    return {
+        name: inside
+        for name in in_layers
+        if name in axes and (inside := below(axes[name], tuple(tree[name] for tree in trees)))
+    }
+
+
+def _halves(axes: tuple[str, ...], dims: tuple[Any, ...], between: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """What `dims` has for a weight's dims, as a's dims have it and as b's do."""
+    matrix = tuple(axis for axis in unstacked(axes) if axis != "experts")
+    first = len(axes) - len(matrix)
+    cut = first + num_inputs(matrix)
+    return (*dims[:cut], between), (*dims[:first], between, *dims[cut:])
+
+
+def adapter_axes(lora: Lora, axes: Any) -> Any:
+    """The adapters' logical axes, those of the weights they stand beside: they are sharded as those are."""
+    return adapters_for(lora, axes, lambda weight: _halves(weight, weight, "lora_rank"))
+
+
+def new_adapters(lora: Lora, axes: Any, abstract: Any, key: jax.Array) -> Any:
+    """Adapters that add nothing yet, float32: a uniform within 1 / sqrt(in), b zero.
+
+    In float32 whatever the weights are, as their steps are small.
+
+    Args:
+      abstract: shapes of all parameters.
+    Source: b is Hu et al.'s; a as in their code and in PEFT, He et al. 2015, arXiv:1502.01852, with a = sqrt(5).
+    """
+    number = iter(range(10**6))
+
+    def make(axes: tuple[str, ...], weight: Any) -> tuple[jax.Array, jax.Array]:
+        a_shape, b_shape = _halves(axes, weight.shape, lora.rank)
+        fan_in = math.prod(weight.shape) * lora.rank // math.prod(b_shape)
+        bound = 1 / math.sqrt(fan_in)
+        a = jax.random.uniform(jax.random.fold_in(key, next(number)), a_shape, jnp.float32, -bound, bound)
+        return a, jnp.zeros(b_shape, jnp.float32)
+
+    return adapters_for(lora, axes, make, abstract)
+
+
+def joined(lora: Lora, adapters: Any, frozen: Any) -> Any:
+    """All parameters: the frozen ones, with `Adapted` in place of the weights that have adapters."""
+
+    def below(adapters: Any, frozen: Any) -> Any:
+        if not isinstance(frozen, dict):
+            return Adapted(frozen, adapters["a"], adapters["b"], lora.scale)
+        return frozen | {name: below(inside, frozen[name]) for name, inside in adapters.items()}
+
+    return below(adapters, frozen)
+
+
+def adapters_of(tree: Any) -> Any:
+    """The adapters of a joined tree."""
+    found = {}
+    for name, child in tree.items():
+        if isinstance(child, Adapted):
+            found[name] = {"a": child.a, "b": child.b}
+        elif isinstance(child, dict) and (inside := adapters_of(child)):
+            found[name] = inside
+    return found
+
+
+def frozen_of(tree: Any) -> Any:
+    """The frozen parameters of a joined tree."""
+    return {
+        name: frozen_of(child) if isinstance(child, dict) else child.weight if isinstance(child, Adapted) else child
+        for name, child in tree.items()
+    }
+
+
+def merged(tree: Any) -> Any:
+    """A joined tree with the sums in place of weights and adapters."""
+    return jax.tree.map(lambda node: node.merged() if _is_adapted(node) else node, tree, is_leaf=_is_adapted)
+
+
+def with_merged_experts(layer_params: Any) -> Any:
+    """One layer's parameters, where experts' weights are sums: kernels that group rows by expert take arrays.
+
+    For the time of the layer there is then a second copy of its experts, and in the backward pass their gradient.
+    """
+
+    def merge(node: Any) -> Any:
+        return node.merged() if _is_adapted(node) and node.num_stacked else node
+
+    return jax.tree.map(merge, layer_params, is_leaf=_is_adapted)
