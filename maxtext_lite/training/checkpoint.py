@@ -69,6 +69,7 @@ class Checkpointer:
 
     def __init__(self, run_directory: Path, config: RunConfig, fingerprint: dict[str, Any]):
         self._directory = (run_directory / "checkpoints").absolute()
+        self._frozen_directory = frozen_directory(run_directory)
         self._fingerprint = fingerprint
         self._manager = ocp.CheckpointManager(
             self._directory,
@@ -84,10 +85,17 @@ class Checkpointer:
         return self._manager.latest_step()
 
     def save(self, state: TrainState, counts: Counts) -> None:
-        """Saves the state after `counts.step` steps; with async_checkpointing, returns once it is copied."""
+        """Saves the state after `counts.step` steps; with async_checkpointing, returns once it is copied.
+
+        Frozen parameters are written with a run's first checkpoint, beside the checkpoints: they never change.
+        """
         if self._manager.latest_step() == counts.step:
             return
-        layer_dims = list(_layer_dims(state.model_params))
+        if state.frozen is not None and self._manager.latest_step() is None:
+            with ocp.Checkpointer(ocp.CompositeCheckpointHandler(**_handlers())) as checkpointer:
+                args = ocp.args.Composite(params=ocp.args.StandardSave(state.frozen))
+                checkpointer.save(self._frozen_directory, args=args, force=True)
+        layer_dims = list(_layer_dims(state.plain_params))
         counted = dataclasses.asdict(counts)
         about = {"format": _FORMAT, **counted, "layer_dims": layer_dims, "fingerprint": self._fingerprint}
         self._manager.save(
@@ -117,7 +125,7 @@ class Checkpointer:
             )
         self._refuse_other_run(step, about["fingerprint"])
         wanted = {"params": abstract.model_params, "update_state": _update_state(abstract)}
-        dealing = _Dealing(_layer_dims(abstract.model_params), tuple(about["layer_dims"]))
+        dealing = _Dealing(_layer_dims(abstract.plain_params), tuple(about["layer_dims"]))
         # With local updates, all of the update's state has replicas before layers.
         before = {"params": 0, "update_state": int(abstract.outer is not None)}
         as_saved = {name: dealing.as_saved(tree, before[name]) for name, tree in wanted.items()}
@@ -127,7 +135,11 @@ class Checkpointer:
         counts = Counts(**{field.name: about[field.name] for field in dataclasses.fields(Counts)})
         counts = dataclasses.replace(counts, noise=NoiseScale(**about["noise"]))
         steps_done = jax.device_put(jax.numpy.asarray(step, abstract.step.dtype), abstract.step.sharding)
-        return _joined(restored["params"], restored["update_state"], steps_done), counts
+        state = _joined(restored["params"], restored["update_state"], steps_done)
+        if abstract.frozen is not None:
+            frozen = load_parameters(self._frozen_directory, abstract.frozen, "run_name")
+            state = dataclasses.replace(state, frozen=frozen)
+        return state, counts
 
     def _refuse_other_run(self, step: int, saved: dict[str, Any]) -> None:
         here = self._fingerprint
@@ -195,6 +207,11 @@ def save_parameters(directory: Path, params: Any) -> None:
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler(**_handlers())) as checkpointer:
         where = (directory / "checkpoints" / "0").absolute()
         checkpointer.save(where, args=ocp.args.Composite(params=ocp.args.StandardSave(params)))
+
+
+def frozen_directory(run_directory: Path) -> Path:
+    """Where a run with LoRA has its frozen parameters, as a checkpoint of parameters alone."""
+    return (run_directory / "frozen").absolute()
 
 
 def _handlers() -> dict[str, Any]:
