@@ -24,11 +24,11 @@ def adaptable_weights(config: ModelConfig) -> tuple[str, ...]:
 
 
 def adapted_weights(config: ModelConfig) -> tuple[str, ...]:
-    """The names that have adapters; none without LoRA."""
+    """The names that have adapters, in the model's order; none without LoRA."""
     if config.lora_rank == 0:
         return ()
     named = _named(config)
-    return adaptable_weights(config) if named == [ALL_TARGETS] else tuple(dict.fromkeys(named))
+    return tuple(name for name in adaptable_weights(config) if named == [ALL_TARGETS] or name in named)
 
 
 def _named(config: ModelConfig) -> list[str]:

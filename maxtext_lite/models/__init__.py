@@ -13,7 +13,7 @@ Names of arrays of rank 2 and more end in one letter per dim (global sizes), her
 from maxtext_lite.models.attention import Scoring, resolve_attention
 from maxtext_lite.models.decoder import Decoder, Stream, stream_axes
 from maxtext_lite.models.decoding import KVCache, Sampling, sample_token
-from maxtext_lite.models.lora import Adapted, Lora, merged
+from maxtext_lite.models.lora import Adapted, Lora, joined, merged
 from maxtext_lite.models.moe import BALANCE, DROPPED, LOAD, ROUTER_Z, ExpertShape
 from maxtext_lite.models.ops import soft_capped
 from maxtext_lite.models.shape import DecoderShape
@@ -34,6 +34,7 @@ __all__ = [
     "Scoring",
     "Stream",
     "is_matrix",
+    "joined",
     "merged",
     "num_inputs",
     "resolve_attention",

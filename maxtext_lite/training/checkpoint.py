@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
-from maxtext_lite.config import Config, ModelConfig, RunConfig, UserError
+from maxtext_lite.config import Config, ModelConfig, RunConfig, UserError, adapted_weights
 from maxtext_lite.config.hf_config import has_hf_weights
 from maxtext_lite.interop import load_hf_parameters
-from maxtext_lite.parallel import with_dims
+from maxtext_lite.models import Lora, joined, merged
+from maxtext_lite.parallel import sharding, with_dims
 from maxtext_lite.training.local_updates import OuterState
 from maxtext_lite.training.noise import NoiseScale
 from maxtext_lite.training.state import TrainState
@@ -51,6 +52,7 @@ def fingerprint(config: Config, data: str, num_replicas: int | None) -> dict[str
     keys += ["weight_dtype", "optimizer", "data_shuffle_seed", "dataset_type", "tokenizer_type", "max_target_length"]
     keys += ["packing"]
     values = config.model_dump(include=set(keys))  # in what JSON can hold
+    values["lora_targets"] = ",".join(adapted_weights(config))
     values["dtype is float16"] = config.dtype == "float16"  # its loss scale is part of the state
     if config.weight_dtype != "float32":  # whether there is a float32 master copy
         values["shard_optimizer_over_data"] = config.shard_optimizer_over_data
@@ -223,14 +225,64 @@ def _handlers() -> dict[str, Any]:
 def load_parameters(path: str | Path, abstract_params: Any, key: str) -> Any:
     """The parameters of a checkpoint, or of a Hugging Face directory, laid out as `abstract_params` says.
 
-    A checkpoint may have been saved from another pipeline.
+    A checkpoint may have been saved from another pipeline. Those of a run with LoRA are its frozen ones with what its
+    adapters add to them.
 
+    Args:
+      abstract_params: without adapters.
     Raises:
       UserError: there is no checkpoint at `path`, or its parameters have other shapes; names `key`.
     """
     if has_hf_weights(path):
         return load_hf_parameters(path, abstract_params, key)
     directory = checkpoint_directory(path, key)
+    mesh = jax.tree.leaves(abstract_params)[0].sharding.mesh
+    found = load_adapters(directory, mesh)
+    if found is None:
+        return _read_parameters(directory, path, abstract_params, key)
+    lora, adapters = found
+    frozen = frozen_directory(directory.parent.parent)
+    if not (frozen / "params").is_dir():
+        raise UserError(
+            f"{key}={path} holds the adapters of a run with lora_rank={lora.rank}, without {frozen}, where that run "
+            "had the parameters that they belong to. Keep the two together."
+        )
+    params = _read_parameters(frozen, path, abstract_params, key)
+    layer_dims = _layer_dims(params)
+    adapters = _with_layer_dims(adapters, (math.prod(layer_dims),), layer_dims)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
+    merge = jax.jit(
+        lambda params, adapters: merged(joined(lora, adapters, params)), donate_argnums=0, out_shardings=shardings
+    )
+    return merge(params, adapters)
+
+
+def load_adapters(directory: Path, mesh: Mesh) -> tuple[Lora, Any] | None:
+    """The adapters that a checkpoint holds, whole on every device, leaves of layers [L, ...]; None if it holds none."""
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler(**_handlers())) as checkpointer:
+        if not (directory / "about").is_dir():
+            return None
+        about = checkpointer.restore(directory, args=ocp.args.Composite(about=ocp.args.JsonRestore()))["about"]
+        keys = about["fingerprint"]
+        if not keys.get("lora_rank"):
+            return None
+        whole = sharding(mesh)
+        wanted = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole),
+            dict(checkpointer.metadata(directory).item_metadata["params"]),
+        )
+        restored = checkpointer.restore(directory, args=ocp.args.Composite(params=ocp.args.StandardRestore(wanted)))
+    adapters = _with_layer_dims(restored["params"], tuple(about["layer_dims"]), (-1,))
+    return Lora(keys["lora_rank"], keys["lora_alpha"], tuple(keys["lora_targets"].split(","))), adapters
+
+
+def _with_layer_dims(params: Any, before: tuple[int, ...], after: tuple[int, ...]) -> Any:
+    """Parameters whose layers' first dims, `before`, are `after`."""
+    layers = jax.tree.map(lambda x: x.reshape(*after, *x.shape[len(before) :]), params.get("layers", {}))
+    return params | ({"layers": layers} if layers else {})
+
+
+def _read_parameters(directory: Path, path: str | Path, abstract_params: Any, key: str) -> Any:
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler(**_handlers())) as checkpointer:
         saved = checkpointer.metadata(directory).item_metadata["params"]
         dealing = _Dealing(_layer_dims(abstract_params), _layer_dims(saved))

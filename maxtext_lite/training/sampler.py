@@ -29,7 +29,8 @@ def load_on_mesh(
       UserError: there are no parameters, or they are of another model.
     """
     # Decoding attends over its cache; a kernel named for training need not run here.
-    decoder = make_decoder(config.model_copy(update={"attention": "dot_product"}), jax.default_backend())
+    here = {"attention": "dot_product", "lora_rank": 0}  # what adapters add is in the parameters that are loaded
+    decoder = make_decoder(config.model_copy(update=here), jax.default_backend())
     sizes = dict.fromkeys(MESH_AXES, 1) | dict(parallelism)
     mesh = make_mesh(sizes, dict.fromkeys(MESH_AXES, 1), jax.devices()[: math.prod(sizes.values())])
     abstract = jax.tree.map(
