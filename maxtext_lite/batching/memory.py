@@ -64,23 +64,29 @@ def estimate_memory(
       micro_batch_slots: rows of one micro-batch over all devices.
       device_memory_gb: memory of a device in GB (1e9 bytes), or None.
       diloco_num_replicas: copies of local updates, or None. A device then holds replicas / data copies of parameters,
-        optimizer state and gradients, and beside them the outer parameters and their float32 momentum.
+        optimizer state and gradients, and beside them the outer parameters and their float32 momentum. Frozen
+        parameters are there once.
     """
     count = count_parameters(
         config, fsdp=mesh["fsdp"], tensor=mesh["tensor"], stage=mesh["stage"], expert=mesh["expert"]
     )
     weight_bytes = _BYTES[config.weight_dtype]
+    frozen = 0
+    if config.lora_rank:  # float32 whatever the weights are
+        frozen, weight_bytes = count.total * weight_bytes, 4
+        count = ParameterCount(matrices=count.adapters, tables=0, norms=0)
     params = count.total * weight_bytes
     state = _optimizer_elements(config, count) * 4  # float32, whatever the weights are
     # With A > 1 a micro-batch's gradient stands beside the float32 sum of the earlier ones.
     gradients = count.total * (4 if gradient_accumulation_steps == 1 else 4 + weight_bytes)
     if config.shard_optimizer_over_data:
-        master = 0 if config.weight_dtype == "float32" else count.total * 4
+        master = 0 if weight_bytes == 4 else count.total * 4
         state = (state + master) // mesh["data"]
     if diloco_num_replicas is not None:
         copies = diloco_num_replicas // mesh["data"]
         outer_momentum = count.total * 4 if config.diloco_outer_momentum else 0
         params, state, gradients = (copies + 1) * params, copies * state + outer_momentum, copies * gradients
+    params += frozen
     schedule = config.pipeline_schedule
     activations = estimate_activations(config, mesh, micro_batch_slots, num_pipeline_microbatches, schedule)
     # Float32 logits of one piece of the sequence, and their gradient; stages share the tokens out.
@@ -106,6 +112,8 @@ def _optimizer_elements(config: Config, count: ParameterCount) -> int:
             return count.total
         case "muon":  # one moment for the layers' matrices, Adam's two for the rest
             return count.matrices + 2 * (count.tables + count.norms)
+        case "adafactor" if config.lora_rank:  # of matrices as narrow as adapters it keeps all
+            return count.total
         case "adafactor":  # a row and a column of factors for each matrix: about 2/sqrt(its size) of it
             return count.norms + (count.matrices + count.tables) // max(config.base_emb_dim // 2, 1)
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
-from maxtext_lite.config import ModelConfig
+from maxtext_lite.config import ModelConfig, adapted_weights
 
 
 @dataclass(frozen=True)
@@ -16,15 +16,17 @@ class ParameterCount:
       matrices: elements of the layers' matrices.
       tables: elements of the tables of embeddings and positions, and of the output projection where it is not tied.
       norms: elements of norms, biases and whatever else is a vector.
+      adapters: elements of LoRA's matrices, which are then all that is trained.
     """
 
     matrices: int
     tables: int
     norms: int
+    adapters: int = 0
 
     @property
     def total(self) -> int:
-        """All elements."""
+        """All elements but the adapters'."""
         return self.matrices + self.tables + self.norms
 
 
@@ -36,19 +38,32 @@ class _Weight:
       sizes: of its dims.
       axes: for each of them, the word for what splits it, or "".
       met: share of it that a token is multiplied by; 0 for vectors.
+      name: what `lora_targets` calls it; "" where adapters cannot stand beside it.
     """
 
     sizes: tuple[int, ...]
     axes: tuple[str, ...]
     met: Fraction = Fraction(1)
+    name: str = ""
 
     def elements(self, shards: Mapping[str, int]) -> int:
         """Those of one device."""
         return math.prod(self.sizes) // math.prod(shards.get(axis, 1) for axis in self.axes)
 
+    def adapters(self, rank: int) -> tuple["_Weight", "_Weight"]:
+        """[.., in, rank] and [.., rank, out], split as this is."""
+        dims = tuple(zip(self.sizes, self.axes, strict=True))
+        stack = dims[:1] if self.axes[0] == "expert" else ()
+        dims = dims[len(stack) :]
+        # What a weight gives is one dim wide where that is the embedding, and so are its inputs in all others.
+        num_inputs = len(dims) - 1 if self.name in ("out", "down") else 1
+        between = (rank, "")
+        first = _matrix(*stack, *dims[:num_inputs], between, met=self.met)
+        return first, _matrix(*stack, between, *dims[num_inputs:], met=self.met)
 
-def _matrix(*dims: tuple[int, str], met: Fraction = Fraction(1)) -> _Weight:
-    return _Weight(tuple(size for size, _ in dims), tuple(axis for _, axis in dims), met)
+
+def _matrix(*dims: tuple[int, str], met: Fraction = Fraction(1), name: str = "") -> _Weight:
+    return _Weight(tuple(size for size, _ in dims), tuple(axis for _, axis in dims), met, name)
 
 
 def _vector(*dims: tuple[int, str]) -> _Weight:
@@ -61,8 +76,9 @@ def _attention(config: ModelConfig) -> Iterator[_Weight]:
     if config.mla is not None:
         yield from _latent_attention(config)
         return
-    yield from (_matrix(emb, heads, width), _matrix(emb, kv_heads, width), _matrix(emb, kv_heads, width))
-    yield _matrix(heads, width, emb)
+    yield _matrix(emb, heads, width, name="query")
+    yield from (_matrix(emb, kv_heads, width, name=name) for name in ("key", "value"))
+    yield _matrix(heads, width, emb, name="out")
     if config.attention_bias != "none":
         yield from (_vector(heads, width), _vector(kv_heads, width), _vector(kv_heads, width))
     if config.attention_bias == "all":
@@ -80,13 +96,15 @@ def _latent_attention(config: ModelConfig) -> Iterator[_Weight]:
     assert widths is not None
     rank, query_rank = (widths.kv_lora_rank, ""), (widths.q_lora_rank, "")
     if widths.q_lora_rank:
-        yield from (_matrix(emb, query_rank), _vector(query_rank), _matrix(query_rank, heads, (config.head_dim, "")))
+        yield from (_matrix(emb, query_rank, name="query_down"), _vector(query_rank))
+        yield _matrix(query_rank, heads, (config.head_dim, ""), name="query_up")
     else:
-        yield _matrix(emb, heads, (config.head_dim, ""))
-    yield from (_matrix(emb, (widths.kv_lora_rank + widths.qk_rope_head_dim, "")), _vector(rank))
-    yield _matrix(rank, heads, (widths.qk_nope_head_dim, ""))
-    yield _matrix(rank, heads, (widths.v_head_dim, ""))
-    yield _matrix(heads, (widths.v_head_dim, ""), emb)
+        yield _matrix(emb, heads, (config.head_dim, ""), name="query")
+    yield _matrix(emb, (widths.kv_lora_rank + widths.qk_rope_head_dim, ""), name="kv_down")
+    yield _vector(rank)
+    yield _matrix(rank, heads, (widths.qk_nope_head_dim, ""), name="key_up")
+    yield _matrix(rank, heads, (widths.v_head_dim, ""), name="value_up")
+    yield _matrix(heads, (widths.v_head_dim, ""), emb, name="out")
 
 
 def _norm(config: ModelConfig, *dims: tuple[int, str]) -> Iterator[_Weight]:
@@ -94,11 +112,12 @@ def _norm(config: ModelConfig, *dims: tuple[int, str]) -> Iterator[_Weight]:
 
 
 def _mlp(config: ModelConfig, mlp_dim: int) -> Iterator[_Weight]:
-    emb, width, projections = (config.base_emb_dim, "fsdp"), (mlp_dim, "tensor"), 2 if config.gated_mlp else 1
-    yield from [_matrix(emb, width)] * projections
-    yield _matrix(width, emb)
+    emb, width, projections = (config.base_emb_dim, "fsdp"), (mlp_dim, "tensor"), ("gate", "up")
+    projections = projections if config.gated_mlp else projections[1:]
+    yield from (_matrix(emb, width, name=name) for name in projections)
+    yield _matrix(width, emb, name="down")
     if config.mlp_bias:
-        yield from [_vector(width)] * projections
+        yield from [_vector(width)] * len(projections)
         yield _vector((config.base_emb_dim, ""))
 
 
@@ -106,8 +125,8 @@ def _experts(config: ModelConfig) -> Iterator[_Weight]:
     emb, width, count = (config.base_emb_dim, "fsdp"), (config.moe_mlp_dim, "tensor"), config.num_experts
     experts, chosen = (count, "expert"), Fraction(config.num_experts_per_tok, count)
     yield _matrix(emb, (count, ""))
-    yield from [_matrix(experts, emb, width, met=chosen)] * 2
-    yield _matrix(experts, width, emb, met=chosen)
+    yield from (_matrix(experts, emb, width, met=chosen, name=name) for name in ("gate", "up"))
+    yield _matrix(experts, width, emb, met=chosen, name="down")
     if config.routed_bias:
         yield _vector((count, ""))
     if config.expert_bias:
@@ -141,15 +160,22 @@ def count_parameters(
     stages, biases as what they are added to, norms and routers' biases over nothing else.
     """
     shards = {"fsdp": fsdp, "tensor": tensor, "expert": expert}
-    matrices = vectors = 0
+    matrices = vectors = adapters = 0
     for count, dealt, weights in _layers(config):
         here = count // stage if dealt else count
         matrices += here * sum(weight.elements(shards) for weight in weights if weight.met)
         vectors += here * sum(weight.elements(shards) for weight in weights if not weight.met)
+        adapters += here * sum(matrix.elements(shards) for matrix in _adapters(config, weights))
     vectors += sum(weight.elements(shards) for weight in _norm(config, (config.base_emb_dim, "")))
     tables = config.vocab_size * config.base_emb_dim * (1 if config.logits_via_embedding else 2) // (fsdp * tensor)
     tables += config.trainable_position_size * config.base_emb_dim // fsdp
-    return ParameterCount(matrices, tables, vectors)
+    return ParameterCount(matrices, tables, vectors, adapters)
+
+
+def _adapters(config: ModelConfig, weights: list[_Weight]) -> list[_Weight]:
+    """LoRA's matrices in a layer with these weights; none without it."""
+    adapted = adapted_weights(config)
+    return [matrix for weight in weights if weight.name in adapted for matrix in weight.adapters(config.lora_rank)]
 
 
 def active_parameters(config: ModelConfig) -> int:
@@ -166,18 +192,23 @@ def active_parameters(config: ModelConfig) -> int:
 def flops_per_example(config: ModelConfig, num_tokens: int) -> float:
     """FLOPs of one forward and backward pass over an example of `num_tokens` tokens, without recomputation.
 
-    6 per matmul weight that a token meets, of the experts those that it goes to, the output projection among them; and
-    causal attention's 6 per head, key that is seen, and dim of keys and of values: half of the full square in a global
-    layer, less in a local one.
+    6 per matmul weight that a token meets, of the experts those that it goes to, the output projection among them, or 4
+    where it is frozen and has no gradient of its own; and causal attention's 6 per head, key that is seen, and dim of
+    keys and of values: half of the full square in a global layer, less in a local one.
     Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
     """
-    weights = config.base_emb_dim * config.vocab_size + sum(
-        count * int(weight.met * math.prod(weight.sizes)) for count, _, layer in _layers(config) for weight in layer
-    )
+    weights = config.base_emb_dim * config.vocab_size + _met(_layers(config))
+    adapters = _met([(count, dealt, _adapters(config, layer)) for count, dealt, layer in _layers(config)])
+    of_weights = 4 * weights + 6 * adapters if config.lora_rank else 6 * weights
     layers = config.base_num_decoder_layers
     kinds = [config.pattern[layer % len(config.pattern)] for layer in range(layers)]
     window = min(config.sliding_window_size, num_tokens)
     local_keys = window * (1 - window / (2 * num_tokens))
     keys = sum(local_keys if kind == "local" else num_tokens / 2 for kind in kinds)
     attention = 6 * config.base_num_query_heads * (config.head_dim + config.value_dim) * keys
-    return float(num_tokens) * (6 * weights + attention)
+    return float(num_tokens) * (of_weights + attention)
+
+
+def _met(layers: list[tuple[int, bool, list[_Weight]]]) -> int:
+    """Elements of layers' matrices that a token is multiplied by."""
+    return sum(count * int(weight.met * math.prod(weight.sizes)) for count, _, layer in layers for weight in layer)

@@ -76,7 +76,7 @@ def _is_adapted(node: Any) -> bool:
     return isinstance(node, Adapted)
 
 
-def adapters_for(lora: Lora, axes: Any, make: Callable[[tuple[str, ...], Any], tuple[Any, Any]], *trees: Any) -> Any:
+def adapters_for(lora: Lora, axes: Any, make: Callable[..., tuple[Any, Any]], *trees: Any) -> Any:
     """A tree of {"a", "b"} below the path of every weight that has adapters; nothing else is in it.
 
     Args:

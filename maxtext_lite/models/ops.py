@@ -21,11 +21,11 @@ Rotation = tuple[jax.Array, jax.Array]
 def project(x: jax.Array, weight: jax.Array | Adapted, num_contracted: int = 1) -> jax.Array:
     """x [B, T, *in] times weight [*in, *out], where `in` has `num_contracted` dims: [B, T, *out] in the dtype of x."""
     if isinstance(weight, Adapted):
-        low_BTr = _project(x, weight.a, num_contracted)
-        added = _project(low_BTr, weight.b, 1).astype(jnp.float32)
-        y = _project(x, weight.weight, num_contracted).astype(jnp.float32)
+        added = project(project(x, weight.a, num_contracted), weight.b).astype(jnp.float32)
+        y = project(x, weight.weight, num_contracted).astype(jnp.float32)
         return (y + weight.scale * added).astype(x.dtype)
-    return _project(x, weight, num_contracted)
+    y: Any = _project(x, weight, num_contracted)
+    return y
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))

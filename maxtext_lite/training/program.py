@@ -86,7 +86,7 @@ class Program:
 
     Attributes:
       compiled: the executable; it can be called where the devices are there.
-      state_bytes: bytes per device of `params`, `opt_state` and, with local updates, `outer`.
+      state_bytes: bytes per device of `params`, frozen ones included, `opt_state` and, with local updates, `outer`.
       collectives: of one step, those that move most bytes first.
       meeting: collectives of one synchronisation, every `diloco_sync_period` steps; None without local updates.
       xla_flops: of one device, by `cost_analysis()`, which counts the body of a loop once; None where it has none.
@@ -136,7 +136,10 @@ def compile_program(config: Config, plan: BatchPlan, devices: Sequence[Any]) -> 
         compiled=compiled,
         compile_seconds=seconds,
         mesh=mesh,
-        parameters=tuple(parameter_layouts(state.params, decoder.axes, local)),
+        parameters=(
+            *parameter_layouts(state.frozen, decoder.frozen(decoder.axes), None),
+            *parameter_layouts(state.params, decoder.trained(decoder.axes), local),
+        ),
         state_bytes=state_bytes(state),
         collectives=total_traffic(found, mesh),
         meeting=meeting,
@@ -173,7 +176,7 @@ def bytes_per_device(leaf: Any) -> int:
 
 def state_bytes(state: TrainState) -> dict[str, int]:
     """Bytes per device of each part of a state, which may be abstract."""
-    parts = {"params": state.params, "opt_state": state.opt_state, "outer": state.outer}
+    parts = {"params": (state.frozen, state.params), "opt_state": state.opt_state, "outer": state.outer}
     return {name: sum(map(bytes_per_device, jax.tree.leaves(part))) for name, part in parts.items()}
 
 
