@@ -4,7 +4,7 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from maxtext_lite.config.hf_config import (
 from maxtext_lite.config.schema import MeshConfig
 
 TAKEN = (*(key for key in MeshConfig.model_fields if key.startswith(("ici_", "dcn_"))), "dtype", "weight_dtype")
-"""The keys that `convert` takes: the mesh that the parameters pass through, and number formats."""
+"""The keys that `convert` takes: the mesh that the parameters pass through, and number formats. And `merge_lora`."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -35,23 +35,45 @@ def main(argv: Sequence[str]) -> int:
     parser = ArgumentParser(
         prog="maxtext-lite convert",
         description=f"{__doc__} `import HF_DIR OUT` makes a directory like that of a run, for load_parameters_path, "
-        "generate and export; `export RUN_DIR OUT` makes safetensors, config.json and tokenizer files.",
+        "generate and export; `export RUN_DIR OUT` makes safetensors, config.json and tokenizer files; of a run with "
+        "LoRA, unless merge_lora=true, its adapters as the PEFT library reads them.",
     )
     parser.add_argument("direction", choices=("import", "export"))
     parser.add_argument("source", help="import: a Hugging Face directory; export: a run or an imported directory")
     parser.add_argument("out", help="a directory that does not exist yet, or is empty")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="mesh keys, dtype and weight_dtype")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="mesh keys, dtype, weight_dtype, merge_lora")
     arguments = parser.parse_intermixed_args(argv)
     for word in arguments.overrides:
         key, equals, _ = word.partition("=")
-        if not equals or key not in TAKEN:
-            raise UserError(f"'{word}' is not key=value with a key that convert takes.{did_you_mean(key, TAKEN)}")
+        if not equals or key not in (*TAKEN, _MERGE):
+            raise UserError(
+                f"'{word}' is not key=value with a key that convert takes.{did_you_mean(key, (*TAKEN, _MERGE))}"
+            )
     source, out = Path(arguments.source), Path(arguments.out)
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
         raise UserError(f"{out} is there already and not an empty directory. Name another one.")
-    convert = _import if arguments.direction == "import" else _export
-    convert(source, out, arguments.overrides)
+    overrides = [word for word in arguments.overrides if not word.startswith(f"{_MERGE}=")]
+    merge = _merge([word for word in arguments.overrides if word not in overrides])
+    if arguments.direction == "export":
+        _export(source, out, overrides, merge)
+    elif merge is not None:
+        raise UserError(f"{_MERGE}={str(merge).lower()} has no use in an import. Remove it.")
+    else:
+        _import(source, out, overrides)
     return 0
+
+
+_MERGE = "merge_lora"
+
+
+def _merge(words: list[str]) -> bool | None:
+    """The last that is said of merge_lora; None where nothing is."""
+    if not words:
+        return None
+    value = words[-1].partition("=")[2]
+    if value not in ("true", "false"):
+        raise UserError(f"{words[-1]} is neither true nor false. Nearest that work: {_MERGE}=true or {_MERGE}=false.")
+    return value == "true"
 
 
 def hf_config(directory: Path, overrides: Sequence[str] = ()) -> Config:
@@ -95,12 +117,14 @@ def _write_config(out: Path, config: Config) -> None:
     write_resolved(config.model_copy(update=changed).with_origins(origins), out / "config.yml")
 
 
-def _export(source: Path, out: Path, overrides: Sequence[str]) -> None:
+def _export(source: Path, out: Path, overrides: Sequence[str], merge: bool | None) -> None:
     if not (source / "config.yml").is_file():
         raise UserError(f"{source} is neither a run directory nor an imported one: it has no config.yml.")
     # The mesh is that of this machine, not of the one that trained.
     mesh = [f"{key}=1" for key in TAKEN if key.startswith(("ici_", "dcn_")) and key != "ici_fsdp_parallelism"]
     config = load_config(source / "config.yml", [*mesh, "ici_fsdp_parallelism=-1", *overrides])
+    if merge is not None and not config.lora_rank:
+        raise UserError(f"{_MERGE}={str(merge).lower()} has no use with {source}, whose lora_rank is 0. Remove it.")
     carried = hf_directory(source)
     original = read_fields(carried / "config.json") if carried else {}
     fields = config_json(
@@ -115,14 +139,35 @@ def _export(source: Path, out: Path, overrides: Sequence[str]) -> None:
     from maxtext_lite.interop import export_parameters
     from maxtext_lite.training.checkpoint import load_parameters
 
-    params = load_parameters(source, _abstract_params(config), "RUN_DIR")
+    abstract, keys = _abstract_params(config), model_keys(fields, "config.json")
+    if config.lora_rank and not merge:
+        _export_adapters(source, out, abstract, fields["model_type"], keys, config)
+        return
+    params = load_parameters(source, abstract, "RUN_DIR")
     out.mkdir(parents=True, exist_ok=True)
-    keys = model_keys(fields, "config.json")
     export_parameters(out, params, fields["model_type"], keys, dtype=config.weight_dtype)
     if jax.process_index() == 0:
         _write_tokenizer(out, carried, config)
         (out / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
     _report(f"{_count(params):,} parameters in {out}, as {fields['model_type']} in {config.weight_dtype}")
+
+
+def _export_adapters(
+    source: Path, out: Path, abstract: Any, kind: str, keys: Mapping[str, Any], config: Config
+) -> None:
+    import jax
+
+    from maxtext_lite.interop import export_adapters, flat
+    from maxtext_lite.training.checkpoint import checkpoint_directory, load_adapters
+
+    mesh = jax.tree.leaves(abstract)[0].sharding.mesh
+    found = load_adapters(checkpoint_directory(source, "RUN_DIR"), mesh)
+    if found is None:
+        raise UserError(f"{source} has lora_rank={config.lora_rank} in its config.yml, but no adapters.")
+    lora, adapters = found
+    shapes = {path: tuple(leaf.shape) for path, leaf in flat(abstract).items()}
+    export_adapters(out, adapters, lora, kind, keys, shapes=shapes, base=config.load_parameters_path)
+    print(f"{_count(adapters):,} parameters of adapters in {out}, for {kind} in PEFT's layout, in float32")
 
 
 def _tokenizer_file(config: Config) -> Path | None:
@@ -174,7 +219,8 @@ def _abstract_params(config: Config) -> Any:
     if isinstance(sizes, Problem):
         raise UserError(sizes.message)
     mesh = make_mesh(sizes.ici, sizes.dcn)
-    decoder = make_decoder(config.model_copy(update={"attention": "dot_product"}), jax.default_backend())
+    here = {"attention": "dot_product", "lora_rank": 0}  # parameters as they are without adapters, or with them merged
+    decoder = make_decoder(config.model_copy(update=here), jax.default_backend())
 
     def laid_out(path: Any, leaf: Any, where: Any) -> Any:
         try:

@@ -69,6 +69,16 @@ class Name:
         """Dims of the parameter in one layer."""
         return len(_parsed(self.pattern)[1]) + self.per_expert
 
+    @property
+    def our_dims(self) -> tuple[str, ...]:
+        """Letters of the parameter's dims in one layer, but for experts with a tensor each."""
+        return _parsed(self.pattern)[1]
+
+    @property
+    def their_dims(self) -> tuple[tuple[str, ...], ...]:
+        """For each of the tensor's dims, the letters that it is made of."""
+        return _parsed(self.pattern)[0]
+
     def their_shape(self, sizes: Sizes) -> tuple[int, ...]:
         """The tensor's shape."""
         groups, _ = _parsed(self.pattern)

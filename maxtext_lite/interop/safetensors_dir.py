@@ -140,18 +140,19 @@ def write_safetensors(directory: Path, tensors: Iterable[Tensor], *, file_bytes:
             files.append([])
         files[-1].append(tensor)
     if len(files) == 1:
-        _write(directory / _WHOLE, files[0])
+        write_file(directory / _WHOLE, files[0])
         return
     names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
     for name, part in zip(names, files, strict=True):
-        _write(directory / name, part)
+        write_file(directory / name, part)
     total = sum(tensor.num_bytes for part in files for tensor in part)
     weight_map = {tensor.name: name for name, part in zip(names, files, strict=True) for tensor in part}
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     (directory / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _write(file: Path, tensors: list[Tensor]) -> None:
+def write_file(file: Path, tensors: list[Tensor]) -> None:
+    """Writes tensors one by one into a file, which has its name only once it is whole."""
     names = {dtype: name for name, dtype in DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0
