@@ -44,7 +44,10 @@ def targets_problem(config: Config) -> Refusal | None:
     if not unknown:
         return None
     kept = list(dict.fromkeys(name for name in named if name in known))
-    alike = [name for name in get_close_matches(unknown[0], known, n=1) if name not in kept]
+    alike = [name for name in known if unknown[0] and unknown[0] in name] or get_close_matches(
+        unknown[0], known, n=1, cutoff=0.8
+    )
+    alike = [name for name in alike[:1] if name not in kept]
     mended = ",".join(kept + alike) or ALL_TARGETS
     message = f"lora_targets={config.lora_targets} names '{unknown[0]}'; this model has {', '.join(known)}, or all."
     return Refusal("lora_targets", message, (mended,))

@@ -59,6 +59,22 @@ def test_replicas_hold_copies_beside_the_outer_parameters_and_their_momentum(rep
     assert averaging.optimizer_state == copies * 8 * ALL
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "copies"), [("adamw", 2), ("sgd", 0), ("lion", 1), ("muon", 1), ("adafactor", 1)]
+)
+def test_frozen_weights_have_no_gradients_and_no_optimizer_state(optimizer, copies):
+    """Adapters of rank 2 beside the query, D 128 and N 8 x H 16, in 4 layers, in float32 whatever the weights are."""
+    keys = ["lora_rank=2", "lora_targets=query", f"optimizer={optimizer}", "weight_dtype=bfloat16"]
+    adapters = 4 * 2 * (128 + 8 * 16)
+    memory = estimate(keys, accumulation=4)
+    assert memory.params == 2 * ALL + 4 * adapters
+    assert memory.gradients == 8 * adapters
+    assert memory.optimizer_state == 4 * copies * adapters
+    assert estimate([*keys, "shard_optimizer_over_data=true"], {"data": 2}).optimizer_state == 2 * copies * adapters
+    local = estimate_memory(load_config(None, keys), ONE_DEVICE | {"data": 2}, 16, 1, 1, None, 4)
+    assert local.params == 2 * ALL + (2 + 1) * 4 * adapters
+
+
 def test_half_precision_is_two_bytes_whichever_it_is():
     assert estimate(["dtype=float16"]) == estimate(["dtype=bfloat16"])
 

@@ -1,5 +1,6 @@
 """Parameters against hand counts, the decoder's own, and what was published; FLOPs by hand."""
 
+import dataclasses
 import math
 
 import jax
@@ -57,19 +58,34 @@ EVERYTHING = {
 
 @pytest.mark.parametrize("name", EVERYTHING)
 def test_the_decoder_has_as_many_parameters_on_a_device_as_are_counted(name):
-    config = load_config(None, [*EVERYTHING[name], "ici_fsdp_parallelism=1"])
+    config = load_config(None, [*EVERYTHING[name], "ici_fsdp_parallelism=1", "lora_rank=3"])
     decoder = Decoder(decoder_shape(config))
     sizes = {"fsdp": 2, "tensor": 4, "stage": 2, "expert": 4}
-    leaves = jax.tree.leaves(decoder.abstract_params)
-    axes = jax.tree.leaves(decoder.axes, is_leaf=lambda node: isinstance(node, tuple))
+
+    def counted(part):
+        """Elements of a part of the parameters, in all and on a device."""
+        leaves = jax.tree.leaves(part(decoder.abstract_params))
+        axes = jax.tree.leaves(part(decoder.axes), is_leaf=lambda node: isinstance(node, tuple))
+        on_one = sum(here(leaf, names) for leaf, names in zip(leaves, axes, strict=True))
+        return sum(math.prod(leaf.shape) for leaf in leaves), on_one
 
     def here(leaf, names):
         parts = [entry if isinstance(entry, tuple) else (entry,) for entry in partition_spec(names)]
         return math.prod(leaf.shape) // math.prod(sizes.get(axis, 1) for part in parts for axis in part)
 
-    assert sum(math.prod(leaf.shape) for leaf in leaves) == count_parameters(config).total
-    on_one = sum(here(leaf, names) for leaf, names in zip(leaves, axes, strict=True))
-    assert on_one == count_parameters(config, **sizes).total
+    counts = count_parameters(config), count_parameters(config, **sizes)
+    assert counted(decoder.frozen) == tuple(count.total for count in counts)
+    assert counted(decoder.trained) == tuple(count.adapters for count in counts)
+    plain = load_config(None, [*EVERYTHING[name], "ici_fsdp_parallelism=1"])
+    assert count_parameters(plain) == dataclasses.replace(counts[0], adapters=0)
+
+
+def test_adapters_are_counted_by_hand():
+    """Of rank 2 beside D 128 x N 8 x H 16 and F 384 x D 128 in each of 4 layers."""
+    config = load_config(None, ["lora_rank=2", "lora_targets=query,down"])
+    assert count_parameters(config).adapters == 4 * 2 * ((128 + 8 * 16) + (384 + 128))
+    # Over fsdp and tensor: of the query 128 / 2 and 8 * 16 / 4, of down 384 / 4 and 128 / 2; and over 2 stages.
+    assert count_parameters(config, fsdp=2, tensor=4, stage=2).adapters == 2 * 2 * (64 + 32 + 96 + 64)
 
 
 def test_flops_by_hand():
@@ -80,6 +96,10 @@ def test_flops_by_hand():
     # attention: 2 layers x 2 heads x 6 + 6 wide x 6 x 7 / 2 keys
     weights, attention = 2 * (144 + 60) + 4 * 320, 2 * 2 * 12 * 6 * 7 / 2
     assert flops_per_example(load_config(None, keys), 7) == 7 * (6 * weights + attention)
+    # With LoRA every weight but the adapters, here of rank 3 beside the query's 4*12, has no gradient of its own.
+    adapted = [*keys, "lora_rank=3", "lora_targets=query"]
+    adapters = 2 * 3 * (4 + 12)
+    assert flops_per_example(load_config(None, adapted), 7) == 7 * (4 * weights + 6 * adapters + attention)
     # Experts in place of the mlp: two of eight and a shared one, of 3*4*7 = 84, and a router of 4*8.
     experts = [*keys, "num_experts=8", "num_experts_per_tok=2", "base_moe_mlp_dim=7", "shared_experts=1"]
     weights = 2 * (144 + 3 * 84 + 32) + 4 * 320

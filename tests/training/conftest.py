@@ -73,10 +73,10 @@ class Setup:
         with jax.set_mesh(self.mesh), jax.default_matmul_precision("highest"):
             return step.lower(self.abstract, batch, num_micro_batches).compile()
 
-    def gradients(self, params, batch, num_micro_batches=None, loss_scale=None):
+    def gradients(self, params, batch, num_micro_batches=None, loss_scale=None, frozen=None):
         with jax.set_mesh(self.mesh), jax.default_matmul_precision("highest"):
             function = accumulate_gradients(self.decoder, self.optimizer, self.mesh, self.config, self.local)
-            return jax.device_get(jax.jit(function)(params, batch, num_micro_batches, loss_scale))
+            return jax.device_get(jax.jit(function)(params, batch, num_micro_batches, loss_scale, frozen))
 
     def run(self, compiled, batch, steps, num_micro_batches=None):
         """State and metrics of each of `steps` steps on the same batch."""

@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 
 from maxtext_lite.config import UserError, load_config
-from maxtext_lite.training.checkpoint import Checkpointer, Counts, checkpoint_directory, fingerprint, load_parameters
+from maxtext_lite.parallel import Pipeline
+from maxtext_lite.training.checkpoint import (
+    Checkpointer,
+    Counts,
+    checkpoint_directory,
+    fingerprint,
+    load_adapters,
+    load_parameters,
+)
 from maxtext_lite.training.noise import NoiseScale
 from maxtext_lite.training.optimizer import make_optimizer
 from maxtext_lite.training.state import abstract_state
@@ -150,6 +158,47 @@ def test_replicas_and_their_outer_state_come_back_to_the_bit(tmp_path, setup):
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(loaded), want.outer.params)
     with pytest.raises(UserError, match=r"diloco_num_replicas=None contradicts .* which has diloco_num_replicas=4"):
         _open(tmp_path).restore(plain.abstract)
+
+
+LORA = ("optimizer=adamw", "lora_rank=2", "lora_alpha=6", "lora_targets=query,down")
+
+
+def test_frozen_parameters_are_saved_once_and_adapters_come_back_beside_them(tmp_path, setup):
+    it = setup(*LORA, data=2)
+    rng = np.random.default_rng(0)
+    state = it.state()
+    adapters = jax.tree.map(
+        lambda p: jax.device_put(rng.standard_normal(p.shape, np.float32), p.sharding), state.params
+    )
+    state = dataclasses.replace(state, params=adapters)
+    want = jax.device_get(state)
+    checkpointer = Checkpointer(tmp_path, _config(*LORA), fingerprint(_config(*LORA), "text", None))
+    checkpointer.save(state, COUNTS)
+    written = (tmp_path / "frozen").stat().st_mtime_ns
+    checkpointer.save(state, dataclasses.replace(COUNTS, step=8))
+    assert (tmp_path / "frozen").stat().st_mtime_ns == written
+    dealt = setup(*LORA, pipeline=Pipeline(2, 2))
+    for other in (it, dealt):
+        got, _ = checkpointer.restore(other.abstract)
+        for part in ("params", "opt_state", "progress", "frozen"):
+            jax.tree.map(np.testing.assert_array_equal, jax.device_get(getattr(got, part)), getattr(want, part))
+    checkpointer.close()
+
+    plain = setup("optimizer=adamw", fsdp=2)
+    loaded = jax.device_get(load_parameters(tmp_path, plain.abstract.params, "key"))
+    query, pair = want.frozen["layers"]["attention"]["query"], want.params["layers"]["attention"]["query"]
+    added = 3 * np.einsum("LDr,LrNH->LDNH", *(pair[name].astype(np.float64) for name in "ab"))
+    np.testing.assert_allclose(loaded["layers"]["attention"]["query"], query + added, rtol=1e-6, atol=1e-6)
+    np.testing.assert_array_equal(loaded["layers"]["mlp"]["up"], want.frozen["layers"]["mlp"]["up"])
+    lora, alone = load_adapters(tmp_path / "checkpoints" / "8", plain.mesh)
+    assert lora == it.decoder.shape.lora
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(alone), want.params)
+    for keys, said in ((LORA[:1], "lora_rank=0"), ((*LORA, "lora_alpha=7"), "lora_alpha=7.0")):
+        with pytest.raises(UserError, match=rf"{said} contradicts the checkpoint of step 8"):
+            _open(tmp_path, *keys).restore(it.abstract)
+    shutil.copytree(tmp_path / "checkpoints", tmp_path / "alone" / "checkpoints")
+    with pytest.raises(UserError, match=r"key=.*alone holds the adapters of a run with lora_rank=2, without .*/frozen"):
+        load_parameters(tmp_path / "alone", plain.abstract.params, "key")
 
 
 def test_a_checkpoint_of_another_format_is_refused(saved, tmp_path):
