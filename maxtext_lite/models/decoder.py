@@ -293,8 +293,9 @@ class Decoder:
         is_dense = "router" not in layer_params["mlp"]
         graph = self._dense_layer_graph if is_dense else self._layer_graph
 
-        def layer(kind: LayerKind, carry: Any, params_and_cache: Any) -> tuple[Any, Any]:
-            (x_BTD, aux), (params, layer_cache) = carry, params_and_cache
+        def layer(kind: LayerKind, place: int | None, carry: Any, stack: Any) -> tuple[Any, Any]:
+            # Taken here, the backward pass takes a layer's weights from the stack again instead of having copies kept.
+            (x_BTD, aux), (params, layer_cache) = carry, jax.tree.map(lambda x: x if place is None else x[place], stack)
             attend = attend_of(kind, layer_cache)
             module = nnx.merge(graph, with_merged_experts(params))
             x_BTD, kept, more = module(x_BTD, rotations[kind], attend, real_BT, drop=drop)
@@ -307,7 +308,7 @@ class Decoder:
                 offload_src="device",
                 offload_dst="pinned_host",
             )
-            layer = jax.checkpoint(layer, policy=policy, prevent_cse=False, static_argnums=0)
+            layer = jax.checkpoint(layer, policy=policy, prevent_cse=False, static_argnums=(0, 1))
         carry, kept = _scan_pattern(layer, shape.kinds_from(first), (stream.x_BTD, stream.aux), (layer_params, cache))
         return stream._replace(x_BTD=carry[0], aux=carry[1]), kept
 
@@ -317,23 +318,27 @@ class Decoder:
 
 
 def _scan_pattern(
-    layer: Callable[[LayerKind, Any, Any], tuple[Any, Any]], kinds: tuple[LayerKind, ...], carry: Any, stack: Any
+    layer: Callable[[LayerKind, int | None, Any, Any], tuple[Any, Any]],
+    kinds: tuple[LayerKind, ...],
+    carry: Any,
+    stack: Any,
 ) -> tuple[Any, Any]:
     """`scan` over a stack of layers whose kinds take turns.
 
     Args:
-      layer: (kind, carry, entry of the stack) -> (carry, what is kept).
+      layer: (kind, place, carry, stack) -> (carry, what is kept), of the stack's entry at that place; None: the stack
+        is the entry.
       stack: leaves [L, ...]; the layers after the last whole round of kinds run by themselves.
     """
     period, num_layers = len(kinds), jax.tree.leaves(stack)[0].shape[0]
     whole = num_layers - num_layers % period
     if period == 1:
-        return jax.lax.scan(functools.partial(layer, kinds[0]), carry, stack)
+        return jax.lax.scan(functools.partial(layer, kinds[0], None), carry, stack)
 
     def some(carry: Any, stack: Any, count: int) -> tuple[Any, Any]:
         kept = []
         for place, kind in enumerate(kinds[:count]):
-            carry, one = layer(kind, carry, jax.tree.map(lambda x: x[place], stack))  # noqa: B023
+            carry, one = layer(kind, place, carry, stack)
             kept.append(one)
         return carry, jax.tree.map(lambda *x: jnp.stack(x), *kept)
 
