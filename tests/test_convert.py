@@ -124,6 +124,8 @@ def test_training_starts_from_the_directory_and_its_run_is_exported(hf, tmp_path
     step = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
     model = transformers.AutoModelForCausalLM.from_pretrained(hf, dtype=torch.float32).eval()
     assert step["loss"] == pytest.approx(mean_loss(model, load_config(None, overrides)), rel=1e-4)
+    with pytest.raises(UserError, match="merge_lora=false has no use with .*run, whose lora_rank is 0"):
+        main(["export", str(run), str(tmp_path / "out"), "merge_lora=false"])
     main(["export", str(run), str(tmp_path / "out")])
     assert_same_tensors(tmp_path / "out", hf)
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (hf / "tokenizer.json").read_bytes()
@@ -191,6 +193,8 @@ def _lead(x, params):
     (["import", "{hf}", "{tmp}/out", "ici_tensor_parallelism=3"], "ici_tensor_parallelism=3"),
     (["import", "{hf}", "{tmp}/out", "ici_tensor_parallelism=8"], "cannot be split evenly over the mesh of 8 devices"),
     (["sideways", "{hf}", "{tmp}/out"], "invalid choice"),
+    (["import", "{hf}", "{tmp}/out", "merge_lora=true"], "merge_lora=true has no use in an import"),
+    (["export", "{hf}", "{tmp}/out", "merge_lora=1"], "merge_lora=1 is neither true nor false"),
 ])  # fmt: skip
 def test_mistakes_are_named(arguments, message, hf, tmp_path):
     with pytest.raises(UserError, match=message):
