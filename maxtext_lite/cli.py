@@ -4,10 +4,12 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
-from typing import NoReturn
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NoReturn, TypeVar
 
-from maxtext_lite.config import UserError
+from pydantic import BaseModel, ValidationError
+
+from maxtext_lite.config import UserError, parse_value
 from maxtext_lite.config.errors import did_you_mean
 
 COMMANDS: dict[str, str] = {
@@ -57,6 +59,44 @@ def config_arguments(parser: ArgumentParser) -> None:
         metavar="[CONFIG.yml] [key=value ...]",
         help="a config (default: configs/base.yml) and values that win over it",
     )
+
+
+Keys = TypeVar("Keys", bound=BaseModel)
+
+
+def parse_keys(
+    kind: type[Keys], words: Sequence[str], *, texts: Collection[str], example: str
+) -> tuple[Keys, list[str]]:
+    """The keys of a command that takes no config, from key=value words, of which the last of a key wins.
+
+    Args:
+      texts: keys whose value is the text as it stands, not YAML.
+      example: a command, for the message about a word without `=`.
+    Returns:
+      The keys, and problems that leave their values readable: further ones can be found beside them.
+    Raises:
+      UserError: a value is not of its key's kind; with every problem so far.
+    """
+    values: dict[str, Any] = {}
+    problems: list[str] = []
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals:
+            problems.append(f"'{word}' is not of the form key=value. Example: {example}")
+        elif key not in kind.model_fields:
+            problems.append(f"unknown key '{key}' (command line).{did_you_mean(key, kind.model_fields)}")
+        else:
+            try:
+                values[key] = text if key in texts else parse_value(text).value
+            except ValueError as error:
+                problems.append(f"{key}={text} {error}.")
+    try:
+        return kind.model_validate(values), problems
+    except ValidationError as error:
+        for detail in error.errors():
+            key = ".".join(str(part) for part in detail["loc"])
+            problems.append(f"{key}={detail['input']}: {detail['msg']}.")
+        raise UserError(problems) from None
 
 
 def run_command(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None) -> int:

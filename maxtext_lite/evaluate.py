@@ -10,9 +10,8 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from maxtext_lite.cli import ArgumentParser, run_command
-from maxtext_lite.config import Config, UserError, parse_value
-from maxtext_lite.config.errors import did_you_mean
+from maxtext_lite.cli import ArgumentParser, parse_keys, run_command
+from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.hf_config import hf_directory
 from maxtext_lite.generate import model_config
 from maxtext_lite.stream_text import WrittenText
@@ -55,27 +54,9 @@ def parse_evaluate_config(overrides: Sequence[str]) -> EvaluateConfig:
     Raises:
       UserError: with every problem.
     """
-    values: dict[str, Any] = {}
-    problems: list[str] = []
-    for word in overrides:
-        key, equals, text = word.partition("=")
-        if not equals:
-            problems.append(f"'{word}' is not of the form key=value. Example: {EXAMPLE}")
-        elif key not in EvaluateConfig.model_fields:
-            problems.append(f"unknown key '{key}' (command line).{did_you_mean(key, EvaluateConfig.model_fields)}")
-        else:
-            try:
-                values[key] = text if key in _PATHS else parse_value(text).value
-            except ValueError as error:
-                problems.append(f"{key}={text} {error}.")
+    config, problems = parse_keys(EvaluateConfig, overrides, texts=_PATHS, example=EXAMPLE)
     if problems:
         raise UserError(problems)
-    try:
-        config = EvaluateConfig.model_validate(values)
-    except ValidationError as error:
-        raise UserError(
-            f"{detail['loc'][0]}={detail['input']}: {detail['msg']}." for detail in error.errors()
-        ) from None
     given = [key for key in _PATHS if getattr(config, key)]
     if len(given) != 1:
         said = f"{' and '.join(given)} contradict each other" if given else "nothing is asked for"

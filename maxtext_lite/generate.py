@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from maxtext_lite.cli import ArgumentParser, run_command
-from maxtext_lite.config import Config, UserError, load_config, parse_value
-from maxtext_lite.config.errors import did_you_mean
+from maxtext_lite.cli import ArgumentParser, parse_keys, run_command
+from maxtext_lite.config import Config, UserError, load_config
 from maxtext_lite.config.hf_config import hf_directory, tokenizer_keys
 from maxtext_lite.convert import hf_config
 from maxtext_lite.stream_text import TimedTokens, WrittenText
@@ -70,27 +69,8 @@ def parse_generate_config(overrides: Sequence[str]) -> GenerateConfig:
     Raises:
       UserError: with every problem.
     """
-    values: dict[str, Any] = {}
-    problems = []
-    for word in overrides:
-        key, equals, text = word.partition("=")
-        if not equals:
-            problems.append(f"'{word}' is not of the form key=value. Example: {EXAMPLE}")
-        elif key not in GenerateConfig.model_fields:
-            problems.append(f"unknown key '{key}' (command line).{did_you_mean(key, GenerateConfig.model_fields)}")
-        else:
-            try:
-                values[key] = text if key in _TEXTS else parse_value(text).value
-            except ValueError as error:
-                problems.append(f"{key}={text} {error}.")
-    try:
-        config = GenerateConfig.model_validate(values)
-    except ValidationError as error:
-        for detail in error.errors():
-            key = ".".join(str(part) for part in detail["loc"])
-            problems.append(f"{key}={detail['input']}: {detail['msg']}.")
-        raise UserError(problems) from None
-    given = [key for key in ("prompt", "prompts", "prompt_ids") if key in values]
+    config, problems = parse_keys(GenerateConfig, overrides, texts=_TEXTS, example=EXAMPLE)
+    given = [key for key in ("prompt", "prompts", "prompt_ids") if key in config.model_fields_set]
     if len(given) > 1:
         problems.append(f"{given[0]} and {given[1]} contradict each other; give one of them.")
     if config.prompts == []:
