@@ -18,11 +18,12 @@ from maxtext_lite.training.state import make_decoder, state_from
 from maxtext_lite.training.step import TRAIN_BATCH_AXES, accumulate_gradients, make_train_step
 from tests import hf_models
 
+# Adam makes whole steps of the rounding of gradients that ought to be 0: its epsilon is larger than those here.
 RATE, CLIP, DECAY = 3e-2, 0.5, 0.1
 LENGTHS = [12, 3, 9, 1, 12, 7, 2, 5]
 KEYS = [
     "optimizer=adamw", f"learning_rate={RATE}", "learning_rate_schedule=constant", "warmup_steps=0", "steps=1",
-    f"gradient_clipping_threshold={CLIP}", f"weight_decay={DECAY}", "adam_b1=0.9", "adam_b2=0.99", "adam_eps=1e-6",
+    f"gradient_clipping_threshold={CLIP}", f"weight_decay={DECAY}", "adam_b1=0.9", "adam_b2=0.99", "adam_eps=1e-4",
     "matmul_precision=highest", "load_balance_loss_weight=0", "routed_bias_update_rate=0", "dtype=float32",
 ]  # fmt: skip
 DECAYED = ("proj", "lm_head", "c_attn", "c_fc", "c_proj", "gate.weight", "router.weight")
@@ -57,7 +58,7 @@ def _torch_step(name, directory):
         {"params": [p for path, p in named if not is_decayed(path, p)], "weight_decay": 0.0},
     ]
     torch.nn.utils.clip_grad_norm_([p for _, p in named], CLIP)
-    torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.99), eps=1e-6).step()
+    torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.99), eps=1e-4).step()
     model.save_pretrained(directory)
     return loss.item(), gradient
 
@@ -102,7 +103,7 @@ def test_a_step_is_that_of_torch(name, tmp_path):
             step = make_train_step(
                 decoder, optimizer, mesh, config=config, schedule=learning_rate_schedule(config, last=1)
             )
-            state, metrics = step(state_from(params, decoder, optimizer, mesh), batch, None)
+            state, metrics = step(state_from(params, decoder, optimizer, mesh, 0), batch, None)
         assert float(metrics["loss"]) == pytest.approx(want_loss, rel=1e-5)
         want = load_hf_parameters(tmp_path / "after", _laid_out(decoder, mesh), "HF_DIR")
         start = load_hf_parameters(before, _laid_out(decoder, mesh), "HF_DIR")
