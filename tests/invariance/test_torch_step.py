@@ -102,7 +102,7 @@ def test_a_step_is_that_of_torch(name, tmp_path):
             step = make_train_step(
                 decoder, optimizer, mesh, config=config, schedule=learning_rate_schedule(config, last=1)
             )
-            state, metrics = step(state_from(params, decoder, optimizer, mesh), batch, None)
+            state, metrics = step(state_from(params, decoder, optimizer, mesh, 0), batch, None)
         assert float(metrics["loss"]) == pytest.approx(want_loss, rel=1e-5)
         want = load_hf_parameters(tmp_path / "after", _laid_out(decoder, mesh), "HF_DIR")
         start = load_hf_parameters(before, _laid_out(decoder, mesh), "HF_DIR")
