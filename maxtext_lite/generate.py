@@ -170,15 +170,16 @@ class _Texts:
 
 
 def _texts(directory: Path, config: Config, asked: GenerateConfig) -> _Texts:
-    from maxtext_lite.data import check_vocabulary, load_tokenizer
-    from maxtext_lite.interop import ChatTemplate, stop_ids_of
+    from maxtext_lite.data import ChatTemplate, check_vocabulary, load_tokenizer
+    from maxtext_lite.interop import stop_ids_of
 
     tokenizer: Any = load_tokenizer(config)
     check_vocabulary(tokenizer, config.vocab_size)
     carried = hf_directory(directory)
-    if asked.chat and carried is None:
+    file = Path(config.chat_template) if config.chat_template else None
+    if asked.chat and carried is None and file is None:
         raise UserError(f"{directory} has no chat template: it did not come from a Hugging Face directory.")
-    template = ChatTemplate(carried) if asked.chat and carried else None
+    template = ChatTemplate(carried, file=file) if asked.chat else None
     # Models from elsewhere have seen texts begin with what their tokenizer puts there; a chat template writes it too.
     encode = tokenizer.encode_with_special if carried and not template else tokenizer.encode
     named = [] if carried is None else stop_ids_of(carried)

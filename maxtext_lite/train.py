@@ -1,4 +1,4 @@
-"""The command `train`: pre-training from one config; resumes by itself."""
+"""The command `train`: pre-training, SFT or DPO from one config; resumes by itself."""
 
 import sys
 from collections.abc import Sequence

@@ -56,6 +56,7 @@ class BatchPlan:
       scaling: the optimizer's settings for this batch.
       rampup: the ramp, or None.
       diloco_num_replicas: copies of local updates; None where they are off, as is diloco_sync_period.
+      rows_per_example: rows of max_target_length tokens in an example: in DPO two, otherwise one.
       warnings: what works but is probably not meant.
       rl: the batches of reinforcement learning; None in other runs. There an example is a pair of a prompt with a
         response, the devices are those that train, and num_examples counts prompts.
@@ -94,6 +95,7 @@ class BatchPlan:
     diloco_num_replicas: int | None
     diloco_sync_period: int | None
     max_target_length: int
+    rows_per_example: int
     expansion_factor_real_data: Fraction
     rampup: RampupBatchManager | None
     memory: MemoryEstimate
@@ -221,7 +223,8 @@ class BatchPlan:
         names = (
             "num_devices", "num_hosts", "mesh", "per_device_batch_size", "micro_batch_to_train",
             "empty_slots_per_micro_batch", "gradient_accumulation_steps", "global_batch_to_train",
-            "global_batch_to_load", "loads_per_step", "loading_hosts", "examples_per_loading_host", "tokens_per_step",
+            "global_batch_to_load", "loads_per_step", "loading_hosts", "examples_per_loading_host", "rows_per_example",
+            "tokens_per_step",
             "eval_per_device_batch_size", "eval_batch_examples", "num_pipeline_stages", "num_pipeline_microbatches",
             "num_pipeline_repeats", "pipeline_schedule", "pipeline_microbatch_size",
             "pipeline_bubble_fraction", "steps", "epochs", "steps_per_epoch",
@@ -287,13 +290,14 @@ def make_plan(
     pieces, stages = sizes.num_pipeline_microbatches, sizes.num_pipeline_stages
     replicas = sizes.diloco_num_replicas
     slots = row_slots(batch.micro_batch_to_train, _layout_shards(mesh.total, replicas), num_hosts, pieces)
+    rows = slots * config.rows_per_example
     memory = estimate_memory(
-        config, mesh.total, slots, batch.gradient_accumulation_steps, pieces, device_memory_gb, replicas
+        config, mesh.total, rows, batch.gradient_accumulation_steps, pieces, device_memory_gb, replicas
     )
     shape = PipelineShape(stages, pieces, sizes.num_pipeline_repeats, batch.gradient_accumulation_steps)
     schedules: dict[Schedule, ScheduleCost] = {
         schedule: ScheduleCost(
-            shape.bubble_fraction(schedule), estimate_activations(config, mesh.total, slots, pieces, schedule)
+            shape.bubble_fraction(schedule), estimate_activations(config, mesh.total, rows, pieces, schedule)
         )
         for schedule in SCHEDULES
         if stages > 1 and (schedule == "gpipe" or sizes.num_pipeline_repeats == 1)
@@ -314,7 +318,7 @@ def make_plan(
         loads_per_step=sizes.loading.loads_per_step,
         loading_hosts=sizes.loading.loading_hosts,
         examples_per_loading_host=sizes.loading.examples_per_loading_host(total),
-        tokens_per_step=total * config.max_target_length,
+        tokens_per_step=total * config.rows_per_example * config.max_target_length,
         eval_per_device_batch_size=sizes.eval_per_device_batch_size,
         eval_batch_examples=sizes.eval_batch_examples,
         num_pipeline_stages=stages,
@@ -333,6 +337,7 @@ def make_plan(
         diloco_num_replicas=replicas,
         diloco_sync_period=None if replicas is None else config.diloco_sync_period,
         max_target_length=config.max_target_length,
+        rows_per_example=config.rows_per_example,
         expansion_factor_real_data=sizes.loading.factor,
         rampup=sizes.rampup,
         memory=memory,

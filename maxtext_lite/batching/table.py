@@ -65,9 +65,10 @@ def _batch_rows(plan: BatchPlan) -> list[tuple[str, str]]:
             f"{plan.global_batch_to_train} example{_s(plan.global_batch_to_train)} = "
             f"{per_device} per device x {devices} x {accumulation} accumulation",
         ),
+        *_example_rows(plan),
         (
             "tokens_per_step",
-            f"{plan.tokens_per_step} = {plan.global_batch_to_train} examples x {plan.max_target_length} tokens",
+            f"{plan.tokens_per_step} = {plan.global_batch_to_train} examples x {_row_text(plan)} tokens",
         ),
         (
             "eval batch",
@@ -95,6 +96,20 @@ def _rl_rows(rl: RLBatch) -> list[tuple[str, str]]:
         ),
         ("devices", turns if rl.takes_turns else f"{apart}; {beside}"),
     ]
+
+
+def _example_rows(plan: BatchPlan) -> list[tuple[str, str]]:
+    """What an example is, where it is not one row."""
+    rows = plan.rows_per_example
+    if rows == 1:
+        return []
+    step = plan.global_batch_to_train * rows
+    return [("rows_per_example", f"{rows}, one of chosen and one of rejected answers: {step} rows per step")]
+
+
+def _row_text(plan: BatchPlan) -> str:
+    """Tokens of an example, with its rows as a factor where it has several."""
+    return f"{plan.max_target_length}" if plan.rows_per_example == 1 else f"2 rows x {plan.max_target_length}"
 
 
 def _loading_rows(plan: BatchPlan) -> list[tuple[str, str]]:
@@ -172,7 +187,7 @@ def _bubble_text(plan: BatchPlan) -> str:
 
 
 def _length_rows(plan: BatchPlan) -> list[tuple[str, str]]:
-    total, tokens = plan.total_examples, plan.max_target_length
+    total, tokens = plan.total_examples, plan.rows_per_example * plan.max_target_length
     rows = [("steps", f"{plan.steps}: {total} example{_s(total)}, {total * tokens} tokens")]
     if plan.epochs is not None and plan.steps_per_epoch is not None:
         rows.append(("epochs", f"{_text(plan.epochs)}; steps_per_epoch {_text(plan.steps_per_epoch)}"))

@@ -164,6 +164,8 @@ PositiveShare = Annotated[float, BeforeValidator(_real(above=0.0, maximum=1.0, e
 """A number in (0, 1]."""
 Decay = Annotated[float, BeforeValidator(_real(0.0, below=1.0, example=0.9))]
 """A number in [0, 1): the decay of a running mean."""
+BelowHalf = Annotated[float, BeforeValidator(_real(0.0, below=0.5, example=0.49))]
+"""A number in [0, 0.5)."""
 Exact = Annotated[Fraction, BeforeValidator(_positive()), _exactly]
 """An exact rational above 0."""
 ExactOrDerived = Annotated[Fraction, BeforeValidator(_positive(-1, "derived")), _exactly]

@@ -265,18 +265,56 @@ def _tokenizer_path(config: Config) -> Refusal | None:
     return None
 
 
+_OBJECTIVE_OF = {"text": "pretrain", "synthetic": "pretrain", "sft": "sft", "dpo": "dpo"}
+
+
+def _objective(config: Config) -> Refusal | None:
+    """What a run learns is what its data are for."""
+    due = _OBJECTIVE_OF[config.dataset_type]
+    if config.objective in ("auto", due):
+        return None
+    others = [kind for kind, objective in _OBJECTIVE_OF.items() if objective == config.objective]
+    return Refusal(
+        "objective",
+        f"objective={config.objective} contradicts dataset_type={config.dataset_type}, whose data are for {due}.",
+        (due, f"dataset_type={others[0]}"),
+    )
+
+
+def _z_loss_of_pairs(config: Config) -> Refusal | None:
+    if config.dataset_type != "dpo" or config.z_loss_multiplier == 0:
+        return None
+    return Refusal(
+        "z_loss_multiplier",
+        f"z_loss_multiplier={config.z_loss_multiplier:g} has no use with dataset_type=dpo, whose loss is one of pairs, "
+        "not of tokens.",
+        (0,),
+    )
+
+
+def _conversations_only(config: Config) -> Refusal | None:
+    """Keys about conversations, where there are none."""
+    if config.dataset_type in ("sft", "dpo") or config.chat_template == "":
+        return None
+    return Refusal(
+        "chat_template",
+        f"chat_template={config.chat_template} has no use with dataset_type={config.dataset_type}. Set chat_template= "
+        "(nothing), or dataset_type=sft or dpo.",
+    )
+
+
 def _dataset_path(config: Config) -> Refusal | None:
-    if config.dataset_type != "text" or config.dataset_path:
+    if config.dataset_type == "synthetic" or config.dataset_path:
         return None
     return Refusal(
         "dataset_path",
-        "dataset_path is empty, but dataset_type=text reads files. Set dataset_path to a "
+        f"dataset_path is empty, but dataset_type={config.dataset_type} reads files. Set dataset_path to a "
         "file, directory or glob, or dataset_type=synthetic.",
     )
 
 
 def _eval_data(config: Config) -> Refusal | None:
-    needs = config.eval_interval > 0 and config.dataset_type == "text" and not config.eval_dataset_path
+    needs = config.eval_interval > 0 and config.dataset_type != "synthetic" and not config.eval_dataset_path
     if not needs or config.eval_fraction > 0:
         return None
     return Refusal(
@@ -535,6 +573,9 @@ RULES: tuple[Rule, ...] = (
     Rule(("num_vocab_tiling", "max_target_length"), _vocab_tiling),
     Rule(("vocab_size", "tokenizer_type", "dataset_type"), _byte_vocabulary),
     Rule(("tokenizer_path", "tokenizer_type"), _tokenizer_path),
+    Rule(("objective", "dataset_type"), _objective),
+    Rule(("chat_template", "dataset_type"), _conversations_only),
+    Rule(("z_loss_multiplier", "dataset_type"), _z_loss_of_pairs),
     Rule(("dataset_path", "dataset_type"), _dataset_path),
     Rule(("eval_fraction", "eval_dataset_path", "eval_interval", "dataset_type"), _eval_data),
     Rule(("eval_fraction", "eval_dataset_path"), _eval_share),

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, PrivateAttr
 
 from maxtext_lite.config.kinds import (
     AtLeastTwo,
+    BelowHalf,
     Count,
     CountOrMinusOne,
     CountOrZero,
@@ -244,16 +245,31 @@ class NumericsConfig(Section):
 class DataConfig(Section):
     """The data, its tokens and their order."""
 
-    dataset_type: Literal["text", "synthetic"]
+    objective: Literal["auto", "pretrain", "sft", "dpo"]
+    dataset_type: Literal["text", "synthetic", "sft", "dpo"]
     dataset_path: Text
     eval_dataset_path: Text
     eval_fraction: Share
     tokenizer_type: Literal["byte", "huggingface", "sentencepiece"]
     tokenizer_path: Text
+    chat_template: Text
     max_target_length: Count
+    long_examples: Literal["truncate", "drop", "refuse"]
     packing: Flag
     data_shuffle_seed: SeedOrMinusOne
     grain_worker_count: CountOrZero
+
+    @property
+    def rows_per_example(self) -> int:
+        """Rows of max_target_length tokens in an example: in DPO two, of chosen and of rejected answers."""
+        return 2 if self.dataset_type == "dpo" else 1
+
+
+class PreferenceConfig(Section):
+    """DPO's loss."""
+
+    dpo_beta: Positive
+    dpo_label_smoothing: BelowHalf
 
 
 class RLConfig(Section):
@@ -277,6 +293,7 @@ class Config(
     ModelConfig,
     NumericsConfig,
     DataConfig,
+    PreferenceConfig,
 ):
     """Every key of a run. Made by `load_config`, which also knows where each value came from.
 
@@ -323,6 +340,7 @@ SECTIONS: tuple[tuple[str, type[Section]], ...] = (
     ("Model", ModelConfig),
     ("Numerics", NumericsConfig),
     ("Data", DataConfig),
+    ("Post-training", PreferenceConfig),
 )
 """The sections in the order of configs/base.yml, with their headings."""
 

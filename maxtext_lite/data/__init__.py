@@ -3,6 +3,9 @@
 import importlib
 from typing import TYPE_CHECKING
 
+from maxtext_lite.data.answers import PairSource, example_shape
+from maxtext_lite.data.chat import ChatTemplate
+from maxtext_lite.data.packing import REFERENCE, field_dtype
 from maxtext_lite.data.sources import ExampleSource, open_sources
 from maxtext_lite.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 
@@ -12,14 +15,19 @@ if TYPE_CHECKING:
     from maxtext_lite.data.order import example_ids, examples_hash
 
 __all__ = [
+    "REFERENCE",
     "Batch",
     "BatchIterator",
+    "ChatTemplate",
     "ExampleSource",
+    "PairSource",
     "Tokenizer",
     "check_vocabulary",
     "evaluation_batches",
     "example_ids",
+    "example_shape",
     "examples_hash",
+    "field_dtype",
     "load_tokenizer",
     "open_sources",
     "open_sources_on_hosts",

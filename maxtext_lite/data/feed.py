@@ -28,15 +28,9 @@ from jax.sharding import NamedSharding
 from maxtext_lite.batching import BatchPlan
 from maxtext_lite.data.layout import RowLayout, row_layout
 from maxtext_lite.data.order import example_ids
+from maxtext_lite.data.packing import field_dtype
 from maxtext_lite.data.sources import ExampleSource
 
-_FIELD_DTYPES = {
-    "tokens": np.int32,
-    "targets": np.int32,
-    "segments": np.int32,
-    "positions": np.int32,
-    "weights": np.float32,
-}
 _READ_AHEAD_THREADS = 2
 _READ_AHEAD_STEPS = 4  # of each reading process; host memory: this many steps of this host's rows, 20 bytes a token
 
@@ -50,8 +44,8 @@ class Batch:
     """One step's examples.
 
     Attributes:
-      arrays: tokens, targets, segments, positions (int32) and weights (float32), as in `packing.build_row`; global
-        arrays [A, B, T] for training, [B, T] for evaluation, B counting row slots. Empty slots are all 0.
+      arrays: the source's fields; global arrays [A, B, T] for training, [B, T] for evaluation, B counting row slots
+        and T being the source's `num_tokens`. Empty slots are all 0.
       example_ids: int64 [num_examples], of the whole step over all hosts. Example j of a training step is in
         micro-batch j % M, slot j // M, where M is `num_micro_batches`.
       num_examples: examples of the whole step, without empty slots.
@@ -280,7 +274,7 @@ class BatchIterator(Iterator[Batch]):
             return None
         host, (*outer, _, num_tokens) = jax.process_index(), segment.layout.shape
         shape = (*outer, len(segment.layout.slots_of_host[host]), num_tokens)
-        fields = {name: np.zeros(shape, dtype) for name, dtype in _FIELD_DTYPES.items()}
+        fields = {name: np.zeros(shape, field_dtype(name)) for name in segment.reads.source.fields}
         ids = np.zeros(0, np.int64)
         for _ in range(segment.loads_per_batch):
             ids, (micro_batches, places), rows = next(self._reader)
@@ -306,7 +300,7 @@ def _read_rows(
     host_slots: np.ndarray,
 ) -> HostRows:
     """The examples `ids[own]`, which belong in these micro-batches and slots, all of them this host's."""
-    rows = {name: np.zeros((len(own), source.num_tokens), dtype) for name, dtype in _FIELD_DTYPES.items()}
+    rows = {name: np.zeros((len(own), source.num_tokens), field_dtype(name)) for name in source.fields}
     for row, example_id in enumerate(ids[own]):
         for name, values in source[int(example_id)].items():
             rows[name][row] = values

@@ -23,6 +23,9 @@ class UnreadSource:
     num_tokens: int
     num_target_tokens: int
     fingerprint: str
+    fields: tuple[str, ...]
+
+    notes = ()
 
     def __len__(self) -> int:
         return self.num_examples
@@ -37,7 +40,7 @@ class UnreadSource:
 
 
 def open_sources_on_hosts(
-    config: DataConfig, *, vocab_size: int, loading_hosts: Sequence[int]
+    config: DataConfig, *, vocab_size: int, loading_hosts: Sequence[int], begins_as_elsewhere: bool = False
 ) -> tuple[ExampleSource, ExampleSource | None]:
     """`open_sources` on the loading hosts; the others learn from them how much data there is. All hosts call it.
 
@@ -48,7 +51,7 @@ def open_sources_on_hosts(
     sources: tuple[ExampleSource, ExampleSource | None] | None = None
     if jax.process_index() in loading_hosts:
         try:
-            sources = open_sources(config, vocab_size=vocab_size)
+            sources = open_sources(config, vocab_size=vocab_size, begins_as_elsewhere=begins_as_elsewhere)
             outcome = {"found": [None if source is None else dataclasses.asdict(_facts(source)) for source in sources]}
         except UserError as error:
             outcome = {"problems": list(error.problems)}
@@ -71,7 +74,9 @@ def open_sources_on_hosts(
 
 
 def _facts(source: ExampleSource) -> UnreadSource:
-    return UnreadSource(len(source), source.num_tokens, source.num_target_tokens, source.fingerprint)
+    return UnreadSource(
+        len(source), source.num_tokens, source.num_target_tokens, source.fingerprint, tuple(source.fields)
+    )
 
 
 def target_tokens_of_run(source: ExampleSource, *, total_examples: int, seed: int, loading_hosts: Sequence[int]) -> int:

@@ -1,4 +1,4 @@
-"""Cuts tokenized documents into rows of `max_target_length` tokens, any row at random, none stored.
+"""Cuts tokenized documents into rows of `max_target_length` tokens, or fills rows with whole sequences.
 
 All documents lie in one flat array, the *stream*, each followed by an end-of-text token. A row is a stretch of it: the
 inputs are stream[start:stop] and the target of each input is the token after it, also where that is the first token of
@@ -11,6 +11,17 @@ import dataclasses
 import functools
 
 import numpy as np
+
+FIELDS = ("tokens", "targets", "segments", "positions", "weights")
+"""The arrays of an example."""
+REFERENCE = "reference"
+"""A further array of examples for DPO: at the first token of each sequence, the reference's summed log-probability of
+its answers; 0 elsewhere."""
+
+
+def field_dtype(name: str) -> type[np.generic]:
+    """float32 for weights and log-probabilities, otherwise int32."""
+    return np.float32 if name in ("weights", REFERENCE) else np.int32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,3 +112,55 @@ def count_targets(document_starts: np.ndarray, *, start: int, stop: int) -> int:
     last_tokens = document_starts[1:] - 1
     ends = int(np.searchsorted(last_tokens, stop) - np.searchsorted(last_tokens, start))
     return stop - start - ends
+
+
+@dataclasses.dataclass(frozen=True)
+class FilledRows:
+    """Rows of whole sequences.
+
+    Attributes:
+      members: numbers of the sequences, row by row, in a row in increasing order; int64.
+      starts: where each row starts in `members`, then their number; int64.
+    """
+
+    members: np.ndarray
+    starts: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def of(self, row: int) -> np.ndarray:
+        """Numbers of the sequences in a row."""
+        return self.members[self.starts[row] : self.starts[row + 1]]
+
+
+def fill_rows(lengths: np.ndarray, num_tokens: int, *, packing: bool) -> FilledRows:
+    """Each sequence in turn goes into the fullest row that has room for it, or else opens a row: "best fit".
+
+    Rows are in the order in which they were opened, so that the first rows hold the first sequences.
+
+    Args:
+      lengths: slots that each sequence takes, from 1 to num_tokens; int64.
+      num_tokens: slots of a row.
+      packing: False: a row for each sequence.
+    """
+    if not packing:
+        return FilledRows(np.arange(len(lengths)), np.arange(len(lengths) + 1))
+    rows: list[list[int]] = []
+    with_room: list[list[int]] = [[] for _ in range(num_tokens + 1)]  # rows by the slots that they have left
+    rooms = 0  # bit r is set where some row has r slots left
+    for number, length in enumerate(lengths.tolist()):
+        fitting = rooms >> length
+        if fitting:
+            room = length + (fitting & -fitting).bit_length() - 1  # the least that suffices
+            row = with_room[room].pop()
+            rooms &= ~(int(not with_room[room]) << room)
+        else:
+            room, row = num_tokens, len(rows)
+            rows.append([])
+        rows[row].append(number)
+        if left := room - length:
+            with_room[left].append(row)
+            rooms |= 1 << left
+    members = np.array([number for row in rows for number in row], np.int64)
+    return FilledRows(members, np.cumsum([0, *map(len, rows)], dtype=np.int64))

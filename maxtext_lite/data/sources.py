@@ -1,4 +1,4 @@
-"""Where examples come from: text files tokenized at start-up, or random tokens.
+"""Where examples come from: text files tokenized at start-up, random tokens, or (`answers`) conversations.
 
 An example source is a sequence with random access; which example is read when is not its business (`order`, `feed`).
 """
@@ -7,28 +7,24 @@ from __future__ import annotations
 
 import dataclasses
 import fractions
-import glob
-import gzip
 import hashlib
 import itertools
-import json
 import pathlib
-import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
 
-from maxtext_lite.config import DataConfig, UserError, packaged_directory, packaged_file
-from maxtext_lite.data.packing import DocumentRows, PackedRows, build_row, count_targets
+from maxtext_lite.config import DataConfig, UserError
+from maxtext_lite.data.answers import open_answers
+from maxtext_lite.data.files import check_unicode, find_files, json_lines, read_text
+from maxtext_lite.data.packing import FIELDS, DocumentRows, PackedRows, build_row, count_targets
 from maxtext_lite.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
-
-TEXT_SUFFIXES = (".txt", ".txt.gz", ".jsonl", ".jsonl.gz")
-"""Files that `dataset_type=text` reads; a directory's other files are not looked at."""
 
 SYNTHETIC_TRAINING_EXAMPLES = 2**31 - 1
 SYNTHETIC_EVALUATION_EXAMPLES = 64
 
+_TEXT_FIELD = 'a string under "text"'
 _DOCUMENTS_PER_ENCODING = 4096  # bounds the memory of what the tokenizer library returns
 
 
@@ -41,8 +37,18 @@ class ExampleSource(Protocol):
         ...
 
     @property
+    def fields(self) -> Sequence[str]:
+        """Names of an example's arrays, of dtype `packing.field_dtype`."""
+        ...
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """Sentences on what is in the files and not in the examples."""
+        ...
+
+    @property
     def num_tokens(self) -> int:
-        """Tokens an example, T."""
+        """Tokens an example: the length of its arrays."""
         ...
 
     @property
@@ -59,7 +65,9 @@ class ExampleSource(Protocol):
         ...
 
 
-def open_sources(config: DataConfig, *, vocab_size: int | None = None) -> tuple[ExampleSource, ExampleSource | None]:
+def open_sources(
+    config: DataConfig, *, vocab_size: int | None = None, begins_as_elsewhere: bool = False
+) -> tuple[ExampleSource, ExampleSource | None]:
     """The training examples, and the held-out ones.
 
     Held out are the examples of `eval_dataset_path`; without one, the last floor(eval_fraction x examples) rows of the
@@ -68,6 +76,7 @@ def open_sources(config: DataConfig, *, vocab_size: int | None = None) -> tuple[
     Args:
       vocab_size: rows of the embedding table: the tokenizer must fit, and synthetic tokens are drawn below it. None:
         the tokenizer's own size.
+      begins_as_elsewhere: see `conversations.Writer`.
     Returns:
       (training, evaluation); evaluation is None where eval_fraction is 0 and eval_dataset_path is empty.
     Raises:
@@ -82,6 +91,8 @@ def open_sources(config: DataConfig, *, vocab_size: int | None = None) -> tuple[
             SyntheticSource(0, SYNTHETIC_TRAINING_EXAMPLES, config.max_target_length, drawn_below),
             SyntheticSource(1, SYNTHETIC_EVALUATION_EXAMPLES, config.max_target_length, drawn_below),
         )
+    if config.dataset_type != "text":
+        return open_answers(config, tokenizer, begins_as_elsewhere=begins_as_elsewhere)
     everything = _open_text(config, tokenizer, key="dataset_path", path=config.dataset_path)
     if config.eval_dataset_path:
         return everything, _open_text(config, tokenizer, key="eval_dataset_path", path=config.eval_dataset_path)
@@ -119,6 +130,9 @@ class TextSource:
     num_rows: int
     num_empty_documents: int
     stream_fingerprint: str
+
+    fields = FIELDS
+    notes = ()
 
     @property
     def num_documents(self) -> int:
@@ -174,6 +188,9 @@ class SyntheticSource:
     num_tokens: int
     vocab_size: int
 
+    fields = FIELDS
+    notes = ()
+
     @property
     def fingerprint(self) -> str:
         """All that the tokens depend on."""
@@ -207,7 +224,7 @@ class SyntheticSource:
 
 
 def _open_text(config: DataConfig, tokenizer: Tokenizer, *, key: str, path: str) -> TextSource:
-    stream, document_starts, num_empty_documents = _tokenize(_read_documents(_find_files(key, path)), tokenizer)
+    stream, document_starts, num_empty_documents = _tokenize(_read_documents(find_files(key, path)), tokenizer)
     layout = (PackedRows if config.packing else DocumentRows)(document_starts, config.max_target_length)
     if len(layout) == 0:
         raise UserError(f"{key}={path!r} has no text: every document in it is empty.")
@@ -236,83 +253,15 @@ def _tokenize(documents: Iterator[str], tokenizer: Tokenizer) -> tuple[np.ndarra
     return stream, document_starts, num_empty_documents
 
 
-def _find_files(key: str, path: str) -> list[tuple[str, pathlib.Path]]:
-    """(name for messages, file) of each text file, in the order of their names."""
-    suffixes = ", ".join(TEXT_SUFFIXES)
-    place = pathlib.Path(path).expanduser()
-    if place.is_dir():
-        everything = f"{glob.escape(str(place))}/**"
-        files = [(str(file), file) for file in _matches(everything) if file.name.endswith(TEXT_SUFFIXES)]
-        if not files:
-            raise UserError(f"{key}={path!r} is a directory without a {suffixes} file.")
-    elif place.is_file():
-        files = [(path, place)]
-    elif glob.has_magic(path):
-        files = [(str(file), file) for file in _matches(str(place))]
-        if not files:
-            raise UserError(f"{key}={path!r} matches no file.")
-    else:
-        files = [(path, _packaged_text(key, path))]
-    for name, _ in files:
-        if not name.endswith(TEXT_SUFFIXES):
-            raise UserError(f"{key}={path!r}: cannot read {name!r}. The files are {suffixes}.")
-    return files
-
-
-def _matches(pattern: str) -> list[pathlib.Path]:
-    # Not pathlib's glob: it takes hidden files (.ipynb_checkpoints) for the user's, and no absolute pattern.
-    names = sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207
-    return [path for path in map(pathlib.Path, names) if path.is_file()]
-
-
-def _packaged_text(key: str, path: str) -> pathlib.Path:
-    packaged = packaged_file("assets", path)
-    if packaged is not None:
-        return packaged
-    names = (file.name for file in packaged_directory("assets").iterdir() if file.name.endswith(TEXT_SUFFIXES))
-    raise UserError(
-        f"{key}={path!r}: there is no such file or directory in {str(pathlib.Path.cwd())!r}, "
-        f"nor among the texts that ship with the package ({', '.join(sorted(names))})."
-    )
-
-
 def _read_documents(files: list[tuple[str, pathlib.Path]]) -> Iterator[str]:
     """Each .txt file as one document, each line of a .jsonl file as one; as they stand, also empty ones."""
     for name, file in files:
-        text = _read_text(name, file)
+        text = read_text(name, file)
         if name.endswith((".txt", ".txt.gz")):
             yield text
-        else:
-            yield from _jsonl_documents(name, text)
-
-
-def _jsonl_documents(name: str, text: str) -> Iterator[str]:
-    # Split at newlines only: str.splitlines would also split at U+2028, which JSON allows inside a string.
-    for line_number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
             continue
-        try:
-            value = json.loads(line)
-        except ValueError as error:
-            reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
-            raise UserError(f"{name}:{line_number}: not JSON ({reason}).") from error
-        if not isinstance(value, dict) or not isinstance(value.get("text"), str):
-            raise UserError(f'{name}:{line_number}: not a JSON object with a string under "text".')
-        try:
-            value["text"].encode("utf-8")
-        except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair, which no encoding can
-            raise UserError(f'{name}:{line_number}: "text" is not valid Unicode ({error.reason}).') from error
-        yield value["text"]
-
-
-def _read_text(name: str, file: pathlib.Path) -> str:
-    """The file's UTF-8 text, decompressed, without a byte-order mark; line ends as they are."""
-    try:
-        content = file.read_bytes()
-        if name.endswith(".gz"):
-            content = gzip.decompress(content)
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{name}: not UTF-8 text (byte {error.start}: {error.reason}).") from error
-    except (OSError, EOFError, zlib.error) as error:
-        raise UserError(f"{name}: cannot be read ({error}).") from error
+        for where, value in json_lines(name, text, wanted=_TEXT_FIELD):
+            if not isinstance(value.get("text"), str):
+                raise UserError(f"{where}: not a JSON object with {_TEXT_FIELD}.")
+            check_unicode(where, "text", value["text"])
+            yield value["text"]

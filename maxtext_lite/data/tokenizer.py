@@ -11,7 +11,7 @@ import hashlib
 import json
 import pathlib
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -21,6 +21,20 @@ from maxtext_lite.config import DataConfig, UserError
 END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<|end▁of▁sentence|>", "</s>", "<eos>", "<|im_end|>")
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class PlacedTokens(NamedTuple):
+    """A text's tokens, and which of its characters each stands for.
+
+    Attributes:
+      token_ids: int32 [number of tokens].
+      starts: first character of each; int64. A space that the tokenizer counts to no token belongs to the next one.
+      stops: the character after the last of each; int64. A token may stand for none, before the one that follows.
+    """
+
+    token_ids: np.ndarray
+    starts: np.ndarray
+    stops: np.ndarray
 
 
 class StreamDecoder(Protocol):
@@ -68,6 +82,15 @@ class Tokenizer(Protocol):
         """`encode` of each text, in parallel where the library can."""
         ...
 
+    def encode_placed(self, texts: Sequence[str]) -> list[PlacedTokens]:
+        """`encode` of each text, with the characters that each token stands for."""
+        ...
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Tokens that are no text. Where a text can spell them, `encode` gives them."""
+        ...
+
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
         """The text; special tokens give none."""
         ...
@@ -108,6 +131,7 @@ class ByteTokenizer:
 
     vocab_size = 257
     end_of_text_id = 256
+    special_ids = frozenset({256})
     fingerprint = "byte"
 
     def encode(self, text: str) -> np.ndarray:
@@ -121,6 +145,16 @@ class ByteTokenizer:
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         """`encode` of each text."""
         return [self.encode(text) for text in texts]
+
+    def encode_placed(self, texts: Sequence[str]) -> list[PlacedTokens]:
+        """`encode` of each text; every byte of a character stands for it."""
+        placed = []
+        for text in texts:
+            token_ids = self.encode(text)
+            # Bytes 0b10xxxxxx go on with the character of the byte before.
+            starts = np.cumsum((token_ids & 0xC0) != 0x80, dtype=np.int64) - 1
+            placed.append(PlacedTokens(token_ids, starts, starts + 1))
+        return placed
 
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
         """The text; invalid UTF-8 becomes U+FFFD, and ids from 256 on have no text."""
@@ -191,6 +225,8 @@ class HuggingFaceTokenizer:
         except Exception as error:  # the library raises bare Exception
             raise UserError(f"tokenizer_path={str(path)!r} is not a tokenizer.json ({error}).") from error
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.end_of_text_id = self._find_end_of_text(path)
         self.fingerprint = f"huggingface:{hashlib.sha256(content).hexdigest()}:{self.end_of_text_id}"
 
@@ -230,6 +266,14 @@ class HuggingFaceTokenizer:
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
+    def encode_placed(self, texts: Sequence[str]) -> list[PlacedTokens]:
+        """`encode` of each text, on all cores, with the characters that each token stands for."""
+        placed = []
+        for encoding in self._tokenizer.encode_batch(list(texts), add_special_tokens=False):
+            starts, stops = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
+            placed.append(PlacedTokens(np.array(encoding.ids, np.int32), _without_gaps(starts, stops), stops))
+        return placed
+
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
         """The text; special tokens and ids outside the vocabulary give none."""
         return self._tokenizer.decode([int(i) for i in token_ids if i < self.vocab_size], skip_special_tokens=True)
@@ -261,6 +305,8 @@ class SentencePieceTokenizer:
             raise UserError(
                 f"tokenizer_path={str(path)!r} has no end-of-text token: the model was trained without an eos piece."
             )
+        ids = range(self.vocab_size)
+        self.special_ids = frozenset(token_id for token_id in ids if self._processor.is_control(token_id))
         self.fingerprint = f"sentencepiece:{hashlib.sha256(content).hexdigest()}"
 
     def encode(self, text: str) -> np.ndarray:
@@ -276,6 +322,15 @@ class SentencePieceTokenizer:
         """`encode` of each text."""
         return [self.encode(text) for text in texts]
 
+    def encode_placed(self, texts: Sequence[str]) -> list[PlacedTokens]:
+        """`encode` of each text, with the characters that each piece stands for."""
+        placed = []
+        for text in texts:
+            found = self._processor.encode(text, return_type="offset_mapping")
+            starts, stops = np.array(found["offsets"], np.int64).reshape(-1, 2).T
+            placed.append(PlacedTokens(np.array(found["ids"], np.int32), _without_gaps(starts, stops), stops))
+        return placed
+
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
         """The text; control pieces and ids outside the vocabulary give none."""
         return self._processor.decode([int(i) for i in token_ids if i < self.vocab_size])
@@ -283,6 +338,12 @@ class SentencePieceTokenizer:
     def stream_decoder(self) -> StreamDecoder:
         """A decoder that holds back incomplete characters."""
         return _PrefixStream(self)
+
+
+def _without_gaps(starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
+    """The starts of tokens that also stand for the characters between the token before and them: trimmed spaces."""
+    ends_before = np.concatenate([np.zeros(1, np.int64), np.maximum.accumulate(stops)])[: len(starts)]
+    return np.minimum(starts, ends_before)
 
 
 def _existing_file(tokenizer_path: str, default_name: str) -> pathlib.Path:

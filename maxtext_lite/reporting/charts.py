@@ -62,10 +62,23 @@ CHARTS = (
     ChartSpec(
         "loss",
         "Loss",
-        "nats per target token",
+        "nats per target token, or per pair in DPO",
         (LineSpec("loss", "training"), LineSpec("eval_loss", "held out")),
         from_zero=False,
         marks=("stages", "skipped"),
+    ),
+    ChartSpec(
+        "rewards",
+        "Rewards of answers",
+        "beta times the log-probability's ratio to the reference's",
+        (LineSpec("reward_chosen", "chosen"), LineSpec("reward_rejected", "rejected")),
+        from_zero=False,
+    ),
+    ChartSpec(
+        "reward-accuracy",
+        "Pairs whose chosen answer has the larger reward",
+        "fraction of the pairs of a step",
+        (LineSpec("reward_accuracy", "accuracy"),),
     ),
     ChartSpec(
         "batch",

@@ -17,7 +17,7 @@ STEP_METRICS = (
     "loss", "grad_norm", "param_norm", "learning_rate", "examples_seen", "tokens_seen", "epoch",
     "global_batch_to_train", "step_seconds", "data_seconds", "tokens_per_second", "tflops_per_device", "mfu",
     "moe_balance_loss", "z_loss", "gradient_noise_scale", "gradient_noise_scale_ratio", "gradient_noise_scale_error",
-    "loss_scale",
+    "loss_scale", "reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy",
 )  # fmt: skip
 """The numbers of a step's line in metrics.jsonl that a report shows."""
 

@@ -1,29 +1,26 @@
-"""The exact held-out loss: each held-out token once, whatever the batch size and the mesh."""
+"""The exact held-out loss: each held-out example once, whatever the batch size and the mesh."""
 
-import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
-import numpy as np
 
 from maxtext_lite.data import Batch
+from maxtext_lite.training.objective import NEXT_TOKEN, Objective
 
 
-def evaluate(eval_step: Any, params: Any, batches: Iterable[Batch]) -> tuple[float, int]:
-    """Mean loss in nats per target token, and the number of target tokens.
-
-    Row sums come from the devices; they are added in double precision here, so that neither the order nor the
-    size of the batches enters.
+def evaluate(
+    eval_step: Any, params: Any, batches: Iterable[Batch], objective: Objective = NEXT_TOKEN
+) -> dict[str, float | int]:
+    """The entries of an evaluation's record, `eval_loss` and `eval_target_tokens` among them.
 
     Args:
-      eval_step: as `step.make_eval_step` makes it.
+      eval_step: as `step.make_eval_step` makes it, for the same objective.
     """
-    row_nll: list[np.ndarray] = []
-    target_tokens = 0
+    return objective.evaluation(list(scores_of(eval_step, params, batches)))
+
+
+def scores_of(eval_step: Any, params: Any, batches: Iterable[Batch]) -> Iterator[Any]:
+    """The scores of each batch, on the host."""
     for batch in batches:
-        nll_B, tokens_B = jax.device_get(eval_step(params, batch.arrays))
-        row_nll.append(nll_B)
-        target_tokens += int(tokens_B.sum())
-    total = math.fsum(float(nll) for rows in row_nll for nll in rows)
-    return total / max(target_tokens, 1), target_tokens
+        yield jax.device_get(eval_step(params, batch.arrays))

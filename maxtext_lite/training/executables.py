@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 
 from maxtext_lite.batching import BatchPlan, BatchStage
 from maxtext_lite.config import Config
+from maxtext_lite.data import example_shape, field_dtype
 from maxtext_lite.parallel import sharding
 from maxtext_lite.training.state import TrainState
 from maxtext_lite.training.step import TRAIN_BATCH_AXES
@@ -54,12 +55,10 @@ class Executables:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _compile(self, slots: int) -> tuple[Any, float]:
-        sizes = (self._plan.gradient_accumulation_steps, slots, self._config.max_target_length)
+        num_tokens, fields = example_shape(self._config)
+        sizes = (self._plan.gradient_accumulation_steps, slots, num_tokens)
         where = sharding(self._mesh, TRAIN_BATCH_AXES)
-        batch = {
-            name: jax.ShapeDtypeStruct(sizes, "float32" if name == "weights" else "int32", sharding=where)
-            for name in ("tokens", "targets", "segments", "positions", "weights")
-        }
+        batch = {name: jax.ShapeDtypeStruct(sizes, field_dtype(name), sharding=where) for name in fields}
         number = None
         if self._plan.ramps_accumulation:
             number = jax.ShapeDtypeStruct((), "int32", sharding=sharding(self._mesh))

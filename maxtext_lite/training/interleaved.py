@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from maxtext_lite.config import NumericsConfig
 from maxtext_lite.models import Decoder, Stream, stream_axes
 from maxtext_lite.parallel import Flight, constrain, num_shards, over_replicas
-from maxtext_lite.training.loss import LossSums, auxiliary_loss, hidden_loss
+from maxtext_lite.training.loss import LossSums
+from maxtext_lite.training.objective import Cut, Objective
 
 
 class InterleavedStep:
@@ -19,10 +20,12 @@ class InterleavedStep:
     stages: each takes a part of the tokens of a piece, cut along the sequence.
     """
 
-    def __init__(self, decoder: Decoder, config: NumericsConfig, num_replicas: int, *, own_params: bool):
+    def __init__(
+        self, decoder: Decoder, config: NumericsConfig, num_replicas: int, objective: Objective, *, own_params: bool
+    ):
         assert decoder.pipeline is not None
         self._decoder, self._pipeline, self._config = decoder, decoder.pipeline, config
-        self._num_replicas = num_replicas
+        self._num_replicas, self._objective = num_replicas, objective
         own = (0, 2, 3) if own_params else (2, 3)
         self._tick = over_replicas(self._tick_of_replica, num_replicas, own=own, rows=(4, 5, 6))
 
@@ -113,17 +116,10 @@ class InterleavedStep:
             return decoder.dense_layers(whole(ends), stream).x_BTD
 
         def loss(ends: Any, x_BTD: jax.Array, aux: dict[str, jax.Array]) -> tuple[jax.Array, LossSums]:
-            weights, target_tokens_B = leaving["weights"] * factor, jnp.sum(leaving["weights"] > 0, axis=-1)
-            main, sums = hidden_loss(
-                decoder,
-                whole(ends),
-                decoder.final_norm(whole(ends), self._cut(x_BTD)),
-                {"targets": self._cut(leaving["targets"]), "weights": self._cut(weights)},
-                self._config,
-            )
-            rows = {"weights": weights, "example_weights": target_tokens_B * factor}
-            more, sums_of_aux = auxiliary_loss(decoder, aux, rows, self._config)
-            return main + more, sums._replace(aux=sums_of_aux)
+            params = whole(ends)
+            x_BTD = decoder.final_norm(params, self._cut(x_BTD))
+            tokens = Cut(self._cut, self._uncut)
+            return self._objective.loss(decoder, params, x_BTD, aux, leaving, factor, self._config, tokens)
 
         def leave(stream: Stream) -> tuple[list[jax.Array], Any]:
             differentiated = jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)

@@ -26,8 +26,9 @@ from maxtext_lite.parallel import sharding
 from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.evaluate import evaluate
 from maxtext_lite.training.executables import Executables
-from maxtext_lite.training.metrics import MetricsLog, Terminal
+from maxtext_lite.training.metrics import MetricsLog, Terminal, evaluation_text
 from maxtext_lite.training.nonfinite import find_nonfinite
+from maxtext_lite.training.reference import add_reference
 from maxtext_lite.training.run import Run
 from maxtext_lite.training.state import TrainState
 from maxtext_lite.training.step import (
@@ -56,7 +57,7 @@ class RunResult:
     Attributes:
       step: steps done in the whole run.
       loss: training loss of the last step; None if this process did none.
-      eval_loss: the last evaluation's, in nats per token; None without one.
+      eval_loss: the last evaluation's, a mean over target tokens (dpo: pairs); None without one.
       interrupted: a signal ended the run, after saving where checkpoints are on.
       is_first_host: this process is the one that writes the run directory.
       state: the final TrainState, on the devices.
@@ -103,6 +104,7 @@ def _train(run: Run, signals: Signals) -> RunResult:
             terminal.say(f"nothing to do: {run.directory} has {counts.step} steps already, which is all")
             return RunResult(run.directory, counts.step, None, None, False, run.is_first, state)
         run.introduce(terminal, counts)
+        add_reference(run, state, counts, terminal)
         log = MetricsLog(run.directory, counts.step) if run.is_first else None
         terminal.start(counts.step, counts.step + left)
         return _Loop(run, terminal, log).train_from(state, counts, signals)
@@ -129,7 +131,13 @@ class _Loop:
         # for ever for a device whose thread the other holds. There, a step is finished before the next begins.
         self.one_at_a_time = jax.default_backend() == "cpu" and jax.device_count() > 1
         train_step = make_train_step(
-            run.decoder, run.optimizer, run.mesh, config=run.config, schedule=run.schedule, local=run.local
+            run.decoder,
+            run.optimizer,
+            run.mesh,
+            config=run.config,
+            schedule=run.schedule,
+            local=run.local,
+            objective=run.objective,
         )
         self.executables = Executables(train_step, run.abstract_state, run.plan, run.mesh, config=run.config)
         self.stage: BatchStage | None = None
@@ -156,7 +164,7 @@ class _Loop:
                 worker_count=config.grain_worker_count,
             ) as batches,
         ):
-            eval_step = make_eval_step(run.decoder, run.mesh, config)
+            eval_step = make_eval_step(run.decoder, run.mesh, config, run.objective)
             train_step = self._step_of(plan.stage_at(counts.examples_seen), counts.step + 1)
             self.last_ready = time.perf_counter()
             in_flight: _InFlight | None = None
@@ -308,7 +316,7 @@ class _Loop:
         run = self.run
         if self.one_at_a_time:
             jax.block_until_ready(state)
-        step_gradients = accumulate_gradients(run.decoder, run.optimizer, run.mesh, config, run.local)
+        step_gradients = accumulate_gradients(run.decoder, run.optimizer, run.mesh, config, run.local, run.objective)
         cause = find_nonfinite(
             lambda params, *rest: step_gradients(params[0], *rest, frozen=params[1]),
             (state.params, state.frozen),
@@ -337,14 +345,11 @@ class _Loop:
             source, self.plan, sharding=sharding(self.run.mesh, EVAL_BATCH_AXES), eval_steps=self.config.eval_steps
         ) as batches:
             params = self.run.decoder.joined(state.model_params, state.frozen)
-            self.eval_loss, tokens = evaluate(eval_step, params, batches)
-        record = {"step": self.counts.step, "eval_loss": self.eval_loss, "eval_target_tokens": tokens}
+            found = evaluate(eval_step, params, batches, self.run.objective)
+        self.eval_loss = found["eval_loss"]
         if self.log:
-            self.log.write(record)
-        self.terminal.say(
-            f"step {self.counts.step}/{self.terminal.last_step}  held-out loss {self.eval_loss:.4f} nats per "
-            f"token over {tokens:,} tokens"
-        )
+            self.log.write({"step": self.counts.step, **found})
+        self.terminal.say(f"step {self.counts.step}/{self.terminal.last_step}  {evaluation_text(found)}")
 
     def _profile(self, steps_here: int | None) -> None:
         """Starts and ends the trace of `profiler_steps` steps; `steps_here` counts this process's, None: the end."""

@@ -15,17 +15,12 @@ from maxtext_lite.parallel import constrain, context_shards
 class LossSums(NamedTuple):
     """Sums over target tokens, float32 scalars: of weighted nll, and of weighted squared log-partition.
 
-    `aux` has the experts' by name (see `auxiliary_loss`), {} without experts.
+    `aux` has the experts' by name (see `auxiliary_loss`), {} without experts, and what an objective adds to them.
     """
 
     nll: jax.Array
     log_partition_squared: jax.Array
     aux: dict[str, jax.Array]
-
-    @classmethod
-    def zeros(cls, decoder: Decoder, zero: jax.Array) -> "LossSums":
-        """Before the first micro-batch: `zero` for each."""
-        return cls(zero, zero, dict.fromkeys(_summed_names(decoder), zero))
 
 
 def _tile_logits(x_BTD: jax.Array, head_DV: jax.Array, soft_cap: float) -> jax.Array:
@@ -189,31 +184,20 @@ def _cross_entropy_backward(
 cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 
 
-def next_token_loss(
-    decoder: Decoder, params: Any, rows: dict[str, jax.Array], config: NumericsConfig
-) -> tuple[jax.Array, LossSums]:
-    """Summed loss of predicting `rows["targets"]`, auxiliary losses included, and its parts.
-
-    Args:
-      params: the decoder's parameters as `Decoder.cast` gives them.
-      rows: tokens, targets, segments, positions (int32) and weights (float32), each [B, T], and example_weights [B],
-        each row's target tokens, divided as the weights are.
-    """
-    x_BTD, aux = decoder.hidden_and_aux(params, rows["tokens"], rows["segments"], rows["positions"])
-    loss, sums = hidden_loss(decoder, params, x_BTD, rows, config)
-    more, sums_of_aux = auxiliary_loss(decoder, aux, rows, config)
-    return loss + more, sums._replace(aux=sums_of_aux)
-
-
 def hidden_loss(
     decoder: Decoder, params: Any, x_BTD: jax.Array, rows: dict[str, jax.Array], config: NumericsConfig
 ) -> tuple[jax.Array, LossSums]:
-    """`next_token_loss` from the final hidden states, without auxiliary losses; looks at `targets` and `weights`."""
-    # Gathered here, each once: their two uses, for logits and for the gradient, could each do so.
-    x_BTD = constrain(x_BTD, ("end_batch", "length", "activation_embed"))
-    head_DV = constrain(decoder.head(params).astype(x_BTD.dtype), (None, "vocab"))
+    """Summed loss of predicting `rows["targets"]` from the final hidden states, weighted by `rows["weights"]`."""
+    x_BTD, head_DV = head_inputs(decoder, params, x_BTD)
     z_loss, tiles, soft_cap = config.z_loss_multiplier, config.num_vocab_tiling, decoder.shape.final_soft_cap
     return cross_entropy(x_BTD, head_DV, rows["targets"], rows["weights"], z_loss, tiles, soft_cap)
+
+
+def head_inputs(decoder: Decoder, params: Any, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The final hidden states and the output projection [D, V], laid out for `cross_entropy`."""
+    # Gathered here, each once: their two uses, for logits and for the gradient, could each do so.
+    x_BTD = constrain(x_BTD, ("end_batch", "length", "activation_embed"))
+    return x_BTD, constrain(decoder.head(params).astype(x_BTD.dtype), (None, "vocab"))
 
 
 def auxiliary_loss(
@@ -224,13 +208,14 @@ def auxiliary_loss(
 
     Args:
       aux: of rows' streams after all layers; the sums over layers.
+      rows: `weights` [B, T] and `example_weights` [B], divided as the loss is.
     """
     multipliers = {BALANCE: config.load_balance_loss_weight, ROUTER_Z: config.router_z_loss_multiplier}
     loss = jnp.zeros([], jnp.float32)
     if LOAD in aux:  # neither weighted nor divided: counts that stay whole
         loss += jnp.sum(aux[LOAD])
     sums = {}
-    for name in _summed_names(decoder):
+    for name in auxiliary_names(decoder):
         weights = rows["weights"] if aux[name].ndim == 2 else rows["example_weights"]
         sums[name] = jnp.sum(weights * aux[name]) / decoder.shape.num_expert_layers
         loss += multipliers.get(name, 0) * sums[name]
@@ -252,7 +237,8 @@ def auxiliary_metrics(aux: dict[str, jax.Array], config: NumericsConfig) -> dict
     return metrics
 
 
-def _summed_names(decoder: Decoder) -> list[str]:
+def auxiliary_names(decoder: Decoder) -> list[str]:
+    """Names of the sums of `auxiliary_loss`."""
     experts = decoder.shape.experts
     return [] if experts is None else [name for name in experts.aux_axes if name != LOAD]
 

@@ -162,10 +162,24 @@ class Terminal:
             self._bar.stop()
 
 
+def evaluation_text(record: dict[str, Any]) -> str:
+    """An evaluation's record as a line of the terminal."""
+    tokens = f"{record['eval_target_tokens']:,} tokens"
+    if "eval_pairs" not in record:
+        return f"held-out loss {record['eval_loss']:.4f} nats per token over {tokens}"
+    return (
+        f"held-out loss {record['eval_loss']:.4f} per pair over {record['eval_pairs']:,} pairs, reward accuracy "
+        f"{record['eval_reward_accuracy']:.1%}, margin {record['eval_reward_margin']:.3g}"
+    )
+
+
 def _step_line(record: dict[str, Any]) -> str:
     mfu = "" if record["mfu"] is None else f"  MFU {record['mfu']:.1%}"
+    reward = ""
+    if "pairs" in record:
+        reward = f"accuracy {record['reward_accuracy']:.1%}  margin {record['reward_margin']:.3g}  "
     return (
-        f"loss {record['loss']:.4f}  {record['tokens_per_second']:,.0f} tokens/s  "
+        f"loss {record['loss']:.4f}  {reward}{record['tokens_per_second']:,.0f} tokens/s  "
         f"{record['tflops_per_device']:.3g} TFLOP/s/device{mfu}  lr {record['learning_rate']:.3g}  "
         f"grad {record['grad_norm']:.3g}  batch {record['global_batch_to_train']}"
     )

@@ -15,6 +15,7 @@ from maxtext_lite.parallel import make_mesh
 from maxtext_lite.parallel.hlo import Collective, collectives
 from maxtext_lite.training.executables import Executables
 from maxtext_lite.training.local_updates import LocalUpdates, local_updates
+from maxtext_lite.training.objective import objective_of
 from maxtext_lite.training.optimizer import learning_rate_schedule, make_optimizer
 from maxtext_lite.training.state import TrainState, abstract_state, make_decoder
 from maxtext_lite.training.step import make_synchronise, make_train_step
@@ -119,7 +120,9 @@ def compile_program(config: Config, plan: BatchPlan, devices: Sequence[Any]) -> 
     optimizer = make_optimizer(config, decoder.trained(decoder.axes))
     local = local_updates(config, plan.diloco_num_replicas)
     schedule = learning_rate_schedule(config, last=plan.steps)
-    step = make_train_step(decoder, optimizer, mesh, config=config, schedule=schedule, local=local)
+    step = make_train_step(
+        decoder, optimizer, mesh, config=config, schedule=schedule, local=local, objective=objective_of(config)
+    )
     state = abstract_state(decoder, optimizer, mesh, local)
     stage = plan.stages[-1]
     with contextlib.closing(Executables(step, state, plan, mesh, config=config)) as executables:
@@ -145,7 +148,9 @@ def compile_program(config: Config, plan: BatchPlan, devices: Sequence[Any]) -> 
         meeting=meeting,
         memory=_memory(compiled),
         xla_flops=float(analysis["flops"]) if analysis and "flops" in analysis else None,
-        model_flops=flops_per_example(config, config.max_target_length) * stage.global_batch_to_train,
+        model_flops=flops_per_example(config, config.max_target_length)
+        * config.rows_per_example
+        * stage.global_batch_to_train,
     )
 
 

@@ -26,6 +26,7 @@ from maxtext_lite.training.environment import environment
 from maxtext_lite.training.local_updates import local_updates
 from maxtext_lite.training.metrics import Speed, Terminal, peak_tflops
 from maxtext_lite.training.noise import why_unknown
+from maxtext_lite.training.objective import objective_of
 from maxtext_lite.training.optimizer import Schedule, learning_rate_schedule, make_optimizer
 from maxtext_lite.training.state import TrainState, abstract_state, init_state, make_decoder, state_from
 
@@ -37,6 +38,7 @@ class Run:
       config: as the plan scaled it; `stated_config` as the user wrote it.
       source: the training examples; `eval_source` the held-out ones, or None.
       local: the local updates, or None.
+      objective: what a step minimises.
       is_first: this process writes the run directory.
       checkpointer: None where enable_checkpointing is false.
     Raises:
@@ -48,7 +50,10 @@ class Run:
         num_devices, num_hosts = jax.device_count(), jax.process_count()
         plan = make_plan(_before_data(config), num_devices=num_devices, num_hosts=num_hosts)
         self.source, self.eval_source = open_sources_on_hosts(
-            config, vocab_size=config.vocab_size, loading_hosts=plan.loading_hosts
+            config,
+            vocab_size=config.vocab_size,
+            loading_hosts=plan.loading_hosts,
+            begins_as_elsewhere=_comes_from_elsewhere(config),
         )
         self.plan = plan = make_plan(
             config, num_devices=num_devices, num_hosts=num_hosts, num_examples=len(self.source)
@@ -59,6 +64,7 @@ class Run:
         self.decoder = make_decoder(config, jax.default_backend(), plan)
         self.optimizer = make_optimizer(config, self.decoder.trained(self.decoder.axes))
         self.local = local_updates(config, plan.diloco_num_replicas)
+        self.objective = objective_of(config)
         self.is_first = jax.process_index() == 0
         self.directory = Path(config.base_output_directory) / config.run_name
         if config.load_parameters_path and not has_hf_weights(config.load_parameters_path):
@@ -143,6 +149,9 @@ class Run:
         )
         held_out = "nothing" if self.eval_source is None else f"{len(self.eval_source):,} examples"
         terminal.say(f"{len(self.source):,} training examples, {held_out} held out")
+        for name, source in (("training", self.source), ("held-out", self.eval_source)):
+            for note in () if source is None else source.notes:
+                terminal.say(f"{name} data: {note}")
         unknown = why_unknown(
             num_replicas=self.plan.mesh["data"],
             accumulation=self.plan.gradient_accumulation_steps,
@@ -158,10 +167,16 @@ class Run:
     def speed(self) -> Speed:
         """What steps are timed against."""
         return Speed(
-            flops_per_example=flops_per_example(self.config, self.config.max_target_length),
+            flops_per_example=self.config.rows_per_example
+            * flops_per_example(self.config, self.config.max_target_length),
             num_devices=jax.device_count(),
             peak=peak_tflops(jax.devices()[0].device_kind, self.config.dtype),
         )
+
+
+def _comes_from_elsewhere(config: Config) -> bool:
+    """Whether the run begins with a model that was imported, or that began with one."""
+    return bool(config.load_parameters_path) and hf_directory(config.load_parameters_path) is not None
 
 
 def _before_data(config: Config) -> Config:

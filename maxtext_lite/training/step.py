@@ -14,14 +14,10 @@ from maxtext_lite.parallel import constrain, in_context_order, over_replicas, pe
 from maxtext_lite.training.accumulate import GradientAccumulation
 from maxtext_lite.training.interleaved import InterleavedStep
 from maxtext_lite.training.local_updates import LocalUpdates
-from maxtext_lite.training.loss import (
-    AUXILIARY_METRICS,
-    LossSums,
-    auxiliary_metrics,
-    next_token_loss,
-    row_losses,
-)
+from maxtext_lite.training.loss import AUXILIARY_METRICS, LossSums
+from maxtext_lite.training.objective import NEXT_TOKEN, Objective
 from maxtext_lite.training.optimizer import Progress, Schedule
+from maxtext_lite.training.preference import PREFERENCE_METRICS
 from maxtext_lite.training.state import TrainState, gradient_shardings, state_shardings
 
 TRAIN_BATCH_AXES = ("accumulation", "global_batch", "length")
@@ -31,23 +27,26 @@ EVAL_BATCH_AXES = ("global_batch", "length")
 class StepGradients(NamedTuple):
     """What the micro-batches of a step add up to.
 
-    With local updates every leaf has a leading dim R, one entry for each replica and its own target tokens; otherwise
-    all stand for the whole step.
+    With local updates every leaf has a leading dim R, one entry for each replica and its own count; otherwise all stand
+    for the whole step.
 
     Attributes:
       gradients: of the mean loss, float32.
-      loss: mean nll per target token; z_loss and the experts' aux likewise, before their multipliers.
+      loss: its mean over what the objective counts: target tokens, of which it is the nll, or pairs; z_loss and aux
+        likewise, before their multipliers.
+      num_counted: that count, int32.
       target_tokens: int32.
       examples: rows that hold an example, int32.
       group_squares: sum over groups of W / w |G|^2, where a group is one replica's part of one micro-batch, w its
-        target tokens, W those of the step, and G its part of `gradients`; 0 where there is one group.
-      groups: groups with a target, int32.
+        count, W that of the step, and G its part of `gradients`; 0 where there is one group.
+      groups: groups that count something, int32.
     """
 
     gradients: Any
     loss: jax.Array
     z_loss: jax.Array
     aux: dict[str, jax.Array]
+    num_counted: jax.Array
     target_tokens: jax.Array
     examples: jax.Array
     group_squares: jax.Array
@@ -69,25 +68,26 @@ def accumulate_gradients(
     mesh: Mesh,
     config: NumericsConfig,
     local: LocalUpdates | None = None,
+    objective: Objective = NEXT_TOKEN,
 ) -> Any:
     """A function (params, batch, num_micro_batches=None, loss_scale=None, frozen=None) -> StepGradients of one step.
 
     Gradients are those of `params`; `frozen` is what else the decoder has (see `TrainState`).
 
     `batch` arrays are [A, B, T]; only the first `num_micro_batches` (None: all; may be traced) of the A are looked at,
-    so that the accumulation may change without another executable. Every micro-batch's loss is divided by the number
-    of target tokens of the whole step, so that gradients add up to those of one big batch whatever A, B and the masks
-    are. Each replica of the `data` axis adds up its own gradients in float32; they meet once, after the loop, in
-    `grad_dtype`. With local updates they do not meet: each replica has parameters and target tokens of its own. With
-    the pipeline schedule 1f1b the loop is over ticks instead of micro-batches, and adds up to the same.
+    so that the accumulation may change without another executable. Every micro-batch's loss is divided by the count
+    of the whole step, target tokens or what else the objective counts, so that gradients add up to those of one big
+    batch whatever A, B and the masks are. Each replica of the `data` axis adds up its own gradients in float32; they
+    meet once, after the loop, in `grad_dtype`. With local updates they do not meet: each replica has parameters and a
+    count of its own. With the pipeline schedule 1f1b the loop is over ticks instead of micro-batches, and adds up to
+    the same.
     """
     num_replicas = local.num_replicas if local else mesh.shape["data"]
 
     def loss_share(params: Any, frozen: Any, factor: jax.Array, rows: dict[str, jax.Array]) -> Any:
-        # Weights carry the division: scaled before the backward pass, float16 gradients follow the loss scale.
-        target_tokens_B = jnp.sum(rows["weights"] > 0, axis=-1)
-        weights = {"weights": rows["weights"] * factor, "example_weights": target_tokens_B * factor}
-        return next_token_loss(decoder, decoder.joined(params, frozen), rows | weights, config)
+        params = decoder.joined(params, frozen)
+        x_BTD, aux = decoder.hidden_and_aux(params, rows["tokens"], rows["segments"], rows["positions"])
+        return objective.loss(decoder, params, x_BTD, aux, rows, factor, config)
 
     differentiate = over_replicas(
         jax.value_and_grad(loss_share, has_aux=True), num_replicas, own=(0, 2) if local else (2,), rows=(3,)
@@ -96,7 +96,7 @@ def accumulate_gradients(
     pipeline = decoder.pipeline
     interleaved = None
     if pipeline and pipeline.schedule == "1f1b":
-        interleaved = InterleavedStep(decoder, config, num_replicas, own_params=local is not None)
+        interleaved = InterleavedStep(decoder, config, num_replicas, objective, own_params=local is not None)
 
     def per_replica_sum(x_AB: jax.Array) -> jax.Array:
         """[A, B] -> [R]."""
@@ -115,13 +115,14 @@ def accumulate_gradients(
         loss_scale: jax.Array | None = None,
         frozen: Any = None,
     ) -> StepGradients:
-        batch = in_context_order(batch, TRAIN_BATCH_AXES)
-        has_target_ABT, has_example_AB = batch["weights"] > 0, batch["segments"][..., 0] > 0
-        tokens_R = per_replica_sum(jnp.sum(has_target_ABT, axis=-1, dtype=jnp.int32))
-        examples_R = per_replica_sum(has_example_AB.astype(jnp.int32))
-        step_tokens_R = tokens_R if local else jnp.broadcast_to(jnp.sum(tokens_R), num_replicas)
-        step_tokens_R = jnp.maximum(step_tokens_R, 1).astype(jnp.float32)
-        factor_R = 1.0 / step_tokens_R if loss_scale is None else loss_scale / step_tokens_R
+        batch = in_context_order(objective.rows(batch, TRAIN_BATCH_AXES), TRAIN_BATCH_AXES)
+        has_example_AB = batch["segments"][..., 0] > 0
+        examples_R = per_replica_sum(has_example_AB.astype(jnp.int32)) // objective.rows_per_example
+        counts_R = {name: per_replica_sum(x_AB) for name, x_AB in objective.counts(batch).items()}
+        counted_R = counts_R[objective.divisor]
+        whole_R = counted_R if local else jnp.broadcast_to(jnp.sum(counted_R), num_replicas)
+        whole_R = jnp.maximum(whole_R, 1).astype(jnp.float32)
+        factor_R = 1.0 / whole_R if loss_scale is None else loss_scale / whole_R
         whole = decoder.cast(decoder.joined(params, frozen))
         cast_params, cast_frozen = decoder.trained(whole), decoder.frozen(whole)
         # Where pieces of several micro-batches are under way at once, only replicas have gradients of their own.
@@ -134,33 +135,32 @@ def accumulate_gradients(
             micro_params, micro_frozen, rows = jax.lax.optimization_barrier((cast_params, cast_frozen, rows))
             (_, losses), gradients = differentiate(micro_params, micro_frozen, factor_R, rows)
             sums = added(sums, gradients, losses)
-            group_tokens_R = per_replica_sum(jnp.sum(rows["weights"] > 0, axis=-1, dtype=jnp.int32)[None])
-            return with_groups(sums, gradients, group_tokens_R)
+            return with_groups(sums, gradients, per_replica_sum(objective.counts(rows)[objective.divisor][None]))
 
         def added(sums: _Sums, gradients: Any, losses: LossSums) -> _Sums:
             accumulator = optimizer.accumulate(sums.gradients, gradients)
             accumulator = jax.tree.map(lay_out, accumulator, trained_axes)
             return sums._replace(gradients=accumulator, losses=jax.tree.map(jnp.add, sums.losses, losses))
 
-        def with_groups(sums: _Sums, gradients: Any, group_tokens_R: jax.Array) -> _Sums:
+        def with_groups(sums: _Sums, gradients: Any, group_R: jax.Array) -> _Sums:
             """With one more group in each replica."""
             if local or num_groups == 1:
                 return sums
-            share_R = group_tokens_R / step_tokens_R
+            share_R = group_R / whole_R
             squares_R = sum(_squares_by_replica(g) for g in optimizer.slopes(gradients))
-            group_squares = jnp.where(group_tokens_R > 0, squares_R / jnp.maximum(share_R, 1e-30), 0.0)
-            groups = (group_tokens_R > 0).astype(jnp.int32)
+            group_squares = jnp.where(group_R > 0, squares_R / jnp.maximum(share_R, 1e-30), 0.0)
+            groups = (group_R > 0).astype(jnp.int32)
             return sums._replace(group_squares=sums.group_squares + group_squares, groups=sums.groups + groups)
 
         zeros_R = jnp.zeros(num_replicas)
         zeros = jax.tree.map(lay_out, optimizer.accumulator(abstract_trained, num_replicas), trained_axes)
-        start = _Sums(zeros, LossSums.zeros(decoder, zeros_R), zeros_R, jnp.zeros(num_replicas, jnp.int32))
+        start = _Sums(zeros, objective.zeros(decoder, zeros_R), zeros_R, jnp.zeros(num_replicas, jnp.int32))
         end = batch["weights"].shape[0] if num_micro_batches is None else num_micro_batches
         if interleaved is None:
             sums = jax.lax.fori_loop(0, end, micro_step, start)
         else:
             sums = interleaved.all_ticks(cast_params, cast_frozen, factor_R, batch, end, start=start, added=added)
-            sums = with_groups(sums, sums.gradients, tokens_R)
+            sums = with_groups(sums, sums.gradients, counted_R)
 
         def meet(x_R: jax.Array) -> jax.Array:
             return x_R if local else jnp.sum(x_R, axis=0)
@@ -172,12 +172,14 @@ def accumulate_gradients(
         else:  # each where it is used: with ZeRO-1, a replica receives its share only
             gradients = jax.lax.with_sharding_constraint(gradients, gradient_shardings(decoder, optimizer, mesh))
         gradients = jax.tree.map(lambda g: g.astype(jnp.float32), gradients)
+        counts = jax.tree.map(meet, counts_R)
         result = StepGradients(
             gradients,
             meet(sums.losses.nll),
             meet(sums.losses.log_partition_squared),
             jax.tree.map(meet, sums.losses.aux),
-            meet(tokens_R),
+            counts[objective.divisor],
+            counts["target_tokens"],
             meet(examples_R),
             meet(sums.group_squares),
             meet(sums.groups),
@@ -215,22 +217,25 @@ def make_train_step(
     config: NumericsConfig,
     schedule: Schedule,
     local: LocalUpdates | None = None,
+    objective: Objective = NEXT_TOKEN,
 ) -> Any:
     """The jitted function (state, batch, num_micro_batches=None) -> (state, metrics); the state passed in is given up.
 
-    `batch` holds tokens, targets, segments, positions (int32) and weights (float32), each [A, B, T].
-    A step whose gradient is not finite, or that has no target, leaves parameters, optimizer state and schedule as they
-    are: it is `skipped`. Metrics are replicated scalars: loss, target_tokens, grad_norm (before clipping), param_norm
-    (of what is trained, after the update), learning_rate, skipped, groups and group_squares (see `noise`) and, where
-    there are any, z_loss, AUXILIARY_METRICS and loss_scale. With local updates each is [R], one value for each
-    replica, which also skips for itself, and nothing crosses the data axis: `summarise` and `make_synchronise` do.
+    `batch` holds tokens, targets, segments, positions (int32) and weights (float32), each [A, B, T], and what else the
+    objective needs. A step whose gradient is not finite, or that has no target, leaves parameters, optimizer state and
+    schedule as they are: it is `skipped`.
+
+    Metrics are replicated scalars: loss, target_tokens, grad_norm (before clipping), param_norm (of what is trained,
+    after the update), learning_rate, skipped, groups and group_squares (see `noise`) and, where there are any, z_loss,
+    loss_scale and the objective's own. With local updates each is [R], one value for each replica, which also skips for
+    itself, and nothing crosses the data axis: `summarise` and `make_synchronise` do.
     """
-    step_gradients = accumulate_gradients(decoder, optimizer, mesh, config, local)
+    step_gradients = accumulate_gradients(decoder, optimizer, mesh, config, local, objective)
 
     def update(params: Any, opt_state: optax.MultiStepsState, progress: Progress, step: StepGradients) -> Any:
         grad_norm = optax.tree.norm(optimizer.slopes(step.gradients))
         finite = jnp.isfinite(grad_norm) & jnp.isfinite(step.loss)
-        applied = finite & (step.target_tokens > 0)
+        applied = finite & (step.num_counted > 0)
         new_progress = progress.plus(step.examples, step.target_tokens)
         learning_rate = schedule(opt_state.gradient_step + 1, new_progress)
         if optimizer.over_data:
@@ -252,7 +257,7 @@ def make_train_step(
         }
         if config.z_loss_multiplier:
             metrics["z_loss"] = config.z_loss_multiplier * step.z_loss
-        metrics |= auxiliary_metrics(step.aux, config)
+        metrics |= objective.metrics(step.aux, step.num_counted, config)
         if optimizer.loss_scaling:
             metrics["loss_scale"] = optimizer.loss_scale(opt_state)
             skip_state: Any = opt_state.skip_state
@@ -301,21 +306,21 @@ def make_synchronise(decoder: Decoder, optimizer: GradientAccumulation, mesh: Me
 def make_summarise(mesh: Mesh) -> Any:
     """The jitted function of a step's metrics, each [R], to scalars for the whole step.
 
-    Losses are means over the target tokens of all replicas; norms and the learning rate are means over replicas; the
-    step counts as skipped where any replica skipped it; the loss scale is the least.
+    Losses are means over what is counted in all replicas, target tokens or pairs; norms and the learning rate are means
+    over replicas; the step counts as skipped where any replica skipped it; the loss scale is the least.
     """
 
     def summarise(metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        tokens_R = metrics["target_tokens"]
-        share_R = tokens_R / jnp.maximum(jnp.sum(tokens_R), 1)
+        counted_R = metrics.get("pairs", metrics["target_tokens"])
+        share_R = counted_R / jnp.maximum(jnp.sum(counted_R), 1)
         whole = {
-            "target_tokens": jnp.sum(tokens_R),
+            **{name: jnp.sum(metrics[name]) for name in ("target_tokens", "pairs") if name in metrics},
             "skipped": jnp.any(metrics["skipped"]),
             "groups": jnp.sum(metrics["groups"]),
             "group_squares": jnp.sum(metrics["group_squares"]),
         }
         for name, x_R in metrics.items():
-            if name in ("loss", "z_loss", *AUXILIARY_METRICS):
+            if name in ("loss", "z_loss", *AUXILIARY_METRICS, *PREFERENCE_METRICS):
                 whole[name] = jnp.sum(share_R * x_R)
             elif name == "loss_scale":
                 whole[name] = jnp.min(x_R)
@@ -326,20 +331,21 @@ def make_summarise(mesh: Mesh) -> Any:
     return jax.jit(summarise, out_shardings=sharding(mesh))
 
 
-def make_eval_step(decoder: Decoder, mesh: Mesh, config: NumericsConfig) -> Any:
-    """The jitted function (params, batch [B, T]) -> (nll sums [B], target tokens [B]), on every device.
+def make_eval_step(decoder: Decoder, mesh: Mesh, config: NumericsConfig, objective: Objective = NEXT_TOKEN) -> Any:
+    """The jitted function (params, batch [B, T]) -> the objective's scores of examples, on every device.
 
-    `params` are all of the decoder's, as `Decoder.joined` gives them.
+    Those of NEXT_TOKEN are (nll sums [B], target tokens [B]). `params` are all of the decoder's, as `Decoder.joined`
+    gives them.
     """
 
-    def losses(params: Any, rows: dict[str, jax.Array]) -> Any:
-        return row_losses(decoder, params, rows, num_tiles=config.num_vocab_tiling)
+    def scores(params: Any, rows: dict[str, jax.Array]) -> Any:
+        return objective.scores(decoder, params, rows, num_tiles=config.num_vocab_tiling)
 
-    by_replica = over_replicas(losses, mesh.shape["data"], rows=(1,))
+    by_replica = over_replicas(scores, mesh.shape["data"], rows=(1,))
 
     def eval_step(params: Any, batch: dict[str, jax.Array]) -> Any:
-        rows = in_context_order(batch, EVAL_BATCH_AXES)
-        return jax.tree.map(lambda x_RB: x_RB.reshape(-1), by_replica(decoder.cast(params), rows))
+        rows = in_context_order(objective.rows(batch, EVAL_BATCH_AXES), EVAL_BATCH_AXES)
+        return jax.tree.map(lambda x_RB: x_RB.reshape(-1, *x_RB.shape[2:]), by_replica(decoder.cast(params), rows))
 
     return jax.jit(
         eval_step,

@@ -16,6 +16,11 @@ REFUSED = {
                                   "tokenizer_path to it, or tokenizer_type=byte.",
     "dataset_path=": "dataset_path is empty, but dataset_type=text reads files. Set dataset_path to a file, directory "
                      "or glob, or dataset_type=synthetic.",
+    "objective=sft": "objective=sft contradicts dataset_type=text, whose data are for pretrain. Nearest that work: "
+                     "pretrain or dataset_type=sft.",
+    "chat_template=x.jinja": "chat_template=x.jinja has no use with dataset_type=text. Set chat_template= (nothing), "
+                             "or dataset_type=sft or dpo.",
+    "dpo_label_smoothing=0.5": "dpo_label_smoothing=0.5 must be at least 0 and below 0.5. Nearest that works: 0.49.",
     "eval_fraction=0": "eval_fraction=0 and an empty eval_dataset_path leave nothing to evaluate every "
                        "eval_interval=100 steps. Nearest that works: eval_interval=-1.",
     "eval_fraction=1": "eval_fraction=1 leaves nothing to train on. Nearest that works: 0.5.",
@@ -124,6 +129,23 @@ def test_lists_of_tensors_name_tensors_once_and_only_where_they_are_asked_for(ov
         load_config(None, overrides)
     assert refused.value.problems == (problem,)
     load_config(None, ["remat_policy=custom", "remat_save=context, query_proj", "remat_offload=mlpwo"])
+
+
+@pytest.mark.parametrize(("overrides", "message"), [
+    (["dataset_type=dpo", "objective=pretrain"],
+     "objective=pretrain contradicts dataset_type=dpo, whose data are for dpo. Nearest that work: dpo or "
+     "dataset_type=text."),
+    (["dataset_type=dpo", "z_loss_multiplier=0.1"],
+     "z_loss_multiplier=0.1 has no use with dataset_type=dpo, whose loss is one of pairs, not of tokens. "
+     "Nearest that works: 0."),
+])  # fmt: skip
+def test_what_is_learned_is_what_the_data_are_for(overrides, message):
+    with pytest.raises(UserError) as refused:
+        load_config(None, overrides)
+    assert refused.value.problems == (message,)
+    for kind, objective in (("text", "pretrain"), ("synthetic", "pretrain"), ("sft", "sft"), ("dpo", "dpo")):
+        config = load_config(None, [f"dataset_type={kind}", f"objective={objective}"])
+        assert config.rows_per_example == (2 if kind == "dpo" else 1)
 
 
 @pytest.mark.parametrize("whole", [1, 7, 12, 30, 256])

@@ -31,6 +31,7 @@ class NumberedSource:
     seconds: float = 0.0
     fingerprint: str = "numbered"
     num_tokens: int = T
+    fields: tuple[str, ...] = tuple(FIELDS)
 
     def __post_init__(self):
         self.read: list[int] = []

@@ -43,7 +43,7 @@ def test_a_host_that_does_not_read_opens_nothing_and_knows_all(config, be_host, 
     other_train, other_evaluation = open_sources_on_hosts(config, vocab_size=320, loading_hosts=[0])
     for known, source in ((other_train, train), (other_evaluation, evaluation)):
         assert len(known) == len(source)
-        for fact in ("num_tokens", "num_target_tokens", "fingerprint"):
+        for fact in ("num_tokens", "num_target_tokens", "fingerprint", "fields"):
             assert getattr(known, fact) == getattr(source, fact)
     with pytest.raises(AssertionError, match="this host reads nothing, but was asked for example 3"):
         other_train[3]

@@ -3,7 +3,7 @@ import collections
 import numpy as np
 import pytest
 
-from maxtext_lite.data.packing import DocumentRows, PackedRows, build_row, count_targets
+from maxtext_lite.data.packing import DocumentRows, PackedRows, build_row, count_targets, fill_rows
 
 END = 99
 # Three documents: 1 2 3, then 4, then 5 6 7 8 9; each with its end-of-text token.
@@ -148,3 +148,29 @@ def test_count_targets_is_the_sum_of_the_weights(start):
 @pytest.mark.parametrize("layout_type", LAYOUTS)
 def test_no_documents_make_no_rows(layout_type):
     assert len(layout_type(np.zeros(1, np.int64), 8)) == 0
+
+
+def test_rows_are_filled_by_hand():
+    # Rows of 10 slots: 6 opens a row; 5 opens another; 4 fits both and fills the first; 3 goes to the second, which
+    # then has 2 left; 10 opens a third; 2 fills the second; 1 opens a fourth.
+    rows = fill_rows(np.array([6, 5, 4, 3, 10, 2, 1]), 10, packing=True)
+    assert [rows.of(row).tolist() for row in range(len(rows))] == [[0, 2], [1, 3, 5], [4], [6]]
+    apart = fill_rows(np.array([6, 5, 4]), 10, packing=False)
+    assert [apart.of(row).tolist() for row in range(len(apart))] == [[0], [1], [2]]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 100])
+def test_every_sequence_is_in_the_fullest_row_that_had_room(num_tokens):
+    lengths = np.random.default_rng(num_tokens).integers(1, num_tokens + 1, 200)
+    rows = fill_rows(lengths, num_tokens, packing=True)
+    filled: list[int] = []
+    row_of = {int(number): row for row in range(len(rows)) for number in rows.of(row)}
+    assert sorted(row_of) == list(range(200))
+    for number, length in enumerate(lengths.tolist()):
+        row = row_of[number]
+        best = max((used for used in filled if used + length <= num_tokens), default=0)
+        if row == len(filled):
+            filled.append(0)
+        assert filled[row] == best
+        filled[row] += length
+    assert max(filled) <= num_tokens

@@ -270,10 +270,11 @@ def test_the_tokenizer_must_fit_the_vocabulary(tmp_path):
 
 def test_missing_files_are_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    packaged = packaged_file("assets", load_config(None, []).dataset_path)
+    assets = packaged_file("assets", load_config(None, []).dataset_path).parent
+    packaged = ", ".join(sorted(file.name for file in assets.glob("*.gz")))
     assert refusal("none.txt") == (
         f"dataset_path='none.txt': there is no such file or directory in '{tmp_path}', "
-        f"nor among the texts that ship with the package ({packaged.name})."
+        f"nor among the texts that ship with the package ({packaged})."
     )
     assert refusal("'no*.txt'") == "dataset_path='no*.txt' matches no file."
     (tmp_path / "empty").mkdir()

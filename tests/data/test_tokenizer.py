@@ -71,6 +71,39 @@ def test_decode_undoes_encode(tokenizer, text):
     assert (len(ids) == 0) == (text == "")
 
 
+def test_tokens_are_placed_where_their_text_stands(tokenizer):
+    texts = [UNICODE, "", "  the cat  sat "]
+    for text, placed in zip(texts, tokenizer.encode_placed(texts), strict=True):
+        np.testing.assert_array_equal(placed.token_ids, tokenizer.encode(text))
+        assert len(placed.starts) == len(placed.stops) == len(placed.token_ids)
+        # Every character belongs to a token, in order; those of one character have it in common.
+        covered = 0
+        for start, stop in zip(placed.starts, placed.stops, strict=True):
+            assert start <= covered <= stop
+            covered = stop
+        assert covered == len(text)
+        for number in range(len(placed.token_ids)):  # what a token says is what stands there
+            said = tokenizer.decode(placed.token_ids[number : number + 1]).strip()
+            if said and "\N{REPLACEMENT CHARACTER}" not in said:
+                assert said in text[placed.starts[number] : placed.stops[number]]
+
+
+def test_special_tokens_are_those_that_are_no_text(tokenizer):
+    assert tokenizer.end_of_text_id in tokenizer.special_ids
+    assert not tokenizer.special_ids & set(tokenizer.encode(UNICODE).tolist())
+
+
+def test_trimmed_spaces_belong_to_the_token_after_them(tmp_path):
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "bb": 1, "</s>": 2}, unk_token="a"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    words.add_special_tokens(["</s>"])
+    words.save(str(tmp_path / "tokenizer.json"))
+    (placed,) = load_tokenizer(config_for("huggingface", tmp_path)).encode_placed(["a  bb </s>"])
+    assert [placed.token_ids.tolist(), placed.starts.tolist(), placed.stops.tolist()] == [
+        [0, 1, 2], [0, 1, 5], [1, 5, 10],
+    ]  # fmt: skip
+
+
 def test_documents_are_encoded_as_single_texts_are(tokenizer):
     together = tokenizer.encode_documents([*CORPUS[:4], "", UNICODE])
     assert len(together) == 6

@@ -32,6 +32,8 @@ def test_charts_without_a_value_are_left_out(tmp_path):
         "loss", "batch", "noise", "learning-rate", "throughput", "mfu", "seconds", "grad-norm", "param-norm",
         "loss-scale", "balance", "epoch",
     ]  # fmt: skip
+    pairs = [step_line(1, reward_chosen=-0.5, reward_rejected=-1.0, reward_margin=0.5, reward_accuracy=0.75)]
+    assert keys(board_of(tmp_path, pairs))[:4] == ["loss", "rewards", "reward-accuracy", "batch"]
     assert keys(board_of(tmp_path, [])) == []
     assert keys(board_of(tmp_path, [{"step": 3}])) == []
 

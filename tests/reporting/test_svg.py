@@ -96,6 +96,6 @@ def test_every_axis_draws_every_point_within_the_frame(board, axis):
 
 def test_an_svg_names_itself_and_refers_to_nothing_outside(board):
     svg = chart_svg(board.charts[0], board)
-    assert 'aria-label="Loss, nats per target token, over steps"' in svg
+    assert 'aria-label="Loss, nats per target token, or per pair in DPO, over steps"' in svg
     assert "http" not in svg
     assert "href" not in svg

@@ -15,6 +15,7 @@ from maxtext_lite.models import Decoder
 from maxtext_lite.parallel import MESH_AXES, make_mesh, sharding
 from maxtext_lite.training.accumulate import GradientAccumulation
 from maxtext_lite.training.local_updates import LocalUpdates, local_updates
+from maxtext_lite.training.objective import objective_of
 from maxtext_lite.training.optimizer import learning_rate_schedule, make_optimizer
 from maxtext_lite.training.state import abstract_state, init_state, make_decoder, state_shardings
 from maxtext_lite.training.step import TRAIN_BATCH_AXES, accumulate_gradients, make_train_step
@@ -69,13 +70,16 @@ class Setup:
             config=self.config,
             schedule=learning_rate_schedule(self.config, last=self.config.steps),
             local=self.local,
+            objective=objective_of(self.config),
         )
         with jax.set_mesh(self.mesh), jax.default_matmul_precision("highest"):
             return step.lower(self.abstract, batch, num_micro_batches).compile()
 
     def gradients(self, params, batch, num_micro_batches=None, loss_scale=None, frozen=None):
         with jax.set_mesh(self.mesh), jax.default_matmul_precision("highest"):
-            function = accumulate_gradients(self.decoder, self.optimizer, self.mesh, self.config, self.local)
+            function = accumulate_gradients(
+                self.decoder, self.optimizer, self.mesh, self.config, self.local, objective_of(self.config)
+            )
             return jax.device_get(jax.jit(function)(params, batch, num_micro_batches, loss_scale, frozen))
 
     def run(self, compiled, batch, steps, num_micro_batches=None):

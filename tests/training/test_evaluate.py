@@ -26,8 +26,8 @@ def _eval_step(params, arrays):
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_mean_over_tokens_not_over_batches(size):
     rows = [(6.0, 1), (8.0, 4), (0.0, 0), (9.0, 3), (2.0, 2)]  # nll sum, tokens
-    assert evaluate(_eval_step, 2.0, _batches(rows, size)) == (2 * 25 / 10, 10)
+    assert evaluate(_eval_step, 2.0, _batches(rows, size)) == {"eval_loss": 2 * 25 / 10, "eval_target_tokens": 10}
 
 
 def test_nothing_held_out_counts_nothing():
-    assert evaluate(_eval_step, 1.0, iter(())) == (0.0, 0)
+    assert evaluate(_eval_step, 1.0, iter(())) == {"eval_loss": 0.0, "eval_target_tokens": 0}

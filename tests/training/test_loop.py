@@ -256,6 +256,8 @@ def _poisoned(monkeypatch, *poisoned, without=()):
         num_tokens = property(lambda self: self.source.num_tokens)
         num_target_tokens = property(lambda self: self.source.num_target_tokens)
         fingerprint = property(lambda self: self.source.fingerprint)
+        fields = property(lambda self: self.source.fields)
+        notes = ()
 
         def __len__(self):
             return len(self.kept)

@@ -7,8 +7,8 @@ import pytest
 import tokenizers
 import transformers
 
-from maxtext_lite.config import UserError
-from maxtext_lite.interop import ChatTemplate
+from maxtext_lite.config import UserError, load_config
+from maxtext_lite.data.chat import DATE_OF_TRAINING_DATA, ChatTemplate, chat_template
 
 TURNS = [
     {"role": "system", "content": "Be <brief> & kind."},
@@ -83,3 +83,28 @@ def test_the_year_is_this_one(tmp_path):
 def test_what_cannot_be_rendered_is_refused(template, message, tmp_path):
     with pytest.raises(UserError, match=message):
         ChatTemplate(directory(tmp_path, template)).render(TURNS)
+
+
+def test_a_file_goes_before_the_directory_and_may_be_without_one(tmp_path):
+    directory(tmp_path, "of the directory")
+    file = tmp_path / "own.jinja"
+    file.write_text("{{ eos_token }}{% if add_generation_prompt %}go{% endif %}")
+    assert ChatTemplate(tmp_path, file=file).render(TURNS) == "</s>go"
+    assert ChatTemplate(tmp_path, file=file).render(TURNS, answer_follows=False) == "</s>"
+    assert ChatTemplate(None, file=file).render(TURNS) == "go"
+    config = [f"chat_template={file}", "dataset_type=sft"]
+    assert chat_template(load_config(None, config)).render(TURNS) == "go"
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
+    words.save(str(tmp_path / "tokenizer.json"))
+    for path in (tmp_path, tmp_path / "tokenizer.json"):
+        keys = ["tokenizer_type=huggingface", f"tokenizer_path={path}"]
+        assert chat_template(load_config(None, keys)).render(TURNS) == "of the directory"
+    with pytest.raises(UserError, match=r"chat_template='.*gone.jinja' cannot be read"):
+        chat_template(load_config(None, [f"chat_template={tmp_path}/gone.jinja", "dataset_type=sft"]))
+    with pytest.raises(UserError, match="need a chat template, and tokenizer_type=byte has none"):
+        chat_template(load_config(None, ["dataset_type=sft"]))
+
+
+def test_training_data_are_the_same_on_every_day(tmp_path):
+    template = ChatTemplate(directory(tmp_path, "{{ strftime_now('%d %b %Y') }}"), today=DATE_OF_TRAINING_DATA)
+    assert template.render([]) == "26 Jul 2024"

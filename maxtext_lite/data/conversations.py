@@ -1,0 +1,235 @@
+"""Lines of JSON to the tokens of a conversation or a text, and which of them are answers, from which a model learns.
+
+An answer is found in the text: between what the chat template writes before it (the turns before, and where the answer
+begins) and what it has written after it. Both must be a beginning of the whole text, or the template is refused. Tokens
+come from the whole text at once and are answers where all of their characters are; so none is taken for another's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from maxtext_lite.config import DataConfig, UserError
+from maxtext_lite.data.chat import DATE_OF_TRAINING_DATA, ChatTemplate, Turn, chat_template
+from maxtext_lite.data.files import check_unicode
+from maxtext_lite.data.tokenizer import PlacedTokens, Tokenizer
+
+ROLES = ("system", "user", "assistant")
+ANSWERED = '"messages", or "prompt" and "completion"'
+"""What a line for SFT has."""
+COMPARED = '"chosen" and "rejected", with their "prompt"'
+"""What a line for DPO has."""
+
+
+class Written(NamedTuple):
+    """A text with the stretches of it that are answers.
+
+    Attributes:
+      where: file and line.
+      answers: first character, and the one after the last, of each.
+      is_plain: no chat template wrote it: tokens of the tokenizer's own go before it, and end-of-text after it.
+    """
+
+    where: str
+    text: str
+    answers: tuple[tuple[int, int], ...]
+    is_plain: bool
+
+
+class Answered(NamedTuple):
+    """The tokens of a text.
+
+    Attributes:
+      token_ids: int32 [number of tokens].
+      is_answer: bool, the tokens to be learned.
+      num_cut: answers that begin or end inside a token, which then counts as none.
+    """
+
+    token_ids: np.ndarray
+    is_answer: np.ndarray
+    num_cut: int
+
+
+class Writer:
+    """What makes texts of lines; the chat template is looked for when the first turns come.
+
+    Args:
+      begins_as_elsewhere: a plain text begins with the tokens that the tokenizer's own template puts there, as texts
+        did for a model from elsewhere.
+    """
+
+    def __init__(self, config: DataConfig, tokenizer: Tokenizer, *, begins_as_elsewhere: bool):
+        self._config, self._tokenizer = config, tokenizer
+        self._template: ChatTemplate | None = None
+        self._begin = _beginning(tokenizer) if begins_as_elsewhere else np.zeros(0, np.int32)
+
+    def answered(self, where: str, value: Mapping[str, Any]) -> Written:
+        """The text of a line for SFT.
+
+        Raises:
+          UserError: the line is not one, or its turns cannot be written; names `where`.
+        """
+        if "messages" in value:
+            turns = _turns(where, "messages", value["messages"])
+            return self._conversation(where, turns, 0)
+        prompt, completion = (value.get(key) for key in ("prompt", "completion"))
+        if isinstance(prompt, list) and isinstance(completion, list):
+            turns = _turns(where, "prompt", prompt)
+            return self._conversation(where, [*turns, *_turns(where, "completion", completion)], len(turns))
+        if isinstance(prompt, str) and isinstance(completion, str):
+            return _plain(where, prompt, completion, "completion")
+        raise UserError(f"{where}: not a JSON object with {ANSWERED}, both texts or both lists of turns.")
+
+    def compared(self, where: str, value: Mapping[str, Any]) -> tuple[Written, Written]:
+        """The texts of a line for DPO: with the chosen answer, and with the rejected one.
+
+        Where the two are lists of turns and there is none under "prompt", the prompt is the turns that both begin with.
+
+        Raises:
+          UserError: the line is not one, or its turns cannot be written; names `where`.
+        """
+        prompt, chosen, rejected = (value.get(key) for key in ("prompt", "chosen", "rejected"))
+        if isinstance(chosen, list) and isinstance(rejected, list):
+            chosen_turns, rejected_turns = _turns(where, "chosen", chosen), _turns(where, "rejected", rejected)
+            before = _turns(where, "prompt", prompt) if isinstance(prompt, list) else []
+            shared = 0 if before else _shared(chosen_turns, rejected_turns)
+            return (
+                self._conversation(where, [*before, *chosen_turns], len(before) + shared),
+                self._conversation(where, [*before, *rejected_turns], len(before) + shared),
+            )
+        if isinstance(prompt, str) and isinstance(chosen, str) and isinstance(rejected, str):
+            return _plain(where, prompt, chosen, "chosen"), _plain(where, prompt, rejected, "rejected")
+        raise UserError(f"{where}: not a JSON object with {COMPARED}, all texts or all lists of turns.")
+
+    def tokens(self, written: Sequence[Written]) -> list[Answered]:
+        """The tokens of texts."""
+        placed = self._tokenizer.encode_placed([each.text for each in written])
+        return [self._answered(*both) for both in zip(written, placed, strict=True)]
+
+    def _answered(self, written: Written, placed: PlacedTokens) -> Answered:
+        is_answer = np.zeros(len(placed.token_ids), bool)
+        num_cut = 0
+        for start, stop in written.answers:
+            within = (placed.starts >= start) & (placed.starts < stop) & (placed.stops <= stop)
+            touching = (placed.starts < stop) & (placed.stops > start)
+            num_cut += int((touching & ~within).any())
+            is_answer |= self._without_what_follows(written.text, placed, within, stop)
+        if not written.is_plain:
+            return Answered(placed.token_ids, is_answer, num_cut)
+        end = np.array([self._tokenizer.end_of_text_id], np.int32)
+        # Of no prompt at all, end-of-text: a text begins after the end of another.
+        begin = self._begin if len(self._begin) or written.answers[0][0] else end
+        return Answered(
+            np.concatenate([begin, placed.token_ids, end]),
+            np.concatenate([np.zeros(len(begin), bool), is_answer, np.ones(1, bool)]),
+            num_cut,
+        )
+
+    def _without_what_follows(self, text: str, placed: PlacedTokens, within: np.ndarray, stop: int) -> np.ndarray:
+        """An answer's tokens up to its end-of-turn: not the line break that a template writes after that."""
+        special = [at for at in np.flatnonzero(within) if int(placed.token_ids[at]) in self._tokenizer.special_ids]
+        if special and not text[placed.stops[special[-1]] : stop].strip():
+            within = within.copy()
+            within[special[-1] + 1 :] = False
+        return within
+
+    def _conversation(self, where: str, turns: list[Turn], first_learned: int) -> Written:
+        _check_order(where, turns)
+        learned = [at for at in range(first_learned, len(turns)) if turns[at]["role"] == "assistant"]
+        if not learned:
+            raise UserError(f"{where}: there is no answer to learn from: no turn of the assistant.")
+        whole = self._render(where, turns, answer_follows=False)
+        answers = []
+        for at in learned:
+            before = self._render(where, turns[:at], answer_follows=True)
+            after = whole if at == len(turns) - 1 else self._render(where, turns[: at + 1], answer_follows=False)
+            for number, part in ((at, before), (at + 1, after)):
+                if not whole.startswith(part):
+                    same = next(place for place in range(len(part) + 1) if not whole.startswith(part[: place + 1]))
+                    raise UserError(
+                        f"{where}: the chat template writes the first {number} turns otherwise when more follow "
+                        f"(...{whole[max(same - 20, 0) : same + 20]!r}), so that answers cannot be told from the rest. "
+                        "Name a template under chat_template that writes each turn by itself."
+                    )
+            answers.append((len(before), len(after)))
+        return Written(where, whole, tuple(answers), False)
+
+    def _render(self, where: str, turns: list[Turn], *, answer_follows: bool) -> str:
+        if self._config.tokenizer_type == "sentencepiece":
+            raise UserError(
+                f"{where}: tokenizer_type=sentencepiece does not know the special tokens that a chat template writes. "
+                "Save the tokenizer as a tokenizer.json, or give texts."
+            )
+        try:
+            if self._template is None:
+                self._template = chat_template(self._config, today=DATE_OF_TRAINING_DATA)
+            return self._template.render(turns, answer_follows=answer_follows)
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from None
+
+
+def _plain(where: str, prompt: str, answer: str, key: str) -> Written:
+    for name, text in (("prompt", prompt), (key, answer)):
+        check_unicode(where, name, text)
+    if not answer:
+        raise UserError(f'{where}: "{key}" is empty: there is no answer to learn from.')
+    return Written(where, prompt + answer, ((len(prompt), len(prompt) + len(answer)),), True)
+
+
+def _turns(where: str, key: str, value: Any) -> list[Turn]:
+    """The turns of a list, each with its role and its content alone."""
+    if not isinstance(value, list) or not value:
+        raise UserError(f'{where}: "{key}" is not a list of turns, {{"role": ..., "content": ...}}.')
+    turns = []
+    for number, turn in enumerate(value, start=1):
+        named = f'{where}: turn {number} of "{key}"'
+        if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
+            raise UserError(f'{named} is not an object with a "role" and a "content".')
+        role, content = turn["role"], turn.get("content")
+        if role not in ROLES:
+            raise UserError(f"{named} has the role {role!r}, which is none of {', '.join(ROLES)}.")
+        if turn.get("tool_calls"):
+            raise UserError(f"{named} has tool_calls, which are not learned.")
+        if not isinstance(content, str):
+            raise UserError(f"{named} has no text as its content.")
+        check_unicode(named, "content", content)
+        if role == "assistant" and not content.strip():
+            raise UserError(f"{named} is empty: there is no answer to learn from.")
+        turns.append({"role": role, "content": content})
+    return turns
+
+
+def _check_order(where: str, turns: list[Turn]) -> None:
+    """After at most one system turn, user and assistant take turns."""
+    roles = [turn["role"] for turn in turns]
+    first = 1 if roles[:1] == ["system"] else 0
+    for at in range(first, len(roles)):
+        expected = ("user", "assistant")[(at - first) % 2]
+        if roles[at] != expected:
+            raise UserError(
+                f"{where}: turn {at + 1} of the conversation is the {roles[at]}'s, where the {expected}'s is due: "
+                "after at most one system turn, user and assistant take turns."
+            )
+
+
+def _shared(chosen: list[Turn], rejected: list[Turn]) -> int:
+    """Turns that both begin with."""
+    shared = 0
+    for one, other in zip(chosen, rejected, strict=False):
+        if one != other:
+            break
+        shared += 1
+    return shared
+
+
+def _beginning(tokenizer: Tokenizer) -> np.ndarray:
+    """The tokens that the tokenizer's own template puts before a text."""
+    text = tokenizer.encode("a").tolist()
+    with_special = tokenizer.encode_with_special("a")
+    for first in range(len(with_special) - len(text) + 1):
+        if with_special[first : first + len(text)].tolist() == text:
+            return with_special[:first]
+    return with_special[:0]

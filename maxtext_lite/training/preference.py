@@ -1,0 +1,194 @@
+"""DPO: pairs of answers, of which the model is to prefer the chosen one more than a frozen reference does.
+
+An example is two rows, of chosen and of rejected answers, one after the other in the step's arrays. Segment k of the
+one and segment k of the other are a pair. Source: Rafailov et al. 2023, arXiv:2305.18290, equation 7; with label
+smoothing Mitchell 2023, "A note on DPO with noisy preferences", equation 3.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxtext_lite.config import NumericsConfig
+from maxtext_lite.data import REFERENCE
+from maxtext_lite.models import Decoder
+from maxtext_lite.parallel import constrain
+from maxtext_lite.training.loss import (
+    LossSums,
+    auxiliary_loss,
+    auxiliary_metrics,
+    auxiliary_names,
+    cross_entropy,
+    head_inputs,
+    token_losses,
+)
+
+_REWARDS = ("reward_chosen", "reward_rejected", "reward_accuracy")
+PREFERENCE_METRICS = (*_REWARDS, "reward_margin")
+"""Means over pairs: an answer's reward is beta times its log-probability's ratio to the reference's; the margin is that
+of the chosen answer less that of the rejected one; the accuracy is how often it is above 0."""
+
+
+class PairScores(NamedTuple):
+    """Of examples.
+
+    Attributes:
+      log_ratio: log-probability less the reference's, of chosen and rejected answers; float32 [B, 2, T + 1], of segment
+        k at place k, 0 where there is none.
+      num_pairs: int32 [B].
+      target_tokens: of both rows; int32 [B].
+    """
+
+    log_ratio: Any
+    num_pairs: Any
+    target_tokens: Any
+
+
+def pair_losses(margin: jax.Array, *, beta: float, label_smoothing: float) -> jax.Array:
+    """The loss of pairs, from the log-ratio of the chosen answer less that of the rejected one; of any shape."""
+    right, wrong = jax.nn.log_sigmoid(beta * margin), jax.nn.log_sigmoid(-beta * margin)
+    return -(1 - label_smoothing) * right - label_smoothing * wrong
+
+
+def segment_sums(x_BT: jax.Array, segment_BT: jax.Array) -> jax.Array:
+    """[B, T + 1]: at place k the sum over the tokens of segment k, padding being segment 0."""
+    T = x_BT.shape[1]
+    return jax.vmap(lambda x_T, segment_T: jnp.zeros(T + 1, x_T.dtype).at[segment_T].add(x_T))(x_BT, segment_BT)
+
+
+def _log_ratios(nll_BT: jax.Array, rows: dict[str, jax.Array]) -> jax.Array:
+    """[B / 2, 2, T + 1], as of `PairScores`, from the rows of the examples."""
+    ratio_BT = -nll_BT * (rows["weights"] > 0) - rows[REFERENCE]
+    sums_BS = segment_sums(ratio_BT, rows["segments"])
+    return jnp.where(jnp.arange(sums_BS.shape[1]) > 0, sums_BS, 0).reshape(-1, 2, sums_BS.shape[1])
+
+
+def _num_pairs(rows: dict[str, jax.Array]) -> jax.Array:
+    """Pairs that each row has a part of; int32 [..., B]."""
+    return jnp.max(rows["segments"], axis=-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Preference:
+    """The objective of DPO; see `objective.Objective`."""
+
+    beta: float
+    label_smoothing: float
+
+    rows_per_example = 2
+    divisor = "pairs"
+
+    def rows(self, batch: dict[str, jax.Array], axes: Sequence[str]) -> dict[str, jax.Array]:
+        """The rows [..., 2 B, T] of examples [..., B, 2 T]; those of an example stay together, and on their device."""
+
+        def split(x: jax.Array) -> jax.Array:
+            B, length = x.shape[-2:]
+            return constrain(x.reshape(*x.shape[:-2], 2 * B, length // 2), axes)
+
+        return {name: split(x) for name, x in batch.items()}
+
+    def counts(self, rows: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """Target tokens, and pairs at the row of their chosen answers."""
+        pairs = _num_pairs(rows)
+        return {
+            "target_tokens": jnp.sum(rows["weights"] > 0, axis=-1, dtype=jnp.int32),
+            "pairs": jnp.where(jnp.arange(pairs.shape[-1]) % 2 == 0, pairs, 0),
+        }
+
+    def zeros(self, decoder: Decoder, zero: jax.Array) -> LossSums:
+        """Before the first micro-batch."""
+        return LossSums(zero, zero, dict.fromkeys((*auxiliary_names(decoder), *_REWARDS), zero))
+
+    def loss(
+        self,
+        decoder: Decoder,
+        params: Any,
+        x_BTD: jax.Array,
+        aux: dict[str, jax.Array],
+        rows: dict[str, jax.Array],
+        factor: jax.Array,
+        config: NumericsConfig,
+        tokens: Any = None,
+    ) -> tuple[jax.Array, LossSums]:
+        """What has DPO's gradient, and the sums of the losses and rewards of pairs.
+
+        The loss of a pair depends on all of its tokens, so their log-probabilities are found first, without a gradient;
+        from them follows how much each token's log-probability counts, and with these weights the cross-entropy has
+        DPO's gradient, tile by tile as in pre-training.
+        """
+        cut, uncut = (lambda x: x, lambda x: x) if tokens is None else tokens
+        x_BTD, head_DV = head_inputs(decoder, params, x_BTD)
+        target, tiles, soft_cap = cut(rows["targets"]), config.num_vocab_tiling, decoder.shape.final_soft_cap
+        fixed = jax.lax.stop_gradient((x_BTD, head_DV))
+        nll_BT = uncut(token_losses(*fixed, target, tiles, soft_cap))
+
+        log_ratio = _log_ratios(nll_BT, rows)
+        margin = log_ratio[:, 0] - log_ratio[:, 1]
+        is_pair = (jnp.arange(margin.shape[1]) <= _num_pairs(rows)[::2, None]) & (jnp.arange(margin.shape[1]) > 0)
+
+        def total(margin: jax.Array) -> jax.Array:
+            losses = pair_losses(margin, beta=self.beta, label_smoothing=self.label_smoothing)
+            return factor * jnp.sum(jnp.where(is_pair, losses, 0))
+
+        loss, slope = jax.value_and_grad(total)(margin)
+        slope_BS = jnp.stack([-slope, slope], axis=1).reshape(-1, slope.shape[1])  # of an nll, not of its negative
+        weight_BT = jnp.take_along_axis(slope_BS, rows["segments"], axis=1) * (rows["weights"] > 0)
+        surrogate: Any = cross_entropy(x_BTD, head_DV, target, cut(weight_BT), 0.0, tiles, soft_cap)
+
+        more, sums_of_aux = auxiliary_loss(decoder, aux, _row_weights(rows, factor), config)
+        rewards = self.beta * factor * jnp.sum(log_ratio, axis=(0, 2))
+        accuracy = factor * jnp.sum(is_pair & (margin > 0))
+        sums_of_aux |= dict(zip(_REWARDS, (*rewards, accuracy), strict=True))
+        return surrogate[0] + more, LossSums(loss, jnp.zeros_like(loss), sums_of_aux)
+
+    def metrics(self, aux: dict[str, jax.Array], count: jax.Array, config: NumericsConfig) -> dict[str, jax.Array]:
+        """`pairs`, PREFERENCE_METRICS and, with experts, AUXILIARY_METRICS."""
+        rewards = {name: aux[name] for name in _REWARDS}
+        rest = {name: x for name, x in aux.items() if name not in _REWARDS}
+        margin = {"reward_margin": rewards["reward_chosen"] - rewards["reward_rejected"]}
+        return {"pairs": count, **rewards, **margin, **auxiliary_metrics(rest, config)}
+
+    def scores(self, decoder: Decoder, params: Any, rows: dict[str, jax.Array], *, num_tiles: int) -> PairScores:
+        """The log-ratios of examples' pairs; where the reference is 0, log-probabilities."""
+        x_BTD = decoder.hidden(params, rows["tokens"], rows["segments"], rows["positions"])
+        head_DV = decoder.head(params).astype(x_BTD.dtype)
+        nll_BT = token_losses(x_BTD, head_DV, rows["targets"], num_tiles, decoder.shape.final_soft_cap)
+        tokens_B = jnp.sum(rows["weights"] > 0, axis=-1, dtype=jnp.int32)
+        return PairScores(_log_ratios(nll_BT, rows), _num_pairs(rows)[::2], jnp.sum(tokens_B.reshape(-1, 2), axis=1))
+
+    def evaluation(self, scores: Sequence[PairScores]) -> dict[str, float | int]:
+        """Means over pairs, added in double precision, and the numbers of pairs and target tokens."""
+        ratios = np.concatenate([pairs_of(each) for each in scores]).astype(np.float64)
+        margins = ratios[:, 0] - ratios[:, 1]
+        losses = pair_losses(jnp.asarray(margins), beta=self.beta, label_smoothing=self.label_smoothing)
+
+        def mean(values: Any) -> float:
+            return math.fsum(map(float, values)) / max(len(margins), 1)
+
+        return {
+            "eval_loss": mean(losses),
+            "eval_target_tokens": sum(int(each.target_tokens.sum()) for each in scores),
+            "eval_pairs": len(margins),
+            "eval_reward_margin": self.beta * mean(margins),
+            "eval_reward_accuracy": mean(margins > 0),
+        }
+
+
+def pairs_of(scores: PairScores) -> np.ndarray:
+    """The log-ratios of the pairs alone, in the order of examples and of their segments; float32 [pairs, 2]."""
+    places = np.arange(scores.log_ratio.shape[2])
+    is_pair = (places > 0) & (places <= np.asarray(scores.num_pairs)[:, None])
+    return np.moveaxis(np.asarray(scores.log_ratio), 1, 2)[is_pair]
+
+
+def _row_weights(rows: dict[str, jax.Array], factor: jax.Array) -> dict[str, jax.Array]:
+    """Of auxiliary losses: each pair weighs 1, half of it in either row, and in a row all target tokens weigh alike."""
+    is_target_BT = rows["weights"] > 0
+    example_weights = 0.5 * factor * _num_pairs(rows)
+    share = example_weights / jnp.maximum(jnp.sum(is_target_BT, axis=-1), 1)
+    return {"weights": is_target_BT * share[:, None], "example_weights": example_weights}

@@ -1,0 +1,207 @@
+"""Which tokens of a conversation are answers: by hand, over chat templates that write turns differently."""
+
+import json
+
+import numpy as np
+import pytest
+import tokenizers
+
+from maxtext_lite.config import UserError, load_config
+from maxtext_lite.data.conversations import Writer
+from maxtext_lite.data.tokenizer import load_tokenizer
+
+CHATML = (
+    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'"
+    "}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+LLAMA3 = (  # begins with a special token, and strips what turns say
+    "{% for message in messages %}{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ "
+    "message['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}{% set content = bos_token + content %}"
+    "{% endif %}{{ content }}{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+INSTRUCT = (  # nothing stands where an answer begins; a space does, in it
+    "{% for message in messages %}{% if message.role == 'user' %}"
+    "{{ bos_token + '[INST] ' + message.content + ' [/INST]' }}"
+    "{% elif message.role == 'assistant' %}{{ ' ' + message.content + eos_token }}{% else %}{{ '<<SYS>>' + "
+    "message.content }}{% endif %}{% endfor %}"
+)
+FORGETFUL = (  # writes an earlier answer otherwise than the last
+    "{% for message in messages %}{{ message.role }}:{{ message.content }}{% if loop.last %}!{% endif %};{% endfor %}"
+)
+SPECIAL = ["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<s>", "</s>"]
+TURNS = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hé 東?\n"},
+    {"role": "assistant", "content": " Yes, 東. "},
+    {"role": "user", "content": "Sure?"},
+    {"role": "assistant", "content": "No."},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer_path(tmp_path_factory):
+    """A byte-level tokenizer with merges over spaces and line breaks, and special tokens."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.post_processor = tokenizers.processors.ByteLevel(trim_offsets=True)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=SPECIAL,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["user\n\n\n Yes, sure. No. assistant\n\n"] * 20, trainer)
+    directory = tmp_path_factory.mktemp("tokenizer")
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+    return directory
+
+
+def writer(path, template=None, tmp_path=None, *keys, elsewhere=False):
+    overrides = [f"tokenizer_path={path}", "tokenizer_type=huggingface", "dataset_type=sft", "vocab_size=100000", *keys]
+    if template is not None:
+        (tmp_path / "t.jinja").write_text(template)
+        overrides.append(f"chat_template={tmp_path / 't.jinja'}")
+    config = load_config(None, [*overrides, "eval_interval=-1"])
+    return Writer(config, load_tokenizer(config), begins_as_elsewhere=elsewhere)
+
+
+def learned(it, written, tokenizer):
+    """The text of each stretch of learned tokens, special tokens written out."""
+    (answered,) = it.tokens([written])
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], answered.is_answer.astype(int), [0]])))
+    pieces = zip(edges[::2], edges[1::2], strict=True)
+    texts = [tokenizer.decode(answered.token_ids[a:b].tolist(), skip_special_tokens=False) for a, b in pieces]
+    return texts, tokenizer.decode(answered.token_ids.tolist(), skip_special_tokens=False), answered
+
+
+@pytest.fixture(scope="module")
+def plain(tokenizer_path):
+    """The tokenizer as its library has it."""
+    it = tokenizers.Tokenizer.from_file(str(tokenizer_path / "tokenizer.json"))
+    it.decoder = tokenizers.decoders.ByteLevel()
+    return it
+
+
+# By hand, from the templates: what the assistant says, up to its end-of-turn and without what follows that.
+@pytest.mark.parametrize(("template", "answers"), [
+    (CHATML, [" Yes, 東. <|im_end|>", "No.<|im_end|>"]),
+    (LLAMA3, ["Yes, 東.<|eot_id|>", "No.<|eot_id|>"]),
+    (INSTRUCT, ["  Yes, 東. </s>", " No.</s>"]),
+], ids=["chatml", "llama3", "instruct"])  # fmt: skip
+def test_answers_are_what_the_assistant_says(template, answers, tokenizer_path, plain, tmp_path):
+    it = writer(tokenizer_path, template, tmp_path)
+    written = it.answered("d:1", {"messages": TURNS, "other": 1})
+    texts, whole, answered = learned(it, written, plain)
+    assert texts == answers
+    assert whole == written.text
+    assert answered.num_cut == 0
+    # In lists under prompt and completion, only the turns of the completion are learned.
+    written = it.answered("d:1", {"prompt": TURNS[:4], "completion": TURNS[4:]})
+    assert learned(it, written, plain)[:2] == (answers[1:], whole)
+    # Of pairs, the answers after what both begin with.
+    other = [*TURNS[:4], {"role": "assistant", "content": "Yes."}]
+    for value in (
+        {"chosen": TURNS, "rejected": other},
+        {"prompt": "Sure?", "chosen": TURNS, "rejected": other},
+        {"prompt": TURNS[:4], "chosen": TURNS[4:], "rejected": other[4:]},
+    ):
+        chosen, rejected = it.compared("d:1", value)
+        assert learned(it, chosen, plain)[:2] == (answers[1:], whole)
+        assert learned(it, rejected, plain)[0] == [answers[1].replace("No.", "Yes.")]
+
+
+def test_a_token_that_an_answer_begins_inside_is_no_answer(tokenizer_path, plain, tmp_path):
+    """ChatML's line break before the answer and the first in it are one token; the second is one by itself."""
+    it = writer(tokenizer_path, CHATML, tmp_path)
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "\n\nNo."}]
+    texts, _, answered = learned(it, it.answered("d:1", {"messages": turns}), plain)
+    assert texts == ["\nNo.<|im_end|>"]
+    assert answered.num_cut == 1
+    # Trimmed offsets hide that the space of the prompt is the answer's token's.
+    texts, _, answered = learned(it, it.answered("d:1", {"prompt": "Q: ", "completion": "Yes, sure"}), plain)
+    assert "Yes" not in texts[0]
+    assert answered.num_cut == 1
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_plain_text_ends_with_end_of_text(elsewhere, tokenizer_path, plain, tmp_path):
+    path = tmp_path / "special"
+    path.mkdir()
+    source = tokenizers.Tokenizer.from_file(str(tokenizer_path / "tokenizer.json"))
+    source.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 5)])
+    source.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    it = writer(path, elsewhere=elsewhere)
+    begin = "<s>" if elsewhere else ""
+    texts, whole, _ = learned(it, it.answered("d:1", {"prompt": "user", "completion": " No."}), plain)
+    assert (texts, whole) == ([" No.</s>"], f"{begin}user No.</s>")
+    # Without a prompt, the answer's first token comes after the end of another text, or where all texts begin.
+    texts, whole, answered = learned(it, it.answered("d:1", {"prompt": "", "completion": "No."}), plain)
+    assert (texts, whole) == (["No.</s>"], f"{begin or '</s>'}No.</s>")
+    assert not answered.is_answer[0]
+
+
+def test_bytes_are_conversations_too_where_a_template_is_named(tmp_path):
+    (tmp_path / "t.jinja").write_text(CHATML)
+    config = load_config(None, ["dataset_type=sft", f"chat_template={tmp_path / 't.jinja'}"])
+    it = Writer(config, load_tokenizer(config), begins_as_elsewhere=False)
+    (answered,) = it.tokens([it.answered("d:1", {"messages": TURNS})])
+    # No byte is an end-of-turn: an answer goes as far as its template writes it.
+    said = bytes(answered.token_ids[answered.is_answer].astype(np.uint8)).decode()
+    assert said == " Yes, 東. <|im_end|>\nNo.<|im_end|>\n"
+
+
+USER, ASSISTANT = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}
+
+
+@pytest.mark.parametrize(("value", "message"), [
+    ({"text": "x"}, 'not a JSON object with "messages", or "prompt" and "completion", both texts or both lists'),
+    ({"prompt": "x"}, 'not a JSON object with "messages"'),
+    ({"prompt": "x", "completion": [ASSISTANT]}, "both texts or both lists of turns"),
+    ({"prompt": "x", "completion": ""}, '"completion" is empty: there is no answer to learn from'),
+    ({"prompt": "\ud83d", "completion": "x"}, '"prompt" is not valid Unicode'),
+    ({"messages": "x"}, '"messages" is not a list of turns'),
+    ({"messages": []}, '"messages" is not a list of turns'),
+    ({"messages": [USER, "x"]}, 'turn 2 of "messages" is not an object with a "role" and a "content"'),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "has the role 'tool', which is none of system, user, assistant"),
+    ({"messages": [{"role": "user", "content": None}]}, 'turn 1 of "messages" has no text as its content'),
+    ({"messages": [USER, ASSISTANT | {"tool_calls": [1]}]}, "has tool_calls, which are not learned"),
+    ({"messages": [USER, ASSISTANT | {"content": " "}]}, 'turn 2 of "messages" is empty'),
+    ({"messages": [USER, USER, ASSISTANT]}, "turn 2 of the conversation is the user's, where the assistant's is due"),
+    ({"messages": [ASSISTANT, USER]}, "turn 1 of the conversation is the assistant's, where the user's is due"),
+    ({"messages": [USER, {"role": "system", "content": "x"}]}, "turn 2 of the conversation is the system's"),
+    ({"messages": [USER]}, "there is no answer to learn from: no turn of the assistant"),
+])  # fmt: skip
+def test_what_is_no_line_for_sft_is_refused_by_its_place(value, message, tokenizer_path, tmp_path):
+    with pytest.raises(UserError) as refused:
+        writer(tokenizer_path, CHATML, tmp_path).answered("d.jsonl:7", value)
+    assert str(refused.value).startswith("d.jsonl:7: ")
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize("value", [
+    {"prompt": "x", "chosen": "y"},
+    {"prompt": "x", "chosen": "y", "rejected": [ASSISTANT]},
+    {"chosen": "y", "rejected": "z"},
+])  # fmt: skip
+def test_what_is_no_pair_is_refused_by_its_place(value, tokenizer_path):
+    with pytest.raises(UserError, match=r'd:7: not a JSON object with "chosen" and "rejected", with their "prompt"'):
+        writer(tokenizer_path).compared("d:7", value)
+
+
+def test_templates_in_which_answers_cannot_be_found_are_refused(tokenizer_path, tmp_path):
+    with pytest.raises(UserError, match=r"d:1: the chat template writes the first 2 turns otherwise when more follow"):
+        writer(tokenizer_path, FORGETFUL, tmp_path).answered("d:1", {"messages": TURNS})
+    with pytest.raises(UserError, match=r"d:1: .* has no chat template"):
+        writer(tokenizer_path).answered("d:1", {"messages": TURNS})
+    with pytest.raises(UserError, match=r"d:1: .*refuses these turns: no system"):
+        writer(tokenizer_path, "{{ raise_exception('no system') }}", tmp_path).answered("d:1", {"messages": TURNS})
+    config = load_config(None, ["dataset_type=sft"])
+    with pytest.raises(UserError, match=r"d:1: turns of a conversation need a chat template, and tokenizer_type=byte"):
+        Writer(config, load_tokenizer(config), begins_as_elsewhere=False).answered("d:1", {"messages": TURNS})
+    config = config.model_copy(update={"tokenizer_type": "sentencepiece"})
+    bytes_ = load_tokenizer(load_config(None, []))
+    with pytest.raises(UserError, match=r"d:1: tokenizer_type=sentencepiece does not know the special tokens"):
+        Writer(config, bytes_, begins_as_elsewhere=False).answered("d:1", {"messages": TURNS})
