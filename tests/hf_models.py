@@ -72,6 +72,7 @@ def model(name: str) -> Any:
     sizes = {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 1,
              "eos_token_id": 2} if kind == "GPT2" else _SIZES  # fmt: skip
     config = config_class(**{**sizes, **more})
+    torch.manual_seed(0)
     made = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     values = torch.Generator().manual_seed(0)
     for path, parameter in [*made.named_parameters(), *made.named_buffers()]:

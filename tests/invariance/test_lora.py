@@ -16,7 +16,7 @@ from maxtext_lite.generate import main as generate
 from maxtext_lite.models import Decoder, merged
 from maxtext_lite.parallel import Pipeline, sharding
 from maxtext_lite.training import train
-from maxtext_lite.training.loss import next_token_loss
+from maxtext_lite.training.loss import auxiliary_loss, hidden_loss
 from maxtext_lite.training.nonfinite import find_nonfinite
 from maxtext_lite.training.state import decoder_shape
 from maxtext_lite.training.step import TRAIN_BATCH_AXES, accumulate_gradients
@@ -66,8 +66,9 @@ def by_formula(setup, rows):  # noqa: F811
 
             def loss(adapters):
                 params = merged(it.decoder.joined(adapters, frozen))
-                total, sums = next_token_loss(plain, params, {**rows, **share}, it.config)
-                return total, sums.nll
+                x, aux = plain.hidden_and_aux(params, rows["tokens"], rows["segments"], rows["positions"])
+                main, sums = hidden_loss(plain, params, x, {**rows, **share}, it.config)
+                return main + auxiliary_loss(plain, aux, {**rows, **share}, it.config)[0], sums.nll
 
             with jax.default_matmul_precision("highest"):
                 (_, nll), gradients = jax.device_get(jax.jit(jax.value_and_grad(loss, has_aux=True))(adapters))

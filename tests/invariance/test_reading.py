@@ -113,6 +113,7 @@ class Numbers:
     """Example i is the number i."""
 
     num_tokens = 1
+    fields = ("tokens",)
 
     def __len__(self):
         return NUM_EXAMPLES

@@ -94,6 +94,7 @@ class Source:
     """Sixteen one-token examples."""
 
     num_tokens = 1
+    fields = ("tokens",)
     fingerprint = "sixteen"
 
     def __len__(self):
