@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import tokenizers
-import torch
-import transformers
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
 
 _SIZES = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,

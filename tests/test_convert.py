@@ -6,14 +6,15 @@ import jax
 import numpy as np
 import pytest
 import safetensors.numpy
-import torch
-import transformers
 
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.convert import hf_config, main
 from maxtext_lite.generate import main as generate
 from maxtext_lite.training import train
 from tests.hf_models import VOCABULARY, model, save, save_with_tokenizer
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
 
 
 @pytest.fixture(scope="module")

@@ -7,11 +7,12 @@ import string
 
 import numpy as np
 import pytest
-import torch
 
 from maxtext_lite.config import UserError
 from maxtext_lite.evaluate import continued, main, parse_evaluate_config, read_questions, with_blank
 from tests import hf_models
+
+torch = pytest.importorskip("torch")
 
 TEXT = "To be, or not to be, that is the question.\n" * 3
 

@@ -4,7 +4,6 @@ import copy
 import json
 
 import pytest
-import transformers
 from huggingface_hub.errors import StrictDataclassError
 
 from maxtext_lite.config import UserError, load_config
@@ -212,7 +211,7 @@ def test_every_problem_is_named_at_once():
     "Qwen3Moe", "GptOss", "DeepseekV2", "DeepseekV3",
 ])  # fmt: skip
 def test_a_field_that_is_not_there_or_null_is_what_transformers_takes_it_for(name):
-    made = getattr(transformers, f"{name}Config")
+    made = getattr(pytest.importorskip("transformers"), f"{name}Config")
     whole = made(**({"num_experts_per_tok": 6} if name == "DeepseekV2" else {})).to_dict()
     compared = 0
     for field in set(whole) - {"model_type", "architectures", "transformers_version"}:

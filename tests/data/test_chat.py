@@ -5,10 +5,11 @@ import json
 
 import pytest
 import tokenizers
-import transformers
 
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.data.chat import DATE_OF_TRAINING_DATA, ChatTemplate, chat_template
+
+transformers = pytest.importorskip("transformers")
 
 TURNS = [
     {"role": "system", "content": "Be <brief> & kind."},

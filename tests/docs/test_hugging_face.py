@@ -5,13 +5,14 @@ import re
 import shlex
 
 import pytest
-import torch
-import transformers
 
 from maxtext_lite.cli import run_command
 from maxtext_lite.config.hf_config import FAMILIES
 from tests.hf_models import save_with_tokenizer
 from tests.source_tree import REPOSITORY
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
 
 PAGE = (REPOSITORY / "docs" / "hugging_face.md").read_text(encoding="utf-8")
 COMMANDS = [line for block in re.findall(r"^```bash\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)

@@ -6,14 +6,15 @@ import jax
 import numpy as np
 import pytest
 import safetensors.numpy
-import torch
-import transformers
 
 from maxtext_lite.config.hf_config import config_json, model_keys, read_fields
 from maxtext_lite.convert import hf_config
 from maxtext_lite.interop import export_parameters
 from tests.hf_models import MODELS, logits, model, save
 from tests.interop.test_load import TOKENS, load
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
 
 
 def export(source, out, params, *, original, **how):

@@ -6,8 +6,6 @@ import re
 import jax
 import numpy as np
 import pytest
-import safetensors.torch
-import torch
 
 from maxtext_lite.config import UserError
 from maxtext_lite.config.hf_config import model_keys, read_fields
@@ -16,6 +14,9 @@ from maxtext_lite.models import Decoder, Lora, merged
 from maxtext_lite.models.decoder import DecoderShape
 from tests.hf_models import logits, model, save
 from tests.interop.test_load import TOKENS, load, logits_of
+
+torch = pytest.importorskip("torch")
+safetensors_torch = pytest.importorskip("safetensors.torch")
 
 LLAMA = ("query", "key", "value", "out", "gate", "up", "down")
 TARGETS = {
@@ -50,7 +51,7 @@ def export(directory, out, decoder, adapters):
 def with_adapters_of(theirs, out):
     """The model's weights with scale x lora_B lora_A added, module by module, as PEFT's documents define the files."""
     about = json.loads((out / "adapter_config.json").read_text())
-    tensors = safetensors.torch.load_file(out / "adapter_model.safetensors")
+    tensors = safetensors_torch.load_file(out / "adapter_model.safetensors")
     weights, changed = theirs.state_dict(), {}
     for name in [name for name in tensors if name.endswith(".lora_A.weight")]:
         module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")

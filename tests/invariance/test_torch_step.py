@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 
 from maxtext_lite.convert import hf_config
 from maxtext_lite.interop import load_hf_parameters
@@ -17,6 +16,8 @@ from maxtext_lite.training.optimizer import learning_rate_schedule, make_optimiz
 from maxtext_lite.training.state import make_decoder, state_from
 from maxtext_lite.training.step import TRAIN_BATCH_AXES, accumulate_gradients, make_train_step
 from tests import hf_models
+
+torch = pytest.importorskip("torch")
 
 # Adam makes whole steps of the rounding of gradients that ought to be 0: its epsilon is larger than those here.
 RATE, CLIP, DECAY = 3e-2, 0.5, 0.1

@@ -5,7 +5,6 @@ import json
 import jax
 import numpy as np
 import pytest
-import torch
 
 from maxtext_lite.config import load_config
 from maxtext_lite.convert import hf_config
@@ -20,6 +19,8 @@ from maxtext_lite.training.state import make_decoder
 from maxtext_lite.training.step import accumulate_gradients
 from tests import hf_models
 from tests.training.conftest import TINY
+
+torch = pytest.importorskip("torch")
 
 LINES = [
     {"prompt": prompt, "completion": completion}

@@ -7,13 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 
 from maxtext_lite.parallel import Pipeline, sharding
 from maxtext_lite.training.objective import Cut, objective_of
 from maxtext_lite.training.preference import Preference, pair_losses, pairs_of, segment_sums
 from maxtext_lite.training.step import EVAL_BATCH_AXES, make_eval_step, make_summarise
 from tests.training.conftest import LENGTH
+
+torch = pytest.importorskip("torch")
 
 EXAMPLES, MOST_PAIRS = 8, 3
 DPO = ("dataset_type=dpo", "dpo_beta=0.3", "dpo_label_smoothing=0.1", "optimizer=sgd", "gradient_clipping_threshold=0")
