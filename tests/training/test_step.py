@@ -154,14 +154,14 @@ def test_a_step_without_targets_has_loss_zero_and_no_gradient(setup, rows):
     assert all(np.all(g == 0) for g in jax.tree.leaves(got.gradients))
 
 
-@pytest.mark.parametrize(("mesh", "numbers"), [({}, (1, 4)), ({"data": 2, "fsdp": 2}, (3,))], ids=str)
-def test_one_executable_serves_any_accumulation(mesh, numbers, setup, rows, agrees):
+@pytest.mark.parametrize("mesh", [{}, {"data": 2, "fsdp": 2}], ids=str)
+def test_one_executable_serves_any_accumulation(mesh, setup, rows, agrees):
     """The first n of 4 micro-batches, n being an argument of the compiled step, equal a step of n micro-batches."""
     it = setup("optimizer=sgd", **mesh)
     padded = {name: np.concatenate([array, np.zeros((48, LENGTH), array.dtype)]) for name, array in rows.items()}
     whole = it.batch(padded, 4, 16)
     compiled = it.compile_step(whole, np.int32(0))
-    for number in numbers:
+    for number in (1, 2, 4):
         dealt = {name: np.zeros((4, 16, LENGTH), array.dtype) for name, array in rows.items()}
         for name, array in rows.items():
             for j, row in enumerate(array):
@@ -238,7 +238,7 @@ def compiled(setup, rows):
     """The step on data 4 x fsdp 2 for several A; memory wants rows enough for activations to be the same size."""
     it = setup("optimizer=adamw", "base_emb_dim=64", "base_mlp_dim=256", data=4, fsdp=2)
     steps = {}
-    for accumulation in (1, 2, 8):
+    for accumulation in (1, 2, 4, 8):
         many = {name: np.tile(array, (accumulation, 1)) for name, array in rows.items()}
         steps[accumulation] = it.compile_step(it.batch(many, accumulation, 16))
     return it, steps
@@ -277,7 +277,8 @@ def test_memory_is_flat_in_accumulation(compiled):
     accumulator = 4 * sum(leaf.size for leaf in jax.tree.leaves(parameters)) // 2  # float32, fsdp half
     ends = 4 * (parameters["embedding"]["table"].size + parameters["head"]["projection"].size) // 2
     assert temporaries[2] - temporaries[1] <= accumulator + ends
-    assert abs(temporaries[8] - temporaries[2]) <= 0.02 * temporaries[2]
+    for accumulation in (4, 8):
+        assert abs(temporaries[accumulation] - temporaries[2]) <= 0.02 * temporaries[2]
 
 
 def test_accumulation_adds_at_most_one_accumulator(setup, rows):
@@ -384,8 +385,9 @@ def test_the_plan_estimates_what_the_compiler_allocates(policy, setup):
     assert memory.gradients + memory.activations + memory.logits == pytest.approx(found, rel=0.25)
 
 
-def test_an_optimizer_state_on_the_host_gives_the_same_update_to_the_bit(setup, rows):
-    here, there = (setup("optimizer=adamw", *keys, data=2, fsdp=2) for keys in ((), (HOST,)))
+@pytest.mark.parametrize("mesh", [{}, {"data": 2, "fsdp": 2}], ids=str)
+def test_an_optimizer_state_on_the_host_gives_the_same_update_to_the_bit(mesh, setup, rows):
+    here, there = (setup("optimizer=adamw", *keys, **mesh) for keys in ((), (HOST,)))
     results = []
     for it in (here, there):
         batch = it.batch(rows, 2, 8)
