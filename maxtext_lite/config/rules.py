@@ -265,7 +265,14 @@ def _tokenizer_path(config: Config) -> Refusal | None:
     return None
 
 
-_OBJECTIVE_OF = {"text": "pretrain", "synthetic": "pretrain", "sft": "sft", "dpo": "dpo"}
+_OBJECTIVE_OF = {
+    "text": "pretrain",
+    "synthetic": "pretrain",
+    "sft": "sft",
+    "dpo": "dpo",
+    "prompts": "grpo",
+    "arithmetic": "grpo",
+}
 
 
 def _objective(config: Config) -> Refusal | None:
@@ -294,7 +301,7 @@ def _z_loss_of_pairs(config: Config) -> Refusal | None:
 
 def _conversations_only(config: Config) -> Refusal | None:
     """Keys about conversations, where there are none."""
-    if config.dataset_type in ("sft", "dpo") or config.chat_template == "":
+    if config.dataset_type in ("sft", "dpo", "prompts", "arithmetic") or config.chat_template == "":
         return None
     return Refusal(
         "chat_template",

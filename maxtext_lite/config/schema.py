@@ -245,8 +245,8 @@ class NumericsConfig(Section):
 class DataConfig(Section):
     """The data, its tokens and their order."""
 
-    objective: Literal["auto", "pretrain", "sft", "dpo"]
-    dataset_type: Literal["text", "synthetic", "sft", "dpo"]
+    objective: Literal["auto", "pretrain", "sft", "dpo", "grpo"]
+    dataset_type: Literal["text", "synthetic", "sft", "dpo", "prompts", "arithmetic"]
     dataset_path: Text
     eval_dataset_path: Text
     eval_fraction: Share
@@ -273,7 +273,7 @@ class PreferenceConfig(Section):
 
 
 class RLConfig(Section):
-    """Reinforcement learning's batches; what configs/post_train/rl.yml adds."""
+    """Reinforcement learning's batches."""
 
     batch_size: Count
     num_generations: AtLeastTwo
@@ -282,6 +282,51 @@ class RLConfig(Section):
     max_prefill_predict_length: Count
     trainer_devices_fraction: Exact
     sampler_devices_fraction: Exact
+
+
+class TaskConfig(Section):
+    """What reinforcement learning asks the model."""
+
+    prompt_template: Name
+    apply_chat_template: Flag
+    arithmetic_operations: Name
+    arithmetic_largest: Count
+
+
+class RewardConfig(Section):
+    """How responses are judged."""
+
+    reward_functions: Name
+    reward_weights: Text
+    reward_format: Text
+    reward_error: Literal["zero", "stop"]
+    reward_timeout_seconds: Positive
+
+
+class PolicyConfig(Section):
+    """What reinforcement learning minimises."""
+
+    loss_algo: Literal["grpo", "gspo"]
+    grpo_beta: NotNegative
+    grpo_epsilon: PositiveShare
+    grpo_epsilon_high: NotNegative
+    loss_aggregation: Literal["seq_mean_token_mean", "token_mean", "seq_mean_token_sum_norm"]
+    scale_rewards: Literal["group", "none"]
+
+
+class RolloutConfig(Section):
+    """How responses are drawn."""
+
+    decode_sampling_temperature: NotNegative
+    decode_sampling_top_k: CountOrZero
+    decode_sampling_nucleus_p: PositiveShare
+    eval_num_generations: Count
+    eval_sampling_temperature: NotNegative
+    rollout_slots: CountOrMinusOne
+    rollout_tensor_parallelism: Count
+    rollout_fsdp_parallelism: Count
+    rollout_engine: Literal["local", "http"]
+    rollout_url: Text
 
 
 class Config(
@@ -327,7 +372,7 @@ def _restore(kind: type[Config], values: dict[str, object], origins: dict[str, s
     return kind.model_construct(**values).with_origins(origins)  # type: ignore[arg-type]
 
 
-class RLRunConfig(Config, RLConfig):
+class RLRunConfig(Config, RLConfig, TaskConfig, RewardConfig, PolicyConfig, RolloutConfig):
     """Every key of a run of reinforcement learning: that of a file whose `base` is post_train/rl.yml."""
 
 
@@ -347,7 +392,16 @@ SECTIONS: tuple[tuple[str, type[Section]], ...] = (
 KEYS: tuple[str, ...] = tuple(key for _, section in SECTIONS for key in section.model_fields)
 """Every key, in the order of configs/base.yml."""
 
-RL_KEYS: tuple[str, ...] = tuple(RLConfig.model_fields)
+RL_SECTIONS: tuple[tuple[str, type[Section]], ...] = (
+    ("RL batch size", RLConfig),
+    ("Tasks", TaskConfig),
+    ("Rewards", RewardConfig),
+    ("Policy", PolicyConfig),
+    ("Rollout", RolloutConfig),
+)
+"""The sections that configs/post_train/rl.yml adds, in its order, with their headings."""
+
+RL_KEYS: tuple[str, ...] = tuple(key for _, section in RL_SECTIONS for key in section.model_fields)
 """The keys that configs/post_train/rl.yml adds."""
 
 
@@ -358,4 +412,4 @@ def keys_of(kind: type[Config]) -> tuple[str, ...]:
 
 def sections_of(config: Config) -> tuple[tuple[str, type[Section]], ...]:
     """The sections of a config, with their headings."""
-    return (*SECTIONS, ("RL batch size", RLConfig)) if isinstance(config, RLRunConfig) else SECTIONS
+    return (*SECTIONS, *RL_SECTIONS) if isinstance(config, RLRunConfig) else SECTIONS
