@@ -2,34 +2,29 @@
 
 import contextlib
 import dataclasses
-import math
-import time
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from maxtext_lite.batching import (
-    BatchStage,
-    batch_size_advice,
-)
+from maxtext_lite.batching import BatchStage
 from maxtext_lite.config import Config
 from maxtext_lite.data import (
     Batch,
     ExampleSource,
     evaluation_batches,
-    examples_hash,
     training_batches,
 )
 from maxtext_lite.parallel import sharding
 from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.evaluate import evaluate
 from maxtext_lite.training.executables import Executables
+from maxtext_lite.training.ledger import Consumed, Ledger
 from maxtext_lite.training.metrics import MetricsLog, Terminal, evaluation_text
 from maxtext_lite.training.nonfinite import find_nonfinite
 from maxtext_lite.training.reference import add_reference
-from maxtext_lite.training.run import Run
+from maxtext_lite.training.run import Run, open_run
 from maxtext_lite.training.state import TrainState
 from maxtext_lite.training.step import (
     EVAL_BATCH_AXES,
@@ -42,12 +37,7 @@ from maxtext_lite.training.step import (
 )
 from maxtext_lite.training.stopping import Signals, Stop, watch_signals
 
-_NOTHING_SAVED = "nothing was saved at or after it"
 _FIRST_PROFILED_STEP = 3  # of this process: the first two fill caches
-
-
-class NonFiniteLoss(Exception):
-    """The loss or the gradient of a step was infinite or not a number; nothing was saved after it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +79,7 @@ def train(config: Config) -> RunResult:
       NonFiniteLoss: the loss stopped being a number.
     """
     with jax.default_matmul_precision(config.matmul_precision):
-        run = Run(config)
+        run = open_run(config)
         with jax.set_mesh(run.mesh), watch_signals() as signals:
             return _train(run, signals)
 
@@ -107,7 +97,7 @@ def _train(run: Run, signals: Signals) -> RunResult:
         add_reference(run, state, counts, terminal)
         log = MetricsLog(run.directory, counts.step) if run.is_first else None
         terminal.start(counts.step, counts.step + left)
-        return _Loop(run, terminal, log).train_from(state, counts, signals)
+        return _Loop(run, terminal, log, counts).train_from(state, signals)
     finally:
         terminal.close()
         if log:
@@ -119,13 +109,11 @@ def _train(run: Run, signals: Signals) -> RunResult:
 class _Loop:
     """The steps: one is always on its way while the one before is logged, so that devices never wait for the host."""
 
-    def __init__(self, run: Run, terminal: Terminal, log: MetricsLog | None):
+    def __init__(self, run: Run, terminal: Terminal, log: MetricsLog | None, counts: Counts):
         self.run, self.config, self.plan = run, run.config, run.plan
-        self.terminal, self.log = terminal, log
-        self.counts = Counts()
-        self.loss: float | None = None
+        self.terminal = terminal
+        self.ledger = Ledger(run, terminal, log, counts)
         self.eval_loss: float | None = None
-        self.last_ready = 0.0
         self.tracing = False
         # The simulated devices of a CPU share a few threads: with two steps under way, a collective of one can wait
         # for ever for a device whose thread the other holds. There, a step is finished before the next begins.
@@ -145,10 +133,9 @@ class _Loop:
             self.synchronise = make_synchronise(run.decoder, run.optimizer, run.mesh, run.local)
             self.summarise = make_summarise(run.mesh)
 
-    def train_from(self, state: TrainState, counts: Counts, signals: Signals) -> RunResult:
-        """The steps after `counts`, until the last or a signal."""
-        run, config, plan = self.run, self.config, self.plan
-        self.counts = counts
+    def train_from(self, state: TrainState, signals: Signals) -> RunResult:
+        """The steps after those of the ledger, until the last or a signal."""
+        run, config, plan, counts = self.run, self.config, self.plan, self.ledger.counts
         steps_left = plan.steps_left(counts.step, counts.examples_seen)
         last_step = counts.step + steps_left
         stopping = Stop(run.mesh, signals)
@@ -166,7 +153,7 @@ class _Loop:
         ):
             eval_step = make_eval_step(run.decoder, run.mesh, config, run.objective)
             train_step = self._step_of(plan.stage_at(counts.examples_seen), counts.step + 1)
-            self.last_ready = time.perf_counter()
+            self.ledger.restart_clock()
             in_flight: _InFlight | None = None
             examples_seen = counts.examples_seen
             for step in range(counts.step + 1, last_step + 1):
@@ -198,26 +185,27 @@ class _Loop:
                     in_flight = None
                     # A checkpoint after its evaluation: a kill between them repeats both. Asked to stop, save first.
                     if stops and run.checkpointer:
-                        run.checkpointer.save(state, self.counts)
+                        run.checkpointer.save(state, self.ledger.counts)
                     if evaluates:
                         self._evaluate(eval_step, state, run.eval_source)
                     if saves and run.checkpointer:
-                        run.checkpointer.save(state, self.counts)
-                    self.last_ready = time.perf_counter()
+                        run.checkpointer.save(state, self.ledger.counts)
+                    self.ledger.restart_clock()
                 if last:
                     break
             self._profile(None)
             if run.checkpointer:
                 run.checkpointer.wait()
-        interrupted = self.counts.step < last_step
+        interrupted = self.ledger.counts.step < last_step
         if interrupted:
             saved = "saved" if run.checkpointer else "not saved (enable_checkpointing=false)"
             self.terminal.say(
                 f"stopped by {signals.received.name if signals.received else 'another host'} after step "
-                f"{self.counts.step}, {saved}"
+                f"{self.ledger.counts.step}, {saved}"
             )
-        self._advise()
-        return RunResult(run.directory, self.counts.step, self.loss, self.eval_loss, interrupted, run.is_first, state)
+        self.ledger.advise()
+        done = self.ledger
+        return RunResult(run.directory, done.counts.step, done.loss, self.eval_loss, interrupted, run.is_first, state)
 
     def _step_of(self, stage: BatchStage, step: int) -> Any:
         """The compiled step of a stage that begins; says so."""
@@ -250,74 +238,22 @@ class _Loop:
         return function(jax.block_until_ready(argument) if self.one_at_a_time else argument)
 
     def _finish(self, done: _InFlight | None, state: TrainState) -> None:
-        """Waits for a step, counts it and records it; `state` is that of the newest step."""
+        """Waits for a step and takes it down; `state` is that of the newest step."""
         if done is None:
             return
-        metrics = {name: value.item() for name, value in jax.device_get(done.metrics).items()}
-        ready = time.perf_counter()
-        step_seconds, self.last_ready = ready - self.last_ready, ready
-        counts, batch = self.counts, done.batch
-        noise = counts.noise.after(
-            group_squares=metrics.pop("group_squares"),
-            groups=metrics.pop("groups"),
-            grad_norm=metrics["grad_norm"],
-            examples=batch.num_examples,
-        )
-        finite = math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])
-        self.counts = Counts(
-            done.step,
-            counts.examples_seen + batch.num_examples,
-            counts.tokens_seen + metrics["target_tokens"],
-            0 if finite else counts.skipped_in_a_row + (not self._may_be_the_scale(metrics)),
-            noise,
-        )
-        self.loss = metrics["loss"]
-        stage = self.plan.stage_at(counts.examples_seen)
-        record = {
-            "step": done.step,
-            **metrics,
-            "examples": batch.num_examples,
-            "examples_seen": self.counts.examples_seen,
-            "tokens_seen": self.counts.tokens_seen,
-            "epoch": self.counts.examples_seen / len(self.run.source),
-            "per_device_batch_size": float(stage.per_device_batch_size),
-            "gradient_accumulation_steps": stage.gradient_accumulation_steps,
-            "global_batch_to_train": stage.global_batch_to_train,
-            "step_seconds": step_seconds,
-            "data_seconds": batch.data_seconds,
-            **self.run.speed.of(batch.num_examples, metrics["target_tokens"], step_seconds),
-            **noise.record(batch.num_examples),
-            "examples_hash": examples_hash(batch.example_ids),
-        }
-        if self.log:
-            self.log.write(record)
-        self.terminal.step(record)
-        if not finite:
-            self._skip_or_stop(done, metrics, state)
-        elif not math.isfinite(metrics["param_norm"]):
-            raise NonFiniteLoss(f"step {done.step} left param_norm {metrics['param_norm']}; {_NOTHING_SAVED}")
+        batch = done.batch
+        consumed = Consumed(batch.example_ids, batch.num_examples, batch.data_seconds)
+        self.ledger.add(done.step, done.metrics, consumed, find_cause=lambda: self._find_cause(done, state))
 
-    def _may_be_the_scale(self, metrics: dict[str, Any]) -> bool:
-        scaling = self.run.optimizer.loss_scaling
-        return scaling is not None and scaling.may_shrink(metrics["loss_scale"])
-
-    def _skip_or_stop(self, done: _InFlight, metrics: dict[str, Any], state: TrainState) -> None:
-        """Goes on after a step that was skipped for its gradient, or ends the run and says where it comes from."""
-        config, in_a_row = self.config, self.counts.skipped_in_a_row
-        if self._may_be_the_scale(metrics):
-            self.terminal.say(f"step {done.step} skipped: not finite at loss_scale {metrics['loss_scale']:g}")
-            return
-        if config.skip_nonfinite_updates and in_a_row < config.max_skipped_updates:
-            self.terminal.say(
-                f"step {done.step} skipped: its gradient is not finite ({in_a_row} in a row of "
-                f"max_skipped_updates={config.max_skipped_updates})"
-            )
-            return
+    def _find_cause(self, done: _InFlight, state: TrainState) -> Any:
+        """Where a step's gradient stops being finite."""
         run = self.run
         if self.one_at_a_time:
             jax.block_until_ready(state)
-        step_gradients = accumulate_gradients(run.decoder, run.optimizer, run.mesh, config, run.local, run.objective)
-        cause = find_nonfinite(
+        step_gradients = accumulate_gradients(
+            run.decoder, run.optimizer, run.mesh, self.config, run.local, run.objective
+        )
+        return find_nonfinite(
             lambda params, *rest: step_gradients(params[0], *rest, frozen=params[1]),
             (state.params, state.frozen),
             done.batch.arrays,
@@ -325,19 +261,6 @@ class _Loop:
             micro_batches=done.batch.num_micro_batches,
             loss_scale=run.optimizer.loss_scale(state.opt_state),
         )
-        skipped = f", after {in_a_row} skipped steps in a row" if config.skip_nonfinite_updates else ""
-        where = "no part of it is not finite by itself" if cause is None else str(cause)
-        raise NonFiniteLoss(
-            f"step {done.step} has loss {metrics['loss']} and grad_norm {metrics['grad_norm']}{skipped}: {where}; "
-            f"{_NOTHING_SAVED}"
-        )
-
-    def _advise(self) -> None:
-        """Says what the noise scale suggests for the batch size, where it is known."""
-        noise = self.counts.noise
-        if self.counts.step and noise.steps:
-            batch = self.plan.stage_at(self.counts.examples_seen).global_batch_to_train
-            self.terminal.say(batch_size_advice(noise.examples, noise.relative_error, batch))
 
     def _evaluate(self, eval_step: Any, state: TrainState, source: ExampleSource | None) -> None:
         assert source is not None
@@ -347,9 +270,8 @@ class _Loop:
             params = self.run.decoder.joined(state.model_params, state.frozen)
             found = evaluate(eval_step, params, batches, self.run.objective)
         self.eval_loss = found["eval_loss"]
-        if self.log:
-            self.log.write({"step": self.counts.step, **found})
-        self.terminal.say(f"step {self.counts.step}/{self.terminal.last_step}  {evaluation_text(found)}")
+        self.ledger.write({"step": self.ledger.counts.step, **found})
+        self.terminal.say(f"step {self.ledger.counts.step}/{self.terminal.last_step}  {evaluation_text(found)}")
 
     def _profile(self, steps_here: int | None) -> None:
         """Starts and ends the trace of `profiler_steps` steps; `steps_here` counts this process's, None: the end."""

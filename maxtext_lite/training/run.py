@@ -1,6 +1,7 @@
 """What a run is made of before its first step: plan, data, mesh, decoder, optimizer, directory and checkpoints."""
 
 import json
+from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import jax
 
 from maxtext_lite.batching import (
+    BatchPlan,
     flops_per_example,
     format_plan,
     make_plan,
@@ -26,7 +28,7 @@ from maxtext_lite.training.environment import environment
 from maxtext_lite.training.local_updates import local_updates
 from maxtext_lite.training.metrics import Speed, Terminal, peak_tflops
 from maxtext_lite.training.noise import why_unknown
-from maxtext_lite.training.objective import objective_of
+from maxtext_lite.training.objective import Objective, objective_of
 from maxtext_lite.training.optimizer import Schedule, learning_rate_schedule, make_optimizer
 from maxtext_lite.training.state import TrainState, abstract_state, init_state, make_decoder, state_from
 
@@ -41,30 +43,32 @@ class Run:
       objective: what a step minimises.
       is_first: this process writes the run directory.
       checkpointer: None where enable_checkpointing is false.
+    Args:
+      devices: those that train; None: all.
+      examples_of_entry: how often an entry of the source counts as an example in one epoch.
     Raises:
-      UserError: the config cannot be trained on these devices or this data, or contradicts the run directory.
+      UserError: the config contradicts the run directory or the devices.
     """
 
-    def __init__(self, config: Config):
-        start_devices()
-        num_devices, num_hosts = jax.device_count(), jax.process_count()
-        plan = make_plan(_before_data(config), num_devices=num_devices, num_hosts=num_hosts)
-        self.source, self.eval_source = open_sources_on_hosts(
-            config,
-            vocab_size=config.vocab_size,
-            loading_hosts=plan.loading_hosts,
-            begins_as_elsewhere=_comes_from_elsewhere(config),
-        )
-        self.plan = plan = make_plan(
-            config, num_devices=num_devices, num_hosts=num_hosts, num_examples=len(self.source)
-        )
+    def __init__(
+        self,
+        config: Config,
+        plan: BatchPlan,
+        *,
+        source: Any,
+        eval_source: Any,
+        objective: Objective,
+        devices: Sequence[Any] | None = None,
+        examples_of_entry: int = 1,
+    ):
+        self.plan, self.source, self.eval_source, self.objective = plan, source, eval_source, objective
         self.stated_config = config
         self.config = config = scaled_optimizer(config, plan)
-        self.mesh = make_mesh(plan.ici_mesh, plan.dcn_mesh)
+        self.mesh = make_mesh(plan.ici_mesh, plan.dcn_mesh, devices)
         self.decoder = make_decoder(config, jax.default_backend(), plan)
         self.optimizer = make_optimizer(config, self.decoder.trained(self.decoder.axes))
         self.local = local_updates(config, plan.diloco_num_replicas)
-        self.objective = objective_of(config)
+        self.examples_per_epoch = len(source) * examples_of_entry
         self.is_first = jax.process_index() == 0
         self.directory = Path(config.base_output_directory) / config.run_name
         if config.load_parameters_path and not has_hf_weights(config.load_parameters_path):
@@ -144,7 +148,7 @@ class Run:
         trained = _count(self.decoder.trained(self.decoder.abstract_params))
         of_them = "" if trained == parameters else f", {trained:,} of them in adapters, which alone are trained,"
         terminal.say(
-            f"{parameters:,} parameters{of_them} on {jax.device_count()} x {jax.devices()[0].device_kind}; "
+            f"{parameters:,} parameters{of_them} on {self.mesh.size} x {jax.devices()[0].device_kind}; "
             + _peak_sentence(self.speed)
         )
         held_out = "nothing" if self.eval_source is None else f"{len(self.eval_source):,} examples"
@@ -169,12 +173,31 @@ class Run:
         return Speed(
             flops_per_example=self.config.rows_per_example
             * flops_per_example(self.config, self.config.max_target_length),
-            num_devices=jax.device_count(),
+            num_devices=self.mesh.size,
             peak=peak_tflops(jax.devices()[0].device_kind, self.config.dtype),
         )
 
 
-def _comes_from_elsewhere(config: Config) -> bool:
+def open_run(config: Config) -> Run:
+    """The run of a config that `train` takes: its data opened, its batches planned.
+
+    Raises:
+      UserError: the config cannot be trained on these devices or this data, or contradicts the run directory.
+    """
+    start_devices()
+    num_devices, num_hosts = jax.device_count(), jax.process_count()
+    plan = make_plan(_before_data(config), num_devices=num_devices, num_hosts=num_hosts)
+    source, eval_source = open_sources_on_hosts(
+        config,
+        vocab_size=config.vocab_size,
+        loading_hosts=plan.loading_hosts,
+        begins_as_elsewhere=comes_from_elsewhere(config),
+    )
+    plan = make_plan(config, num_devices=num_devices, num_hosts=num_hosts, num_examples=len(source))
+    return Run(config, plan, source=source, eval_source=eval_source, objective=objective_of(config))
+
+
+def comes_from_elsewhere(config: Config) -> bool:
     """Whether the run begins with a model that was imported, or that began with one."""
     return bool(config.load_parameters_path) and hf_directory(config.load_parameters_path) is not None
 

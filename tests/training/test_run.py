@@ -9,7 +9,7 @@ import pytest
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.metrics import Terminal
-from maxtext_lite.training.run import Run
+from maxtext_lite.training.run import open_run
 
 TINY = [
     "vocab_size=300", "base_emb_dim=16", "base_num_query_heads=2", "base_num_kv_heads=1", "head_dim=8",
@@ -20,7 +20,7 @@ TINY = [
 
 
 def run_of(tmp_path, *overrides):
-    return Run(load_config(None, [*TINY, f"base_output_directory={tmp_path}", "run_name=here", *overrides]))
+    return open_run(load_config(None, [*TINY, f"base_output_directory={tmp_path}", "run_name=here", *overrides]))
 
 
 def test_a_run_that_cannot_be_leaves_no_directory(tmp_path):

@@ -1,0 +1,158 @@
+"""The ledger of a run: every step counted, recorded and shown, and what follows a gradient that is not finite."""
+
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from maxtext_lite.batching import batch_size_advice
+from maxtext_lite.data import examples_hash
+from maxtext_lite.training.checkpoint import Counts
+from maxtext_lite.training.metrics import MetricsLog, Terminal
+from maxtext_lite.training.run import Run
+
+NOTHING_SAVED = "nothing was saved at or after it"
+
+
+class NonFiniteLoss(Exception):
+    """The loss or the gradient of a step was infinite or not a number; nothing was saved after it."""
+
+
+class Consumed(NamedTuple):
+    """What a step was made of.
+
+    Attributes:
+      example_ids: int64; of reinforcement learning, the numbers of the prompts.
+      num_examples: of reinforcement learning, pairs.
+      data_seconds: that the host waited for them.
+    """
+
+    example_ids: np.ndarray
+    num_examples: int
+    data_seconds: float
+
+
+class Ledger:
+    """Takes each finished step down: in the counts, in metrics.jsonl and on the terminal.
+
+    Attributes:
+      counts: of all steps so far.
+      loss: of the last step; None if this process did none.
+    """
+
+    def __init__(self, run: Run, terminal: Terminal, log: MetricsLog | None, counts: Counts):
+        self._run, self._terminal, self._log = run, terminal, log
+        self.counts = counts
+        self.loss: float | None = None
+        self._last_ready = time.perf_counter()
+
+    @property
+    def directory(self) -> Path:
+        """The run directory."""
+        return self._run.directory
+
+    def restart_clock(self) -> None:
+        """What happened since the last step is not part of the next one."""
+        self._last_ready = time.perf_counter()
+
+    def add(
+        self,
+        step: int,
+        metrics: dict[str, jax.Array],
+        consumed: Consumed,
+        *,
+        find_cause: Callable[[], Any],
+        **more: Any,
+    ) -> None:
+        """Waits for a step and takes it down.
+
+        Args:
+          metrics: of the step, on the devices.
+          find_cause: says where a gradient that is not finite comes from, or None where that is not found.
+          more: what else its record holds.
+        Raises:
+          NonFiniteLoss: the run may not go on after this step.
+        """
+        run, counts = self._run, self.counts
+        values = {name: value.item() for name, value in jax.device_get(metrics).items()}
+        ready = time.perf_counter()
+        step_seconds, self._last_ready = ready - self._last_ready, ready
+        noise = counts.noise.after(
+            group_squares=values.pop("group_squares"),
+            groups=values.pop("groups"),
+            grad_norm=values["grad_norm"],
+            examples=consumed.num_examples,
+        )
+        finite = math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])
+        self.counts = Counts(
+            step,
+            counts.examples_seen + consumed.num_examples,
+            counts.tokens_seen + values["target_tokens"],
+            0 if finite else counts.skipped_in_a_row + (not self._may_be_the_scale(values)),
+            noise,
+        )
+        self.loss = values["loss"]
+        stage = run.plan.stage_at(counts.examples_seen)
+        record = {
+            "step": step,
+            **values,
+            "examples": consumed.num_examples,
+            "examples_seen": self.counts.examples_seen,
+            "tokens_seen": self.counts.tokens_seen,
+            "epoch": self.counts.examples_seen / run.examples_per_epoch,
+            "per_device_batch_size": float(stage.per_device_batch_size),
+            "gradient_accumulation_steps": stage.gradient_accumulation_steps,
+            "global_batch_to_train": stage.global_batch_to_train,
+            "step_seconds": step_seconds,
+            "data_seconds": consumed.data_seconds,
+            **run.speed.of(consumed.num_examples, values["target_tokens"], step_seconds),
+            **noise.record(consumed.num_examples),
+            "examples_hash": examples_hash(consumed.example_ids),
+            **more,
+        }
+        self.write(record)
+        self._terminal.step(record)
+        if not finite:
+            self._skip_or_stop(step, values, find_cause)
+        elif not math.isfinite(values["param_norm"]):
+            raise NonFiniteLoss(f"step {step} left param_norm {values['param_norm']}; {NOTHING_SAVED}")
+
+    def write(self, record: dict[str, Any]) -> None:
+        """A line of metrics.jsonl."""
+        if self._log:
+            self._log.write(record)
+
+    def _may_be_the_scale(self, metrics: dict[str, Any]) -> bool:
+        scaling = self._run.optimizer.loss_scaling
+        return scaling is not None and scaling.may_shrink(metrics["loss_scale"])
+
+    def _skip_or_stop(self, step: int, metrics: dict[str, Any], find_cause: Callable[[], Any]) -> None:
+        """Goes on after a step that was skipped for its gradient, or ends the run and says where it comes from."""
+        config, in_a_row = self._run.config, self.counts.skipped_in_a_row
+        if self._may_be_the_scale(metrics):
+            self._terminal.say(f"step {step} skipped: not finite at loss_scale {metrics['loss_scale']:g}")
+            return
+        if config.skip_nonfinite_updates and in_a_row < config.max_skipped_updates:
+            self._terminal.say(
+                f"step {step} skipped: its gradient is not finite ({in_a_row} in a row of "
+                f"max_skipped_updates={config.max_skipped_updates})"
+            )
+            return
+        cause = find_cause()
+        skipped = f", after {in_a_row} skipped steps in a row" if config.skip_nonfinite_updates else ""
+        where = "no part of it is not finite by itself" if cause is None else str(cause)
+        raise NonFiniteLoss(
+            f"step {step} has loss {metrics['loss']} and grad_norm {metrics['grad_norm']}{skipped}: {where}; "
+            f"{NOTHING_SAVED}"
+        )
+
+    def advise(self) -> None:
+        """Says what the noise scale suggests for the batch size, where it is known."""
+        noise = self.counts.noise
+        if self.counts.step and noise.steps:
+            batch = self._run.plan.stage_at(self.counts.examples_seen).global_batch_to_train
+            self._terminal.say(batch_size_advice(noise.examples, noise.relative_error, batch))
