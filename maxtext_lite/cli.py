@@ -13,7 +13,8 @@ from maxtext_lite.config import UserError, parse_value
 from maxtext_lite.config.errors import did_you_mean
 
 COMMANDS: dict[str, str] = {
-    "train": "pre-training; resumes by itself",
+    "train": "pre-training, SFT and DPO; resumes by itself",
+    "train_rl": "reinforcement learning: GRPO and its variants; resumes by itself",
     "plan": "batch sizes, pipeline, ramp-up and memory for a machine that need not exist",
     "compile": "the train step compiled ahead of time: shardings, collectives, memory and FLOPs",
     "generate": "text from a run directory or a Hugging Face directory",

@@ -1,10 +1,11 @@
 """The command `train`: pre-training, SFT or DPO from one config; resumes by itself."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from maxtext_lite.cli import ArgumentParser, config_arguments, run_command
-from maxtext_lite.config import RLRunConfig, UserError, load_config
+from maxtext_lite.config import Config, RLRunConfig, UserError, load_config
 
 EXIT_NON_FINITE = 3
 EXIT_STOPPED_BY_SIGNAL = 75
@@ -21,8 +22,15 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse(argv)
     config = load_config(arguments.config, arguments.overrides)
     if isinstance(config, RLRunConfig):
-        raise UserError("a config of reinforcement learning is not one that train runs. `plan` shows its batches.")
-    from maxtext_lite.training import NonFiniteLoss, train  # jax, only once the config is known to be right
+        raise UserError("a config of reinforcement learning is not one that train runs; train_rl does.")
+    from maxtext_lite.training import train  # jax, only once the config is known to be right
+
+    return finish(train, config)
+
+
+def finish(train: Callable[[Any], Any], config: Config) -> int:
+    """Trains by `train(config)`, says how it ended and returns the exit code."""
+    from maxtext_lite.training import NonFiniteLoss
 
     try:
         result = train(config)

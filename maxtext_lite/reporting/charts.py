@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from maxtext_lite.reporting.run_data import Column, Run
+from maxtext_lite.reporting.run_data import EVALUATION_METRICS, Column, Run
 from maxtext_lite.reporting.scales import Scale, short_number, value_scale
 from maxtext_lite.reporting.thinning import Bucket, Points, at_middles, changes, make_buckets, thin
 
@@ -26,7 +26,7 @@ class LineSpec:
     """One line of a chart for each run.
 
     Attributes:
-      metric: a column of the steps, or `eval_loss`.
+      metric: a column of the steps or of the evaluations.
       error: the column of its relative standard error, drawn as a band.
       stepped: a value holds for the whole step that it stands at, and changes at once.
     """
@@ -59,6 +59,59 @@ class ChartSpec:
 
 
 CHARTS = (
+    ChartSpec(
+        "accuracy",
+        "Held-out accuracy",
+        "fraction of the responses to held-out prompts that are correct",
+        (LineSpec("eval_accuracy", "held out"),),
+    ),
+    ChartSpec(
+        "reward",
+        "Reward",
+        "mean over responses; training draws them, the held-out ones may be the likeliest",
+        (LineSpec("reward", "training"), LineSpec("eval_reward", "held out"), LineSpec("reward_std", "within groups")),
+    ),
+    ChartSpec(
+        "responses",
+        "Responses",
+        "mean tokens of a response",
+        (LineSpec("response_tokens", "tokens"),),
+    ),
+    ChartSpec(
+        "lost-responses",
+        "Responses from which less is learned",
+        "fraction: of prompts whose responses are all as good, of responses that were cut off",
+        (LineSpec("equal_reward_groups", "all as good"), LineSpec("truncated_responses", "cut off")),
+    ),
+    ChartSpec(
+        "policy",
+        "Divergence and uncertainty",
+        "nats per response token",
+        (LineSpec("token_nll", "-log-probability"), LineSpec("kl", "KL to the reference")),
+    ),
+    ChartSpec(
+        "clipped",
+        "Clipped ratios",
+        "fraction of response tokens",
+        (LineSpec("clip_fraction_low", "from below"), LineSpec("clip_fraction_high", "from above")),
+    ),
+    ChartSpec(
+        "phases",
+        "Sampling, judging, training",
+        "seconds of a step that each was busy",
+        (
+            LineSpec("rollout_seconds", "rollout"),
+            LineSpec("train_seconds", "training"),
+            LineSpec("reward_seconds", "rewards"),
+        ),
+        may_be_log=True,
+    ),
+    ChartSpec(
+        "overlap",
+        "Overlap",
+        "fraction of training that ran beside a rollout",
+        (LineSpec("overlap_fraction", "overlap"),),
+    ),
     ChartSpec(
         "loss",
         "Loss",
@@ -266,7 +319,7 @@ def _chart(spec: ChartSpec, runs: Sequence[Run], grids: Sequence[Grid]) -> Chart
         if spec.needs and not any(metric in run.steps for metric in spec.needs):
             continue
         for series, line in enumerate(spec.lines):
-            of_evaluations = line.metric == "eval_loss"
+            of_evaluations = line.metric in EVALUATION_METRICS
             column = (run.evaluations if of_evaluations else run.steps).get(line.metric, ())
             if any(value is not None for value in column):
                 grid = 2 * number + of_evaluations

@@ -3,6 +3,7 @@
 import statistics
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 from maxtext_lite.batching import batch_size_advice
 from maxtext_lite.reporting.plan_view import plain
@@ -43,15 +44,21 @@ def _loss(run: Run) -> tuple[str, str]:
     return _number(run.last("loss")), f"training, at step {run.steps['step'][rows[-1]]:,}" if rows else ""
 
 
-def _eval_loss(run: Run) -> tuple[str, str]:
-    pairs = zip(run.evaluations["eval_loss"], run.evaluations["step"], strict=True)
-    found = [(loss, step) for loss, step in pairs if loss is not None]
-    if not found:
-        return NONE, ""
-    best, best_step = min(found)
-    last, last_step = found[-1]
-    remark = f"at step {last_step:,}" + (f"; lowest {best:.5g} at step {best_step:,}" if best < last else "")
-    return long_number(last), remark
+def _evaluation(metric: str, best_word: str, best_of: Callable[..., Any]) -> Callable[[Run], tuple[str, str]]:
+    """The last value of an evaluation's metric, with the best one where that is another."""
+
+    def fact(run: Run) -> tuple[str, str]:
+        pairs = zip(run.evaluations.get(metric, ()), run.evaluations["step"], strict=False)
+        found = [(value, step) for value, step in pairs if value is not None]
+        if not found:
+            return NONE, ""
+        last, last_step = found[-1]
+        best = best_of(value for value, _ in found)
+        best_step = next(step for value, step in found if value == best)
+        remark = f"at step {last_step:,}"
+        return long_number(last), remark + (f"; {best_word} {best:.5g} at step {best_step:,}" if best != last else "")
+
+    return fact
 
 
 def _tokens(run: Run) -> tuple[str, str]:
@@ -102,7 +109,8 @@ def _parameters(run: Run) -> tuple[str, str]:
 _FACTS: dict[str, Callable[[Run], tuple[str, str]]] = {
     "Steps": _steps,
     "Loss": _loss,
-    "Held-out loss": _eval_loss,
+    "Held-out loss": _evaluation("eval_loss", "lowest", min),
+    "Held-out accuracy": _evaluation("eval_accuracy", "highest", max),
     "Tokens seen": _tokens,
     "Examples seen": _examples,
     "Epochs": _epochs,

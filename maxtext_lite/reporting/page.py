@@ -9,9 +9,10 @@ from typing import Any
 from maxtext_lite.reporting.charts import AXES, Board, Chart, make_board
 from maxtext_lite.reporting.facts import NONE, advice, facts, status
 from maxtext_lite.reporting.plan_view import memory_parts, plain, plan_rows
-from maxtext_lite.reporting.run_data import Run
+from maxtext_lite.reporting.run_data import EVALUATION_METRICS, Run
 from maxtext_lite.reporting.scales import long_number
 from maxtext_lite.reporting.svg import chart_svg, color_class
+from maxtext_lite.reporting.timeline_view import timeline_svg
 
 _FOLDER = Path(__file__).parent
 _STAGE_KEYS = {
@@ -38,6 +39,7 @@ def render_page(runs: Sequence[Run]) -> str:
         f'<section id="facts">{_facts(runs)}</section>\n',
         _section("Batch size", "advice", _advice(runs)),
         _section("Curves", "curves", _curves(runs, board)),
+        _section("Timeline", "timeline", _timelines(runs)),
         _section("Plan", "plan", _plans(runs)),
         _section("Config", "config", _settings(runs)),
         _section("Environment", "environment", _environments(runs)),
@@ -169,7 +171,9 @@ def _figure(chart: Chart, runs: Sequence[Run], board: Board) -> str:
     shown = {line.series: line for line in chart.lines}
     keys = []
     for series, line in sorted(shown.items()):
-        column = (runs[0].evaluations if line.spec.metric == "eval_loss" else runs[0].steps).get(line.spec.metric, ())
+        column = (runs[0].evaluations if line.spec.metric in EVALUATION_METRICS else runs[0].steps).get(
+            line.spec.metric, ()
+        )
         last = next((value for value in reversed(column) if value is not None), None)
         value = f" <b>{long_number(last)}</b>" if one and last is not None else ""
         name = "" if len(shown) == 1 else _e(line.spec.label)
@@ -183,6 +187,22 @@ def _figure(chart: Chart, runs: Sequence[Run], board: Board) -> str:
     return (
         f'<figure data-chart="{index}"><figcaption><h3>{_e(spec.title)}</h3><span class="unit">{_e(spec.unit)}</span>'
         f'<div class="keys">{"".join(keys)}</div></figcaption>{chart_svg(chart, board)}</figure>'
+    )
+
+
+def _timelines(runs: Sequence[Run]) -> str:
+    """Of runs of reinforcement learning, who was busy when in their last steps."""
+    parts = [
+        f"<figure>{'' if len(runs) == 1 else f'<figcaption>{_of_run(number, runs)}{_e(run.label)}</figcaption>'}"
+        f"{timeline_svg(run.timeline)}</figure>"
+        for number, run in enumerate(runs)
+        if run.timeline
+    ]
+    if not parts:
+        return ""
+    return (
+        "<p>The last steps: what samples, what judges and what trains, each in a line. A number is that of the chunk "
+        "of the batch that it was about.</p>" + "".join(parts)
     )
 
 

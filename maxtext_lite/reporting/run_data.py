@@ -2,6 +2,7 @@
 
 import datetime
 import json
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +19,17 @@ STEP_METRICS = (
     "global_batch_to_train", "step_seconds", "data_seconds", "tokens_per_second", "tflops_per_device", "mfu",
     "moe_balance_loss", "z_loss", "gradient_noise_scale", "gradient_noise_scale_ratio", "gradient_noise_scale_error",
     "loss_scale", "reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy",
+    "reward", "reward_std", "equal_reward_groups", "response_tokens", "truncated_responses", "kl", "token_nll",
+    "clip_fraction_low", "clip_fraction_high", "rollout_seconds", "reward_seconds", "train_seconds", "overlap_fraction",
 )  # fmt: skip
 """The numbers of a step's line in metrics.jsonl that a report shows."""
 
-_EVALUATION_METRICS = ("eval_loss", "eval_target_tokens")
+EVALUATION_METRICS = ("eval_loss", "eval_target_tokens", "eval_accuracy", "eval_reward")
+"""The numbers of an evaluation's line that a report shows."""
+
 _FILES = ("config.yml", "plan.json", "metrics.jsonl")
 _MOST_NOTES_ON_LINES = 5
+_TIMELINE_STEPS = 3
 _LARGEST = 1e300  # beyond it sums overflow; no metric of a run that goes on is there
 
 Column = Sequence[float | None]
@@ -51,6 +57,18 @@ class Setting:
 
 
 @dataclass(frozen=True)
+class TimelineStep:
+    """Who was busy when in a step of reinforcement learning.
+
+    Attributes:
+      phases: name (rollout, reward or train), chunk, start and stop, in seconds since the step began.
+    """
+
+    step: int
+    phases: tuple[tuple[str, int, float, float], ...]
+
+
+@dataclass(frozen=True)
 class Run:
     """What a report knows of one run.
 
@@ -58,7 +76,9 @@ class Run:
       label: the run's name, made unlike those of the other runs of the page.
       steps: `step` and each of STEP_METRICS that some line has, a row for each step, in their order.
       skipped: for each row, whether the update was skipped.
-      evaluations: `step`, `eval_loss`, `eval_target_tokens`, and the counts of that step where its line is there.
+      evaluations: `step`, each of EVALUATION_METRICS that some line has, and the counts of that step where its line is
+        there.
+      timeline: of the last steps that timeline.jsonl has, the step and its phases; see `TimelineStep`.
       plan: plan.json; None where it cannot be read. So are environment (environment.json) and settings (config.yml).
       num_parameters: of the whole model, where the config is there and valid.
       last_written: when metrics.jsonl was last written to, UTC.
@@ -73,6 +93,7 @@ class Run:
     plan: Mapping[str, Any] | None
     environment: Mapping[str, Any] | None
     settings: Mapping[str, Setting] | None
+    timeline: tuple[TimelineStep, ...]
     num_parameters: int | None
     last_written: str | None
     notes: tuple[str, ...]
@@ -150,6 +171,7 @@ def _read_run(directory: Path, label: str) -> Run:
         plan=_read_object(directory / "plan.json", notes),
         environment=_read_object(directory / "environment.json", notes),
         settings=settings,
+        timeline=_read_timeline(directory / "timeline.jsonl", notes),
         num_parameters=None if settings is None else _num_parameters(directory / "config.yml"),
         last_written=None
         if written is None
@@ -187,8 +209,8 @@ def _read_metrics(path: Path, notes: list[str]) -> tuple[dict[str, Column], list
     evaluations: dict[int, tuple[float | None, ...]] = {}
     for record in _records(path, notes):
         step = record["step"]  # one that stands twice counts as the later line has it
-        if "eval_loss" in record:
-            evaluations[step] = tuple(_number(record.get(name)) for name in _EVALUATION_METRICS)
+        if any(name in record for name in EVALUATION_METRICS):
+            evaluations[step] = tuple(_number(record.get(name)) for name in EVALUATION_METRICS)
         else:
             steps[step] = tuple(_number(record.get(name)) for name in STEP_METRICS)
             skipped[step] = record.get("skipped") is True
@@ -201,12 +223,35 @@ def _read_metrics(path: Path, notes: list[str]) -> tuple[dict[str, Column], list
         if any(value is not None for value in values):
             columns[name] = values
     of_evaluations: dict[str, Column] = {"step": eval_order}
-    for index, name in enumerate(_EVALUATION_METRICS):
-        of_evaluations[name] = [evaluations[step][index] for step in eval_order]
+    for index, name in enumerate(EVALUATION_METRICS):
+        values = [evaluations[step][index] for step in eval_order]
+        if any(value is not None for value in values):
+            of_evaluations[name] = values
     for name in ("examples_seen", "tokens_seen"):
         index = STEP_METRICS.index(name)
-        of_evaluations[name] = [steps[step][index] if step in steps else None for step in eval_order]
+        counted = {step: row[index] for step, row in steps.items()} | {0: 0.0}
+        of_evaluations[name] = [counted.get(step) for step in eval_order]
     return columns, [skipped[step] for step in order], of_evaluations
+
+
+def _read_timeline(path: Path, notes: list[str]) -> tuple[TimelineStep, ...]:
+    """The last steps of timeline.jsonl; most runs have none."""
+    if not path.is_file():
+        return ()
+    found: deque[TimelineStep] = deque(maxlen=_TIMELINE_STEPS)
+    for record in _records(path, notes):
+        phases = record.get("phases")
+        if isinstance(phases, list) and all(_is_phase(phase) for phase in phases):
+            found.append(TimelineStep(record["step"], tuple(tuple(phase) for phase in phases)))  # type: ignore[misc]
+    return tuple(found)
+
+
+def _is_phase(value: object) -> bool:
+    if not isinstance(value, list) or len(value) != 4:
+        return False
+    name, chunk, start, stop = value
+    times = [time for time in (_number(start), _number(stop)) if time is not None]
+    return isinstance(name, str) and type(chunk) is int and len(times) == 2 and 0 <= times[0] <= times[1]
 
 
 def _records(path: Path, notes: list[str]) -> Iterable[dict[str, Any]]:
@@ -223,14 +268,14 @@ def _records(path: Path, notes: list[str]) -> Iterable[dict[str, Any]]:
                     if line.endswith("\n"):
                         bad.append(number)
                     else:
-                        notes.append("metrics.jsonl ends in a line cut short: the run was writing it, or was killed.")
+                        notes.append(f"{path.name} ends in a line cut short: the run was writing it, or was killed.")
     except FileNotFoundError:
-        notes.append("metrics.jsonl is not there.")
+        notes.append(f"{path.name} is not there.")
     except OSError as error:
-        notes.append(f"metrics.jsonl cannot be read: {error.strerror}.")
+        notes.append(f"{path.name} cannot be read: {error.strerror}.")
     if bad:
         shown = ", ".join(map(str, bad[:_MOST_NOTES_ON_LINES])) + (" ..." if len(bad) > _MOST_NOTES_ON_LINES else "")
-        notes.append(f"metrics.jsonl: {len(bad)} of {number} lines are left out, as they hold no step: {shown}.")
+        notes.append(f"{path.name}: {len(bad)} of {number} lines are left out, as they hold no step: {shown}.")
 
 
 def _record(line: str) -> dict[str, Any] | None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 
 from maxtext_lite.reporting.charts import AXES, BOTTOM, LEFT, RIGHT, TOP, Board, Chart, Line, Mark
-from maxtext_lite.reporting.run_data import Column
+from maxtext_lite.reporting.run_data import EVALUATION_METRICS, Column
 from maxtext_lite.reporting.scales import Scale, short_number
 
 WIDTH, HEIGHT = 480, 236
@@ -48,7 +48,7 @@ def chart_svg(chart: Chart, board: Board, axis: str = "step") -> str:
         make = stepped_path if line.spec.stepped else line_path
         width = _width(line, board.num_runs)
         parts.append(f'<path class="line {classes}" data-line="{index}"{width} d="{make(positions, mean)}"/>')
-        if line.spec.metric == "eval_loss" and len(mean) <= _MOST_DOTS:
+        if line.spec.metric in EVALUATION_METRICS and len(mean) <= _MOST_DOTS:
             parts.append(f'<path class="dots {classes}" data-line="{index}" d="{dots_path(positions, mean)}"/>')
     skips = [_mark_svg(mark, board, axis) for mark in chart.marks if mark.kind == "skip"]
     parts += ["</g>", f'<g class="marks">{"".join(skips)}</g>']

@@ -86,10 +86,13 @@ class Checkpointer:
         """Step of the newest whole checkpoint; None where there is none."""
         return self._manager.latest_step()
 
-    def save(self, state: TrainState, counts: Counts) -> None:
+    def save(self, state: TrainState, counts: Counts, unfinished: Any = None) -> None:
         """Saves the state after `counts.step` steps; with async_checkpointing, returns once it is copied.
 
         Frozen parameters are written with a run's first checkpoint, beside the checkpoints: they never change.
+
+        Args:
+          unfinished: a tree of arrays of a batch that more steps are to be made on; None: there is none.
         """
         if self._manager.latest_step() == counts.step:
             return
@@ -100,15 +103,35 @@ class Checkpointer:
         layer_dims = list(_layer_dims(state.plain_params))
         counted = dataclasses.asdict(counts)
         about = {"format": _FORMAT, **counted, "layer_dims": layer_dims, "fingerprint": self._fingerprint}
-        self._manager.save(
-            counts.step,
-            args=ocp.args.Composite(
-                params=ocp.args.StandardSave(state.model_params),
-                update_state=ocp.args.StandardSave(_update_state(state)),
-                about=ocp.args.JsonSave(about),
-            ),
-            force=True,
-        )
+        parts = {
+            "params": ocp.args.StandardSave(state.model_params),
+            "update_state": ocp.args.StandardSave(_update_state(state)),
+            "about": ocp.args.JsonSave(about),
+        }
+        if unfinished is not None:
+            parts["unfinished"] = ocp.args.StandardSave(unfinished)
+        self._manager.save(counts.step, args=ocp.args.Composite(**parts), force=True)
+
+    def restore_unfinished(self, abstract: Any) -> Any:
+        """The batch that the newest checkpoint was saved amid, a tree like `abstract` and laid out as it says.
+
+        Raises:
+          UserError: the arrays have other shapes there.
+        """
+        step = self._manager.latest_step()
+        assert step is not None, "restore_unfinished() without a checkpoint"
+        path = self._directory / str(step)
+        with ocp.Checkpointer(ocp.CompositeCheckpointHandler(**_handlers())) as checkpointer:
+            saved = checkpointer.metadata(path).item_metadata["unfinished"]
+            shapes, wanted = ({name: tuple(leaf.shape) for name, leaf in tree.items()} for tree in (saved, abstract))
+            if shapes != wanted:
+                raise UserError(
+                    f"the checkpoint of step {step} in {self._directory} was saved between two updates on one batch, "
+                    f"whose arrays have the shapes {shapes}, here {wanted}. Go on with the batch_size, "
+                    "micro_batch_size and devices that it was saved with; after that batch they may change."
+                )
+            args = ocp.args.Composite(unfinished=ocp.args.StandardRestore(abstract))
+            return checkpointer.restore(path, args=args)["unfinished"]
 
     def restore(self, abstract: TrainState) -> tuple[TrainState, Counts]:
         """The newest checkpoint, laid out as `abstract` says, whatever mesh and pipeline it was saved from.
@@ -219,7 +242,7 @@ def frozen_directory(run_directory: Path) -> Path:
 def _handlers() -> dict[str, Any]:
     """What reads each part of a checkpoint: Orbax warns of parts that it does not know how to read."""
     state = ocp.StandardCheckpointHandler
-    return {"params": state(), "update_state": state(), "about": ocp.JsonCheckpointHandler()}
+    return {"params": state(), "update_state": state(), "unfinished": state(), "about": ocp.JsonCheckpointHandler()}
 
 
 def load_parameters(path: str | Path, abstract_params: Any, key: str) -> Any:

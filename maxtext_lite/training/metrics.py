@@ -40,23 +40,42 @@ def peak_tflops(device_kind: str, dtype: str) -> float | None:
     return None
 
 
-class MetricsLog:
-    """metrics.jsonl, in which each step stands once, and TensorBoard's copy of it.
+class JsonLines:
+    """A file of JSON objects, each with the step that it is of.
 
     Args:
       after_step: the step the run goes on from; lines of later steps, and a line cut short by a kill, are removed.
     """
 
-    def __init__(self, run_directory: Path, after_step: int):
-        import tensorboardX  # here, because it imports torch, for seconds, wherever that is installed
-
-        path = run_directory / "metrics.jsonl"
+    def __init__(self, path: Path, after_step: int):
         kept = _lines_up_to(path, after_step)
         scratch = path.with_suffix(".jsonl.tmp")
         scratch.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
         scratch.replace(path)
         self._file = path.open("a", encoding="utf-8")
-        self._board = tensorboardX.SummaryWriter(str(run_directory / "tensorboard"), purge_step=after_step + 1)
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Appends a record."""
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Flushes and closes the file."""
+        self._file.close()
+
+
+class MetricsLog:
+    """metrics.jsonl, in which each step stands once, and TensorBoard's copy of it.
+
+    Args:
+      after_step: see `JsonLines`.
+    """
+
+    def __init__(self, run_directory: Path, after_step: int):
+        import tensorboardX  # here, because it imports torch, for seconds, wherever that is installed
+
+        self._lines = JsonLines(run_directory / "metrics.jsonl", after_step)
+        self._board = tensorboardX.SummaryWriter(str(run_directory / "tensorboard"), purge_step=max(after_step + 1, 0))
 
     def write(self, record: dict[str, Any]) -> None:
         """Appends a record; non-finite numbers become null, as JSON has none."""
@@ -64,15 +83,14 @@ class MetricsLog:
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in record.items()
         }
-        self._file.write(json.dumps(finite) + "\n")
-        self._file.flush()
+        self._lines.write(finite)
         for key, value in finite.items():
             if key != "step" and isinstance(value, int | float) and not isinstance(value, bool):
                 self._board.add_scalar(key, value, record["step"])
 
     def close(self) -> None:
         """Flushes and closes both."""
-        self._file.close()
+        self._lines.close()
         self._board.close()
 
 
@@ -176,7 +194,9 @@ def evaluation_text(record: dict[str, Any]) -> str:
 def _step_line(record: dict[str, Any]) -> str:
     mfu = "" if record["mfu"] is None else f"  MFU {record['mfu']:.1%}"
     reward = ""
-    if "pairs" in record:
+    if "reward" in record:
+        reward = f"reward {record['reward']:.3f}  "
+    elif "pairs" in record:
         reward = f"accuracy {record['reward_accuracy']:.1%}  margin {record['reward_margin']:.3g}  "
     return (
         f"loss {record['loss']:.4f}  {reward}{record['tokens_per_second']:,.0f} tokens/s  "

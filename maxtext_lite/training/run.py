@@ -151,8 +151,9 @@ class Run:
             f"{parameters:,} parameters{of_them} on {self.mesh.size} x {jax.devices()[0].device_kind}; "
             + _peak_sentence(self.speed)
         )
-        held_out = "nothing" if self.eval_source is None else f"{len(self.eval_source):,} examples"
-        terminal.say(f"{len(self.source):,} training examples, {held_out} held out")
+        noun = "prompts" if self.plan.rl else "examples"
+        held_out = "nothing" if self.eval_source is None else f"{len(self.eval_source):,} {noun}"
+        terminal.say(f"{len(self.source):,} training {noun}, {held_out} held out")
         for name, source in (("training", self.source), ("held-out", self.eval_source)):
             for note in () if source is None else source.notes:
                 terminal.say(f"{name} data: {note}")

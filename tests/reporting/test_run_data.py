@@ -149,3 +149,17 @@ def test_a_directory_given_twice_counts_once(tmp_path):
 def test_runs_of_one_name_are_told_apart_by_the_directory_above(tmp_path):
     paths = [write_metrics(tmp_path / above / "r", [step_line(1)]) for above in ("x", "y")]
     assert [run.label for run in read_runs(paths)] == ["x/r", "y/r"]
+
+
+def test_a_run_of_reinforcement_learning_has_accuracies_from_step_0_and_a_timeline(tmp_path):
+    lines = [{"step": 0, "eval_accuracy": 0.25, "eval_reward": 0.5}, step_line(1, reward=0.75)]
+    directory = write_metrics(tmp_path / "rl", [*lines, {"step": 1, "eval_accuracy": 0.5, "eval_reward": 0.5}])
+    timeline = [{"step": step, "phases": [["rollout", 0, 0.0, 1.5], ["train", 0, 1.5, 2]]} for step in range(1, 6)]
+    timeline.append({"step": 6, "phases": [["train", 0, 2.0, 1.0]]})  # it ends before it begins
+    (directory / "timeline.jsonl").write_text("".join(json.dumps(line) + "\n" for line in timeline))
+    (run,) = read_runs([directory])
+    assert run.steps["reward"] == [0.75]
+    assert run.evaluations["eval_accuracy"] == [0.25, 0.5]
+    assert run.evaluations["examples_seen"] == [0, 8]
+    assert [step.step for step in run.timeline] == [3, 4, 5]
+    assert run.timeline[0].phases == (("rollout", 0, 0.0, 1.5), ("train", 0, 1.5, 2))

@@ -1,0 +1,57 @@
+"""What responses to held-out prompts say of a model: mean reward, accuracy and pass@k."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from maxtext_lite.rl.rewards import Scores
+
+
+def pass_at_k(num_responses: int, num_correct: int, k: int) -> float:
+    """The chance that among k of the responses, drawn without putting back, at least one is correct.
+
+    Source: Chen et al. 2021, arXiv:2107.03374, equation 1: an unbiased estimate of pass@k.
+    """
+    assert 1 <= k <= num_responses
+    return 1.0 - math.comb(num_responses - num_correct, k) / math.comb(num_responses, k)
+
+
+def held_out_record(scores: Scores, tokens: Sequence[int], num_generations: int) -> dict[str, float | int]:
+    """The entries of an evaluation's record.
+
+    A response is correct where the first reward function gives it 1 or more. `eval_accuracy` is the share of those;
+    with several responses to a prompt there is `eval_pass_at_k` for k = 2, 4, ... and for all of them.
+
+    Args:
+      scores: of responses, those to one prompt side by side.
+      tokens: of each response.
+    """
+    first = next(iter(scores.by_name.values()))
+    correct = (first >= 1.0).reshape(-1, num_generations)
+    ks = sorted({2**power for power in range(1, num_generations.bit_length()) if 2**power <= num_generations})
+    if num_generations > 1 and num_generations not in ks:
+        ks.append(num_generations)
+    return {
+        "eval_reward": float(np.mean(scores.total)),
+        "eval_accuracy": float(np.mean(correct)),
+        **{
+            f"eval_pass_at_{k}": float(np.mean([pass_at_k(num_generations, int(row.sum()), k) for row in correct]))
+            for k in ks
+        },
+        "eval_prompts": len(correct),
+        "eval_response_tokens": float(np.mean(tokens)),
+        "eval_reward_errors": scores.errors,
+    }
+
+
+def held_out_text(record: Mapping[str, float | int]) -> str:
+    """An evaluation's record as a line of the terminal."""
+    passes = "".join(
+        f", pass@{name.removeprefix('eval_pass_at_')} {value:.1%}"
+        for name, value in record.items()
+        if name.startswith("eval_pass_at_")
+    )
+    return (
+        f"held-out accuracy {record['eval_accuracy']:.1%}{passes}, reward {record['eval_reward']:.3f}, over "
+        f"{record['eval_prompts']:,} prompts"
+    )

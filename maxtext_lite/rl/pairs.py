@@ -1,0 +1,119 @@
+"""Pairs of a prompt with a response: a chunk of them as the rows that a step trains on, and as lines for people."""
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from maxtext_lite.rl.advantages import equal_groups, group_advantages
+from maxtext_lite.rl.rewards import Scores
+from maxtext_lite.rl.rollout import Response
+
+from maxtext_lite.data import Prompt
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """Judged pairs; those of one prompt stand side by side.
+
+    Attributes:
+      prompts: one for each pair.
+      texts: of the responses.
+      advantages: float32, of each pair.
+      num_generations: pairs of a prompt.
+    """
+
+    prompts: Sequence[Prompt]
+    responses: Sequence[Response]
+    texts: Sequence[str]
+    scores: Scores
+    advantages: np.ndarray
+    num_generations: int
+
+    @staticmethod
+    def judged(
+        prompts: Sequence[Prompt],
+        responses: Sequence[Response],
+        texts: Sequence[str],
+        scores: Scores,
+        *,
+        num_generations: int,
+        scale_rewards: str,
+    ) -> "Chunk":
+        """The chunk of these, with the advantages that follow from the scores."""
+        advantages = group_advantages(scores.total, num_generations, scale_rewards)  # type: ignore[arg-type]
+        return Chunk(prompts, responses, texts, scores, advantages, num_generations)
+
+    def rows(self, num_slots: int, num_tokens: int) -> dict[str, np.ndarray]:
+        """Arrays [1, num_slots, num_tokens] of a micro-batch, slots without a pair all 0.
+
+        A row is the prompt and the response but for its last token; targets are the tokens after each, and those of
+        the response have weight 1.
+        """
+        shape = (1, num_slots, num_tokens)
+        rows: dict[str, np.ndarray] = {
+            name: np.zeros(shape, np.int32) for name in ("tokens", "targets", "segments", "positions")
+        }
+        rows |= {name: np.zeros(shape, np.float32) for name in ("weights", "advantages")}
+        for slot, (prompt, response) in enumerate(zip(self.prompts, self.responses, strict=True)):
+            token_ids = [*prompt.token_ids, *response.token_ids]
+            length = len(token_ids) - 1
+            assert length <= num_tokens, "a pair fits a row"
+            rows["tokens"][0, slot, :length] = token_ids[:-1]
+            rows["targets"][0, slot, :length] = token_ids[1:]
+            rows["segments"][0, slot, :length] = 1
+            rows["positions"][0, slot, :length] = np.arange(length)
+            rows["weights"][0, slot, len(prompt.token_ids) - 1 : length] = 1
+            rows["advantages"][0, slot, :length] = self.advantages[slot]
+        return rows
+
+    def lines(self, step: int) -> list[dict[str, Any]]:
+        """What rollouts.jsonl says of each pair."""
+        return [
+            {
+                "step": step,
+                "prompt_number": prompt.number,
+                "prompt": prompt.text,
+                "response": text,
+                "tokens": len(response.token_ids),
+                "ended": response.ended,
+                "reward": float(self.scores.total[at]),
+                "rewards": {name: float(values[at]) for name, values in self.scores.by_name.items()},
+                "advantage": float(self.advantages[at]),
+            }
+            for at, (prompt, response, text) in enumerate(zip(self.prompts, self.responses, self.texts, strict=True))
+        ]
+
+
+def batch_record(chunks: Sequence[Chunk]) -> dict[str, Any]:
+    """What metrics.jsonl says of a batch: means over its pairs, whatever its chunks.
+
+    `reward` is the weighted sum of the reward functions, `rewards/NAME` each by itself, `reward_std` the mean over
+    prompts of the standard deviation (ddof 1) of their responses', `equal_reward_groups` the share of prompts whose
+    responses are all as good, from which nothing is learned; `responses_hash` is one of the tokens, in their order.
+    """
+    responses = [response for chunk in chunks for response in chunk.responses]
+    totals = np.concatenate([chunk.scores.total for chunk in chunks])
+    groups = totals.reshape(-1, chunks[0].num_generations)
+    lengths = np.array([len(response.token_ids) for response in responses])
+    names = chunks[0].scores.by_name
+    by_name = {name: np.concatenate([chunk.scores.by_name[name] for chunk in chunks]) for name in names}
+    return {
+        "reward": float(np.mean(totals)),
+        "reward_std": float(np.mean(np.std(groups, axis=1, ddof=1))),
+        **{f"rewards/{name}": float(np.mean(values)) for name, values in by_name.items()},
+        "equal_reward_groups": equal_groups(totals, chunks[0].num_generations),
+        "reward_errors": sum(chunk.scores.errors for chunk in chunks),
+        "response_tokens": float(np.mean(lengths)),
+        "truncated_responses": float(np.mean([not response.ended for response in responses])),
+        "responses_hash": responses_hash(responses),
+    }
+
+
+def responses_hash(responses: Sequence[Response]) -> str:
+    """16 hexadecimal digits that follow from the tokens of these responses, in their order."""
+    digest = hashlib.sha256()
+    for response in responses:
+        digest.update(np.array([len(response.token_ids), *response.token_ids], "<i4").tobytes())
+    return digest.hexdigest()[:16]

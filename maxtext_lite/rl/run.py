@@ -1,0 +1,160 @@
+"""What a run of reinforcement learning is made of before its first step: a trainer, a sampler and a judge."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from maxtext_lite.rl.http_engine import HttpEngine
+from maxtext_lite.rl.policy import Policy
+from maxtext_lite.rl.rewards import Rewards
+from maxtext_lite.rl.rollout import LocalEngine, Response, RolloutEngine, rollout_mesh
+
+from maxtext_lite.batching import RLBatch, make_plan
+from maxtext_lite.config import RLRunConfig, UserError
+from maxtext_lite.config.hf_config import hf_directory
+from maxtext_lite.data import Tokenizer, check_vocabulary, load_tokenizer, open_prompts
+from maxtext_lite.interop import stop_ids_of
+from maxtext_lite.models import Sampling
+from maxtext_lite.parallel import start_devices
+from maxtext_lite.training.run import Run, comes_from_elsewhere
+from maxtext_lite.training.state import make_plain_decoder
+
+
+@dataclasses.dataclass(frozen=True)
+class RLRun:
+    """One process's part in a run of reinforcement learning.
+
+    Attributes:
+      run: the trainer's part; its sources are prompts.
+      config: as the user wrote it.
+      batch: the arithmetic of its batches.
+      policy: what a step minimises.
+      engine: what samples responses.
+      rewards: what judges them.
+      stop_token_ids: tokens after which a response ends.
+    """
+
+    run: Run
+    config: RLRunConfig
+    batch: RLBatch
+    policy: Policy
+    engine: RolloutEngine
+    rewards: Rewards
+    tokenizer: Tokenizer
+    stop_token_ids: tuple[int, ...]
+
+    @property
+    def sampling(self) -> Sampling:
+        """Of the responses that are trained on."""
+        config = self.config
+        temperature, top_k = config.decode_sampling_temperature, config.decode_sampling_top_k
+        return Sampling(temperature, top_k, config.decode_sampling_nucleus_p)
+
+    @property
+    def eval_sampling(self) -> Sampling:
+        """Of those to held-out prompts."""
+        return dataclasses.replace(self.sampling, temperature=self.config.eval_sampling_temperature)
+
+    def text_of(self, response: Response) -> str:
+        """The response as reward functions see it: without the token that ended it."""
+        token_ids = response.token_ids[:-1] if response.ended else response.token_ids
+        return self.tokenizer.decode(token_ids)
+
+    def close(self) -> None:
+        """Lets go of what samples and judges."""
+        self.engine.close()
+        self.rewards.close()
+
+
+def open_rl_run(config: RLRunConfig) -> RLRun:
+    """The run of a config: prompts opened, batches planned, devices shared out.
+
+    Raises:
+      UserError: the config cannot be run on these devices, with these prompts or these rewards, or contradicts the run
+        directory.
+    """
+    devices = start_devices()
+    num_hosts = jax.process_count()
+    plan = make_plan(config, num_devices=len(devices), num_hosts=num_hosts)
+    assert plan.rl is not None, "a config of reinforcement learning has a plan of it"
+    if num_hosts > 1 and not plan.rl.takes_turns:
+        raise UserError(
+            f"trainer_devices_fraction and sampler_devices_fraction below 1 need all devices on one host, not "
+            f"{num_hosts}. Nearest that works: trainer_devices_fraction=1 sampler_devices_fraction=1."
+        )
+    tokenizer = load_tokenizer(config)
+    check_vocabulary(tokenizer, config.vocab_size)
+    prompts = open_prompts(config, vocab_size=config.vocab_size, begins_as_elsewhere=comes_from_elsewhere(config))
+    source, eval_source = prompts
+    plan = make_plan(config, num_devices=len(devices), num_hosts=num_hosts, num_examples=len(source))
+    assert plan.rl is not None
+    stop_token_ids = _stop_token_ids(config, tokenizer)
+    rewards = Rewards(config)
+    try:
+        policy = policy_of(config, plan.rl)
+        run = Run(
+            config,
+            plan,
+            source=source,
+            eval_source=eval_source,
+            objective=policy,
+            devices=devices[: plan.rl.trainer_devices],
+            examples_of_entry=config.num_generations * config.num_iterations,
+        )
+        sampling_devices = devices[len(devices) - plan.rl.sampler_devices :]
+        engine = _engine(config, run, plan.rl, sampling_devices, stop_token_ids)
+    except BaseException:
+        rewards.close()
+        raise
+    return RLRun(run, config, plan.rl, policy, engine, rewards, tokenizer, stop_token_ids)
+
+
+def policy_of(config: RLRunConfig, batch: RLBatch) -> Policy:
+    """What a step with this config minimises."""
+    return Policy(
+        algo=config.loss_algo,
+        epsilon_low=config.grpo_epsilon,
+        epsilon_high=config.grpo_epsilon_high or config.grpo_epsilon,
+        beta=config.grpo_beta,
+        aggregation=config.loss_aggregation,
+        temperature=config.decode_sampling_temperature,
+        max_response_tokens=batch.max_response_tokens,
+        on_policy=config.num_iterations == 1,
+    )
+
+
+def _stop_token_ids(config: RLRunConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
+    carried = hf_directory(config.load_parameters_path) if config.load_parameters_path else None
+    named = [] if carried is None else stop_ids_of(carried)
+    return tuple(dict.fromkeys([*named, tokenizer.end_of_text_id]))
+
+
+def _engine(
+    config: RLRunConfig, run: Run, batch: RLBatch, devices: Sequence[Any], stop_token_ids: tuple[int, ...]
+) -> RolloutEngine:
+    if config.rollout_engine == "http":
+        return HttpEngine(
+            config.rollout_url,
+            run.decoder,
+            config,
+            directory=run.directory,
+            stop_token_ids=stop_token_ids,
+            seed=config.seed,
+        )
+    mesh = rollout_mesh(
+        devices,
+        tensor_parallelism=config.rollout_tensor_parallelism,
+        fsdp_parallelism=config.rollout_fsdp_parallelism,
+    )
+    shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    slots = -(-batch.pairs_per_micro_batch // shards) * shards if config.rollout_slots == -1 else config.rollout_slots
+    return LocalEngine(
+        make_plain_decoder(config),
+        mesh,
+        num_slots=slots,
+        max_prompt_tokens=batch.max_prompt_tokens,
+        max_new_tokens=batch.max_response_tokens,
+        stop_token_ids=stop_token_ids,
+        seed=config.seed,
+    )

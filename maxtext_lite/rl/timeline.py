@@ -1,0 +1,82 @@
+"""Who was busy when: the phases of a step, and how much of one went on beside another."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+
+class Phase(NamedTuple):
+    """A stretch of work.
+
+    Attributes:
+      name: rollout, reward or train.
+      chunk: number of the chunk in its batch that it was about.
+      start, stop: seconds since the step began.
+    """
+
+    name: str
+    chunk: int
+    start: float
+    stop: float
+
+
+class Timeline:
+    """The phases of one step; several threads may add to it."""
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+        self._lock = threading.Lock()
+        self._phases: list[Phase] = []
+
+    @contextlib.contextmanager
+    def phase(self, name: str, chunk: int) -> Iterator[None]:
+        """What is done inside is a phase; one that fails is none."""
+        start = time.perf_counter() - self._began
+        yield
+        with self._lock:
+            self._phases.append(Phase(name, chunk, start, time.perf_counter() - self._began))
+
+    @property
+    def phases(self) -> list[Phase]:
+        """In the order of their starts."""
+        with self._lock:
+            return sorted(self._phases, key=lambda phase: (phase.start, phase.stop))
+
+    def record(self) -> dict[str, float]:
+        """What metrics.jsonl says: seconds of each kind of phase, and the share of training beside a rollout."""
+        phases = self.phases
+        of = {name: [(p.start, p.stop) for p in phases if p.name == name] for name in ("rollout", "reward", "train")}
+        seconds = {f"{name}_seconds": busy_seconds(stretches) for name, stretches in of.items()}
+        beside = shared_seconds(of["rollout"], of["train"])
+        return {**seconds, "overlap_fraction": beside / seconds["train_seconds"] if seconds["train_seconds"] else 0.0}
+
+    def to_json(self) -> list[list[Any]]:
+        """[name, chunk, start, stop] of each phase, in microseconds' precision."""
+        return [[p.name, p.chunk, round(p.start, 6), round(p.stop, 6)] for p in self.phases]
+
+
+def merged(stretches: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The same seconds as stretches that do not touch, in order."""
+    found: list[tuple[float, float]] = []
+    for start, stop in sorted(stretches):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(stop, found[-1][1])
+        else:
+            found.append((start, stop))
+    return found
+
+
+def busy_seconds(stretches: Sequence[tuple[float, float]]) -> float:
+    """Seconds in which at least one of the stretches goes on."""
+    return sum(stop - start for start, stop in merged(stretches))
+
+
+def shared_seconds(ones: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]) -> float:
+    """Seconds in which one of `ones` goes on beside one of `others`."""
+    return sum(
+        max(0.0, min(stop, other_stop) - max(start, other_start))
+        for start, stop in merged(ones)
+        for other_start, other_stop in merged(others)
+    )

@@ -1,0 +1,34 @@
+"""The command `train_rl`: reinforcement learning (GRPO and its variants) from one config; resumes by itself."""
+
+import sys
+from collections.abc import Sequence
+
+from maxtext_lite.cli import ArgumentParser, config_arguments, run_command
+from maxtext_lite.config import RLRunConfig, UserError, load_config
+from maxtext_lite.train import finish
+
+DEFAULT_CONFIG = "configs/post_train/rl.yml"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Trains what the arguments name and returns the exit code: 0, 3 (non-finite loss) or 75 (stopped by a signal).
+
+    Raises:
+      UserError: with every problem of the config, the prompts or the rewards.
+    """
+    parser = ArgumentParser(prog="maxtext-lite train_rl", description=__doc__)
+    config_arguments(parser)
+    arguments = parser.parse(argv)
+    config = load_config(arguments.config or DEFAULT_CONFIG, arguments.overrides)
+    if not isinstance(config, RLRunConfig):
+        raise UserError(
+            f"{arguments.config} is not a config of reinforcement learning: it needs the line "
+            f"`base: post_train/rl.yml`. `train` takes it as it is."
+        )
+    from maxtext_lite.rl.loop import train_rl  # jax, only once the config is known to be right
+
+    return finish(train_rl, config)
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))
