@@ -51,7 +51,7 @@ class StepGradients(NamedTuple):
 class GradientSums(NamedTuple):
     """The micro-batches so far: gradients [R, ...], and per replica what `StepGradients` says, [R].
 
-    `counts` has the objective's by name, and `examples`.
+    `counts` has `target_tokens`, what else the objective divides by, and `examples`.
     """
 
     gradients: Any
@@ -85,6 +85,7 @@ class GradientLoop:
         self._decoder, self._optimizer, self._mesh, self._config = decoder, optimizer, mesh, config
         self._local, self._objective = local, objective
         self._num_replicas = local.num_replicas if local else mesh.shape["data"]
+        self._counted_names = sorted({"target_tokens", objective.divisor})
         self._trained_axes = decoder.trained(decoder.axes)
         self._differentiate = over_replicas(
             jax.value_and_grad(self._loss_share, has_aux=True),
@@ -104,11 +105,11 @@ class GradientLoop:
         return in_context_order(self._objective.rows(batch, TRAIN_BATCH_AXES), TRAIN_BATCH_AXES)
 
     def counts(self, rows: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """What all rows together count, in each replica; int32 [R]."""
+        """What all rows together count, in each replica: target tokens, the divisor and `examples`; int32 [R]."""
         has_example_AB = rows["segments"][..., 0] > 0
         examples_R = self._per_replica_sum(has_example_AB.astype(jnp.int32)) // self._objective.rows_per_example
-        counts = self._objective.counts(rows).items()
-        return {name: self._per_replica_sum(x_AB) for name, x_AB in counts} | {"examples": examples_R}
+        counts = self._objective.counts(rows)
+        return {name: self._per_replica_sum(counts[name]) for name in self._counted_names} | {"examples": examples_R}
 
     def whole(self, counts: dict[str, jax.Array]) -> jax.Array:
         """What losses are divided by in each replica, float32 [R], of a step that counts this; at least 1."""
@@ -125,10 +126,9 @@ class GradientLoop:
         zeros_R, none_R = jnp.zeros(self._num_replicas), jnp.zeros(self._num_replicas, jnp.int32)
         abstract = self._decoder.trained(self._decoder.abstract_params)
         zeros = jax.tree.map(_lay_out, self._optimizer.accumulator(abstract, self._num_replicas), self._trained_axes)
-        # Losses count target tokens whatever else they count.
-        names = {"target_tokens", self._objective.divisor, "examples"}
         losses = self._objective.zeros(self._decoder, zeros_R)
-        return GradientSums(zeros, losses, dict.fromkeys(sorted(names), none_R), zeros_R, none_R)
+        counts = dict.fromkeys((*self._counted_names, "examples"), none_R)
+        return GradientSums(zeros, losses, counts, zeros_R, none_R)
 
     def shardings(self) -> GradientSums:
         """Where the sums lie between batches: each replica's on its own devices, gradients as the parameters do."""
