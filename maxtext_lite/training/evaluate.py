@@ -6,11 +6,11 @@ from typing import Any
 import jax
 
 from maxtext_lite.data import Batch
-from maxtext_lite.training.objective import NEXT_TOKEN, Objective
+from maxtext_lite.training.objective import NEXT_TOKEN, ScoredObjective
 
 
 def evaluate(
-    eval_step: Any, params: Any, batches: Iterable[Batch], objective: Objective = NEXT_TOKEN
+    eval_step: Any, params: Any, batches: Iterable[Batch], objective: ScoredObjective = NEXT_TOKEN
 ) -> dict[str, float | int]:
     """The entries of an evaluation's record, `eval_loss` and `eval_target_tokens` among them.
 

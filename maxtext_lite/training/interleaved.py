@@ -14,7 +14,7 @@ from maxtext_lite.training.objective import Cut, Objective
 
 
 class InterleavedStep:
-    """The loop over a step that `step.accumulate_gradients` runs for the schedule 1f1b.
+    """The loop over a step that `gradients.accumulate_gradients` runs for the schedule 1f1b.
 
     Piece i of a step is pipeline microbatch i % M of micro-batch i // M. The embedding and the loss belong to all
     stages: each takes a part of the tokens of a piece, cut along the sequence.

@@ -20,6 +20,7 @@ from maxtext_lite.parallel import sharding
 from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.evaluate import evaluate
 from maxtext_lite.training.executables import Executables
+from maxtext_lite.training.gradients import accumulate_gradients
 from maxtext_lite.training.ledger import Consumed, Ledger
 from maxtext_lite.training.metrics import MetricsLog, Terminal, evaluation_text
 from maxtext_lite.training.nonfinite import find_nonfinite
@@ -29,7 +30,6 @@ from maxtext_lite.training.state import TrainState
 from maxtext_lite.training.step import (
     EVAL_BATCH_AXES,
     TRAIN_BATCH_AXES,
-    accumulate_gradients,
     make_eval_step,
     make_summarise,
     make_synchronise,

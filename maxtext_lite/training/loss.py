@@ -23,10 +23,11 @@ class LossSums(NamedTuple):
     aux: dict[str, jax.Array]
 
 
-def _tile_logits(x_BTD: jax.Array, head_DV: jax.Array, soft_cap: float) -> jax.Array:
+def _tile_logits(x_BTD: jax.Array, head_DV: jax.Array, soft_cap: float, temperature: float = 1.0) -> jax.Array:
     logits_BTV = jnp.einsum("BTD,DV->BTV", x_BTD, head_DV, preferred_element_type=jnp.float32)
     logits_BTV = constrain(logits_BTV, ("end_batch", "length", "activation_vocab"))
-    return soft_capped(logits_BTV, soft_cap) if soft_cap else logits_BTV
+    logits_BTV = soft_capped(logits_BTV, soft_cap) if soft_cap else logits_BTV
+    return logits_BTV if temperature == 1 else logits_BTV / temperature
 
 
 class _TileLosses(NamedTuple):
@@ -75,7 +76,12 @@ def _over_tiles(tile_function: Any, carry: Any, num_tiles: int, *arrays: jax.Arr
 
 
 def token_losses(
-    x_BTD: jax.Array, head_DV: jax.Array, target_BT: jax.Array, num_tiles: int = 1, soft_cap: float = 0.0
+    x_BTD: jax.Array,
+    head_DV: jax.Array,
+    target_BT: jax.Array,
+    num_tiles: int = 1,
+    soft_cap: float = 0.0,
+    temperature: float = 1.0,
 ) -> jax.Array:
     """Negative log-likelihood [B, T], float32, of each target; not for differentiating.
 
@@ -83,11 +89,12 @@ def token_losses(
       head_DV: the output projection, in the dtype of x_BTD.
       num_tiles: pieces the sequence is cut into, a divisor of a context shard's tokens; logits of one exist at a time.
       soft_cap: of the logits; 0: none.
+      temperature: what the logits, capped, are divided by.
     """
 
     def tile(carry: None, arrays: Any) -> tuple[None, jax.Array]:
         x, target = arrays
-        return carry, _tile_losses(_tile_logits(x, head_DV, soft_cap), target).nll_BT
+        return carry, _tile_losses(_tile_logits(x, head_DV, soft_cap, temperature), target).nll_BT
 
     return _over_tiles(tile, None, num_tiles, x_BTD, target_BT)[1]
 
@@ -102,7 +109,7 @@ def likeliest_tokens(x_BTD: jax.Array, head_DV: jax.Array, num_tiles: int = 1) -
     return _over_tiles(tile, None, num_tiles, x_BTD)[1]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
 def cross_entropy(
     x_BTD: jax.Array,
     head_DV: jax.Array,
@@ -111,6 +118,7 @@ def cross_entropy(
     z_loss_multiplier: float,
     num_tiles: int,
     soft_cap: float = 0.0,
+    temperature: float = 1.0,
 ) -> tuple[jax.Array, LossSums]:
     """sum(weight * (nll + z_loss_multiplier * log_partition**2)), and its two parts.
 
@@ -119,12 +127,14 @@ def cross_entropy(
 
     Args:
       weight_BT: float32 loss weight of each target; 0 where there is none.
+      temperature: what the logits, capped, are divided by.
     Source: the z-loss is Chowdhery et al. 2022, arXiv:2204.02311, section 5.
     """
 
     def tile(sums: LossSums, arrays: Any) -> tuple[LossSums, None]:
         x, target, weight = arrays
-        return _add_sums(sums, _tile_losses(_tile_logits(x, head_DV, soft_cap), target), weight), None
+        losses = _tile_losses(_tile_logits(x, head_DV, soft_cap, temperature), target)
+        return _add_sums(sums, losses, weight), None
 
     sums, _ = _over_tiles(tile, _zero_sums(), num_tiles, x_BTD, target_BT, weight_BT)
     return sums.nll + z_loss_multiplier * sums.log_partition_squared, sums
@@ -150,16 +160,20 @@ def _cross_entropy_forward(
     z_loss_multiplier: float,
     num_tiles: int,
     soft_cap: float = 0.0,
+    temperature: float = 1.0,
 ) -> Any:
     def tile(carry: Any, arrays: Any) -> Any:
         sums, dhead_DV = carry
         x, target, weight = arrays
-        logits_BTV = _tile_logits(x, head_DV, soft_cap)
+        logits_BTV = _tile_logits(x, head_DV, soft_cap, temperature)
         losses = _tile_losses(logits_BTV, target)
         scale_BT = weight * (1 + 2 * z_loss_multiplier * losses.log_partition_BT) / losses.sum_BT
         dlogits_BTV = scale_BT[..., None] * losses.exponential_BTV - jnp.where(
             losses.is_target_BTV, weight[..., None], 0
         )
+        if temperature != 1:
+            dlogits_BTV /= temperature
+            logits_BTV *= temperature
         if soft_cap:  # the derivative of c tanh(x / c), from its value
             dlogits_BTV *= 1 - jnp.square(logits_BTV / soft_cap)
         dlogits_BTV = dlogits_BTV.astype(x.dtype)
@@ -173,9 +187,9 @@ def _cross_entropy_forward(
 
 
 def _cross_entropy_backward(
-    z_loss_multiplier: float, num_tiles: int, soft_cap: float, residuals: Any, cotangents: Any
+    z_loss_multiplier: float, num_tiles: int, soft_cap: float, temperature: float, residuals: Any, cotangents: Any
 ) -> Any:
-    del z_loss_multiplier, num_tiles, soft_cap
+    del z_loss_multiplier, num_tiles, soft_cap, temperature
     scale = cotangents[0]  # float32: bfloat16 would round the step's 1 / target_tokens
     dx_BTD, dhead_DV = ((gradient * scale).astype(gradient.dtype) for gradient in residuals)
     return dx_BTD, dhead_DV, None, None

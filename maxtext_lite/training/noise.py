@@ -42,7 +42,7 @@ class NoiseScale:
         """With another step; itself where the step has fewer than two groups or is not finite.
 
         Args:
-          group_squares: sum over groups of (w_g / W) |m_g|^2, as `step.StepGradients` has it.
+          group_squares: sum over groups of (w_g / W) |m_g|^2, as `gradients.StepGradients` has it.
           groups: groups with a target token, n.
           grad_norm: norm of the whole step's gradient.
           examples: examples of the step.

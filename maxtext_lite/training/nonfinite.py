@@ -47,7 +47,7 @@ def find_nonfinite(
     """Looks for the cause by taking the gradient of ever smaller parts of a step; None where every part is finite.
 
     Args:
-      step_gradients: as `step.accumulate_gradients` makes it.
+      step_gradients: as `gradients.accumulate_gradients` makes it.
       params: the parameters that the step had (a skipped step leaves them).
       batch: [A, B, T], as the step had it.
       example_ids: of the whole step; example j is in micro-batch j % micro_batches, slot j // micro_batches.

@@ -83,6 +83,10 @@ class Objective(Protocol):
         """What a step reports beside its loss, from its means and its count."""
         ...
 
+
+class ScoredObjective(Objective, Protocol):
+    """One by which an evaluation also judges examples."""
+
     def scores(self, decoder: Decoder, params: Any, rows: Rows, *, num_tiles: int) -> Any:
         """What an evaluation needs to know of examples: arrays whose first dim is examples."""
         ...
@@ -153,7 +157,7 @@ class NextToken:
 NEXT_TOKEN = NextToken()
 
 
-def objective_of(config: Config) -> Objective:
+def objective_of(config: Config) -> ScoredObjective:
     """What a run with this config minimises."""
     if config.dataset_type == "dpo":
         return Preference(config.dpo_beta, config.dpo_label_smoothing)

@@ -11,6 +11,7 @@ from maxtext_lite.parallel import (
     context_shards,
     from_all_shards,
     in_context_order,
+    in_token_order,
     make_mesh,
     over_shards,
     own_shard,
@@ -51,11 +52,15 @@ def test_a_batch_is_arranged_over_the_mesh_in_use(mesh):
     with jax.set_mesh(mesh):
         assert context_shards() == 4
         got = jax.jit(lambda batch: in_context_order(batch, axes))(batch)
+        back = jax.jit(lambda x: in_token_order(x, axes))(got["tokens"])
     for name, x in batch.items():
         np.testing.assert_array_equal(got[name], np.asarray(x)[:, context_order(16, 4)])
         assert got[name].sharding.is_equivalent_to(sharding(mesh, axes), 2)
+    np.testing.assert_array_equal(back, batch["tokens"])
+    assert back.sharding.is_equivalent_to(sharding(mesh, axes), 2)
     assert context_shards() == 1
     assert in_context_order(batch, axes)["tokens"] is batch["tokens"]
+    assert in_token_order(batch["tokens"], axes) is batch["tokens"]
 
 
 def test_shards_exchange_by_their_number(mesh):

@@ -57,6 +57,42 @@ def test_token_losses_are_in_order(num_tiles):
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(("num_tiles", "soft_cap"), [(1, 0.0), (3, 0.0), (1, 2.0), (3, 2.0)])
+def test_a_temperature_divides_the_logits_after_the_soft_cap(num_tiles, soft_cap):
+    """In double precision; the gradient by finite differences in random directions."""
+    x, head, target, weight = _inputs()
+    rng = np.random.default_rng(1)
+    directions = rng.normal(size=x.shape), rng.normal(size=head.shape)
+
+    def losses(x, head):
+        logits = x @ head
+        logits = (soft_cap * np.tanh(logits / soft_cap) if soft_cap else logits) / 0.6
+        log_partition = np.log(np.exp(logits).sum(-1))
+        return log_partition - np.take_along_axis(logits, target[..., None], -1)[..., 0], log_partition
+
+    def total(x, head):
+        nll, log_partition = losses(x, head)
+        return (weight * (nll + Z * log_partition**2)).sum()
+
+    def slope(dx, dhead):
+        return (total(x + 1e-5 * dx, head + 1e-5 * dhead) - total(x - 1e-5 * dx, head - 1e-5 * dhead)) / 2e-5
+
+    narrow = [jnp.asarray(a, jnp.float32 if a.dtype == np.float64 else jnp.int32) for a in (x, head, target, weight)]
+
+    @jax.jit
+    def everything(x, head, target, weight):
+        loss = lambda x, head: cross_entropy(x, head, target, weight, Z, num_tiles, soft_cap, 0.6)  # noqa: E731
+        found = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(x, head)
+        return *found, loss(x, head)[0], token_losses(x, head, target, num_tiles, soft_cap, 0.6)
+
+    with jax.default_matmul_precision("highest"):
+        (loss, _), (dx, dhead), forward_only, nll = everything(*narrow)
+    np.testing.assert_allclose([loss, forward_only], total(x, head), rtol=1e-6)
+    np.testing.assert_allclose(nll, losses(x, head)[0], rtol=2e-5, atol=1e-5)
+    assert np.sum(dx * directions[0]) == pytest.approx(slope(directions[0], 0 * head), rel=1e-5)
+    assert np.sum(dhead * directions[1]) == pytest.approx(slope(0 * x, directions[1]), rel=1e-5)
+
+
 def test_large_logits_neither_overflow_nor_lose_the_target():
     x = jnp.full((1, 1, 1), 1e4)
     head = jnp.asarray([[1.0, 0.5, -1.0]])

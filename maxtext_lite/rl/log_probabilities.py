@@ -1,0 +1,57 @@
+"""Log-probabilities that parameters give to the tokens of a batch: those of the old policy, or of the reference."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from maxtext_lite.config import NumericsConfig
+from maxtext_lite.models import Decoder
+from maxtext_lite.parallel import (
+    constrain,
+    in_context_order,
+    in_token_order,
+    over_replicas,
+    sharding,
+    tree_shardings,
+)
+from maxtext_lite.training.gradients import TRAIN_BATCH_AXES
+from maxtext_lite.training.loss import head_inputs, token_losses
+
+_NEEDED = ("tokens", "targets", "segments", "positions", "weights")
+
+
+def make_log_probabilities(decoder: Decoder, mesh: Mesh, config: NumericsConfig, temperature: float) -> Any:
+    """The jitted function (params, batch) -> log-probabilities of the targets, float32 [A, B, T]; 0 without a target.
+
+    They lie where the batch does, and their tokens are in its order. One micro-batch is computed at a time.
+
+    Args:
+      temperature: the policy is the softmax of the logits divided by it. `params` are all of the decoder's, as
+        `Decoder.joined` gives them; of the batch's arrays [A, B, T] only those of pre-training are looked at.
+    """
+
+    def of_rows(params: Any, rows: dict[str, jax.Array]) -> jax.Array:
+        x_BTD = decoder.hidden(params, rows["tokens"], rows["segments"], rows["positions"])
+        x_BTD, head_DV = head_inputs(decoder, params, x_BTD)
+        tiles, soft_cap = config.num_vocab_tiling, decoder.shape.final_soft_cap
+        nll_BT = token_losses(x_BTD, head_DV, rows["targets"], tiles, soft_cap, temperature)
+        return jnp.where(rows["weights"] > 0, -nll_BT, 0)
+
+    by_replica = over_replicas(of_rows, mesh.shape["data"], rows=(1,))
+
+    def log_probabilities(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
+        batch = in_context_order({name: batch[name] for name in _NEEDED}, TRAIN_BATCH_AXES)
+        cast = decoder.cast(params)
+
+        def of_micro_batch(rows: dict[str, jax.Array]) -> jax.Array:
+            # As in the loop over a step's micro-batches: weights are gathered where they are used.
+            here, rows = jax.lax.optimization_barrier((cast, rows))
+            found_RBT = by_replica(here, rows)
+            return constrain(found_RBT.reshape(-1, found_RBT.shape[-1]), TRAIN_BATCH_AXES[1:])
+
+        return in_token_order(jax.lax.map(of_micro_batch, batch), TRAIN_BATCH_AXES)
+
+    where = sharding(mesh, TRAIN_BATCH_AXES)
+    return jax.jit(log_probabilities, in_shardings=(tree_shardings(mesh, decoder.axes), where), out_shardings=where)

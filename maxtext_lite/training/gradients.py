@@ -1,0 +1,334 @@
+"""The gradients of a step, added up over micro-batches that are all there at once or come in chunks."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from maxtext_lite.config import NumericsConfig
+from maxtext_lite.models import Decoder
+from maxtext_lite.parallel import constrain, in_context_order, over_replicas, per_replica, sharding, tree_shardings
+from maxtext_lite.training.accumulate import GradientAccumulation
+from maxtext_lite.training.interleaved import InterleavedStep
+from maxtext_lite.training.local_updates import LocalUpdates
+from maxtext_lite.training.loss import LossSums
+from maxtext_lite.training.objective import NEXT_TOKEN, Objective
+from maxtext_lite.training.state import gradient_shardings
+
+TRAIN_BATCH_AXES = ("accumulation", "global_batch", "length")
+
+
+class StepGradients(NamedTuple):
+    """What the micro-batches of a step add up to.
+
+    With local updates every leaf has a leading dim R, one entry for each replica and its own count; otherwise all stand
+    for the whole step.
+
+    Attributes:
+      gradients: of the mean loss, float32.
+      loss: its mean over what the objective counts: target tokens, of which it is the nll, pairs, or responses; z_loss
+        and aux likewise, before their multipliers.
+      num_counted: that count, int32.
+      target_tokens: int32.
+      examples: rows that hold an example, int32.
+      group_squares: sum over groups of W / w |G|^2, where a group is one replica's part of one micro-batch, w its
+        count, W that of the step, and G its part of `gradients`; 0 where there is one group.
+      groups: groups that count something, int32.
+    """
+
+    gradients: Any
+    loss: jax.Array
+    z_loss: jax.Array
+    aux: dict[str, jax.Array]
+    num_counted: jax.Array
+    target_tokens: jax.Array
+    examples: jax.Array
+    group_squares: jax.Array
+    groups: jax.Array
+
+
+class GradientSums(NamedTuple):
+    """The micro-batches so far: gradients [R, ...], and per replica what `StepGradients` says, [R].
+
+    `counts` has `target_tokens`, what else the objective divides by, and `examples`.
+    """
+
+    gradients: Any
+    losses: LossSums
+    counts: dict[str, jax.Array]
+    group_squares: jax.Array
+    groups: jax.Array
+
+
+class GradientLoop:
+    """The sum over the micro-batches of a step: `start`, `added` for each batch [A, B, T] of them, then `total`.
+
+    Every micro-batch's loss is divided by what the whole step counts, target tokens or what else the objective counts,
+    so that gradients add up to those of one big batch whatever A, B and the masks are. Where that is not known before
+    the last batch has come, it is divided by what the step is expected to count, and `total` makes up for it.
+
+    Each replica of the `data` axis adds up its own gradients in float32; they meet once, in `total`, in `grad_dtype`.
+    With local updates they do not meet: each replica has parameters and a count of its own. With the pipeline schedule
+    1f1b the loop is over ticks instead of micro-batches, and adds up to the same.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        optimizer: GradientAccumulation,
+        mesh: Mesh,
+        config: NumericsConfig,
+        local: LocalUpdates | None = None,
+        objective: Objective = NEXT_TOKEN,
+    ):
+        self._decoder, self._optimizer, self._mesh, self._config = decoder, optimizer, mesh, config
+        self._local, self._objective = local, objective
+        self._num_replicas = local.num_replicas if local else mesh.shape["data"]
+        self._counted_names = sorted({"target_tokens", objective.divisor})
+        self._trained_axes = decoder.trained(decoder.axes)
+        self._differentiate = over_replicas(
+            jax.value_and_grad(self._loss_share, has_aux=True),
+            self._num_replicas,
+            own=(0, 2) if local else (2,),
+            rows=(3,),
+        )
+        pipeline = decoder.pipeline
+        self._interleaved = None
+        if pipeline and pipeline.schedule == "1f1b":
+            self._interleaved = InterleavedStep(
+                decoder, config, self._num_replicas, objective, own_params=local is not None
+            )
+
+    def rows(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """The rows [A, B, T] of examples, in the order in which they are computed."""
+        return in_context_order(self._objective.rows(batch, TRAIN_BATCH_AXES), TRAIN_BATCH_AXES)
+
+    def counts(self, rows: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """What all rows together count, in each replica: target tokens, the divisor and `examples`; int32 [R]."""
+        has_example_AB = rows["segments"][..., 0] > 0
+        examples_R = self._per_replica_sum(has_example_AB.astype(jnp.int32)) // self._objective.rows_per_example
+        counts = self._objective.counts(rows)
+        return {name: self._per_replica_sum(counts[name]) for name in self._counted_names} | {"examples": examples_R}
+
+    def whole(self, counts: dict[str, jax.Array]) -> jax.Array:
+        """What losses are divided by in each replica, float32 [R], of a step that counts this; at least 1."""
+        counted_R = counts[self._objective.divisor]
+        whole_R = counted_R if self._local else jnp.broadcast_to(jnp.sum(counted_R), self._num_replicas)
+        return jnp.maximum(whole_R, 1).astype(jnp.float32)
+
+    def expected(self, count: int) -> jax.Array:
+        """What losses are divided by in each replica, float32 [R], of a step that is expected to count this."""
+        return jnp.full(self._num_replicas, count, jnp.float32)
+
+    def start(self) -> GradientSums:
+        """Before the first micro-batch."""
+        zeros_R, none_R = jnp.zeros(self._num_replicas), jnp.zeros(self._num_replicas, jnp.int32)
+        abstract = self._decoder.trained(self._decoder.abstract_params)
+        zeros = jax.tree.map(_lay_out, self._optimizer.accumulator(abstract, self._num_replicas), self._trained_axes)
+        losses = self._objective.zeros(self._decoder, zeros_R)
+        counts = dict.fromkeys((*self._counted_names, "examples"), none_R)
+        return GradientSums(zeros, losses, counts, zeros_R, none_R)
+
+    def shardings(self) -> GradientSums:
+        """Where the sums lie between batches: each replica's on its own devices, gradients as the parameters do."""
+        gradients = jax.tree.map(per_replica, tree_shardings(self._mesh, self._trained_axes))
+        each_R = sharding(self._mesh, ("replica",))
+        others = jax.tree.map(lambda _: each_R, jax.eval_shape(self.start)._replace(gradients=None))
+        return others._replace(gradients=gradients)
+
+    def added(
+        self,
+        sums: GradientSums,
+        params: Any,
+        frozen: Any,
+        rows: dict[str, jax.Array],
+        *,
+        counts: dict[str, jax.Array],
+        whole_R: jax.Array,
+        loss_scale: jax.Array | None,
+        num_micro_batches: Any = None,
+        is_all: bool,
+    ) -> GradientSums:
+        """The sums with the first `num_micro_batches` of the rows, which may be traced; None: with all.
+
+        Args:
+          params: the gradients are those of these.
+          frozen: what else the decoder has (see `TrainState`).
+          rows: as `rows` gives them, and `counts` of them.
+          whole_R: what their losses are divided by, the same for all batches of a step.
+          is_all: a step has no other rows, and if these are one group, there is one group.
+        """
+        factor_R = 1.0 / whole_R if loss_scale is None else loss_scale / whole_R
+        whole = self._decoder.cast(self._decoder.joined(params, frozen))
+        cast_params, cast_frozen = self._decoder.trained(whole), self._decoder.frozen(whole)
+        num_batches = rows["weights"].shape[0]
+        one_group = is_all and self._num_replicas * num_batches == 1
+
+        def micro_step(index: Any, sums: GradientSums) -> GradientSums:
+            here = {name: jax.lax.dynamic_index_in_dim(x, index, keepdims=False) for name, x in rows.items()}
+            # Tied to the loop's rows, weights that are sharded are gathered when they are used; as constants of the
+            # loop, whole embeddings would be gathered before it and kept until its end.
+            micro_params, micro_frozen, here = jax.lax.optimization_barrier((cast_params, cast_frozen, here))
+            (_, losses), gradients = self._differentiate(micro_params, micro_frozen, factor_R, here)
+            sums = self._with_piece(sums, gradients, losses)
+            if one_group or self._local:
+                return sums
+            return self._with_groups(sums, gradients, self._counted(here), whole_R)
+
+        end = num_batches if num_micro_batches is None else num_micro_batches
+        if self._interleaved is None:
+            sums = jax.lax.fori_loop(0, end, micro_step, sums)
+        else:
+            sums = self._interleaved.all_ticks(
+                cast_params, cast_frozen, factor_R, rows, end, start=sums, added=self._with_piece
+            )
+        return sums._replace(counts=jax.tree.map(jnp.add, sums.counts, counts))
+
+    def total(
+        self, sums: GradientSums, *, whole_R: jax.Array, loss_scale: jax.Array | None, is_expected: bool
+    ) -> StepGradients:
+        """What the sums say of the step, where the replicas meet.
+
+        Args:
+          whole_R: what losses were divided by.
+          is_expected: that was not what the step has counted, as far as one could know. Where it is the same after all,
+            results are too, to the bit.
+        """
+        if self._interleaved and self._num_replicas > 1 and not self._local:
+            # Where pieces of several micro-batches are under way at once, only replicas have gradients of their own.
+            sums = self._with_groups(sums, sums.gradients, sums.counts[self._objective.divisor], whole_R)
+
+        def meet(x_R: jax.Array) -> jax.Array:
+            return x_R if self._local else jnp.sum(x_R, axis=0)
+
+        optimizer = self._optimizer
+        gradients = optimizer.map_slopes(lambda g: g.astype(self._config.grad_dtype), sums.gradients)
+        gradients = jax.tree.map(meet, gradients)
+        if self._local:
+            gradients = jax.tree.map(_lay_out, gradients, self._trained_axes)
+        else:  # each where it is used: with ZeRO-1, a replica receives its share only
+            where = gradient_shardings(self._decoder, optimizer, self._mesh)
+            gradients = jax.lax.with_sharding_constraint(gradients, where)
+        gradients = jax.tree.map(lambda g: g.astype(jnp.float32), gradients)
+        counts = jax.tree.map(meet, sums.counts)
+        result = StepGradients(
+            gradients,
+            meet(sums.losses.nll),
+            meet(sums.losses.log_partition_squared),
+            jax.tree.map(meet, sums.losses.aux),
+            counts[self._objective.divisor],
+            counts["target_tokens"],
+            counts["examples"],
+            meet(sums.group_squares),
+            meet(sums.groups),
+        )
+        if loss_scale is not None:
+            result = _unscaled(result, loss_scale, optimizer)
+        if is_expected:
+            assert not self._local
+            result = _rescaled(result, whole_R[0] / jnp.maximum(result.num_counted, 1), optimizer)
+        return result
+
+    def _loss_share(self, params: Any, frozen: Any, factor: jax.Array, rows: dict[str, jax.Array]) -> Any:
+        params = self._decoder.joined(params, frozen)
+        x_BTD, aux = self._decoder.hidden_and_aux(params, rows["tokens"], rows["segments"], rows["positions"])
+        return self._objective.loss(self._decoder, params, x_BTD, aux, rows, factor, self._config)
+
+    def _per_replica_sum(self, x_AB: jax.Array) -> jax.Array:
+        """[A, B] -> [R]."""
+        return over_replicas(lambda x_BA: jnp.sum(x_BA, dtype=jnp.int32), self._num_replicas, rows=(0,))(x_AB.T)
+
+    def _counted(self, rows: dict[str, jax.Array]) -> jax.Array:
+        """What a micro-batch adds to the divisor, [R]."""
+        return self._per_replica_sum(self._objective.counts(rows)[self._objective.divisor][None])
+
+    def _with_piece(self, sums: GradientSums, gradients: Any, losses: LossSums) -> GradientSums:
+        accumulator = self._optimizer.accumulate(sums.gradients, gradients)
+        accumulator = jax.tree.map(_lay_out, accumulator, self._trained_axes)
+        return sums._replace(gradients=accumulator, losses=jax.tree.map(jnp.add, sums.losses, losses))
+
+    def _with_groups(self, sums: GradientSums, gradients: Any, group_R: jax.Array, whole_R: jax.Array) -> GradientSums:
+        """With one more group in each replica."""
+        share_R = group_R / whole_R
+        squares_R = sum(_squares_by_replica(g) for g in self._optimizer.slopes(gradients))
+        group_squares = jnp.where(group_R > 0, squares_R / jnp.maximum(share_R, 1e-30), 0.0)
+        groups = (group_R > 0).astype(jnp.int32)
+        return sums._replace(group_squares=sums.group_squares + group_squares, groups=sums.groups + groups)
+
+
+def accumulate_gradients(
+    decoder: Decoder,
+    optimizer: GradientAccumulation,
+    mesh: Mesh,
+    config: NumericsConfig,
+    local: LocalUpdates | None = None,
+    objective: Objective = NEXT_TOKEN,
+) -> Any:
+    """A function (params, batch, num_micro_batches=None, loss_scale=None, frozen=None) -> StepGradients of one step.
+
+    Gradients are those of `params`; `frozen` is what else the decoder has (see `TrainState`).
+
+    `batch` arrays are [A, B, T]; only the first `num_micro_batches` (None: all; may be traced) of the A are looked at,
+    so that the accumulation may change without another executable. See `GradientLoop`: what the step counts is known
+    before its first micro-batch.
+    """
+    loop = GradientLoop(decoder, optimizer, mesh, config, local, objective)
+
+    def step_gradients(
+        params: Any,
+        batch: dict[str, jax.Array],
+        num_micro_batches: Any = None,
+        loss_scale: jax.Array | None = None,
+        frozen: Any = None,
+    ) -> StepGradients:
+        rows = loop.rows(batch)
+        counts = loop.counts(rows)
+        whole_R = loop.whole(counts)
+        sums = loop.added(
+            loop.start(),
+            params,
+            frozen,
+            rows,
+            counts=counts,
+            whole_R=whole_R,
+            loss_scale=loss_scale,
+            num_micro_batches=num_micro_batches,
+            is_all=True,
+        )
+        return loop.total(sums, whole_R=whole_R, loss_scale=loss_scale, is_expected=False)
+
+    return step_gradients
+
+
+def _lay_out(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    return constrain(x, ("replica", *axes))
+
+
+def _squares_by_replica(gradient: jax.Array) -> jax.Array:
+    """Sum of squares over all dims but the first, in float32."""
+    return jnp.sum(jnp.square(gradient.astype(jnp.float32)), axis=tuple(range(1, gradient.ndim)))
+
+
+def _unscaled(sums: StepGradients, loss_scale: jax.Array, optimizer: GradientAccumulation) -> StepGradients:
+    """Without the loss scale, a scalar or [R]."""
+
+    def divide(x: jax.Array) -> jax.Array:
+        return x / loss_scale.reshape(loss_scale.shape + (1,) * (x.ndim - loss_scale.ndim))
+
+    return _mapped(sums, divide, optimizer)._replace(group_squares=divide(divide(sums.group_squares)))
+
+
+def _rescaled(sums: StepGradients, ratio: jax.Array, optimizer: GradientAccumulation) -> StepGradients:
+    """Of losses that were divided by `ratio` times what is counted; of group_squares, W took that place too."""
+    return _mapped(sums, lambda x: x * ratio, optimizer)._replace(group_squares=sums.group_squares * ratio)
+
+
+def _mapped(sums: StepGradients, function: Any, optimizer: GradientAccumulation) -> StepGradients:
+    """With `function` of all that is divided as the loss is, but for `group_squares`."""
+    return sums._replace(
+        gradients=optimizer.map_slopes(function, sums.gradients),
+        loss=function(sums.loss),
+        z_loss=function(sums.z_loss),
+        aux=jax.tree.map(function, sums.aux),
+    )

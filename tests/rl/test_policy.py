@@ -1,0 +1,245 @@
+"""The losses of GRPO and GSPO, and their gradients, are those of the published formulas."""
+
+import itertools
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxtext_lite.rl import POLICY_METRICS, make_log_probabilities
+from maxtext_lite.training.gradients import accumulate_gradients
+from maxtext_lite.training.objective import WHOLE, Cut
+from tests.responses import AGGREGATIONS, GRPO, LONGEST, PAIRS, TOKENS, chunks_of, rows, variant
+from tests.training.conftest import agrees, setup  # noqa: F401
+
+torch = pytest.importorskip("torch")
+
+ALGORITHMS = ("grpo", "gspo")
+SGD = ("optimizer=sgd", "gradient_clipping_threshold=0", "weight_decay=0")
+
+
+def published(log_probability, batch, policy):
+    """Loss and metrics as TRL publishes them, by torch in the precision of its arguments; aggregations by its names
+    grpo, dapo and dr_grpo."""
+    mask, advantages, old, reference = (
+        torch.tensor(batch[name], dtype=torch.float64)
+        for name in ("weights", "advantages", "old_log_probabilities", "reference_log_probabilities")
+    )
+    advantages = advantages[:, :1]
+    if policy.on_policy:
+        old = log_probability.detach()
+    log_ratio = log_probability - old
+    if policy.algo == "gspo":
+        log_weights = ((log_ratio * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).unsqueeze(-1)
+    else:
+        log_weights = log_ratio
+    coef_1 = torch.exp(log_weights)
+    coef_2 = torch.clamp(coef_1, 1 - policy.epsilon_low, 1 + policy.epsilon_high)
+    losses = -torch.min(coef_1 * advantages, coef_2 * advantages).expand(mask.shape)
+    kl = torch.exp(reference - log_probability) - (reference - log_probability) - 1
+    if policy.beta:
+        losses = losses + policy.beta * kl
+    loss = {
+        "seq_mean_token_mean": lambda: ((losses * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).mean(),
+        "token_mean": lambda: (losses * mask).sum() / mask.sum(),
+        "seq_mean_token_sum_norm": lambda: (losses * mask).sum() / (losses.size(0) * LONGEST),
+    }[policy.aggregation]()
+    mean = lambda x: ((x.expand(mask.shape) * mask).sum() / mask.sum()).item()  # noqa: E731
+    metrics = {
+        "clip_fraction_low": mean(((coef_1 < 1 - policy.epsilon_low) & (advantages < 0)).double()),
+        "clip_fraction_high": mean(((coef_1 > 1 + policy.epsilon_high) & (advantages > 0)).double()),
+        "token_nll": mean(-log_probability.detach()),
+    }
+    return loss, metrics | ({"kl": mean(kl.detach())} if policy.beta else {})
+
+
+CASES = [
+    *(variant(algo=a, aggregation=g, beta=b) for a, g, b in itertools.product(ALGORITHMS, AGGREGATIONS, (0.0, 0.1))),
+    variant(on_policy=True),
+    variant(algo="gspo", aggregation="token_mean", on_policy=True, temperature=1.0),
+    variant(epsilon_high=0.2),
+]
+
+
+@pytest.mark.parametrize("policy", CASES, ids=lambda p: f"{p.algo} {p.aggregation} {p.beta} {p.on_policy}")
+def test_loss_metrics_and_gradients_are_those_of_trl_s_formulas(policy, setup):  # noqa: F811
+    """Hidden states and output projection at random; from the gradient of log-probabilities, which torch finds in
+    double precision, that of both through the tempered softmax by hand."""
+    batch, rng = rows(), np.random.default_rng(1)
+    x, head = rng.normal(size=(PAIRS, TOKENS, 6)), 0.3 * rng.normal(size=(6, 264))
+    logits = x @ head / policy.temperature
+    probability = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    log_probability = np.log(np.take_along_axis(probability, batch["targets"][..., None], -1)[..., 0])
+    # Ratios on both sides of the clip range: old policies near this one.
+    for name, scale in (("old_log_probabilities", 0.6), ("reference_log_probabilities", 0.8)):
+        near = log_probability + scale * rng.normal(size=(PAIRS, TOKENS))
+        batch[name] = np.where(batch["weights"] > 0, near, 0).astype(np.float32)
+    variable = torch.tensor(log_probability, requires_grad=True)
+    want, metrics = published(variable, batch, policy)
+    want.backward()
+    one_hot = np.eye(264)[batch["targets"]]
+    dlogits = variable.grad.numpy()[..., None] * (one_hot - probability) / policy.temperature
+    if not policy.on_policy and policy.algo == "grpo":
+        assert metrics["clip_fraction_low"] > 0.05
+        assert metrics["clip_fraction_high"] > 0.05
+
+    decoder = types.SimpleNamespace(
+        head=lambda params: params, shape=types.SimpleNamespace(final_soft_cap=0.0, experts=None)
+    )
+    counted = int(np.sum(batch["weights"])) if policy.divisor == "target_tokens" else PAIRS
+    config = setup(*SGD, "num_vocab_tiling=2").config
+    # The tokens of a row may be shared out: [2, T] as [4, T / 2], and back.
+    halves = Cut(lambda a: a.reshape(-1, TOKENS // 2, *a.shape[2:]), lambda a: a.reshape(-1, TOKENS, *a.shape[2:]))
+    for tokens in (WHOLE, halves) if policy is CASES[0] else (WHOLE,):
+
+        def loss(head_DV, x_BTD, batch, tokens=tokens):
+            factor = jnp.float32(1 / counted)
+            return policy.loss(decoder, head_DV, tokens.cut(x_BTD), {}, batch, factor, config, tokens)
+
+        with jax.default_matmul_precision("highest"):
+            differentiated = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+            (_, sums), (dhead, dx) = differentiated(jnp.asarray(head, jnp.float32), jnp.asarray(x, jnp.float32), batch)
+        assert float(sums.nll) == pytest.approx(want.item(), rel=1e-5, abs=1e-7)
+        assert {name: float(value) for name, value in policy.metrics(sums.aux, counted, config).items()} == {
+            name: pytest.approx(value, rel=1e-4) for name, value in metrics.items()
+        }
+        np.testing.assert_allclose(dx, dlogits @ head.T, rtol=1e-3, atol=1e-7)
+        np.testing.assert_allclose(dhead, np.einsum("BTD,BTV->DV", x, dlogits), rtol=1e-3, atol=1e-6)
+
+
+def by_loops(log_probability, batch, policy):
+    """The sum of token losses times 1, 2, 3 ... in their order, written out token by token in double precision."""
+    total, number = 0.0, 0
+    for pair in range(PAIRS):
+        targets = np.flatnonzero(batch["weights"][pair])
+        differences = [log_probability[pair, t] - float(batch["old_log_probabilities"][pair, t]) for t in targets]
+        for t, difference in zip(targets, differences, strict=True):
+            number += 1
+            ratio = np.exp(difference if policy.algo == "grpo" else np.mean(differences))
+            advantage = float(batch["advantages"][pair, t])
+            clipped = min(max(ratio, 1 - policy.epsilon_low), 1 + policy.epsilon_high)
+            away = float(batch["reference_log_probabilities"][pair, t]) - log_probability[pair, t]
+            loss = -min(ratio * advantage, clipped * advantage) + policy.beta * (np.exp(away) - away - 1)
+            total += number * loss
+    return total
+
+
+@pytest.mark.parametrize("algo", ALGORITHMS)
+def test_gradients_of_log_probabilities_are_finite_differences_of_the_formula(algo):
+    batch, policy = rows(), variant(algo=algo, epsilon_low=0.1)
+    rng = np.random.default_rng(2)
+    log_probability = batch["old_log_probabilities"].astype(np.float64) + 0.3 * rng.normal(size=(PAIRS, TOKENS))
+    is_target = batch["weights"] > 0
+    weight = np.cumsum(is_target).reshape(is_target.shape) * is_target
+
+    @jax.jit
+    def weighted(log_probability_BT):
+        total = lambda x_BT: jnp.sum(weight * policy.token_losses(x_BT, batch)[0])  # noqa: E731
+        return jax.value_and_grad(total)(log_probability_BT)
+
+    loss, gradient = weighted(jnp.asarray(log_probability, jnp.float32))
+    assert float(loss) == pytest.approx(by_loops(log_probability, batch, policy), rel=1e-5)
+    for pair, t in itertools.product(range(PAIRS), range(TOKENS)):
+        step = np.zeros_like(log_probability)
+        step[pair, t] = 1e-6
+        up, down = (by_loops(log_probability + sign * step, batch, policy) for sign in (1, -1))
+        assert gradient[pair, t] == pytest.approx((up - down) / 2e-6, rel=1e-4, abs=1e-4)
+        assert is_target[pair, t] or gradient[pair, t] == 0
+
+
+def test_a_ratio_that_is_clipped_or_has_no_advantage_may_be_infinite():
+    batch = rows()
+    batch["advantages"][:] = np.array([1, 0] * 4)[:, None]
+    batch["old_log_probabilities"][:] = -1000
+    policy = variant(beta=0.0)
+    x = jnp.full((PAIRS, TOKENS), -1.0)
+    loss, gradient = jax.jit(jax.value_and_grad(lambda x: jnp.sum(policy.token_losses(x, batch)[0])))(x)
+    assert float(loss) == pytest.approx(-1.3 * batch["weights"][::2].sum())
+    assert not np.any(gradient)
+
+
+def gradients(it, policy, batch, params=None):
+    """Of the rows as one micro-batch."""
+    (whole,) = chunks_of(batch, it.mesh, micro=PAIRS, slots=PAIRS)
+    with jax.set_mesh(it.mesh), jax.default_matmul_precision("highest"):
+        function = accumulate_gradients(it.decoder, it.optimizer, it.mesh, it.config, objective=policy)
+        return jax.device_get(jax.jit(function)(it.state().params if params is None else params, whole))
+
+
+@pytest.mark.parametrize("algo", ALGORITHMS)
+def test_gradients_of_parameters_are_those_of_the_formula_by_plain_differentiation(algo, setup, agrees):  # noqa: F811
+    it, batch = setup(*SGD), rows()
+    policy = variant(algo=algo, aggregation="token_mean")
+
+    def mean_loss(params):
+        x = it.decoder.hidden(params, batch["tokens"], batch["segments"], batch["positions"])
+        logits = jnp.einsum("BTD,DV->BTV", x, it.decoder.head(params)) / 0.7
+        of_target = jnp.take_along_axis(jax.nn.log_softmax(logits), batch["targets"][..., None], -1)[..., 0]
+        mask = batch["weights"]
+        log_ratio = mask * (of_target - batch["old_log_probabilities"])
+        if algo == "gspo":
+            log_ratio = mask * (log_ratio.sum(1) / mask.sum(1))[:, None]
+        ratio, away = jnp.exp(log_ratio), batch["reference_log_probabilities"] - of_target
+        gain = jnp.minimum(ratio * batch["advantages"], jnp.clip(ratio, 0.8, 1.3) * batch["advantages"])
+        return jnp.sum(mask * (0.1 * (jnp.exp(away) - away - 1) - gain)) / mask.sum()
+
+    with jax.default_matmul_precision("highest"):
+        loss, want = jax.jit(jax.value_and_grad(mean_loss))(it.initial.params)
+    got = gradients(it, policy, batch)
+    agrees(got.gradients, jax.device_get(want))
+    assert got.loss == pytest.approx(float(loss), rel=1e-5)
+    assert (got.num_counted, got.target_tokens, got.examples) == (41, 41, PAIRS)
+
+
+def test_on_policy_is_the_old_policy_being_this_one(setup, agrees):  # noqa: F811
+    it, batch = setup(*SGD), rows()
+    (whole,) = chunks_of(batch, it.mesh, micro=PAIRS, slots=PAIRS)
+    with jax.set_mesh(it.mesh), jax.default_matmul_precision("highest"):
+        log_probabilities = make_log_probabilities(it.decoder, it.mesh, it.config, GRPO.temperature)
+        batch["old_log_probabilities"] = np.asarray(log_probabilities(it.state().params, whole))[0]
+    given = gradients(it, GRPO, batch)
+    del batch["old_log_probabilities"]
+    got = gradients(it, variant(on_policy=True), batch)
+    agrees(given.gradients, got.gradients)
+    assert given.loss == pytest.approx(got.loss, rel=1e-5)
+    # Nothing is clipped at a ratio of 1, and the mean over responses of minus their advantages is left, and the KL.
+    metrics = GRPO.metrics(got.aux, got.num_counted, it.config)
+    assert metrics["clip_fraction_low"] == metrics["clip_fraction_high"] == 0
+    without = gradients(it, variant(on_policy=True, beta=0.0), batch)
+    assert without.loss == pytest.approx(-batch["advantages"][:, 0].mean(), rel=1e-5)
+
+
+def test_slots_without_a_pair_count_nothing_and_the_expected_count_is_the_most():
+    batch = rows()
+    batch = {name: np.concatenate([x, np.zeros((3, TOKENS), x.dtype)]) for name, x in batch.items()}
+    counts = GRPO.counts(batch)
+    assert counts["responses"].tolist() == [1] * PAIRS + [0] * 3
+    assert counts["target_tokens"].tolist() == [3, 10, 1, 7, 5, 2, 9, 4, 0, 0, 0]
+    assert [variant(aggregation=name).divisor for name in AGGREGATIONS] == ["responses", "target_tokens", "responses"]
+    assert [variant(aggregation=name).expected(6) for name in AGGREGATIONS] == [6, 60, 6]
+
+
+EXPERTS = (*SGD, "num_experts=4", "num_experts_per_tok=2", "base_moe_mlp_dim=8", "load_balance_loss_weight=0.5",
+           "router_z_loss_multiplier=0.1")  # fmt: skip
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_experts_losses_weigh_as_responses_do(aggregation, setup):  # noqa: F811
+    """Against the streams' own values: means over responses, or over their tokens."""
+    it, batch = setup(*EXPERTS), rows()
+    got = gradients(it, variant(aggregation=aggregation), batch)
+    tokens = batch["weights"].sum(axis=1)
+    by_response = tokens / tokens.sum() if aggregation == "token_mean" else np.full(PAIRS, 1 / PAIRS)
+    with jax.default_matmul_precision("highest"):
+        _, aux = jax.jit(it.decoder.hidden_and_aux)(
+            it.initial.params, batch["tokens"], batch["segments"], batch["positions"]
+        )
+    layers = it.config.base_num_decoder_layers
+    assert got.aux["moe_balance"] == pytest.approx(float(by_response @ aux["moe_balance"]) / layers, rel=1e-5)
+    by_token = by_response[:, None] * batch["weights"] / tokens[:, None]
+    (z_name,) = [name for name in got.aux if "z" in name.split("_")]
+    assert got.aux[z_name] == pytest.approx(float(np.sum(by_token * aux[z_name])) / layers, rel=1e-5)
+    metrics = variant(aggregation=aggregation).metrics(got.aux, got.num_counted, it.config)
+    assert set(metrics) == {*POLICY_METRICS, "moe_balance", "moe_balance_loss", "router_z_loss"}
