@@ -212,15 +212,14 @@ def _abstract_params(config: Config) -> Any:
     from maxtext_lite.batching.problem import Problem
     from maxtext_lite.batching.topology import resolve_mesh
     from maxtext_lite.parallel import make_mesh, start_devices, tree_shardings
-    from maxtext_lite.training.state import make_decoder
+    from maxtext_lite.training.state import make_plain_decoder
 
     start_devices()
     sizes = resolve_mesh(config, jax.device_count())
     if isinstance(sizes, Problem):
         raise UserError(sizes.message)
     mesh = make_mesh(sizes.ici, sizes.dcn)
-    here = {"attention": "dot_product", "lora_rank": 0}  # parameters as they are without adapters, or with them merged
-    decoder = make_decoder(config.model_copy(update=here), jax.default_backend())
+    decoder = make_plain_decoder(config)
 
     def laid_out(path: Any, leaf: Any, where: Any) -> Any:
         try:
