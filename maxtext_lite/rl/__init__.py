@@ -1,0 +1,1 @@
+"""Reinforcement learning: responses are sampled, rewarded and learned from."""
