@@ -98,16 +98,10 @@ def rollout_mesh(devices: Sequence[Any], *, tensor_parallelism: int, fsdp_parall
     """
     shards = tensor_parallelism * fsdp_parallelism
     if len(devices) % shards:
-        possible = [size for size in range(1, len(devices) + 1) if len(devices) % (size * fsdp_parallelism) == 0]
-        near = sorted(possible, key=lambda size: abs(size - tensor_parallelism))[:2]
         raise UserError(
             f"rollout_tensor_parallelism={tensor_parallelism} x rollout_fsdp_parallelism={fsdp_parallelism} does not "
             f"divide the {len(devices)} devices that sample."
-            + (
-                nearest_clause([f"rollout_tensor_parallelism={size}" for size in sorted(near)])
-                if near
-                else " Nearest that works: rollout_fsdp_parallelism=1 with rollout_tensor_parallelism=1."
-            )
+            f"{nearest_clause([size for size in range(1, len(devices) + 1) if len(devices) % size == 0])}"
         )
     sizes = dict.fromkeys(MESH_AXES, 1) | {"tensor": tensor_parallelism, "fsdp": fsdp_parallelism}
     return make_mesh(sizes | {"data": len(devices) // shards}, dict.fromkeys(MESH_AXES, 1), devices)
@@ -143,8 +137,10 @@ class Transfer:
     def _plain(self, params: Any) -> Any:
         wanted = self._decoder.abstract_params
         in_order = jax.tree.map(lambda x, like: x.reshape(like.shape), merged(params), wanted)
+        # The tables are wide for their gradients; looked up, their rows are cast all the same.
+        tables = jax.tree.map(lambda x: x.astype(self._decoder.shape.dtype), in_order["embedding"])
         # Without a copy, what is not cast would be the trainer's own array, which its next step gives up.
-        return jax.tree.map(jnp.copy, self._decoder.cast(in_order))
+        return jax.tree.map(jnp.copy, self._decoder.cast(in_order) | {"embedding": tables})
 
 
 class _Slots(NamedTuple):
@@ -184,13 +180,13 @@ class _Prompts(NamedTuple):
       token_RBT: padded at the end.
       length_RB: tokens of each, at least one.
       slot_RB: of the same replica.
-      draw_RBT: the ints of its key.
+      key_int_RBI: the ints of its key.
     """
 
     token_RBT: np.ndarray
     length_RB: np.ndarray
     slot_RB: np.ndarray
-    draw_RBT: np.ndarray
+    key_int_RBI: np.ndarray
 
 
 class LocalEngine:
@@ -344,7 +340,7 @@ class LocalEngine:
                     token_ids = requests[number].token_ids
                     batch.token_RBT[replica, row, : len(token_ids)] = token_ids
                     batch.length_RB[replica, row], batch.slot_RB[replica, row] = len(token_ids), slot
-                    batch.draw_RBT[replica, row] = requests[number].key
+                    batch.key_int_RBI[replica, row] = requests[number].key
             batches.append(batch)
         return batches
 
@@ -369,10 +365,10 @@ class LocalEngine:
         """The slots with prompts in some of them, and the first token of each."""
 
         def of_replica(params: Any, slots: _Slots, prompts: _Prompts) -> _Slots:
-            token_BT, length_B, slot_B, draw_BT = map(jnp.asarray, prompts)
+            token_BT, length_B, slot_B, key_int_BI = map(jnp.asarray, prompts)
             key_B = jnp.broadcast_to(jax.random.key(self._seed), slot_B.shape)
-            for place in range(draw_BT.shape[1]):
-                key_B = jax.vmap(jax.random.fold_in)(key_B, draw_BT[:, place])
+            for place in range(key_int_BI.shape[1]):
+                key_B = jax.vmap(jax.random.fold_in)(key_B, key_int_BI[:, place])
             cache = self._decoder.new_cache(*token_BT.shape)
             token_B, log_probability_B, cache = first_token(
                 self._decoder, params, token_BT, cache, length_B, key_B,
