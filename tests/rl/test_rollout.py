@@ -301,9 +301,9 @@ def test_an_update_changes_what_is_sampled(free_responses):
 def test_what_does_not_fit_is_refused(engine):
     with pytest.raises(UserError, match=r"rollout_slots=5 is not a multiple of the 2 shards .* work: 4 or 6\."):
         make_engine(LLAMA, num_devices=2, num_slots=5)
-    with pytest.raises(UserError, match="rollout_tensor_parallelism=3 x rollout_fsdp_parallelism=1 .* the 4 devices"):
+    with pytest.raises(UserError, match=r"rollout_tensor_parallelism=3 x rollout_fsdp_parallelism=1 .* the 4 devices"):
         make_engine(LLAMA, num_devices=4, tensor=3)
-    with pytest.raises(UserError, match="parameter .* cannot be split evenly over rollout_tensor_parallelism=4"):
+    with pytest.raises(UserError, match=r"parameter .* cannot be split evenly over rollout_tensor_parallelism=4"):
         make_engine(LLAMA, num_devices=4, tensor=4)
     how = {"sampling": FREE, "max_new_tokens": MOST_NEW}
     with pytest.raises(ValueError, match="prompts of 1 to 9 tokens; the engine takes 1 to 8"):
