@@ -1,6 +1,5 @@
 """The command `convert`: a model from a Hugging Face directory, or to one."""
 
-import json
 import math
 import shutil
 import sys
@@ -12,11 +11,11 @@ from maxtext_lite.cli import ArgumentParser, run_command
 from maxtext_lite.config import Config, UserError, load_config, write_resolved
 from maxtext_lite.config.errors import did_you_mean
 from maxtext_lite.config.hf_config import (
-    config_json,
     has_hf_weights,
     hf_directory,
     model_keys,
     read_fields,
+    run_config_json,
     stored_dtype,
     tokenizer_keys,
 )
@@ -125,30 +124,27 @@ def _export(source: Path, out: Path, overrides: Sequence[str], merge: bool | Non
     config = load_config(source / "config.yml", [*mesh, "ici_fsdp_parallelism=-1", *overrides])
     if merge is not None and not config.lora_rank:
         raise UserError(f"{_MERGE}={str(merge).lower()} has no use with {source}, whose lora_rank is 0. Remove it.")
-    carried = hf_directory(source)
-    original = read_fields(carried / "config.json") if carried else {}
-    fields = config_json(
+    fields = run_config_json(
+        source,
         config,
-        max_position_embeddings=max(int(original.get("max_position_embeddings", 0)), config.max_target_length),
+        num_positions=config.max_target_length,
         dtype=config.weight_dtype,
-        original=original,
         end_of_text_id=_end_of_text_id(config),
     )
     import jax
 
-    from maxtext_lite.interop import export_parameters
+    from maxtext_lite.interop import export_model
     from maxtext_lite.training.checkpoint import load_parameters
 
-    abstract, keys = _abstract_params(config), model_keys(fields, "config.json")
+    abstract = _abstract_params(config)
     if config.lora_rank and not merge:
+        keys = model_keys(fields, "config.json")
         _export_adapters(source, out, abstract, fields["model_type"], keys, config)
         return
     params = load_parameters(source, abstract, "RUN_DIR")
-    out.mkdir(parents=True, exist_ok=True)
-    export_parameters(out, params, fields["model_type"], keys, dtype=config.weight_dtype)
+    export_model(out, params, fields, dtype=config.weight_dtype)
     if jax.process_index() == 0:
-        _write_tokenizer(out, carried, config)
-        (out / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+        _write_tokenizer(out, hf_directory(source), config)
     _report(f"{_count(params):,} parameters in {out}, as {fields['model_type']} in {config.weight_dtype}")
 
 
@@ -212,15 +208,14 @@ def _abstract_params(config: Config) -> Any:
     from maxtext_lite.batching.problem import Problem
     from maxtext_lite.batching.topology import resolve_mesh
     from maxtext_lite.parallel import make_mesh, start_devices, tree_shardings
-    from maxtext_lite.training.state import make_decoder
+    from maxtext_lite.training.state import make_plain_decoder
 
     start_devices()
     sizes = resolve_mesh(config, jax.device_count())
     if isinstance(sizes, Problem):
         raise UserError(sizes.message)
     mesh = make_mesh(sizes.ici, sizes.dcn)
-    here = {"attention": "dot_product", "lora_rank": 0}  # parameters as they are without adapters, or with them merged
-    decoder = make_decoder(config.model_copy(update=here), jax.default_backend())
+    decoder = make_plain_decoder(config)
 
     def laid_out(path: Any, leaf: Any, where: Any) -> Any:
         try:

@@ -284,6 +284,27 @@ def config_json(
     raise UserError(nearest or [])
 
 
+def run_config_json(
+    directory: Path, config: ModelConfig, *, num_positions: int, dtype: str, end_of_text_id: int | None = None
+) -> dict[str, Any]:
+    """`config_json` of the model of a run or imported directory, which keeps what it came with, where it came with it.
+
+    Args:
+      num_positions: that it is trained with; the model may have come with more.
+    Raises:
+      UserError: as `config_json`.
+    """
+    carried = hf_directory(directory)
+    original = read_fields(carried / "config.json") if carried else {}
+    return config_json(
+        config,
+        max_position_embeddings=max(int(original.get("max_position_embeddings", 0)), num_positions),
+        dtype=dtype,
+        original=original,
+        end_of_text_id=end_of_text_id,
+    )
+
+
 def _of_old_versions(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {name: fields[name] for name in ("rope_theta", "rope_scaling") if name in fields}
 

@@ -2,13 +2,14 @@
 
 from maxtext_lite.interop.carried import carry_files, stop_ids_of
 from maxtext_lite.interop.entries import flat
-from maxtext_lite.interop.export import export_parameters
+from maxtext_lite.interop.export import export_model, export_parameters
 from maxtext_lite.interop.load import load_hf_parameters
 from maxtext_lite.interop.peft import export_adapters
 
 __all__ = [
     "carry_files",
     "export_adapters",
+    "export_model",
     "export_parameters",
     "flat",
     "load_hf_parameters",

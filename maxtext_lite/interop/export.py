@@ -1,5 +1,6 @@
 """Parameters to a Hugging Face directory's tensors, one at a time."""
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxtext_lite.config.hf_config import model_keys
 from maxtext_lite.interop.copying import as_bits
 from maxtext_lite.interop.entries import Entry, entries_of, flat
 from maxtext_lite.interop.names import TABLES, Sizes, sizes_of
 from maxtext_lite.interop.safetensors_dir import Tensor, write_safetensors
 from maxtext_lite.parallel import sharding
+
+
+def export_model(directory: Path, params: Any, fields: Mapping[str, Any], *, dtype: str) -> None:
+    """Writes a directory with parameters and their config.json: `export_parameters`, with the fields it is to hold."""
+    directory.mkdir(parents=True, exist_ok=True)
+    keys = model_keys(fields, "config.json")
+    export_parameters(directory, params, fields["model_type"], keys, dtype=dtype)
+    if jax.process_index() == 0:
+        (directory / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 
 def export_parameters(

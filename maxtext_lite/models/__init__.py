@@ -8,6 +8,7 @@ Names of arrays of rank 2 and more end in one letter per dim (global sizes), her
     A accumulation        E experts             R data replicas       G query heads per kv head
     J experts of a token  C slots of an expert  U rows given to experts, one for each of a token's
     W value width, H where the two are the same                          r rank of an adapter
+    I ints of a request's key
 """
 
 from maxtext_lite.models.attention import Scoring, resolve_attention

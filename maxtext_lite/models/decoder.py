@@ -237,6 +237,18 @@ class Decoder:
         """What the output projection is given: the last layer's hidden states [B, T, D], normed."""
         return nnx.merge(self._graph, params).final_norm(x_BTD)
 
+    def new_cache(self, num_sequences: int, num_positions: int) -> KVCache:
+        """An empty cache of all layers, in `dtype`, for sequences of at most so many tokens."""
+        return KVCache.empty(
+            num_layers=self.shape.num_layers,
+            num_sequences=num_sequences,
+            num_positions=num_positions,
+            num_kv_heads=self.shape.num_kv_heads,
+            key_dim=self.shape.head_dim,
+            value_dim=self.shape.value_dim,
+            dtype=self.shape.dtype,
+        )
+
     def decode(
         self, params: Params, token_BT: jax.Array, start_B: jax.Array, cache: KVCache
     ) -> tuple[jax.Array, KVCache]:

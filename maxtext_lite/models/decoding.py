@@ -84,18 +84,26 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
 
+    @property
+    def policy_temperature(self) -> float:
+        """That of the distribution which reinforcement learning trains; of greedy choices, the model's own, 1."""
+        return self.temperature or 1.0
 
-def sample_token(logits_BV: jax.Array, key_B: jax.Array, sampling: Sampling) -> tuple[jax.Array, jax.Array]:
-    """The next token of each sequence, and its log-probability under the model itself.
+
+def sample_token(
+    logits_BV: jax.Array, key_B: jax.Array, sampling: Sampling, scored_at: float = 1.0
+) -> tuple[jax.Array, jax.Array]:
+    """The next token of each sequence, and its log-probability.
 
     Args:
       logits_BV: float32 logits.
       key_B: one PRNG key per sequence, so that a sequence's text does not depend on its neighbours.
+      scored_at: temperature of the distribution whose log-probabilities are given; 1: the model itself.
     Returns:
-      Tokens [B] int32 and log-probabilities [B] float32: of the untempered, unrestricted distribution.
+      Tokens [B] int32 and log-probabilities [B] float32: over the whole vocabulary, whatever `sampling` restricts.
     Source: top-p is nucleus sampling, Holtzman et al. 2019, arXiv:1904.09751.
     """
-    log_probability_BV = jax.nn.log_softmax(logits_BV, axis=-1)
+    log_probability_BV = jax.nn.log_softmax(logits_BV / scored_at, axis=-1)
     if sampling.temperature == 0:
         token_B = jnp.argmax(logits_BV, axis=-1)
     else:

@@ -1,5 +1,6 @@
 """Generation from a run's parameters: prompts in, tokens out one by one."""
 
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from maxtext_lite.config import Config
 from maxtext_lite.models import Decoder, KVCache, Sampling, sample_token
 from maxtext_lite.parallel import MESH_AXES, make_mesh, tree_shardings
 from maxtext_lite.training.checkpoint import load_parameters
-from maxtext_lite.training.state import make_decoder
+from maxtext_lite.training.state import make_plain_decoder
 
 _PADDED_TO = 64  # prompts and caches are padded to a multiple of this, so that few shapes are compiled
 
@@ -28,9 +29,7 @@ def load_on_mesh(
     Raises:
       UserError: there are no parameters, or they are of another model.
     """
-    # Decoding attends over its cache; a kernel named for training need not run here.
-    here = {"attention": "dot_product", "lora_rank": 0}  # what adapters add is in the parameters that are loaded
-    decoder = make_decoder(config.model_copy(update=here), jax.default_backend())
+    decoder = make_plain_decoder(config)
     sizes = dict.fromkeys(MESH_AXES, 1) | dict(parallelism)
     mesh = make_mesh(sizes, dict.fromkeys(MESH_AXES, 1), jax.devices()[: math.prod(sizes.values())])
     abstract = jax.tree.map(
@@ -48,8 +47,9 @@ class Sampler:
     def __init__(self, decoder: Decoder, params: Any, mesh: jax.sharding.Mesh):
         self._decoder, self._mesh = decoder, mesh
         self._params = jax.jit(decoder.cast)(params)
-        self._prefill = jax.jit(self._first_token, static_argnames=("sampling",))
-        self._extend = jax.jit(self._next_token, donate_argnums=2, static_argnames=("sampling",))
+        self._prefill = jax.jit(functools.partial(first_token, decoder), static_argnames=("sampling",))
+        extend = functools.partial(next_token, decoder)
+        self._extend = jax.jit(extend, donate_argnums=2, static_argnames=("sampling",))
 
     @classmethod
     def from_run(
@@ -92,16 +92,7 @@ class Sampler:
         token_BT = np.zeros((len(prompts), _round_up(lengths.max())), np.int32)
         for row, prompt in zip(token_BT, prompts, strict=True):
             row[: len(prompt)] = prompt
-        shape = self._decoder.shape
-        cache = KVCache.empty(
-            num_layers=shape.num_layers,
-            num_sequences=len(prompts),
-            num_positions=_round_up(lengths.max() + max_new_tokens),
-            num_kv_heads=shape.num_kv_heads,
-            key_dim=shape.head_dim,
-            value_dim=shape.value_dim,
-            dtype=shape.dtype,
-        )
+        cache = self._decoder.new_cache(len(prompts), _round_up(lengths.max() + max_new_tokens))
         root = jax.random.key(seed)
         key_B = jax.vmap(lambda number: jax.random.fold_in(root, number))(jnp.arange(len(prompts)))
         running = [number < num_asked for number in range(len(prompts))]
@@ -125,37 +116,57 @@ class Sampler:
                     return
                 token_B, log_probability_B, cache = following
 
-    def _first_token(
-        self,
-        params: Any,
-        token_BT: jax.Array,
-        cache: KVCache,
-        length_B: jax.Array,
-        key_B: jax.Array,
-        *,
-        sampling: Sampling,
-    ) -> Any:
-        x_BTD, cache = self._decoder.decode(params, token_BT, jnp.zeros_like(length_B), cache)
-        last_BTD = jnp.take_along_axis(x_BTD, (length_B - 1)[:, None, None], axis=1)
-        return *self._draw(params, last_BTD, length_B, key_B, sampling), cache
 
-    def _next_token(
-        self,
-        params: Any,
-        token_B: jax.Array,
-        cache: KVCache,
-        length_B: jax.Array,
-        key_B: jax.Array,
-        *,
-        sampling: Sampling,
-    ) -> Any:
-        """One more token of each sequence, whose `length_B` tokens before token_B are in the cache."""
-        x_BTD, cache = self._decoder.decode(params, token_B[:, None], length_B, cache)
-        return *self._draw(params, x_BTD, length_B + 1, key_B, sampling), cache
+def first_token(
+    decoder: Decoder,
+    params: Any,
+    token_BT: jax.Array,
+    cache: KVCache,
+    length_B: jax.Array,
+    key_B: jax.Array,
+    *,
+    sampling: Sampling,
+    scored_at: float = 1.0,
+) -> tuple[jax.Array, jax.Array, KVCache]:
+    """The first token after each of B prompts, its log-probability (`sample_token`), and the cache with the prompts.
 
-    def _draw(self, params: Any, x_BTD: jax.Array, length_B: jax.Array, key_B: jax.Array, sampling: Sampling) -> Any:
-        logits_BV = self._decoder.logits(params, x_BTD)[:, 0]
-        return sample_token(logits_BV, jax.vmap(jax.random.fold_in)(key_B, length_B), sampling)
+    Args:
+      token_BT: prompts, with anything behind their `length_B` tokens.
+      cache: empty.
+      key_B: of all draws for a sequence; each is made of it and of the token's position.
+    """
+    x_BTD, cache = decoder.decode(params, token_BT, jnp.zeros_like(length_B), cache)
+    last_BTD = jnp.take_along_axis(x_BTD, (length_B - 1)[:, None, None], axis=1)
+    return *_draw(decoder, params, last_BTD, length_B, key_B, sampling, scored_at), cache
+
+
+def next_token(
+    decoder: Decoder,
+    params: Any,
+    token_B: jax.Array,
+    cache: KVCache,
+    length_B: jax.Array,
+    key_B: jax.Array,
+    *,
+    sampling: Sampling,
+    scored_at: float = 1.0,
+) -> tuple[jax.Array, jax.Array, KVCache]:
+    """`first_token` for sequences whose `length_B` tokens before token_B are in the cache: the one after token_B."""
+    x_BTD, cache = decoder.decode(params, token_B[:, None], length_B, cache)
+    return *_draw(decoder, params, x_BTD, length_B + 1, key_B, sampling, scored_at), cache
+
+
+def _draw(
+    decoder: Decoder,
+    params: Any,
+    x_BTD: jax.Array,
+    position_B: jax.Array,
+    key_B: jax.Array,
+    sampling: Sampling,
+    scored_at: float,
+) -> tuple[jax.Array, jax.Array]:
+    logits_BV = decoder.logits(params, x_BTD)[:, 0]
+    return sample_token(logits_BV, jax.vmap(jax.random.fold_in)(key_B, position_B), sampling, scored_at)
 
 
 def _round_up(count: int) -> int:

@@ -76,6 +76,15 @@ def make_decoder(config: Config, platform: str, plan: BatchPlan | None = None) -
     return Decoder(dataclasses.replace(shape, attention=kernel), None if plan is None else _pipeline(plan))
 
 
+def make_plain_decoder(config: Config) -> Decoder:
+    """The decoder a config describes, as parameters are read, written and sampled from: all layers on every device.
+
+    What adapters add is in its parameters. A kernel named for training need not run here: decoding attends over its
+    cache.
+    """
+    return make_decoder(config.model_copy(update={"attention": "dot_product", "lora_rank": 0}), jax.default_backend())
+
+
 def decoder_shape(config: Config) -> DecoderShape:
     """The shape of the decoder that a config describes, with plain attention."""
     remat = remat_of(config)

@@ -1,0 +1,476 @@
+"""Rollouts: responses sampled from the policy that is trained. What samples them is a `RolloutEngine`; one is here.
+
+The policy is softmax(logits / temperature) over the whole vocabulary. Top-k and top-p restrict what is drawn, not what
+log-probabilities mean.
+"""
+
+import dataclasses
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from maxtext_lite.config import UserError
+from maxtext_lite.config.errors import nearest_clause
+from maxtext_lite.models import Decoder, KVCache, Sampling, merged
+from maxtext_lite.parallel import MESH_AXES, make_mesh, num_shards, over_replicas, sharding, tree_shardings
+from maxtext_lite.training.sampler import first_token, next_token
+
+_PADDED_TO = 16  # tokens of prompts and caches; prompts to this times a power of 2, so that few shapes are compiled
+_PREFILL_TOKENS = 16_384  # of one replica's prompts at a time, as scores of all of them are in memory at once
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A prompt to answer.
+
+    Attributes:
+      token_ids: the prompt.
+      key: of its draws: same key, same prompt, same parameters and same seed give the same response.
+    """
+
+    token_ids: Sequence[int]
+    key: tuple[int, ...]
+
+
+class Response(NamedTuple):
+    """What was sampled for a request.
+
+    Attributes:
+      token_ids: the new tokens, at least one, with the stop token where one ended it.
+      log_probabilities: of each, under the policy.
+      ended: by a stop token; False: it was cut off at the most tokens that were asked for.
+    """
+
+    token_ids: list[int]
+    log_probabilities: list[float]
+    ended: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutStats:
+    """What a call of `generate` took.
+
+    Attributes:
+      tokens: new tokens of all responses.
+      decode_steps: times that every slot was run for one more token.
+      slot_steps: decode_steps x slots.
+      prefills: times that prompts were run.
+    """
+
+    tokens: int
+    decode_steps: int
+    slot_steps: int
+    prefills: int
+    first_tokens: int
+
+    @property
+    def utilisation(self) -> float:
+        """The part of the slots' steps that gave a token of a response; 1 where there were none."""
+        return (self.tokens - self.first_tokens) / self.slot_steps if self.slot_steps else 1.0
+
+
+class RolloutEngine(Protocol):
+    """What samples responses from the policy, wherever it runs."""
+
+    def update(self, params: Any, step: int) -> None:
+        """Samples from these parameters of the trainer, after so many optimizer steps, from now on."""
+        ...
+
+    def generate(self, requests: Sequence[Request], *, sampling: Sampling, max_new_tokens: int) -> list[Response]:
+        """The responses, in the order of the requests."""
+        ...
+
+    def close(self) -> None:
+        """Gives back what it holds; nothing is asked of it afterwards."""
+        ...
+
+
+def rollout_mesh(devices: Sequence[Any], *, tensor_parallelism: int, fsdp_parallelism: int) -> Mesh:
+    """The mesh of devices that sample: those that tensor and fsdp leave over have copies of the model (`data`).
+
+    Raises:
+      UserError: the two do not divide the devices.
+    """
+    shards = tensor_parallelism * fsdp_parallelism
+    if len(devices) % shards:
+        raise UserError(
+            f"rollout_tensor_parallelism={tensor_parallelism} x rollout_fsdp_parallelism={fsdp_parallelism} does not "
+            f"divide the {len(devices)} devices that sample."
+            f"{nearest_clause([size for size in range(1, len(devices) + 1) if len(devices) % size == 0])}"
+        )
+    sizes = dict.fromkeys(MESH_AXES, 1) | {"tensor": tensor_parallelism, "fsdp": fsdp_parallelism}
+    return make_mesh(sizes | {"data": len(devices) // shards}, dict.fromkeys(MESH_AXES, 1), devices)
+
+
+class Transfer:
+    """Takes a trainer's parameters to a decoder that samples, on the same devices or on others.
+
+    Adapters are merged, layers that pipeline stages share out are put in order and all is cast to the decoder's
+    `dtype` where the parameters are: what is sent is then as little as can be. What it gives shares no memory with what
+    it was given.
+
+    Args:
+      decoder: that samples, without pipeline and adapters.
+      mesh: that it samples on.
+    """
+
+    def __init__(self, decoder: Decoder, mesh: Mesh):
+        self._decoder, self._mesh = decoder, mesh
+        self._there = tree_shardings(mesh, decoder.axes)
+        self._jitted: dict[Mesh, Any] = {}  # for each mesh that parameters have come from: one, of one trainer
+
+    def __call__(self, params: Any) -> Any:
+        """The decoder's parameters on its mesh, of the trainer's, which are on a mesh of theirs."""
+        here = jax.tree.leaves(params)[0].sharding.mesh
+        stays = list(here.devices.flat) == list(self._mesh.devices.flat)
+        if here not in self._jitted:
+            where = self._there if stays else tree_shardings(here, self._decoder.axes)
+            self._jitted[here] = jax.jit(self._plain, out_shardings=where)
+        plain = self._jitted[here](params)
+        return plain if stays else jax.device_put(plain, self._there, donate=True)
+
+    def _plain(self, params: Any) -> Any:
+        wanted = self._decoder.abstract_params
+        in_order = jax.tree.map(lambda x, like: x.reshape(like.shape), merged(params), wanted)
+        # The tables are wide for their gradients; looked up, their rows are cast all the same.
+        tables = jax.tree.map(lambda x: x.astype(self._decoder.shape.dtype), in_order["embedding"])
+        # Without a copy, what is not cast would be the trainer's own array, which its next step gives up.
+        return jax.tree.map(jnp.copy, self._decoder.cast(in_order) | {"embedding": tables})
+
+
+class _Slots(NamedTuple):
+    """The sequences that are sampled at once, B for each of R replicas; a slot whose sequence has ended stands still.
+
+    Attributes:
+      cache: [R, L, B, S, K, H].
+      token_RB: the last token of each, not in the cache yet.
+      length_RB: tokens in the cache.
+      key_RB: of its draws.
+      count_RB: new tokens.
+      running_RB: False: it has ended, or there is none.
+      new_RBT: the new tokens.
+      log_probability_RBT: theirs.
+    """
+
+    cache: KVCache
+    token_RB: jax.Array
+    length_RB: jax.Array
+    key_RB: jax.Array
+    count_RB: jax.Array
+    running_RB: jax.Array
+    new_RBT: jax.Array
+    log_probability_RBT: jax.Array
+
+
+def _slots_shardings(mesh: Mesh) -> Any:
+    cache = sharding(mesh, ("replica", None, "batch", None, "activation_heads", None))
+    rows, new = sharding(mesh, ("replica", "batch")), sharding(mesh, ("replica", "batch", None))
+    return _Slots(KVCache(cache, cache), rows, rows, rows, rows, rows, new, new)  # type: ignore[arg-type]
+
+
+class _Prompts(NamedTuple):
+    """Prompts on their way into slots; a row without one has a slot number past the last.
+
+    Attributes:
+      token_RBT: padded at the end.
+      length_RB: tokens of each, at least one.
+      slot_RB: of the same replica.
+      key_int_RBI: the ints of its key.
+    """
+
+    token_RBT: np.ndarray
+    length_RB: np.ndarray
+    slot_RB: np.ndarray
+    key_int_RBI: np.ndarray
+
+
+class LocalEngine:
+    """Samples on devices of this run, many sequences at once, each in a slot of a cache that stands ready.
+
+    As sequences end, others take their slots: one long response keeps none but its own busy. What is drawn for a
+    request depends on the seed, its key, the tokens before and their logits, and not on its slot or its neighbours.
+
+    Args:
+      decoder: without pipeline and adapters, as `make_plain_decoder` makes it.
+      mesh: over the devices that sample (`rollout_mesh`).
+      num_slots: sequences at once, a multiple of the shards that they are split over.
+      max_prompt_tokens, max_new_tokens: the most that `generate` may be asked for.
+      stop_token_ids: tokens after which a response ends.
+      refill_fraction: of the slots, that must have ended before others are filled in; 0: any.
+
+    Attributes:
+      stats: what the last call of `generate` took.
+    Raises:
+      UserError: the slots or the parameters cannot be split over the mesh.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        mesh: Mesh,
+        *,
+        num_slots: int,
+        max_prompt_tokens: int,
+        max_new_tokens: int,
+        stop_token_ids: Sequence[int],
+        seed: int,
+        refill_fraction: float = 0.125,
+    ):
+        self._decoder, self._mesh = decoder, mesh
+        self._max_prompt_tokens, self._max_new_tokens = max_prompt_tokens, max_new_tokens
+        self._stop_token_ids, self._seed = tuple(stop_token_ids), seed
+        with jax.set_mesh(mesh):
+            self._num_replicas, self._row_shards = num_shards("replica"), num_shards("batch")
+        shards = self._num_replicas * self._row_shards
+        if num_slots % shards:
+            near = sorted({size for size in (num_slots // shards * shards, -(-num_slots // shards) * shards) if size})
+            raise UserError(
+                f"rollout_slots={num_slots} is not a multiple of the {shards} shards of the devices that sample."
+                f"{nearest_clause(near)}"
+            )
+        _refuse_uneven(decoder, mesh)
+        self._num_slots, self._slots_per_replica = num_slots, num_slots // self._num_replicas
+        self._refill_at = max(1, int(refill_fraction * num_slots))
+        self._num_positions = _round_up(max_prompt_tokens + max_new_tokens)
+        self._transfer = Transfer(decoder, mesh)
+        self._params: Any = None
+        where = _slots_shardings(mesh)
+        reported = (where, sharding(mesh))
+        self._empty = jax.jit(self._empty_slots, out_shardings=where)
+        how: Any = {"donate_argnums": 1, "static_argnames": ("sampling",)}
+        self._fill = jax.jit(self._filled, out_shardings=where, **how)
+        self._decode = jax.jit(self._decoded, out_shardings=reported, **how)
+        self.stats = RolloutStats(0, 0, 0, 0, 0)
+
+    def update(self, params: Any, step: int) -> None:
+        """Samples from these parameters of the trainer from now on; they may be on any mesh, with adapters, dealt."""
+        del step  # they are here when this returns
+        self._params = None  # the old ones go before the new ones come
+        self._params = self._transfer(params)
+
+    def close(self) -> None:
+        """Gives the parameters up."""
+        self._params = None
+
+    def generate(self, requests: Sequence[Request], *, sampling: Sampling, max_new_tokens: int) -> list[Response]:
+        """The responses, in the order of the requests; any number of them.
+
+        Raises:
+          ValueError: a prompt is empty or longer, or more new tokens are asked for, than the cache was made for; or
+            keys are of several lengths.
+        """
+        assert self._params is not None, "generate() before update()"
+        self._refuse(requests, max_new_tokens)
+        responses: list[Response | None] = [None] * len(requests)
+        waiting = deque(range(len(requests)))
+        free = [list(range(self._slots_per_replica)) for _ in range(self._num_replicas)]
+        taken: dict[tuple[int, int], int] = {}  # (replica, slot): number of its request
+        decode_steps = prefills = 0
+        with jax.set_mesh(self._mesh):
+            slots = self._empty()
+            while waiting or taken:
+                for prompts in self._prompts(requests, self._take(waiting, free, taken)):
+                    slots = self._fill(self._params, slots, prompts, max_new_tokens, sampling=sampling)
+                    prefills += 1
+                # With others waiting, until some have ended; at last until all have.
+                leave_running = max(len(taken) - self._refill_at, 0) if waiting else 0
+                slots, report = self._decode(self._params, slots, leave_running, max_new_tokens, sampling=sampling)
+                steps, *rows = (np.asarray(x) for x in report)
+                decode_steps += int(steps)
+                for at, response in _ended(taken, *rows, stop_token_ids=self._stop_token_ids):
+                    responses[taken.pop(at)] = response
+                    free[at[0]].append(at[1])
+        found = [response for response in responses if response is not None]
+        assert len(found) == len(requests)
+        tokens = sum(len(response.token_ids) for response in found)
+        self.stats = RolloutStats(tokens, decode_steps, decode_steps * self._num_slots, prefills, len(found))
+        return found
+
+    def _refuse(self, requests: Sequence[Request], max_new_tokens: int) -> None:
+        lengths = [len(request.token_ids) for request in requests]
+        if lengths and not 0 < min(lengths) <= max(lengths) <= self._max_prompt_tokens:
+            raise ValueError(
+                f"prompts of {min(lengths)} to {max(lengths)} tokens; the engine takes 1 to {self._max_prompt_tokens}"
+            )
+        if not 0 < max_new_tokens <= self._max_new_tokens:
+            raise ValueError(f"max_new_tokens={max_new_tokens}; the engine gives 1 to {self._max_new_tokens}")
+        if len({len(request.key) for request in requests}) > 1:
+            raise ValueError("the requests' keys are of several lengths")
+
+    def _take(
+        self, waiting: deque[int], free: list[list[int]], taken: dict[tuple[int, int], int]
+    ) -> list[list[tuple[int, int]]]:
+        """For each replica the (slot, number of the request) of those that need not wait any more."""
+        chosen: list[list[tuple[int, int]]] = [[] for _ in free]
+        while waiting and any(free):
+            replica = max(range(len(free)), key=lambda replica: len(free[replica]))
+            slot, number = free[replica].pop(), waiting.popleft()
+            taken[replica, slot] = number
+            chosen[replica].append((slot, number))
+        return chosen
+
+    def _prompts(self, requests: Sequence[Request], chosen: list[list[tuple[int, int]]]) -> list[_Prompts]:
+        """The chosen requests' prompts in batches of few shapes."""
+        numbers = [number for rows in chosen for _, number in rows]
+        if not numbers:
+            return []
+        num_tokens = _PADDED_TO
+        while num_tokens < max(len(requests[number].token_ids) for number in numbers):
+            num_tokens = min(2 * num_tokens, _round_up(self._max_prompt_tokens))
+        most, num_rows = max(map(len, chosen)), self._row_shards
+        while num_rows < min(most, self._slots_per_replica) and 4 * num_rows * num_tokens <= _PREFILL_TOKENS:
+            num_rows = min(4 * num_rows, self._slots_per_replica)
+        key_ints = len(requests[numbers[0]].key)
+        batches = []
+        for first in range(0, most, num_rows):
+            size = (self._num_replicas, num_rows)
+            batch = _Prompts(
+                np.zeros((*size, num_tokens), np.int32),
+                np.ones(size, np.int32),
+                np.full(size, self._slots_per_replica, np.int32),
+                np.zeros((*size, key_ints), np.uint32),
+            )
+            for replica, rows in enumerate(chosen):
+                for row, (slot, number) in enumerate(rows[first : first + num_rows]):
+                    token_ids = requests[number].token_ids
+                    batch.token_RBT[replica, row, : len(token_ids)] = token_ids
+                    batch.length_RB[replica, row], batch.slot_RB[replica, row] = len(token_ids), slot
+                    batch.key_int_RBI[replica, row] = requests[number].key
+            batches.append(batch)
+        return batches
+
+    def _empty_slots(self) -> _Slots:
+        rows = (self._num_replicas, self._slots_per_replica)
+        cache = self._decoder.new_cache(self._slots_per_replica, self._num_positions)
+        zero_RB = jnp.zeros(rows, jnp.int32)
+        return _Slots(
+            jax.tree.map(lambda x: jnp.zeros((self._num_replicas, *x.shape), x.dtype), cache),
+            zero_RB,
+            zero_RB,
+            jnp.broadcast_to(jax.random.key(self._seed), rows),
+            zero_RB,
+            jnp.zeros(rows, bool),
+            jnp.zeros((*rows, self._max_new_tokens), jnp.int32),
+            jnp.zeros((*rows, self._max_new_tokens), jnp.float32),
+        )
+
+    def _filled(
+        self, params: Any, slots: _Slots, prompts: _Prompts, max_new_tokens: jax.Array, *, sampling: Sampling
+    ) -> _Slots:
+        """The slots with prompts in some of them, and the first token of each."""
+
+        def of_replica(params: Any, slots: _Slots, prompts: _Prompts) -> _Slots:
+            token_BT, length_B, slot_B, key_int_BI = map(jnp.asarray, prompts)
+            key_B = jnp.broadcast_to(jax.random.key(self._seed), slot_B.shape)
+            for place in range(key_int_BI.shape[1]):
+                key_B = jax.vmap(jax.random.fold_in)(key_B, key_int_BI[:, place])
+            cache = self._decoder.new_cache(*token_BT.shape)
+            token_B, log_probability_B, cache = first_token(
+                self._decoder, params, token_BT, cache, length_B, key_B,
+                sampling=sampling, scored_at=sampling.policy_temperature,
+            )  # fmt: skip
+
+            def put(all_B: jax.Array, x_B: jax.Array) -> jax.Array:
+                return all_B.at[slot_B].set(x_B.astype(all_B.dtype), mode="drop")
+
+            def put_tokens(all_LBSKH: jax.Array, x_LBSKH: jax.Array) -> jax.Array:
+                return all_LBSKH.at[:, slot_B, : x_LBSKH.shape[2]].set(x_LBSKH, mode="drop")
+
+            return _Slots(
+                jax.tree.map(put_tokens, slots.cache, cache),
+                put(slots.token_RB, token_B),
+                put(slots.length_RB, length_B),
+                put(slots.key_RB, key_B),
+                put(slots.count_RB, jnp.ones_like(slot_B)),
+                put(slots.running_RB, ~self._stops(token_B) & (max_new_tokens > 1)),
+                slots.new_RBT.at[slot_B, 0].set(token_B, mode="drop"),
+                slots.log_probability_RBT.at[slot_B, 0].set(log_probability_B, mode="drop"),
+            )
+
+        return over_replicas(of_replica, self._num_replicas, own=(1, 2))(params, slots, prompts)
+
+    def _decoded(
+        self,
+        params: Any,
+        slots: _Slots,
+        leave_running: jax.Array,
+        max_new_tokens: jax.Array,
+        *,
+        sampling: Sampling,
+    ) -> tuple[_Slots, tuple[jax.Array, ...]]:
+        """The slots once at most `leave_running` of them run, and what the host is told of them, with the steps."""
+
+        def of_replica(params: Any, slots: _Slots) -> _Slots:
+            running_B, count_B = slots.running_RB, slots.count_RB
+            token_B, log_probability_B, cache = next_token(
+                self._decoder, params, slots.token_RB, slots.cache, slots.length_RB, slots.key_RB,
+                sampling=sampling, scored_at=sampling.policy_temperature,
+            )  # fmt: skip
+            row_B = jnp.arange(running_B.shape[0])
+            at_B = jnp.where(running_B, count_B, self._max_new_tokens)  # past the end: not written
+            more_B = running_B.astype(jnp.int32)
+            return _Slots(
+                cache,
+                jnp.where(running_B, token_B, slots.token_RB),
+                slots.length_RB + more_B,
+                slots.key_RB,
+                count_B + more_B,
+                running_B & ~self._stops(token_B) & (count_B + 1 < max_new_tokens),
+                slots.new_RBT.at[row_B, at_B].set(token_B, mode="drop"),
+                slots.log_probability_RBT.at[row_B, at_B].set(log_probability_B, mode="drop"),
+            )
+
+        step = over_replicas(of_replica, self._num_replicas, own=(1,))
+
+        def more(carry: tuple[_Slots, jax.Array]) -> jax.Array:
+            return jnp.sum(carry[0].running_RB) > leave_running
+
+        slots, steps = jax.lax.while_loop(
+            more, lambda carry: (step(params, carry[0]), carry[1] + 1), (slots, jnp.zeros([], jnp.int32))
+        )
+        return slots, (steps, slots.running_RB, slots.count_RB, slots.new_RBT, slots.log_probability_RBT)
+
+    def _stops(self, token_B: jax.Array) -> jax.Array:
+        return jnp.isin(token_B, jnp.asarray(self._stop_token_ids, jnp.int32))
+
+
+def _ended(
+    taken: dict[tuple[int, int], int],
+    running_RB: np.ndarray,
+    count_RB: np.ndarray,
+    new_RBT: np.ndarray,
+    log_probability_RBT: np.ndarray,
+    *,
+    stop_token_ids: Sequence[int],
+) -> list[tuple[tuple[int, int], Response]]:
+    """The (replica, slot) of those that have ended, with their responses."""
+    found = []
+    for at in [at for at in taken if not running_RB[at]]:
+        token_ids = new_RBT[at][: count_RB[at]].tolist()
+        log_probabilities = log_probability_RBT[at][: count_RB[at]].tolist()
+        found.append((at, Response(token_ids, log_probabilities, token_ids[-1] in stop_token_ids)))
+    return found
+
+
+def _refuse_uneven(decoder: Decoder, mesh: Mesh) -> None:
+    shardings = tree_shardings(mesh, decoder.axes)
+    for (path, leaf), where in zip(
+        jax.tree_util.tree_leaves_with_path(decoder.abstract_params), jax.tree.leaves(shardings), strict=True
+    ):
+        try:
+            where.shard_shape(leaf.shape)
+        except ValueError:
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            raise UserError(
+                f"parameter {name} of shape {leaf.shape} cannot be split evenly over rollout_tensor_parallelism="
+                f"{mesh.shape['tensor']} and rollout_fsdp_parallelism={mesh.shape['fsdp']}. Nearest that works: 1 each."
+            ) from None
+
+
+def _round_up(count: int) -> int:
+    return -(-count // _PADDED_TO) * _PADDED_TO

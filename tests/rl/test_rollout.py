@@ -1,0 +1,316 @@
+"""Our own rollouts: what is drawn, its log-probabilities, and that slots, neighbours and devices change nothing."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from maxtext_lite.config import Mla, UserError
+from maxtext_lite.models import Adapted, Decoder, DecoderShape, ExpertShape, Lora, Sampling
+from maxtext_lite.parallel import MESH_AXES, Pipeline, make_mesh, tree_shardings
+from maxtext_lite.rl.rollout import LocalEngine, Request, Transfer, rollout_mesh
+from maxtext_lite.training.sampler import Sampler
+
+LLAMA = DecoderShape(
+    vocab_size=32, emb_dim=16, num_query_heads=4, num_kv_heads=2, head_dim=4, mlp_dim=24, num_layers=2,
+    initializer_range=0.5,
+)  # fmt: skip
+SHAPES = {
+    "llama": LLAMA,
+    "gemma": dataclasses.replace(
+        LLAMA, pattern=("local", "global"), window=3, soft_cap=2.0, final_soft_cap=3.0, norm="rms_norm_plus_one",
+        norm_placement="both", tied=True, scaled_embeddings=True, activation="gelu_tanh",
+    ),
+    "experts": dataclasses.replace(
+        LLAMA, num_layers=3, num_dense_layers=1, experts=ExpertShape(4, 2, 12, num_shared=1, biased=True)
+    ),
+    "latent": dataclasses.replace(
+        LLAMA, num_kv_heads=4, head_dim=6, rotary_dim=2,
+        latent=Mla(q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=5),
+    ),
+}  # fmt: skip
+MOST_PROMPT, MOST_NEW = 8, 12
+_RANDOM = np.random.default_rng(0)
+REQUESTS = [
+    Request(_RANDOM.integers(0, 32, _RANDOM.integers(1, MOST_PROMPT + 1)).tolist(), (7, number)) for number in range(13)
+]
+FREE = Sampling(temperature=0.8)
+
+
+def parameters(decoder):
+    """On the host; norms and biases are random too."""
+    made = jax.device_get(jax.jit(decoder.init)(jax.random.key(0)))
+    random = np.random.default_rng(1)
+    return jax.tree.map(lambda x: x + (0.2 * random.standard_normal(x.shape)).astype(x.dtype), made)
+
+
+def make_engine(shape, *, params=None, num_devices=1, tensor=1, fsdp=1, num_slots=4, stop=(), **more):
+    decoder = Decoder(shape)
+    mesh = rollout_mesh(jax.devices()[:num_devices], tensor_parallelism=tensor, fsdp_parallelism=fsdp)
+    sizes = {"max_prompt_tokens": MOST_PROMPT, "max_new_tokens": MOST_NEW, "seed": 5}
+    made = LocalEngine(decoder, mesh, num_slots=num_slots, stop_token_ids=stop, **(sizes | more))
+    params = parameters(decoder) if params is None else params
+    made.update(jax.device_put(params, tree_shardings(mesh, decoder.axes)), 0)
+    return made
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return make_engine(LLAMA)
+
+
+@pytest.fixture(scope="module")
+def free_responses(engine):
+    return engine.generate(REQUESTS, sampling=FREE, max_new_tokens=MOST_NEW)
+
+
+def tokens(responses):
+    return [response.token_ids for response in responses]
+
+
+def recomputed(shape, responses, temperature):
+    """Log-probabilities of the responses' tokens, of a forward pass of the whole rows as training does it."""
+    decoder, width = Decoder(shape), MOST_PROMPT + MOST_NEW
+    rows = [[*request.token_ids, *response.token_ids] for request, response in zip(REQUESTS, responses, strict=True)]
+    token_BT = np.array([[*row, *[0] * (width - len(row))] for row in rows], np.int32)
+    segment_BT = np.array([[1] * len(row) + [0] * (width - len(row)) for row in rows], np.int32)
+    position_BT = np.tile(np.arange(width, dtype=np.int32), (len(rows), 1))
+
+    def logits(params):
+        return decoder.logits(params, decoder.hidden(params, token_BT, segment_BT, position_BT))
+
+    scaled_BTV = np.asarray(jax.jit(logits)(parameters(decoder)), np.float64) / temperature
+    largest_BT1 = scaled_BTV.max(-1, keepdims=True)
+    table_BTV = scaled_BTV - largest_BT1 - np.log(np.exp(scaled_BTV - largest_BT1).sum(-1, keepdims=True))
+    found = []
+    for number, (request, row) in enumerate(zip(REQUESTS, rows, strict=True)):
+        at = range(len(request.token_ids) - 1, len(row) - 1)
+        found.append([table_BTV[number, place, row[place + 1]] for place in at])
+    return found
+
+
+@pytest.mark.parametrize(("name", "sampling"), [
+    ("llama", FREE),
+    ("llama", Sampling(temperature=1.3, top_k=4)),
+    ("llama", Sampling(temperature=0)),
+    ("gemma", Sampling(temperature=0.6, top_p=0.8)),
+    ("experts", Sampling(temperature=1.4, top_k=20, top_p=0.9)),
+    ("latent", Sampling(temperature=0.7)),
+], ids=str)  # fmt: skip
+def test_log_probabilities_are_those_that_training_finds(name, sampling, engine):
+    made = engine if name == "llama" else make_engine(SHAPES[name])
+    responses = made.generate(REQUESTS, sampling=sampling, max_new_tokens=MOST_NEW)
+    expected = recomputed(SHAPES[name], responses, sampling.temperature or 1)
+    for response, wanted in zip(responses, expected, strict=True):
+        assert len(response.token_ids) == MOST_NEW
+        np.testing.assert_allclose(response.log_probabilities, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("how", [
+    {"num_slots": 1},
+    {"num_slots": 16},
+    {"num_slots": 5, "refill_fraction": 0.6},
+    {"num_devices": 2, "num_slots": 6},
+    {"num_devices": 4, "fsdp": 2, "tensor": 2, "num_slots": 6},
+    {"num_devices": 8, "fsdp": 2, "tensor": 2, "num_slots": 8},
+], ids=str)  # fmt: skip
+def test_a_response_is_the_same_for_any_slots_and_devices(how, free_responses):
+    other = make_engine(LLAMA, **how)
+    responses = other.generate(REQUESTS, sampling=FREE, max_new_tokens=MOST_NEW)
+    assert tokens(responses) == tokens(free_responses)
+    for one, two in zip(responses, free_responses, strict=True):
+        np.testing.assert_allclose(one.log_probabilities, two.log_probabilities, atol=1e-5)
+
+
+def test_experts_answer_a_request_alike_among_any_neighbours_whatever_their_capacity():
+    """With a capacity, training drops tokens of experts that many come to; sampling never does."""
+    narrow = dataclasses.replace(SHAPES["experts"].experts, capacity_factor=0.25)
+    shape = dataclasses.replace(SHAPES["experts"], experts=narrow)
+    params = parameters(Decoder(SHAPES["experts"]))
+    how = {"sampling": FREE, "max_new_tokens": MOST_NEW}
+    one, other = (make_engine(shape, params=params, num_slots=slots) for slots in (2, 13))
+    assert tokens(one.generate(REQUESTS, **how)) == tokens(other.generate(REQUESTS, **how))
+
+
+def test_a_response_depends_on_its_prompt_its_key_and_the_seed_only(engine, free_responses):
+    how = {"sampling": FREE, "max_new_tokens": MOST_NEW}
+    backwards = engine.generate(REQUESTS[::-1], **how)
+    assert tokens(backwards) == tokens(free_responses)[::-1]
+    assert tokens(engine.generate(REQUESTS[4:7], **how)) == tokens(free_responses)[4:7]
+    same, other = (Request(REQUESTS[4].token_ids, key) for key in ((7, 4), (8, 4)))
+    found = tokens(engine.generate([same, other, same], **how))
+    assert found[0] == found[2] == free_responses[4].token_ids != found[1]
+    assert engine.generate([], **how) == []
+    reseeded = make_engine(LLAMA, seed=6)
+    assert tokens(reseeded.generate(REQUESTS, **how)) != tokens(free_responses)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(temperature=0), Sampling(temperature=0.9, top_k=6)], ids=str)
+def test_the_sampler_that_streams_draws_the_same(sampling, engine):
+    decoder = Decoder(LLAMA)
+    mesh = rollout_mesh(jax.devices()[:1], tensor_parallelism=1, fsdp_parallelism=1)
+    streaming = Sampler(decoder, jax.device_put(parameters(decoder), tree_shardings(mesh, decoder.axes)), mesh)
+    prompts = [request.token_ids for request in REQUESTS]
+    expected = [[] for _ in prompts]
+    for number, token, _ in streaming.stream(prompts, max_new_tokens=6, seed=5, **dataclasses.asdict(sampling)):
+        expected[number].append(token)
+    numbered = [Request(prompt, (number,)) for number, prompt in enumerate(prompts)]
+    assert tokens(engine.generate(numbered, sampling=sampling, max_new_tokens=6)) == expected
+
+
+def test_responses_end_at_a_stop_token_or_at_the_most_new_tokens(free_responses, engine):
+    stop = [free_responses[0].token_ids[3], free_responses[1].token_ids[0]]
+    responses = make_engine(LLAMA, stop=stop).generate(REQUESTS, sampling=FREE, max_new_tokens=9)
+    for cut, whole in zip(responses, free_responses, strict=True):
+        places = [place for place, token in enumerate(whole.token_ids[:9]) if token in stop]
+        length = places[0] + 1 if places else 9
+        assert cut.token_ids == whole.token_ids[:length]
+        assert cut.ended == bool(places)
+        np.testing.assert_allclose(cut.log_probabilities, whole.log_probabilities[:length], atol=1e-5)
+    assert {response.ended for response in responses} == {True, False}
+    assert len(responses[1].token_ids) == 1
+    single = engine.generate(REQUESTS, sampling=FREE, max_new_tokens=1)
+    assert tokens(single) == [response.token_ids[:1] for response in free_responses]
+
+
+FOREVER, STOP, THREE = 0, 1, 4
+
+
+def counting_down():
+    """A model that says after 4, 3, 2 each time one less, until 1; and after 0 always 0."""
+    shape = dataclasses.replace(LLAMA, emb_dim=32, num_layers=1)
+    params = jax.tree.map(np.zeros_like, parameters(Decoder(shape)))
+    params["final_norm"]["scale"] += 1
+    params["embedding"]["table"] += np.eye(32, dtype=np.float32)
+    for token in range(32):
+        params["head"]["projection"][token, max(token - 1, 0)] = 9
+    return shape, params
+
+
+def test_a_long_response_keeps_no_slot_busy_but_its_own():
+    """24 requests, of which every fourth goes on for 40 tokens and the others for 3. In groups of 4, one after another,
+    every group would take the 39 decode steps of its longest: 234."""
+    shape, params = counting_down()
+    made = make_engine(shape, params=params, stop=[STOP], num_slots=4, max_new_tokens=40)
+    requests = [Request([FOREVER if number % 4 == 0 else THREE], (number,)) for number in range(24)]
+    responses = made.generate(requests, sampling=Sampling(temperature=0), max_new_tokens=40)
+    for number, response in enumerate(responses):
+        assert response.token_ids == ([FOREVER] * 40 if number % 4 == 0 else [3, 2, STOP])
+        assert response.ended == (number % 4 != 0)
+    assert made.stats.tokens == 6 * 40 + 18 * 3
+    busy = 6 * 39 + 18 * 2  # the first token of each comes with its prompt
+    assert busy / 4 <= made.stats.decode_steps <= 2 * 39 + 10
+    assert made.stats.slot_steps == 4 * made.stats.decode_steps
+    assert made.stats.utilisation == pytest.approx(busy / made.stats.slot_steps)
+
+
+def test_decoding_stops_as_soon_as_the_last_response_has_ended():
+    shape, params = counting_down()
+    made = make_engine(shape, params=params, stop=[STOP], num_slots=4, max_new_tokens=40)
+    made.generate([Request([THREE], (number,)) for number in range(3)], sampling=FREE, max_new_tokens=40)
+    assert made.stats.decode_steps == 2
+
+
+@pytest.mark.parametrize(("sampling", "limit"), [
+    (Sampling(temperature=1.5), 24.3),  # chi-square that one in a thousand exceeds, with 7 degrees of freedom
+    (Sampling(temperature=1.5, top_k=3), 13.8),  # with 2
+], ids=str)  # fmt: skip
+def test_draws_follow_the_policy(sampling, limit):
+    shape, count, first = dataclasses.replace(LLAMA, vocab_size=8, num_layers=1, initializer_range=0.3), 3000, 2
+    made = make_engine(shape, num_slots=500)
+    responses = made.generate(
+        [Request([first], (1, number)) for number in range(count)], sampling=sampling, max_new_tokens=2
+    )
+    decoder = Decoder(shape)
+
+    def probabilities(prompt):
+        token = jnp.asarray([prompt])
+        x = decoder.hidden(parameters(decoder), token, jnp.ones_like(token), jnp.arange(len(prompt))[None])
+        scaled = np.asarray(decoder.logits(parameters(decoder), x)[0, -1], np.float64) / sampling.temperature
+        kept = scaled >= np.sort(scaled)[-(sampling.top_k or 8)]
+        return np.where(kept, np.exp(scaled), 0) / np.exp(scaled[kept]).sum()
+
+    def check(drawn, expected):
+        counted = np.bincount(drawn, minlength=8)
+        assert not counted[expected == 0].any()
+        likely = expected > 0
+        wanted = expected[likely] * len(drawn)
+        assert ((counted[likely] - wanted) ** 2 / wanted).sum() < limit
+
+    pairs = np.array(tokens(responses))
+    check(pairs[:, 0], probabilities([first]))
+    commonest = int(np.bincount(pairs[:, 0]).argmax())
+    check(pairs[pairs[:, 0] == commonest, 1], probabilities([first, commonest]))
+
+
+LORA = Lora(rank=2, alpha=6.0, targets=("query", "down"))
+TRAINED = dataclasses.replace(LLAMA, num_layers=4, dtype=jnp.bfloat16, lora=LORA)
+
+
+@pytest.mark.parametrize("sampling_devices", [slice(0, 4), slice(4, 8), slice(2, 4)], ids=["same", "others", "two"])
+def test_parameters_come_from_adapters_and_pipelines_of_any_devices(sampling_devices):
+    trainer = Decoder(TRAINED, Pipeline(num_stages=2, num_microbatches=2, num_repeats=2))
+    sizes = dict.fromkeys(MESH_AXES, 1) | {"stage": 2, "fsdp": 2}
+    mesh = make_mesh(sizes, dict.fromkeys(MESH_AXES, 1), jax.devices()[:4])
+    host = parameters(trainer)
+    params = jax.device_put(host, tree_shardings(mesh, trainer.axes))
+    sampler = Decoder(dataclasses.replace(TRAINED, lora=None))
+    there = rollout_mesh(jax.devices()[sampling_devices], tensor_parallelism=2, fsdp_parallelism=1)
+    found = Transfer(sampler, there)(params)
+    jax.tree.map(lambda x: x.delete(), params)  # as the trainer's next step does
+
+    def expected(leaf):
+        if isinstance(leaf, Adapted):
+            a, b = (np.asarray(x, np.float64) for x in (leaf.a, leaf.b))
+            stack = leaf.weight.shape[:2]
+            product = a.reshape(*stack, -1, 2) @ b.reshape(*stack, 2, -1)
+            leaf = leaf.weight + 3.0 * product.reshape(leaf.weight.shape)
+        return leaf
+
+    wanted = jax.tree.map(expected, host, is_leaf=lambda node: isinstance(node, Adapted))
+    wanted["layers"] = jax.tree.map(lambda x: x.reshape(4, *x.shape[2:]), wanted["layers"])
+    for (path, x), want, where in zip(
+        jax.tree_util.tree_leaves_with_path(found),
+        jax.tree.leaves(wanted),
+        jax.tree.leaves(tree_shardings(there, sampler.axes)),
+        strict=True,
+    ):
+        name = jax.tree_util.keystr(path)
+        assert x.sharding == where, name
+        assert x.dtype == (jnp.float32 if "norm" in name else jnp.bfloat16), name
+        assert x.shape == want.shape, name
+        want = want if "norm" in name else want.astype(ml_dtypes.bfloat16)
+        np.testing.assert_allclose(np.asarray(x, np.float64), np.asarray(want, np.float64), rtol=1e-2, err_msg=name)
+
+
+def test_an_update_changes_what_is_sampled(free_responses):
+    made = make_engine(LLAMA, num_slots=4)
+    decoder = Decoder(LLAMA)
+    mesh = rollout_mesh(jax.devices()[4:8], tensor_parallelism=1, fsdp_parallelism=2)  # elsewhere than it samples
+    where = tree_shardings(mesh, decoder.axes)
+    how = {"sampling": FREE, "max_new_tokens": MOST_NEW}
+    made.update(jax.device_put(jax.tree.map(lambda x: -x, parameters(decoder)), where), 1)
+    assert tokens(made.generate(REQUESTS, **how)) != tokens(free_responses)
+    made.update(jax.device_put(parameters(decoder), where), 2)
+    assert tokens(made.generate(REQUESTS, **how)) == tokens(free_responses)
+
+
+def test_what_does_not_fit_is_refused(engine):
+    with pytest.raises(UserError, match=r"rollout_slots=5 is not a multiple of the 2 shards .* work: 4 or 6\."):
+        make_engine(LLAMA, num_devices=2, num_slots=5)
+    with pytest.raises(UserError, match=r"rollout_tensor_parallelism=3 x rollout_fsdp_parallelism=1 .* the 4 devices"):
+        make_engine(LLAMA, num_devices=4, tensor=3)
+    with pytest.raises(UserError, match=r"parameter .* cannot be split evenly over rollout_tensor_parallelism=4"):
+        make_engine(LLAMA, num_devices=4, tensor=4)
+    how = {"sampling": FREE, "max_new_tokens": MOST_NEW}
+    with pytest.raises(ValueError, match="prompts of 1 to 9 tokens; the engine takes 1 to 8"):
+        engine.generate([Request([1], (0,)), Request([1] * 9, (1,))], **how)
+    with pytest.raises(ValueError, match="prompts of 0 to 0 tokens"):
+        engine.generate([Request([], (0,))], **how)
+    with pytest.raises(ValueError, match="max_new_tokens=13; the engine gives 1 to 12"):
+        engine.generate(REQUESTS, sampling=FREE, max_new_tokens=13)
+    with pytest.raises(ValueError, match="keys are of several lengths"):
+        engine.generate([Request([1], (0,)), Request([1], (1, 2))], **how)
