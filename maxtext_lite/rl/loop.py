@@ -265,8 +265,8 @@ class _Loop:
 
     def _of_first_host(self, scores: Scores | None) -> Scores:
         """The first host's scores, on all hosts: functions need not give the same everywhere."""
-        told = exchange(None if scores is None else scores.to_json())[0]
-        found = Scores.from_json(told) if scores is None else scores
+        told = exchange(None if scores is None else _told(scores))[0]
+        found = _understood(told) if scores is None else scores
         for message in found.messages:
             self.terminal.say(f"reward: {message}")
         return found
@@ -359,6 +359,18 @@ class _Loop:
         record = held_out_record(scores, [len(response.token_ids) for response in sampled.responses], each)
         self.ledger.write({"step": step, **record})
         self.terminal.say(f"step {step}/{self.run.plan.steps}  {held_out_text(record)}")
+
+
+def _told(scores: Scores) -> dict[str, Any]:
+    """Scores as JSON, which holds doubles as they are."""
+    by_name = {name: values.tolist() for name, values in scores.by_name.items()}
+    about = {"errors": scores.errors, "messages": list(scores.messages)}
+    return {"total": scores.total.tolist(), "by_name": by_name, **about}
+
+
+def _understood(told: dict[str, Any]) -> Scores:
+    by_name = {name: np.array(values, np.float64) for name, values in told["by_name"].items()}
+    return Scores(np.array(told["total"], np.float64), by_name, told["errors"], tuple(told["messages"]))
 
 
 def _put(x: np.ndarray, where: Any) -> jax.Array:

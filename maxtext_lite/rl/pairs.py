@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from maxtext_lite.rl.advantages import equal_groups, group_advantages
+from maxtext_lite.rl.advantages import equal_groups_fraction, group_advantages
 from maxtext_lite.rl.rewards import Scores
 from maxtext_lite.rl.rollout import Response
 
@@ -103,7 +103,7 @@ def batch_record(chunks: Sequence[Chunk]) -> dict[str, Any]:
         "reward": float(np.mean(totals)),
         "reward_std": float(np.mean(np.std(groups, axis=1, ddof=1))),
         **{f"rewards/{name}": float(np.mean(values)) for name, values in by_name.items()},
-        "equal_reward_groups": equal_groups(totals, chunks[0].num_generations),
+        "equal_reward_groups": equal_groups_fraction(totals, chunks[0].num_generations),
         "reward_errors": sum(chunk.scores.errors for chunk in chunks),
         "response_tokens": float(np.mean(lengths)),
         "truncated_responses": float(np.mean([not response.ended for response in responses])),

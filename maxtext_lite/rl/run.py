@@ -135,12 +135,7 @@ def _engine(
 ) -> RolloutEngine:
     if config.rollout_engine == "http":
         return HttpEngine(
-            config.rollout_url,
-            run.decoder,
-            config,
-            directory=run.directory,
-            stop_token_ids=stop_token_ids,
-            seed=config.seed,
+            config.rollout_url, config, run.directory, stop_token_ids=stop_token_ids, seed=config.seed
         )
     mesh = rollout_mesh(
         devices,

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext_lite.rl import POLICY_METRICS, make_log_probabilities
+from maxtext_lite.rl.log_probabilities import make_log_probabilities
+from maxtext_lite.rl.policy import POLICY_METRICS
 from maxtext_lite.training.gradients import accumulate_gradients
 from maxtext_lite.training.objective import WHOLE, Cut
 from tests.responses import AGGREGATIONS, GRPO, LONGEST, PAIRS, TOKENS, chunks_of, rows, variant
