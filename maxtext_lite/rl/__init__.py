@@ -1,0 +1,1 @@
+"""Reinforcement learning: prompts are answered, answers judged, and the policy moved to what was judged better."""
