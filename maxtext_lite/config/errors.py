@@ -45,7 +45,7 @@ def number_text(value: int | float | Fraction) -> str:
 
 
 def value_text(value: object) -> str:
-    """Any config value as a message shows it: true, null, 0.25, or the text itself."""
+    """Any config value as a message shows it: true, null, 0.25, or the text itself, on one line."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -55,7 +55,8 @@ def value_text(value: object) -> str:
     if isinstance(value, Mapping):
         entries = cast("Mapping[object, object]", value).items()
         return "{" + ", ".join(f"{name}: {value_text(entry)}" for name, entry in entries) + "}"
-    return str(value)
+    # A line break would end the message.
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in str(value))
 
 
 def any_of(texts: Sequence[str]) -> str:

@@ -22,13 +22,13 @@ def _no_number(value: object) -> str:
     return "is text, not a number." if isinstance(value, str) else "is a list or a mapping, not a number."
 
 
-def _text(*, empty_allowed: bool) -> Callable[[object], object]:
+def _text(*, empty_allowed: bool, also: str = "") -> Callable[[object], object]:
     def check(value: object) -> object:
         if not isinstance(value, str):
             raise WrongKind("is not text.")
         if not empty_allowed and not value.strip():
             raise WrongKind("must not be empty.")
-        if not value.isprintable():
+        if not value.translate(dict.fromkeys(map(ord, also))).isprintable():
             raise WrongKind("holds a character that cannot be printed.")
         return value
 
@@ -138,6 +138,8 @@ Text = Annotated[str, BeforeValidator(_text(empty_allowed=True))]
 """Any printable text, "" included."""
 Name = Annotated[str, BeforeValidator(_text(empty_allowed=False))]
 """Printable text that is not empty."""
+Lines = Annotated[str, BeforeValidator(_text(empty_allowed=False, also="\n\t"))]
+"""Text that is not empty: printable, but for line breaks and tabs."""
 Flag = Annotated[bool, BeforeValidator(_flag)]
 """true or false; 0, 1, yes and no are not."""
 Integer = Annotated[int, BeforeValidator(_whole(-(2**63)))]

@@ -13,6 +13,7 @@ from pydantic_core import ErrorDetails
 from maxtext_lite.config.errors import Refusal, UserError, WrongKind, did_you_mean, value_text
 from maxtext_lite.config.hf_layer import directory_origin, directory_values
 from maxtext_lite.config.lora import unused_problem
+from maxtext_lite.config.rl_rules import unused_arithmetic
 from maxtext_lite.config.rules import length_problem, rule_problems, warmup_problem
 from maxtext_lite.config.schema import RL_KEYS, Config, ModelConfig, RLRunConfig, keys_of
 from maxtext_lite.config.yaml_text import YamlValue, parse_mapping, parse_value
@@ -354,6 +355,13 @@ def _broken_rules(config: Config, known: Collection[str], root: _Layer) -> list[
         alpha, targets = (root.values[key] for key in ("lora_alpha", "lora_targets"))
         assert isinstance(alpha.value, float)
         unused = unused_problem(config, default_alpha=alpha.value, default_targets=str(targets.value))
+        broken.extend([unused] if unused else [])
+    if isinstance(config, RLRunConfig) and {"dataset_type", "arithmetic_operations", "arithmetic_largest"} <= set(
+        known
+    ):
+        operations, largest = (root.values[key] for key in ("arithmetic_operations", "arithmetic_largest"))
+        assert isinstance(largest.value, int)
+        unused = unused_arithmetic(config, default_operations=str(operations.value), default_largest=largest.value)
         broken.extend([unused] if unused else [])
     return broken
 

@@ -1,7 +1,6 @@
 """Rules between keys that hold on every machine. Those that need devices are `batching`'s."""
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Collection
 from difflib import get_close_matches
 from typing import get_args
 
@@ -9,20 +8,14 @@ from maxtext_lite.config.errors import Refusal, number_text, value_text
 from maxtext_lite.config.lora import targets_problem
 from maxtext_lite.config.model_parts import LayerKind
 from maxtext_lite.config.remat import REMAT_TENSORS, listed
+from maxtext_lite.config.rl_rules import RL_DATASETS, RL_RULES
+from maxtext_lite.config.rule import Rule
 from maxtext_lite.config.schema import Config, RLRunConfig
 
 _BYTE_TOKENS = 257  # 256 bytes and the end of text
 
 NOTHING_STATES_THE_LENGTH = "steps=-1 follows from num_epochs, which is 0: nothing states the length of the run."
 """Refusal of a config that leaves the number of steps open; without what would work."""
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A rule, the keys it reads, and a function from a config to the refusal, or None."""
-
-    keys: tuple[str, ...]
-    check: Callable[[Config], Refusal | None]
 
 
 def nearest_divisors(value: int, whole: int) -> tuple[int, ...]:
@@ -36,7 +29,7 @@ def nearest_divisors(value: int, whole: int) -> tuple[int, ...]:
 
 def rule_problems(config: Config, known: Collection[str]) -> list[Refusal]:
     """The refusals of all rules whose keys are all in `known`."""
-    problems = [rule.check(config) for rule in RULES if all(key in known for key in rule.keys)]
+    problems = [rule.refusal(config, known) for rule in RULES]
     return [problem for problem in problems if problem is not None]
 
 
@@ -280,11 +273,13 @@ def _objective(config: Config) -> Refusal | None:
     due = _OBJECTIVE_OF[config.dataset_type]
     if config.objective in ("auto", due):
         return None
-    others = [kind for kind, objective in _OBJECTIVE_OF.items() if objective == config.objective]
+    is_rl = isinstance(config, RLRunConfig)
+    possible = [kind for kind in _OBJECTIVE_OF if (kind in RL_DATASETS) == is_rl]
+    others = [f"dataset_type={kind}" for kind in possible if _OBJECTIVE_OF[kind] == config.objective][:1]
     return Refusal(
         "objective",
         f"objective={config.objective} contradicts dataset_type={config.dataset_type}, whose data are for {due}.",
-        (due, f"dataset_type={others[0]}"),
+        (due, *others),
     )
 
 
@@ -311,12 +306,13 @@ def _conversations_only(config: Config) -> Refusal | None:
 
 
 def _dataset_path(config: Config) -> Refusal | None:
-    if config.dataset_type == "synthetic" or config.dataset_path:
+    if config.dataset_type in ("synthetic", "arithmetic") or config.dataset_path:
         return None
+    generated = "arithmetic" if isinstance(config, RLRunConfig) else "synthetic"
     return Refusal(
         "dataset_path",
         f"dataset_path is empty, but dataset_type={config.dataset_type} reads files. Set dataset_path to a "
-        "file, directory or glob, or dataset_type=synthetic.",
+        f"file, directory or glob, or dataset_type={generated}.",
     )
 
 
@@ -478,69 +474,8 @@ def _experts_that_are_not(config: Config) -> Refusal | None:
     return None
 
 
-def _rl_micro_batch(config: Config) -> Refusal | None:
-    if not isinstance(config, RLRunConfig) or config.micro_batch_size == -1:
-        return None
-    prompts, group, pairs = config.batch_size, config.num_generations, config.micro_batch_size
-    whole = prompts * group
-    if pairs % group == 0 and whole % pairs == 0:
-        return None
-    legal = [group * count for count in range(1, prompts + 1) if prompts % count == 0]
-    near = [
-        max((size for size in legal if size < pairs), default=None),
-        min((s for s in legal if s > pairs), default=None),
-    ]
-    wrong = (
-        f"is not a multiple of num_generations={group}: a group of responses is judged together"
-        if pairs % group
-        else f"does not divide the {whole} pairs of batch_size={prompts} x num_generations={group}"
-    )
-    message = f"micro_batch_size={pairs} {wrong}."
-    return Refusal("micro_batch_size", message, tuple(size for size in near if size is not None))
-
-
-def _rl_lengths(config: Config) -> Refusal | None:
-    if not isinstance(config, RLRunConfig) or config.max_prefill_predict_length < config.max_target_length:
-        return None
-    return Refusal(
-        "max_prefill_predict_length",
-        f"max_prefill_predict_length={config.max_prefill_predict_length} leaves no token of "
-        f"max_target_length={config.max_target_length} for a response.",
-        (max(config.max_target_length // 2, 1),),
-    )
-
-
-def _rl_steps(config: Config) -> Refusal | None:
-    if not isinstance(config, RLRunConfig) or config.steps % config.num_iterations == 0:
-        return None
-    steps, each = config.steps, config.num_iterations
-    near = tuple(count * each for count in (steps // each, steps // each + 1) if count)
-    message = f"steps={steps} ends amid the num_iterations={each} steps on a batch."
-    return Refusal("steps", message, near)
-
-
-def _rl_devices(config: Config) -> Refusal | None:
-    """Devices either take turns, all of them, or have one of the two tasks."""
-    if not isinstance(config, RLRunConfig):
-        return None
-    trainer, sampler = config.trainer_devices_fraction, config.sampler_devices_fraction
-    if trainer == sampler == 1 or trainer + sampler <= 1:
-        return None
-    fraction = f"sampler_devices_fraction={value_text(sampler)}"
-    rest = 1 - trainer
-    near = f"sampler_devices_fraction={value_text(rest)}" if rest > 0 else "sampler_devices_fraction=1"
-    return Refusal(
-        "trainer_devices_fraction",
-        f"trainer_devices_fraction={value_text(trainer)} and {fraction} are more than all devices, and not both 1.",
-        (near,),
-    )
-
-
 RULES: tuple[Rule, ...] = (
-    Rule(("batch_size", "num_generations", "micro_batch_size"), _rl_micro_batch),
-    Rule(("max_prefill_predict_length", "max_target_length"), _rl_lengths),
-    Rule(("steps", "num_iterations"), _rl_steps),
-    Rule(("trainer_devices_fraction", "sampler_devices_fraction"), _rl_devices),
+    *RL_RULES,
     Rule(("remat_policy", "remat_save", "remat_offload"), _remat_lists),
     Rule(("schedule_unit", "enable_diloco"), _schedule_of_replicas),
     Rule(("loss_scale", "dtype"), _loss_scale),

@@ -20,6 +20,7 @@ from maxtext_lite.config.kinds import (
     ExactOrUnlimited,
     ExactOrZero,
     Flag,
+    Lines,
     Name,
     NotNegative,
     Positive,
@@ -287,7 +288,7 @@ class RLConfig(Section):
 class TaskConfig(Section):
     """What reinforcement learning asks the model."""
 
-    prompt_template: Name
+    prompt_template: Lines
     apply_chat_template: Flag
     arithmetic_operations: Name
     arithmetic_largest: Count

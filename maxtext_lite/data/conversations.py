@@ -104,6 +104,30 @@ class Writer:
             return _plain(where, prompt, chosen, "chosen"), _plain(where, prompt, rejected, "rejected")
         raise UserError(f"{where}: not a JSON object with {COMPARED}, all texts or all lists of turns.")
 
+    def asked(self, where: str, key: str, value: str | Sequence[Any]) -> Written:
+        """The text of a prompt that an answer follows: of turns, the last one being the user's, or as it stands.
+
+        Args:
+          key: what the line calls it.
+        Raises:
+          UserError: it is none, or its turns cannot be written; names `where`.
+        """
+        if isinstance(value, str):
+            check_unicode(where, key, value)
+            return Written(where, value, (), True)
+        turns = _turns(where, key, value)
+        _check_order(where, turns)
+        if turns[-1]["role"] != "user":
+            raise UserError(f"{where}: the last turn of \"{key}\" is the {turns[-1]['role']}'s, not the user's.")
+        return Written(where, self._render(where, turns, answer_follows=True), (), False)
+
+    def asked_tokens(self, written: Sequence[Written]) -> list[np.ndarray]:
+        """The tokens of prompts, int32 [number of tokens] each; as `tokens` has them before an answer."""
+        nothing, end = self._begin[:0], np.array([self._tokenizer.end_of_text_id], np.int32)
+        texts = self._tokenizer.encode_documents([each.text for each in written])
+        pieces = zip((self._begin if each.is_plain else nothing for each in written), texts, strict=True)
+        return [np.concatenate([begin, text]) if len(begin) + len(text) else end for begin, text in pieces]
+
     def tokens(self, written: Sequence[Written]) -> list[Answered]:
         """The tokens of texts."""
         placed = self._tokenizer.encode_placed([each.text for each in written])

@@ -1,0 +1,307 @@
+"""Rules between the keys of reinforcement learning, and between them and those of base.yml."""
+
+import math
+import re
+from difflib import get_close_matches
+
+from maxtext_lite.config.errors import Refusal, number_text, value_text
+from maxtext_lite.config.remat import listed
+from maxtext_lite.config.rule import Rule
+from maxtext_lite.config.schema import Config, RewardConfig, RLRunConfig
+
+RL_DATASETS = ("prompts", "arithmetic")
+"""Values of dataset_type that reinforcement learning has, and nothing else."""
+SHIPPED_REWARDS = ("exact_answer", "numeric_answer", "format", "math_verify")
+"""Reward functions that need no module of the user's."""
+ANSWER_REWARDS = ("exact_answer", "numeric_answer", "math_verify")
+"""Those of them that compare a response with the line's answer."""
+_OPERATIONS = "+-*"
+_MOST_PROBLEMS = 2**62  # a number of an example is a 64-bit integer, of which the order needs one more than there are
+
+
+def reward_names(config: RewardConfig) -> tuple[str, ...]:
+    """The names in `reward_functions`."""
+    return listed(config.reward_functions)
+
+
+def reward_weights(config: RewardConfig) -> tuple[float, ...]:
+    """What each of `reward_names` counts in the sum.
+
+    Raises:
+      ValueError: `reward_weights` holds something that is not a number; a loaded config does not.
+    """
+    if not config.reward_weights.strip():
+        return (1.0,) * len(reward_names(config))
+    return tuple(float(text) for text in config.reward_weights.split(","))
+
+
+def unused_arithmetic(config: RLRunConfig, *, default_operations: str, default_largest: int) -> Refusal | None:
+    """Refuses keys that say something about generated problems where prompts are read from files."""
+    if config.dataset_type != "prompts":
+        return None
+    for key, value, default in (
+        ("arithmetic_operations", config.arithmetic_operations, default_operations),
+        ("arithmetic_largest", config.arithmetic_largest, default_largest),
+    ):
+        if value != default:
+            message = f"{key}={value_text(value)} has no use with dataset_type=prompts, which reads files."
+            return Refusal(key, message, (default, "dataset_type=arithmetic"))
+    return None
+
+
+def _micro_batch(config: Config) -> Refusal | None:
+    if not isinstance(config, RLRunConfig) or config.micro_batch_size == -1:
+        return None
+    prompts, group, pairs = config.batch_size, config.num_generations, config.micro_batch_size
+    whole = prompts * group
+    if pairs % group == 0 and whole % pairs == 0:
+        return None
+    legal = [group * count for count in range(1, prompts + 1) if prompts % count == 0]
+    near = [
+        max((size for size in legal if size < pairs), default=None),
+        min((s for s in legal if s > pairs), default=None),
+    ]
+    wrong = (
+        f"is not a multiple of num_generations={group}: a group of responses is judged together"
+        if pairs % group
+        else f"does not divide the {whole} pairs of batch_size={prompts} x num_generations={group}"
+    )
+    message = f"micro_batch_size={pairs} {wrong}."
+    return Refusal("micro_batch_size", message, tuple(size for size in near if size is not None))
+
+
+def _lengths(config: Config) -> Refusal | None:
+    if not isinstance(config, RLRunConfig) or config.max_prefill_predict_length < config.max_target_length:
+        return None
+    return Refusal(
+        "max_prefill_predict_length",
+        f"max_prefill_predict_length={config.max_prefill_predict_length} leaves no token of "
+        f"max_target_length={config.max_target_length} for a response.",
+        (max(config.max_target_length // 2, 1),),
+    )
+
+
+def _steps(config: Config) -> Refusal | None:
+    if not isinstance(config, RLRunConfig) or config.steps % config.num_iterations == 0:
+        return None
+    steps, each = config.steps, config.num_iterations
+    near = tuple(count * each for count in (steps // each, steps // each + 1) if count)
+    message = f"steps={steps} ends amid the num_iterations={each} steps on a batch."
+    return Refusal("steps", message, near)
+
+
+def _devices(config: Config) -> Refusal | None:
+    """Devices either take turns, all of them, or have one of the two tasks."""
+    if not isinstance(config, RLRunConfig):
+        return None
+    trainer, sampler = config.trainer_devices_fraction, config.sampler_devices_fraction
+    if trainer == sampler == 1 or trainer + sampler <= 1:
+        return None
+    fraction = f"sampler_devices_fraction={value_text(sampler)}"
+    rest = 1 - trainer
+    near = f"sampler_devices_fraction={value_text(rest)}" if rest > 0 else "sampler_devices_fraction=1"
+    return Refusal(
+        "trainer_devices_fraction",
+        f"trainer_devices_fraction={value_text(trainer)} and {fraction} are more than all devices, and not both 1.",
+        (near,),
+    )
+
+
+def _dataset(config: Config) -> Refusal | None:
+    """Prompts are for reinforcement learning, and it has nothing else."""
+    kind, is_rl = config.dataset_type, isinstance(config, RLRunConfig)
+    if (kind in RL_DATASETS) == is_rl:
+        return None
+    if is_rl:
+        message = f"dataset_type={kind} has no prompts for RL."
+        return Refusal("dataset_type", message, RL_DATASETS)
+    near = "sft" if config.objective == "auto" else "dataset_type=sft objective=auto"
+    message = (
+        f"dataset_type={kind} is for RL, and post_train/rl.yml is not among the files of this config: give that file, "
+        "or one whose base it is."
+    )
+    return Refusal("dataset_type", message, (near,))
+
+
+def _long_prompts(config: Config) -> Refusal | None:
+    if not isinstance(config, RLRunConfig) or config.long_examples != "truncate":
+        return None
+    message = "long_examples=truncate has no use in RL: a question that is cut short has another answer."
+    return Refusal("long_examples", message, ("drop", "refuse"))
+
+
+def _packing(config: Config) -> Refusal | None:
+    if not isinstance(config, RLRunConfig) or not config.packing:
+        return None
+    message = "packing=true has no use in RL: a prompt with its response is a row by itself."
+    return Refusal("packing", message, (False,))
+
+
+def _template(config: Config) -> Refusal | None:
+    if not isinstance(config, RLRunConfig):
+        return None
+    template, count = config.prompt_template, config.prompt_template.count("{prompt}")
+    if count == 1:
+        return None
+    near = template + "{prompt}"
+    if count:
+        before, _, after = template.partition("{prompt}")
+        near = before + "{prompt}" + after.replace("{prompt}", "")
+    times = "nowhere" if count == 0 else f"{count} times"
+    message = f"prompt_template={value_text(template)} holds {{prompt}} {times}: each prompt stands in it once."
+    return Refusal("prompt_template", message, (near,))
+
+
+def _operations(config: Config) -> Refusal | None:
+    if not isinstance(config, RLRunConfig):
+        return None
+    operations = config.arithmetic_operations
+    known = "".join(dict.fromkeys(each for each in operations if each in _OPERATIONS))
+    if known == operations:
+        return None
+    unknown = [each for each in operations if each not in _OPERATIONS]
+    wrong = f"holds '{unknown[0]}', which is none of +, - and *" if unknown else "holds an operation twice"
+    return Refusal("arithmetic_operations", f"arithmetic_operations={operations} {wrong}.", (known or "+-",))
+
+
+def _problems(config: Config) -> Refusal | None:
+    if not isinstance(config, RLRunConfig):
+        return None
+    operations, largest = len(config.arithmetic_operations), config.arithmetic_largest
+    most = math.isqrt(_MOST_PROBLEMS // operations) - 1
+    if largest <= most:
+        return None
+    message = f"arithmetic_largest={largest} gives more than 2**62 problems, which have no numbers."
+    return Refusal("arithmetic_largest", message, (most,))
+
+
+def _reward_names(config: Config) -> Refusal | None:
+    if not isinstance(config, RLRunConfig):
+        return None
+    text, names = config.reward_functions, reward_names(config)
+    if not names:
+        return Refusal("reward_functions", f"reward_functions={text} names no function.", ("exact_answer",))
+    unknown = [name for name in names if ":" not in name and name not in SHIPPED_REWARDS]
+    if unknown:
+        alike = get_close_matches(unknown[0], SHIPPED_REWARDS, n=1, cutoff=0)[0]
+        mended = dict.fromkeys(alike if name == unknown[0] else name for name in names)
+        message = (
+            f"reward_functions={text} names '{unknown[0]}', which is none of {', '.join(SHIPPED_REWARDS)}, nor of the "
+            "form module:function."
+        )
+        return Refusal("reward_functions", message, (",".join(mended),))
+    if len(set(names)) < len(names):
+        again = next(name for name in names if names.count(name) > 1)
+        message = f"reward_functions={text} names {again} twice."
+        return Refusal("reward_functions", message, (",".join(dict.fromkeys(names)),))
+    return None
+
+
+def _reward_weights(config: Config) -> Refusal | None:
+    if not isinstance(config, RLRunConfig):
+        return None
+    text, count = config.reward_weights, len(reward_names(config))
+    try:
+        weights = reward_weights(config)
+    except ValueError:
+        weights = (math.nan,)
+    plain = ",".join(["1"] * count)
+    if not all(math.isfinite(weight) for weight in weights):
+        message = f"reward_weights={text} holds something that is not a finite number."
+        return Refusal("reward_weights", message, (plain,))
+    if len(weights) == count:
+        return None
+    near = ",".join(number_text(weight) for weight in (*weights, *[1.0] * count)[:count])
+    message = f"reward_weights={text} are {len(weights)} for the {count} of reward_functions={config.reward_functions}."
+    return Refusal("reward_weights", message, (near, "reward_weights="))
+
+
+def _reward_format(config: Config) -> Refusal | None:
+    if not isinstance(config, RLRunConfig):
+        return None
+    pattern, is_used = config.reward_format, "format" in reward_names(config)
+    if not pattern and is_used:
+        message = "reward_format is empty, but reward_functions names format, which compares responses with it."
+        return Refusal("reward_format", message, ("reward_format=.*",))
+    if pattern and not is_used:
+        message = f"reward_format={pattern} has no use with reward_functions={config.reward_functions}."
+        used = ",".join((*reward_names(config), "format"))
+        return Refusal("reward_format", message, ("reward_format=", f"reward_functions={used}"))
+    try:
+        re.compile(pattern, re.DOTALL)
+    except (re.error, OverflowError, RecursionError) as error:
+        message = f"reward_format={pattern} is not a regular expression ({error})."
+        return Refusal("reward_format", message, (re.escape(pattern),))
+    return None
+
+
+def _sampling(config: Config) -> Refusal | None:
+    """Responses to one prompt that are all the same teach nothing."""
+    if not isinstance(config, RLRunConfig):
+        return None
+    reason = f"the num_generations={config.num_generations} responses to a prompt would all be the same"
+    if config.decode_sampling_temperature == 0:
+        message = f"decode_sampling_temperature=0 always draws the likeliest token: {reason}."
+        return Refusal("decode_sampling_temperature", message, (1,))
+    if config.decode_sampling_top_k == 1:
+        message = f"decode_sampling_top_k=1 always draws the likeliest token: {reason}."
+        return Refusal("decode_sampling_top_k", message, (0, 2))
+    if config.decode_sampling_top_k > config.vocab_size:
+        message = f"decode_sampling_top_k={config.decode_sampling_top_k} is more than vocab_size={config.vocab_size}."
+        return Refusal("decode_sampling_top_k", message, (config.vocab_size, 0))
+    return None
+
+
+def _eval_sampling(config: Config) -> Refusal | None:
+    if not isinstance(config, RLRunConfig) or config.eval_sampling_temperature or config.eval_num_generations == 1:
+        return None
+    return Refusal(
+        "eval_num_generations",
+        f"eval_num_generations={config.eval_num_generations} with eval_sampling_temperature=0: all responses to a "
+        "prompt would be the same.",
+        (1, "eval_sampling_temperature=1"),
+    )
+
+
+def _rollout(config: Config) -> Refusal | None:
+    """An engine and what it needs ask for each other."""
+    if not isinstance(config, RLRunConfig):
+        return None
+    engine, url = config.rollout_engine, config.rollout_url
+    example = "rollout_url=http://127.0.0.1:8000/v1"
+    if engine == "local":
+        message = f"rollout_url={url} has no use with rollout_engine=local, which samples in this process."
+        return Refusal("rollout_url", message, ("rollout_url=",)) if url else None
+    if not url:
+        message = "rollout_url is empty, but rollout_engine=http asks a server."
+        return Refusal("rollout_url", message, (example, "rollout_engine=local"))
+    if not re.match(r"https?://[^/\s]", url):
+        return Refusal("rollout_url", f"rollout_url={url} does not begin with http:// or https://.", (example,))
+    for key in ("rollout_tensor_parallelism", "rollout_fsdp_parallelism"):
+        value = getattr(config, key)
+        if value != 1:
+            message = f"{key}={value} has no use with rollout_engine=http, whose server has devices of its own."
+            return Refusal(key, message, (1,))
+    return None
+
+
+RL_RULES: tuple[Rule, ...] = (
+    Rule(("batch_size", "num_generations", "micro_batch_size"), _micro_batch),
+    Rule(("max_prefill_predict_length", "max_target_length"), _lengths),
+    Rule(("steps", "num_iterations"), _steps),
+    Rule(("trainer_devices_fraction", "sampler_devices_fraction"), _devices),
+    Rule(("dataset_type", "objective"), _dataset),
+    # Of base.yml's keys alone, so that they are asked in every config; they answer for RL.
+    Rule(("long_examples",), _long_prompts),
+    Rule(("packing",), _packing),
+    Rule(("prompt_template",), _template),
+    Rule(("arithmetic_operations",), _operations),
+    Rule(("arithmetic_operations", "arithmetic_largest"), _problems),
+    Rule(("reward_functions",), _reward_names),
+    Rule(("reward_functions", "reward_weights"), _reward_weights),
+    Rule(("reward_functions", "reward_format"), _reward_format),
+    Rule(("decode_sampling_temperature", "decode_sampling_top_k", "num_generations", "vocab_size"), _sampling),
+    Rule(("eval_num_generations", "eval_sampling_temperature"), _eval_sampling),
+    Rule(("rollout_engine", "rollout_url", "rollout_tensor_parallelism", "rollout_fsdp_parallelism"), _rollout),
+)
+"""The rules of reinforcement learning, part of `rules.RULES`."""

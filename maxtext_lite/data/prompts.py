@@ -1,0 +1,357 @@
+"""What reinforcement learning asks: lines of JSON files, or sums that are made."""
+
+from __future__ import annotations
+
+import fractions
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from maxtext_lite.config import RLRunConfig, UserError
+from maxtext_lite.config.rl_rules import ANSWER_REWARDS, reward_names
+from maxtext_lite.data.conversations import Writer, Written
+from maxtext_lite.data.files import find_files, json_lines, read_text
+from maxtext_lite.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+
+ASKED = '"prompt", "question" or "messages"'
+"""What a line has."""
+_PARAMETERS = ("prompts", "completions")  # of every reward function, beside those named after a line's keys
+_LINES_PER_ENCODING = 1024  # bounds the memory of what the tokenizer library returns
+_ORDER_OF_PROBLEMS = 20  # a seed, the same in every run: what is held out is not a matter of data_shuffle_seed
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt.
+
+    Attributes:
+      number: in its source.
+      text: what the tokens spell, as reward functions see it; without those that the tokenizer puts in front by itself.
+      token_ids: what the model goes on from, at most max_prefill_predict_length.
+      fields: the keys of its line, which reward functions see too; "answer" among them where there is one.
+    """
+
+    number: int
+    text: str
+    token_ids: tuple[int, ...]
+    fields: Mapping[str, Any]
+
+
+class PromptSource(Protocol):
+    """A sequence of prompts."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for sources whose prompts are equal one by one; does not depend on where files lie."""
+        ...
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences on what is in the files and not among the prompts."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, number: int) -> Prompt:
+        """Raises IndexError outside [0, len)."""
+        ...
+
+
+def open_prompts(
+    config: RLRunConfig, *, vocab_size: int | None = None, begins_as_elsewhere: bool = False
+) -> tuple[PromptSource, PromptSource | None]:
+    """The prompts to train on, and the held-out ones.
+
+    Held out are the lines of `eval_dataset_path`. Without one they are the last floor(eval_fraction x lines), at least
+    one, as in SFT; of generated problems as many, which a fixed permutation spreads over all of them.
+
+    Args:
+      vocab_size: rows of the embedding table, which the tokenizer must fit; None: the tokenizer's own size.
+      begins_as_elsewhere: see `conversations.Writer`.
+    Returns:
+      (training, held out); the latter is None where eval_fraction is 0 and eval_dataset_path is empty.
+    Raises:
+      UserError: a file is missing, a line is no prompt or has not the answer that a reward function compares with, a
+        prompt is too long and not to be dropped, or nothing is left to train on or to hold out.
+    """
+    tokenizer = load_tokenizer(config)
+    if vocab_size is not None:
+        check_vocabulary(tokenizer, vocab_size)
+    asking = _Asking(config, tokenizer, Writer(config, tokenizer, begins_as_elsewhere=begins_as_elsewhere))
+    if config.dataset_type == "arithmetic":
+        return _open_arithmetic(asking)
+    lines = list(_read_lines(asking, "dataset_path", config.dataset_path))
+    if not lines:
+        raise UserError(f"dataset_path={config.dataset_path!r} has no line, and so no prompt.")
+    if config.eval_dataset_path:
+        return _fitted(asking, lines, "dataset_path"), _evaluation_file(asking)
+    count = _num_held_out(config, len(lines), "lines")
+    if count == 0:
+        return _fitted(asking, lines, "dataset_path"), None
+    # By lines, before any is dropped: the lines that SFT with this eval_fraction holds out.
+    return _fitted(asking, lines[:-count], "dataset_path"), _fitted(asking, lines[-count:], "dataset_path")
+
+
+@dataclass(frozen=True)
+class FilePrompts:
+    """Prompts of files.
+
+    Attributes:
+      notes: of lines whose prompts are too long.
+      fingerprint: hash of texts, tokens, fields, tokenizer, template and limit.
+    """
+
+    prompts: tuple[Prompt, ...]
+    notes: tuple[str, ...]
+    fingerprint: str
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def __getitem__(self, number: int) -> Prompt:
+        """A prompt. Raises IndexError outside [0, len)."""
+        if not 0 <= number < len(self):
+            raise IndexError(f"prompt {number} of {len(self)}")
+        return self.prompts[number]
+
+
+class ArithmeticPrompts:
+    """Some of the problems `a op b` with operands from 0 to `largest`, each of them once; written down when asked for.
+
+    All problems are in the order of a fixed permutation. Problem p of (largest + 1)^2 x operations is of operation
+    p // (largest + 1)^2; its operands are the digits of the rest to the base largest + 1.
+
+    Args:
+      first, count: the positions in that order that are this source's.
+    """
+
+    notes: tuple[str, ...] = ()
+
+    def __init__(self, asking: _Asking, first: int, count: int) -> None:
+        self._asking, self._first, self._count = asking, first, count
+        config = asking.config
+        self._operations, self._base = config.arithmetic_operations, config.arithmetic_largest + 1
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of all that its prompts depend on; of a chat template, what it makes of the first problem."""
+        content = self._asking.content()
+        content.update(repr((self._operations, self._base, self._first, self._count)).encode())
+        content.update(json.dumps(self[0].token_ids).encode())
+        return f"arithmetic:{content.hexdigest()}"
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, number: int) -> Prompt:
+        """A prompt, whose field "answer" is the result.
+
+        Raises:
+          IndexError: outside [0, len).
+          UserError: its tokens are more than max_prefill_predict_length.
+        """
+        from maxtext_lite.data.order import example_ids  # brings jax in, which `plan` is without
+
+        if not 0 <= number < self._count:
+            raise IndexError(f"prompt {number} of {self._count}")
+        total = num_problems(self._asking.config)
+        (problem,) = example_ids(self._first + number, 1, num_examples=total, seed=_ORDER_OF_PROBLEMS).tolist()
+        operation, rest = divmod(problem, self._base**2)
+        return self._prompt(number, self._operations[operation], *divmod(rest, self._base))
+
+    def check_lengths(self) -> None:
+        """Refuses problems that are too long.
+
+        Looked at are those with the largest numbers of each count of digits: none other is longer in bytes, or in any
+        tokenizer that spells numbers by their digits.
+
+        Raises:
+          UserError: one is longer than max_prefill_predict_length.
+        """
+        largest = self._base - 1
+        operands = {0, largest} | {10**digits - 1 for digits in range(1, len(str(largest)))}
+        for operation, a, b in itertools.product(self._operations, operands, operands):
+            self._prompt(0, operation, a, b)
+
+    def _prompt(self, number: int, operation: str, a: int, b: int) -> Prompt:
+        result = {"+": a + b, "-": a - b, "*": a * b}[operation]
+        problem = f"{a}{operation}{b}="
+        written = self._asking.written(f"arithmetic problem {problem}", "prompt", problem)
+        (token_ids,) = self._asking.writer.asked_tokens([written])
+        most = self._asking.config.max_prefill_predict_length
+        if len(token_ids) > most:
+            raise UserError(
+                f"dataset_type=arithmetic: the prompt of {problem} has {len(token_ids)} tokens, more than "
+                f"max_prefill_predict_length={most}. Use a smaller arithmetic_largest or prompt_template. "
+                f"{_longer(self._asking.config, len(token_ids))}."
+            )
+        return Prompt(number, written.text, tuple(token_ids.tolist()), {"answer": str(result)})
+
+
+def num_problems(config: RLRunConfig) -> int:
+    """All problems of dataset_type=arithmetic, held-out ones included."""
+    return len(config.arithmetic_operations) * (config.arithmetic_largest + 1) ** 2
+
+
+class _Asking(NamedTuple):
+    """How a line becomes a prompt."""
+
+    config: RLRunConfig
+    tokenizer: Tokenizer
+    writer: Writer
+
+    def written(self, where: str, key: str, value: str | list[Any]) -> Written:
+        """The text of a prompt: the template around it, or around what the user says last; then the chat template."""
+        template = self.config.prompt_template
+        if isinstance(value, str):
+            text = template.replace("{prompt}", value)
+            return self.writer.asked(where, key, [_user(text)] if self.config.apply_chat_template else text)
+        last = value[-1] if value else None
+        if isinstance(last, dict) and isinstance(last.get("content"), str):
+            value = [*value[:-1], {**last, "content": template.replace("{prompt}", last["content"])}]
+        return self.writer.asked(where, key, value)
+
+    def content(self) -> Any:
+        """A hash that has begun with what all prompts depend on."""
+        config = self.config
+        settings = (config.prompt_template, config.apply_chat_template, config.max_prefill_predict_length)
+        return hashlib.sha256(repr((self.tokenizer.fingerprint, *settings)).encode())
+
+
+class _Line(NamedTuple):
+    """A prompt that is not tokenized yet, and the fields of its line."""
+
+    written: Written
+    fields: dict[str, Any]
+
+
+def _user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def _open_arithmetic(asking: _Asking) -> tuple[PromptSource, PromptSource | None]:
+    config = asking.config
+    total = num_problems(config)
+    held_out = 0 if config.eval_dataset_path else _num_held_out(config, total, "problems")
+    training = ArithmeticPrompts(asking, 0, total - held_out)
+    training.check_lengths()
+    if config.eval_dataset_path:
+        return training, _evaluation_file(asking)
+    return training, ArithmeticPrompts(asking, total - held_out, held_out) if held_out else None
+
+
+def _num_held_out(config: RLRunConfig, count: int, what: str) -> int:
+    if config.eval_fraction == 0:
+        return 0
+    # The fraction as it was written: 0.29 of 100 is 29, where binary floating point says 28.
+    held_out = max(1, int(fractions.Fraction(repr(float(config.eval_fraction))) * count))
+    if held_out >= count:
+        raise UserError(
+            f"eval_fraction={config.eval_fraction} holds out {held_out} of {count} {what} and leaves none to train on. "
+            "Use more data, a smaller eval_fraction, or eval_fraction=0 for no evaluation."
+        )
+    return held_out
+
+
+def _evaluation_file(asking: _Asking) -> FilePrompts:
+    lines = list(_read_lines(asking, "eval_dataset_path", asking.config.eval_dataset_path))
+    return _fitted(asking, lines, "eval_dataset_path")
+
+
+def _read_lines(asking: _Asking, key: str, path: str) -> Iterator[_Line]:
+    compared = [name for name in reward_names(asking.config) if name in ANSWER_REWARDS]
+    for name, file in find_files(key, path):
+        if name.endswith((".txt", ".txt.gz")):
+            raise UserError(f"{key}={path!r}: prompts are read from .jsonl files, not {name!r}.")
+        for where, value in json_lines(name, read_text(name, file), wanted=ASKED):
+            line = _line(asking, where, value)
+            if compared and not isinstance(line.fields.get("answer"), str):
+                raise UserError(
+                    f'{where}: there is no text or number as "answer", which reward_functions={compared[0]} compares '
+                    "responses with."
+                )
+            yield line
+
+
+def _line(asking: _Asking, where: str, value: Mapping[str, Any]) -> _Line:
+    taken = [key for key in _PARAMETERS if key in value]
+    if taken:
+        raise UserError(
+            f'{where}: "{taken[0]}" is the name of what every reward function is given. Rename that key of the line.'
+        )
+    key = next((key for key in ("messages", "prompt", "question") if key in value), "prompt")
+    asked, fields = value.get(key), dict(value)
+    if not isinstance(asked, list) and (key == "messages" or not isinstance(asked, str)):
+        raise UserError(f"{where}: not a JSON object with {ASKED}, a text or a list of turns.")
+    if isinstance(asked, list):
+        asked, answered = _before_the_answer(asked)
+        fields.setdefault("answer", answered)
+    if key == "prompt":
+        fields = {"answer": _completed(value.get("completion"))} | {k: v for k, v in fields.items() if v is not None}
+    if key == "question" and isinstance(fields.get("answer"), str) and "####" in fields["answer"]:
+        # GSM8K's: how the answer is found, and then the answer.
+        fields.setdefault("solution", fields["answer"])
+        fields["answer"] = fields["answer"].rpartition("####")[2].strip()
+    if isinstance(fields.get("answer"), int | float) and not isinstance(fields["answer"], bool):
+        fields["answer"] = json.dumps(fields["answer"])
+    if fields.get("answer") is None:
+        fields.pop("answer", None)
+    return _Line(asking.written(where, key, asked), fields)
+
+
+def _before_the_answer(turns: list[Any]) -> tuple[list[Any], str | None]:
+    """The turns without an answer at their end, and that answer."""
+    last = turns[-1] if turns else None
+    if isinstance(last, dict) and last.get("role") == "assistant" and isinstance(last.get("content"), str):
+        return turns[:-1], last["content"]
+    return turns, None
+
+
+def _completed(completion: Any) -> str | None:
+    """The answer in what a line for SFT has after its prompt: a text, or turns of which the first is the answer."""
+    if isinstance(completion, list) and completion and isinstance(completion[0], dict):
+        completion = completion[0].get("content")
+    return completion if isinstance(completion, str) else None
+
+
+def _fitted(asking: _Asking, lines: Sequence[_Line], key: str) -> FilePrompts:
+    """The prompts of lines, without those that are too long.
+
+    Raises:
+      UserError: with long_examples=refuse, one is too long; or none is left.
+    """
+    most, prompts, content = asking.config.max_prefill_predict_length, [], asking.content()
+    long: list[tuple[str, int]] = []
+    for first in range(0, len(lines), _LINES_PER_ENCODING):
+        some = lines[first : first + _LINES_PER_ENCODING]
+        for (written, fields), tokens in zip(some, asking.writer.asked_tokens([w for w, _ in some]), strict=True):
+            if len(tokens) > most:
+                long.append((written.where, len(tokens)))
+                continue
+            prompts.append(Prompt(len(prompts), written.text, tuple(tokens.tolist()), fields))
+            content.update(json.dumps([written.text, prompts[-1].token_ids, fields], sort_keys=True).encode())
+    if long and asking.config.long_examples == "refuse":
+        where, count = long[0]
+        others = "" if len(long) == 1 else f", and so have {len(long) - 1} more of {len(lines)} lines"
+        raise UserError(
+            f"{where}: the prompt has {count} tokens, more than max_prefill_predict_length={most}{others}. "
+            f"{_longer(asking.config, max(count for _, count in long))} or long_examples=drop."
+        )
+    notes = () if not long else (
+        f"{len(long)} of {len(lines)} lines have prompts longer than max_prefill_predict_length={most} and were "
+        f"dropped, as that of {long[0][0]} with {long[0][1]} tokens.",
+    )  # fmt: skip
+    if not prompts:
+        raise UserError(f"{key}={getattr(asking.config, key)!r} has no prompt. {' '.join(notes)}".rstrip())
+    return FilePrompts(tuple(prompts), notes, f"prompts:{len(prompts)}:{content.hexdigest()}")
+
+
+def _longer(config: RLRunConfig, tokens: int) -> str:
+    """The end of a refusal, which names a limit that suits so many tokens."""
+    response = config.max_target_length - config.max_prefill_predict_length
+    room = "" if tokens < config.max_target_length else f" max_target_length={tokens + response}"
+    works = "works" if config.dataset_type == "arithmetic" else "work"
+    return f"Nearest that {works}: max_prefill_predict_length={tokens}{room}"

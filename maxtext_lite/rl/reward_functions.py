@@ -1,0 +1,122 @@
+"""The reward functions that ship with the package, called as every one is: lists in, a number for each response out.
+
+Each gives 1 or 0, and None for a pair that cannot be judged: one whose line has no answer of the kind that it compares.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any
+
+_NUMERAL = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
+# A minus after a letter, a digit or a bracket is an operation: 12-5 ends in 5.
+_NUMBER = re.compile(
+    rf"(?:(?<![\w.)\]}}])(?P<sign>[-+\u2212]))?(?:\$ ?)?(?P<after>[-+\u2212])?(?P<whole>{_NUMERAL})"
+    rf"(?: ?/ ?(?P<parts>{_NUMERAL}))?"
+)
+_FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
+_LATEX = (("\\$", "$"), ("\\%", "%"), ("{,}", ","), ("\\,", ""), ("\\!", ""), ("\\;", " "), ("\\ ", " "))
+_MOST_DIGITS = 1000  # of a numeral: Python reads no integer of more than 4300
+
+
+def shipped(name: str, *, pattern: str) -> Callable[..., list[float | None]]:
+    """The shipped function of a name.
+
+    Args:
+      pattern: of `format`, a regular expression.
+    Raises:
+      ImportError: it needs a package that is not installed.
+      KeyError: there is none of this name.
+    """
+    if name == "format":
+        return format_of(pattern)
+    if name == "math_verify":
+        import math_verify as _  # noqa: F401  (said before a run begins, and not at its first response)
+    return {"exact_answer": exact_answer, "numeric_answer": numeric_answer, "math_verify": math_verify}[name]
+
+
+def exact_answer(completions: Sequence[str], answer: Sequence[Any]) -> list[float | None]:
+    """Whether the response is the answer, spaces around both aside."""
+    return [
+        float(completion.strip() == right.strip()) if isinstance(right, str) else None
+        for completion, right in zip(completions, answer, strict=True)
+    ]
+
+
+def numeric_answer(completions: Sequence[str], answer: Sequence[Any]) -> list[float | None]:
+    """Whether the response's number (`number_in`) is the answer's, exactly."""
+    rewards: list[float | None] = []
+    for completion, right in zip(completions, answer, strict=True):
+        due = number_in(right) if isinstance(right, str) else None
+        rewards.append(None if due is None else float(number_in(completion) == due))
+    return rewards
+
+
+def format_of(pattern: str) -> Callable[..., list[float | None]]:
+    """The function that tells whether a whole response, line breaks included, matches a regular expression."""
+    expression = re.compile(pattern, re.DOTALL)
+
+    def format(completions: Sequence[str]) -> list[float | None]:
+        return [float(expression.fullmatch(completion) is not None) for completion in completions]
+
+    return format
+
+
+def math_verify(completions: Sequence[str], answer: Sequence[Any]) -> list[float | None]:
+    """Whether the package math-verify finds that the response's expression is the answer's."""
+    from math_verify import parse, verify
+
+    rewards: list[float | None] = []
+    for completion, right in zip(completions, answer, strict=True):
+        # LaTeX is looked for between dollars; an answer often stands without.
+        due = (parse(right) or parse(f"${right}$")) if isinstance(right, str) else []
+        rewards.append(float(verify(due, parse(completion))) if due else None)
+    return rewards
+
+
+def number_in(text: str) -> Fraction | None:
+    r"""The number that a text ends up with, or None where it has none.
+
+    It is the first number after the last "####"; without that, the last one in the last \boxed{}; without that, the
+    last one of all. Numbers have signs, commas before groups of three digits, decimals, and are fractions where written
+    a/b or \frac{a}{b}; $ and % are left out.
+    """
+    _, marked, after = text.rpartition("####")
+    if marked:
+        found = _numbers(after)
+        return found[0] if found else None
+    boxed = _last_boxed(text)
+    found = _numbers(text if boxed is None else boxed)
+    return found[-1] if found else None
+
+
+def _last_boxed(text: str) -> str | None:
+    _, marked, after = text.rpartition("\\boxed{")
+    if not marked:
+        return None
+    depth = 1
+    for place, letter in enumerate(after):
+        depth += (letter == "{") - (letter == "}")
+        if depth == 0:
+            return after[:place]
+    return after  # cut off inside it
+
+
+def _numbers(text: str) -> list[Fraction | None]:
+    """All numbers of a text; None for one that is not one: divided by 0, or of too many digits."""
+    for latex, plain in _LATEX:
+        text = text.replace(latex, plain)
+    return [_number(match) for match in _NUMBER.finditer(_FRACTION.sub(r"\1/\2", text))]
+
+
+def _number(match: re.Match[str]) -> Fraction | None:
+    whole, parts = match["whole"], match["parts"] or "1"
+    if max(len(whole), len(parts)) > _MOST_DIGITS:
+        return None
+    divisor = Fraction(parts.replace(",", ""))
+    if divisor == 0:
+        return None
+    is_negative = (match["sign"] in ("-", "\u2212")) != (match["after"] in ("-", "\u2212"))
+    return (-1 if is_negative else 1) * Fraction(whole.replace(",", "")) / divisor

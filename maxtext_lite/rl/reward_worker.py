@@ -1,0 +1,213 @@
+"""The process that reward functions run in: JSON lines come in, JSON lines go out, and nothing else does.
+
+The first line names the functions, `{"names": [...], "pattern": ...}`, and is answered by what is wrong with them,
+`{"problems": [...]}`. Each further line asks one of them, `{"name": ..., "prompts": [...], "completions": [...], "fields":
+{key: [...]}}`, and is answered by `{"rewards": [number or null, ...]}` or `{"error": ...}`, which goes on after the name.
+
+What functions print goes to stderr. The process ends with its input, and so with the process that started it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import math
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any, TextIO
+
+from maxtext_lite.rl.reward_functions import shipped
+
+_SECONDS_TO_END = 2.0  # that a function under way still has when the input ends
+_LONGEST_TEXT = 300  # of another's message in ours
+
+
+class Functions:
+    """Reward functions by name.
+
+    Args:
+      pattern: of `format`.
+    Attributes:
+      problems: what is wrong with each that cannot be called; sentences for the user.
+    """
+
+    def __init__(self, names: Sequence[str], pattern: str) -> None:
+        self.problems: list[str] = []
+        self._functions: dict[str, tuple[Callable[..., Any], frozenset[str] | None]] = {}
+        for name in names:
+            try:
+                function = _imported(name) if ":" in name else shipped(name, pattern=pattern)
+            except _NoFunction as error:
+                self.problems.append(f"reward_functions={name}: {error}")
+            except ImportError:
+                self.problems.append(
+                    f"reward_functions={name} needs the package math-verify, which is not installed. Install "
+                    "maxtext-lite[math]."
+                )
+            else:
+                self._functions[name] = function, _parameters(function)
+
+    def rewards(
+        self, name: str, prompts: Sequence[str], completions: Sequence[str], fields: Mapping[str, Sequence[Any]]
+    ) -> dict[str, Any]:
+        """What a function says of each pair: {"rewards": ...}; or what went wrong: {"error": ...}.
+
+        Args:
+          fields: for each key of the lines that prompts come from, its values; None where a line lacks it.
+        """
+        function, wanted = self._functions[name]
+        given = {**fields, "prompts": prompts, "completions": completions}
+        if wanted is not None:
+            given = {key: value for key, value in given.items() if key in wanted}
+        try:
+            return {"rewards": _as_numbers(function(**given), len(completions))}
+        except _NotNumbers as error:
+            return {"error": f"returned {error}"}
+        except BaseException as error:  # noqa: BLE001  (also what sys.exit raises: another's bug is not to end the run)
+            return {"error": f"raised {_described(error)}"}
+
+
+class _NoFunction(Exception):
+    """A name that leads to no function."""
+
+
+class _NotNumbers(Exception):
+    """A function returned something else than a number for each pair."""
+
+
+def _imported(name: str) -> Callable[..., Any]:
+    module_name, _, path = name.partition(":")
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise _NoFunction(f"importing {module_name} raised {_described(error)}.") from None
+        raise _NoFunction(f"there is no module '{error.name}', in {os.getcwd()!r} or installed.") from None  # noqa: PTH109
+    except BaseException as error:  # noqa: BLE001  (whatever a module does when it is imported)
+        raise _NoFunction(f"importing {module_name} raised {_described(error)}.") from None
+    for part in path.split("."):
+        if not hasattr(found, part):
+            near = get_close_matches(part, dir(found), n=1)
+            hint = f" Did you mean '{near[0]}'?" if near else ""
+            raise _NoFunction(f"{module_name} has no '{path}'.{hint}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise _NoFunction(f"'{path}' of {module_name} is not a function.")
+    return found
+
+
+def _parameters(function: Callable[..., Any]) -> frozenset[str] | None:
+    """The names of its parameters; None where it takes any."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # of some functions written in C
+        return None
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    return frozenset(parameter.name for parameter in parameters)
+
+
+def _as_numbers(returned: Any, count: int) -> list[float | None]:
+    is_list = hasattr(returned, "__len__") and hasattr(returned, "__getitem__")
+    if not is_list or isinstance(returned, str | bytes | Mapping):
+        raise _NotNumbers(f"{_kind(returned)}, not a list of numbers")
+    if len(returned) != count:
+        raise _NotNumbers(f"{len(returned)} number{'' if len(returned) == 1 else 's'} for {count} pairs")
+    return [_as_number(value) for value in returned]
+
+
+def _as_number(value: Any) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+        raise _NotNumbers(f"a list with {_kind(value)} in it, not a number")
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def _kind(value: Any) -> str:
+    return "nothing" if value is None else f"a {type(value).__name__} ({_short(repr(value))})"
+
+
+def _described(error: BaseException) -> str:
+    """The exception as Python prints it, and where it came from."""
+    text = _short(" ".join("".join(traceback.format_exception_only(error)).split()))
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if len(frames) > 1 else ""  # noqa: PTH119
+    return text + place
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}..."
+
+
+def _own_pipes() -> tuple[TextIO, TextIO]:
+    """What the protocol is read from and written to; functions find nothing to read, and stderr to write to."""
+    requests = os.fdopen(os.dup(0), encoding="utf-8")
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    sys.stdin = os.fdopen(0, closefd=False)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    return requests, replies
+
+
+def _leave_signals_to_the_parent() -> None:
+    """Ctrl-C and a scheduler's SIGTERM may reach every process; what then happens is the training loop's business."""
+    own = os.getpid()
+
+    def handle(number: int, _: Any) -> None:
+        if os.getpid() != own:  # a process that a function forked, which is to end as any would
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    # Not SIG_IGN, which programs that a function starts would inherit.
+    signal.signal(signal.SIGINT, handle)
+    signal.signal(signal.SIGTERM, handle)
+
+
+def _read(requests: TextIO, inbox: queue.SimpleQueue[str | None]) -> None:
+    """Passes lines on. When there are no more, a function that does not return is ended, with what it started."""
+    for line in requests:
+        inbox.put(line)
+    inbox.put(None)
+    time.sleep(_SECONDS_TO_END)
+    if os.getpgid(0) == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
+
+
+def main() -> int:
+    """Answers lines until there are no more; returns the exit code."""
+    requests, replies = _own_pipes()
+    _leave_signals_to_the_parent()
+    inbox: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    # Functions have the main thread, where alone Python lets them set alarms.
+    threading.Thread(target=_read, args=(requests, inbox), daemon=True).start()
+    functions: Functions | None = None
+    while (line := inbox.get()) is not None:
+        request = json.loads(line)
+        if functions is None:
+            functions = Functions(**request)
+            reply: dict[str, Any] = {"problems": functions.problems}
+        else:
+            reply = functions.rewards(**request)
+        replies.write(json.dumps(reply) + "\n")
+        replies.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

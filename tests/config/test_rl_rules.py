@@ -1,0 +1,153 @@
+"""What contradicts itself in a config of reinforcement learning, and that what the refusal names works."""
+
+import pytest
+
+from maxtext_lite.config import RLRunConfig, UserError, load_config
+from maxtext_lite.config.rl_rules import RL_RULES, reward_names, reward_weights
+from maxtext_lite.config.rules import RULES
+
+FILE = "configs/post_train/rl.yml"
+SHIPPED = "exact_answer, numeric_answer, format, math_verify"
+
+REFUSED = {
+    "micro_batch_size=6": "micro_batch_size=6 is not a multiple of num_generations=4: a group of responses is judged "
+                          "together. Nearest that work: 4 or 8.",
+    "max_prefill_predict_length=32": "max_prefill_predict_length=32 leaves no token of max_target_length=32 for a "
+                                     "response. Nearest that works: 16.",
+    "num_iterations=3": "steps=200 ends amid the num_iterations=3 steps on a batch. Nearest that work: 198 or 201.",
+    "trainer_devices_fraction=0.5": "trainer_devices_fraction=0.5 and sampler_devices_fraction=1 are more than all "
+                                    "devices, and not both 1. Nearest that works: sampler_devices_fraction=0.5.",
+    "dataset_type=sft": "dataset_type=sft has no prompts for RL. Nearest that work: prompts or arithmetic.",
+    "dataset_type=prompt": "dataset_type=prompt is not one of text, synthetic, sft, dpo, prompts, arithmetic. Nearest "
+                           "that works: prompts.",
+    "dataset_path=": "dataset_path is empty, but dataset_type=prompts reads files. Set dataset_path to a file, "
+                     "directory or glob, or dataset_type=arithmetic.",
+    "objective=sft": "objective=sft contradicts dataset_type=prompts, whose data are for grpo. Nearest that works: "
+                     "grpo.",
+    "long_examples=truncate": "long_examples=truncate has no use in RL: a question that is cut short has another "
+                              "answer. Nearest that work: drop or refuse.",
+    "packing=true": "packing=true has no use in RL: a prompt with its response is a row by itself. Nearest that works: "
+                    "false.",
+    "prompt_template=Answer: ": "prompt_template=Answer:  holds {prompt} nowhere: each prompt stands in it once. "
+                                "Nearest that works: Answer: {prompt}.",
+    "prompt_template={prompt}, {prompt}!": "prompt_template={prompt}, {prompt}! holds {prompt} 2 times: each prompt "
+                                           "stands in it once. Nearest that works: {prompt}, !.",
+    "arithmetic_operations=+": "arithmetic_operations=+ has no use with dataset_type=prompts, which reads files. "
+                               "Nearest that work: +- or dataset_type=arithmetic.",
+    "arithmetic_largest=12": "arithmetic_largest=12 has no use with dataset_type=prompts, which reads files. Nearest "
+                             "that work: 99 or dataset_type=arithmetic.",
+    "reward_functions=,": "reward_functions=, names no function. Nearest that works: exact_answer.",
+    "reward_functions=exact_answer,numeric": "reward_functions=exact_answer,numeric names 'numeric', which is none of "
+                                             f"{SHIPPED}, nor of the form module:function. Nearest that works: "
+                                             "exact_answer,numeric_answer.",
+    "reward_functions=m:f, m:f": "reward_functions=m:f, m:f names m:f twice. Nearest that works: m:f.",
+    "reward_weights=1,2": "reward_weights=1,2 are 2 for the 1 of reward_functions=exact_answer. Nearest that work: 1 "
+                          "or reward_weights=.",
+    "reward_weights=much": "reward_weights=much holds something that is not a finite number. Nearest that works: 1.",
+    "reward_weights=inf": "reward_weights=inf holds something that is not a finite number. Nearest that works: 1.",
+    "reward_functions=format": "reward_format is empty, but reward_functions names format, which compares responses "
+                               "with it. Nearest that works: reward_format=.*.",
+    "reward_format=[0-9]+": "reward_format=[0-9]+ has no use with reward_functions=exact_answer. Nearest that work: "
+                            "reward_format= or reward_functions=exact_answer,format.",
+    "decode_sampling_temperature=0": "decode_sampling_temperature=0 always draws the likeliest token: the "
+                                     "num_generations=4 responses to a prompt would all be the same. Nearest that "
+                                     "works: 1.",
+    "decode_sampling_top_k=1": "decode_sampling_top_k=1 always draws the likeliest token: the num_generations=4 "
+                               "responses to a prompt would all be the same. Nearest that work: 0 or 2.",
+    "decode_sampling_top_k=321": "decode_sampling_top_k=321 is more than vocab_size=320. Nearest that work: 320 or 0.",
+    "eval_num_generations=2": "eval_num_generations=2 with eval_sampling_temperature=0: all responses to a prompt "
+                              "would be the same. Nearest that work: 1 or eval_sampling_temperature=1.",
+    "rollout_engine=http": "rollout_url is empty, but rollout_engine=http asks a server. Nearest that work: "
+                           "rollout_url=http://127.0.0.1:8000/v1 or rollout_engine=local.",
+    "rollout_url=http://x": "rollout_url=http://x has no use with rollout_engine=local, which samples in this process. "
+                            "Nearest that works: rollout_url=.",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("override", REFUSED)
+def test_a_contradiction_is_refused_and_what_is_named_works(override):
+    message = REFUSED[override]
+    with pytest.raises(UserError) as refused:
+        load_config(FILE, [override])
+    assert refused.value.problems == (message,)
+    clause = message.partition("Nearest that work")[2].partition(": ")[2].removesuffix(".")
+    for works in clause.split(" or ") if clause else ():
+        load_config(FILE, [override, works if "=" in works else f"{message.partition('=')[0]}={works}"])
+
+
+@pytest.mark.parametrize(("overrides", "message"), [
+    (["dataset_type=arithmetic", "arithmetic_largest=2147483647"],
+     "arithmetic_largest=2147483647 gives more than 2**62 problems, which have no numbers. Nearest that works: "
+     "1518500248."),
+    (["dataset_type=arithmetic", "arithmetic_operations=+/"],
+     "arithmetic_operations=+/ holds '/', which is none of +, - and *. Nearest that works: +."),
+    (["dataset_type=arithmetic", "arithmetic_operations=-+-"],
+     "arithmetic_operations=-+- holds an operation twice. Nearest that works: -+."),
+    (["reward_functions=exact_answer,format", "reward_format=(", "reward_weights=2, 0.5"],
+     "reward_format=( is not a regular expression (missing ), unterminated subpattern at position 0). Nearest that "
+     r"works: \(."),
+    (["reward_functions=exact_answer,m:f", "reward_weights=0.5"],
+     "reward_weights=0.5 are 1 for the 2 of reward_functions=exact_answer,m:f. Nearest that work: 0.5,1 or "
+     "reward_weights=."),
+    (["rollout_engine=http", "rollout_url=127.0.0.1:8000"],
+     "rollout_url=127.0.0.1:8000 does not begin with http:// or https://. Nearest that works: "
+     "rollout_url=http://127.0.0.1:8000/v1."),
+    (["rollout_engine=http", "rollout_url=https://x/v1", "rollout_fsdp_parallelism=2"],
+     "rollout_fsdp_parallelism=2 has no use with rollout_engine=http, whose server has devices of its own. Nearest "
+     "that works: 1."),
+    (['prompt_template="Q:\\nA:"'],
+     r"prompt_template=Q:\nA: holds {prompt} nowhere: each prompt stands in it once. Nearest that works: "
+     r"Q:\nA:{prompt}."),
+])  # fmt: skip
+def test_keys_that_do_not_go_together_are_refused(overrides, message):
+    with pytest.raises(UserError) as refused:
+        load_config(FILE, overrides)
+    assert refused.value.problems == (message,)
+    works = message.partition("Nearest that work")[2].partition(": ")[2].removesuffix(".").split(" or ")[0]
+    works = works.replace("Q:\\nA:{prompt}", '"Q:\\nA:{prompt}"')
+    load_config(FILE, [*overrides, works if works.startswith("rollout") else f"{message.partition('=')[0]}={works}"])
+
+
+def test_prompts_are_for_rl_alone():
+    for overrides, near in (
+        (["dataset_type=prompts"], "sft"),
+        (["dataset_type=arithmetic", "objective=grpo"], "dataset_type=sft objective=auto"),
+    ):
+        with pytest.raises(UserError) as refused:
+            load_config(None, overrides)
+        kind = overrides[0].partition("=")[2]
+        assert refused.value.problems == (
+            f"dataset_type={kind} is for RL, and post_train/rl.yml is not among the files of this config: give that "
+            f"file, or one whose base it is. Nearest that works: {near}.",
+        )
+    with pytest.raises(UserError, match=r"objective=grpo contradicts dataset_type=text.*: pretrain\.$"):
+        load_config(None, ["objective=grpo"])
+    load_config(None, ["dataset_type=sft", "objective=auto"])
+
+
+def test_generated_problems_need_no_files_and_say_what_they_are():
+    config = load_config(FILE, ["dataset_type=arithmetic", "dataset_path=", "arithmetic_operations=*",
+                                "arithmetic_largest=1000000", "objective=grpo"])  # fmt: skip
+    assert (config.arithmetic_operations, config.arithmetic_largest) == ("*", 10**6)
+
+
+def test_a_template_may_have_lines(tmp_path):
+    file = tmp_path / "mine.yml"
+    file.write_text('base: configs/post_train/rl.yml\nprompt_template: "Question: {prompt}\\nAnswer:\\t"\n')
+    assert load_config(file).prompt_template == "Question: {prompt}\nAnswer:\t"
+
+
+@pytest.mark.parametrize(("names", "weights", "expected"), [
+    ("exact_answer", "", {"exact_answer": 1.0}),
+    ("exact_answer , m:f,", " ", {"exact_answer": 1.0, "m:f": 1.0}),
+    ("m:f,exact_answer", "-0.5, 2e-1", {"m:f": -0.5, "exact_answer": 0.2}),
+])  # fmt: skip
+def test_each_function_has_its_weight(names, weights, expected):
+    config = load_config(FILE, [f"reward_functions={names}", f"reward_weights={weights}"])
+    assert isinstance(config, RLRunConfig)
+    assert dict(zip(reward_names(config), reward_weights(config), strict=True)) == expected
+
+
+def test_all_of_them_are_among_the_rules():
+    assert set(RL_RULES) <= set(RULES)
+    assert len(set(RULES)) == len(RULES)
