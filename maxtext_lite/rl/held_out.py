@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+
 from maxtext_lite.rl.rewards import Scores
 
 

@@ -8,22 +8,22 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from maxtext_lite.rl.log_probabilities import make_log_probabilities
-from maxtext_lite.rl.rewards import Scores
-from maxtext_lite.rl.rollout import Request, Response
-from maxtext_lite.training.gradients import TRAIN_BATCH_AXES, accumulate_gradients
 
 from maxtext_lite.config import RLRunConfig
 from maxtext_lite.data import Prompt, example_ids
 from maxtext_lite.models import Sampling
 from maxtext_lite.parallel import exchange, sharding
 from maxtext_lite.rl.held_out import held_out_record, held_out_text
+from maxtext_lite.rl.log_probabilities import make_log_probabilities
 from maxtext_lite.rl.pairs import Chunk, batch_record
 from maxtext_lite.rl.reference import Reference
+from maxtext_lite.rl.rewards import Scores
+from maxtext_lite.rl.rollout import Request, Response
 from maxtext_lite.rl.run import RLRun, open_rl_run
 from maxtext_lite.rl.timeline import Timeline
 from maxtext_lite.training import RunResult
 from maxtext_lite.training.checkpoint import Counts
+from maxtext_lite.training.gradients import TRAIN_BATCH_AXES, accumulate_gradients
 from maxtext_lite.training.ledger import Consumed, Ledger
 from maxtext_lite.training.metrics import JsonLines, MetricsLog, Terminal
 from maxtext_lite.training.nonfinite import find_nonfinite

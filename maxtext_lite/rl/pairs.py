@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+
+from maxtext_lite.data import Prompt
 from maxtext_lite.rl.advantages import equal_groups_fraction, group_advantages
 from maxtext_lite.rl.rewards import Scores
 from maxtext_lite.rl.rollout import Response
-
-from maxtext_lite.data import Prompt
 
 
 @dataclasses.dataclass(frozen=True)

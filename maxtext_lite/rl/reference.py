@@ -4,11 +4,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from maxtext_lite.rl.log_probabilities import make_log_probabilities
 
 from maxtext_lite.config import RLRunConfig, UserError
 from maxtext_lite.models import Decoder
 from maxtext_lite.parallel import tree_shardings
+from maxtext_lite.rl.log_probabilities import make_log_probabilities
 from maxtext_lite.training.checkpoint import load_parameters, save_parameters
 from maxtext_lite.training.run import Run
 from maxtext_lite.training.state import TrainState, make_decoder

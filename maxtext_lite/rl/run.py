@@ -5,10 +5,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from maxtext_lite.rl.http_engine import HttpEngine
-from maxtext_lite.rl.policy import Policy
-from maxtext_lite.rl.rewards import Rewards
-from maxtext_lite.rl.rollout import LocalEngine, Response, RolloutEngine, rollout_mesh
 
 from maxtext_lite.batching import RLBatch, make_plan
 from maxtext_lite.config import RLRunConfig, UserError
@@ -17,6 +13,10 @@ from maxtext_lite.data import Tokenizer, check_vocabulary, load_tokenizer, open_
 from maxtext_lite.interop import stop_ids_of
 from maxtext_lite.models import Sampling
 from maxtext_lite.parallel import start_devices
+from maxtext_lite.rl.http_engine import HttpEngine
+from maxtext_lite.rl.policy import Policy
+from maxtext_lite.rl.rewards import Rewards
+from maxtext_lite.rl.rollout import LocalEngine, Response, RolloutEngine, rollout_mesh
 from maxtext_lite.training.run import Run, comes_from_elsewhere
 from maxtext_lite.training.state import make_plain_decoder
 
@@ -134,9 +134,7 @@ def _engine(
     config: RLRunConfig, run: Run, batch: RLBatch, devices: Sequence[Any], stop_token_ids: tuple[int, ...]
 ) -> RolloutEngine:
     if config.rollout_engine == "http":
-        return HttpEngine(
-            config.rollout_url, config, run.directory, stop_token_ids=stop_token_ids, seed=config.seed
-        )
+        return HttpEngine(config.rollout_url, config, run.directory, stop_token_ids=stop_token_ids, seed=config.seed)
     mesh = rollout_mesh(
         devices,
         tensor_parallelism=config.rollout_tensor_parallelism,

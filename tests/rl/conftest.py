@@ -1,0 +1,43 @@
+"""A tiny run of reinforcement learning: sums of one digit, by a model that knows nothing."""
+
+import json
+
+import pytest
+
+from maxtext_lite.config import load_config
+from tests.training.conftest import TINY
+
+RUN = (
+    *TINY, "warmup_steps=0", "steps=6", "learning_rate=3e-3", "learning_rate_schedule=constant",
+    "dataset_type=arithmetic", "arithmetic_largest=9", "arithmetic_operations=+", "eval_fraction=0.1",
+    "max_target_length=16", "max_prefill_predict_length=6", "batch_size=4", "num_generations=4", "micro_batch_size=8", "eval_interval=3",
+    "checkpoint_period=1", "log_period=1", "reward_functions=tests.rl.conftest:low_bytes",
+)  # fmt: skip
+
+
+def low_bytes(completions):
+    """A reward that a model without a clue can raise: the share of a response's characters below '@'."""
+    return [sum(character < "@" for character in text) / max(len(text), 1) for text in completions]
+
+
+@pytest.fixture(scope="session")
+def config_of():
+    """A function from a directory and overrides to the config of a tiny run in it."""
+
+    def make(directory, *overrides):
+        words = [*RUN, f"base_output_directory={directory}", *overrides]
+        return load_config("configs/post_train/rl.yml", words)
+
+    return make
+
+
+def lines(run_directory, name="metrics.jsonl"):
+    return [json.loads(line) for line in (run_directory / name).read_text().splitlines()]
+
+
+def steps(run_directory):
+    return [line for line in lines(run_directory) if "loss" in line]
+
+
+def evaluations(run_directory):
+    return [line for line in lines(run_directory) if "eval_reward" in line]
