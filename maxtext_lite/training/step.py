@@ -203,7 +203,8 @@ def make_update(
 ) -> Any:
     """The jitted function (state, sums) -> (state, metrics) after the last chunk; the state passed in is given up.
 
-    State and metrics are those of `make_train_step`. Gradients cross the data axis here, and only here.
+    State and metrics are those of `make_train_step`. Gradients cross the data axis here, and only here. The sums,
+    as many float32 numbers as there are gradients, stay: let go of them before the next step begins.
 
     Args:
       expected: the divisor that the chunks' losses have had, in place of what the step turned out to count.

@@ -1,0 +1,124 @@
+"""Batches that come one by one add up to the step of all at once, whatever the step, and cross the data axis once."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from maxtext_lite.parallel import Pipeline, sharding
+from maxtext_lite.parallel.hlo import collectives
+from maxtext_lite.training.objective import NEXT_TOKEN
+from maxtext_lite.training.optimizer import learning_rate_schedule
+from maxtext_lite.training.step import TRAIN_BATCH_AXES, make_chunk_step, make_update, make_zero_sums
+
+ACCUMULATION = 4
+
+
+class Chunked:
+    """A step in pieces, compiled for chunks of the shape of a micro-batch of `batch`."""
+
+    def __init__(self, it, batch, expected, objective=NEXT_TOKEN):
+        self.it, keys = it, {"config": it.config, "objective": objective}
+        schedule = learning_rate_schedule(it.config, last=it.config.steps)
+        pieces = it.decoder, it.optimizer, it.mesh
+        with jax.set_mesh(it.mesh), jax.default_matmul_precision("highest"):
+            self.start = make_zero_sums(*pieces, **keys).lower().compile()
+            sums = jax.tree.map(
+                lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+                jax.eval_shape(make_zero_sums(*pieces, **keys)),
+                self.start.output_shardings,
+            )
+            chunk = {name: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype, sharding=x.sharding)
+                     for name, x in batch.items()}  # fmt: skip
+            step = make_chunk_step(*pieces, **keys, expected=expected)
+            self.chunk = step.lower(it.abstract, sums, chunk).compile()
+            update = make_update(*pieces, **keys, schedule=schedule, expected=expected)
+            self.update = update.lower(it.abstract, sums).compile()
+
+    def run(self, batch, steps):
+        state, metrics = self.it.state(), []
+        where = sharding(self.it.mesh, TRAIN_BATCH_AXES)
+        for _ in range(steps):
+            sums = self.start()
+            for index in range(ACCUMULATION):
+                chunk = {name: jax.device_put(np.asarray(x)[index : index + 1], where) for name, x in batch.items()}
+                sums = jax.block_until_ready(self.chunk(state, sums, chunk))
+            state, found = self.update(state, sums)
+            metrics.append(jax.device_get(found))
+        return jax.device_get(state), metrics
+
+
+SGD = ("optimizer=sgd", "learning_rate=0.5", "z_loss_multiplier=1e-3")
+EXPERTS = ("num_experts=4", "num_experts_per_tok=2", "base_moe_mlp_dim=8", "routed_bias=true",
+           "load_balance_loss_weight=0.1")  # fmt: skip
+ROUGH = "float16 on data 2"  # which rounds what it multiplies, here by another factor
+# further keys, mesh, pipeline, and what is expected over what is counted
+STEPS = {
+    "1": ((), {}, None, 1),
+    "data 2, ZeRO-1, bfloat16 gradients": (
+        ("shard_optimizer_over_data=true", "grad_dtype=bfloat16"), {"data": 2}, None, 1),
+    "data 2 fsdp 2, experts with biases": (EXPERTS, {"data": 2, "fsdp": 2}, None, 3),
+    "LoRA on context 2": (("lora_rank=3", "lora_alpha=6"), {"context": 2}, None, 2),
+    ROUGH: (("dtype=float16",), {"data": 2}, None, 1.5),
+    "state on the host": (("optimizer_memory_host_offload=true",), {}, None, 2),
+    "gpipe, fsdp 2": ((), {"fsdp": 2}, Pipeline(2, 2), 3),
+    "1f1b, data 2": ((), {"data": 2}, Pipeline(2, 2, schedule="1f1b"), 3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_chunks_one_by_one_are_the_step_of_all_micro_batches(name, setup, rows, agrees):
+    """Also where what is expected is not what is counted; where it is, no number differs in the last bit."""
+    keys, mesh, pipeline, excess = STEPS[name]
+    it = setup(*SGD, *keys, **mesh, pipeline=pipeline)
+    batch = it.batch(rows, ACCUMULATION, 4)
+    counted = np.count_nonzero(rows["weights"])
+    want, want_metrics = it.run(it.compile_step(batch), batch, 2)
+    got, metrics = Chunked(it, batch, round(excess * counted)).run(batch, 2)
+    for found, wanted in zip(metrics, want_metrics, strict=True):
+        assert set(found) == set(wanted)
+        assert wanted["groups"] > 1
+        for key, value in wanted.items():
+            np.testing.assert_allclose(found[key], value, rtol=2e-3 if name == ROUGH else 1e-5, err_msg=key)
+    if excess == 1:
+        jax.tree.map(np.testing.assert_array_equal, got, want)
+    elif name != ROUGH:
+        agrees(got.params, want.params)
+    assert got.progress.tokens.tolist() == want.progress.tokens.tolist()
+    assert got.progress.examples.tolist() == want.progress.examples.tolist() == [0, 32]
+
+
+def test_a_step_that_counts_nothing_is_skipped_and_one_that_is_not_finite_too(setup, rows):
+    it = setup(*SGD, data=2)
+    batch = it.batch(rows, ACCUMULATION, 4)
+    chunked = Chunked(it, batch, 7)
+    blank = it.batch(rows | {"weights": np.zeros_like(rows["weights"])}, ACCUMULATION, 4)
+    infinite = it.batch(
+        rows | {"weights": np.where(rows["weights"] > 0, np.inf, 0).astype(np.float32)}, ACCUMULATION, 4
+    )
+    for each in (blank, infinite):
+        state, (metrics,) = chunked.run(each, 1)
+        assert metrics["skipped"]
+        for part in ("params", "opt_state", "progress"):
+            jax.tree.map(np.testing.assert_array_equal, getattr(state, part), getattr(it.initial, part))
+        assert state.step == 1
+
+
+def test_gradients_cross_the_data_axis_in_the_update_alone_and_sums_are_given_up(setup, rows):
+    it = setup("optimizer=adamw", data=4, fsdp=2)
+    chunked = Chunked(it, it.batch(rows, 2, 8), 100)
+    assert not [c.line for c in collectives(chunked.start.as_text())]
+    across = [c for c in collectives(chunked.chunk.as_text()) if c.crosses(it.mesh, "data")]
+    assert not [c.line for c in across], "sums stay with their replicas"
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(it.decoder.abstract_params))
+    reduced = sum(
+        np.prod([int(n) for n in sizes.split(",")], dtype=int)
+        for c in collectives(chunked.update.as_text()) if c.crosses(it.mesh, "data")
+        for sizes in re.findall(r"f32\[([\d,]+)\]", c.line.split(c.kind + "(")[0])
+    )  # fmt: skip
+    assert parameters / 2 <= reduced <= parameters + 100  # each device reduces its fsdp half, once
+    # The sums are added to where they lie: of a chunk's results nothing is new but counts.
+    memory = chunked.chunk.memory_analysis()
+    assert memory.alias_size_in_bytes >= 4 * parameters / 2
+    assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 1000
