@@ -163,9 +163,7 @@ def test_nothing_is_sampled_from_parameters_that_the_server_did_not_take(engine,
         (directory / "config.json").write_text("{}")
 
     monkeypatch.setattr("maxtext_lite.rl.http_engine.export_model", export_half)
-    with pytest.raises(
-        UserError, match=r"did not take the parameters of step 2 from .*/rollout_weights/0: .*no .safete"
-    ):
+    with pytest.raises(UserError, match=r"did not take the parameters of step 2 from .*/rollout_weights/0: .*no .saf"):
         engine.update(params, 2)
     with pytest.raises(UserError, match="has not taken the parameters of the last update"):
         generate(engine)
