@@ -16,7 +16,8 @@ from maxtext_lite.interop import export_model
 from maxtext_lite.models import Decoder, Lora, Sampling
 from maxtext_lite.parallel import tree_shardings
 from maxtext_lite.rl.http_engine import WEIGHTS, HttpEngine
-from maxtext_lite.rl.rollout import LocalEngine, Request, rollout_mesh
+from maxtext_lite.rl.rollout import LocalEngine, Request
+from maxtext_lite.rl.transfer import rollout_mesh
 from maxtext_lite.training.state import decoder_shape, make_plain_decoder
 from tests.processes import environment
 from tests.source_tree import REPOSITORY
