@@ -95,6 +95,8 @@ class RolloutEngine(Protocol):
 class _Slots(NamedTuple):
     """The sequences that are sampled at once, B for each of R replicas; a slot whose sequence has ended stands still.
 
+    Inside `over_replicas` they are one replica's, without the R.
+
     Attributes:
       cache: [R, L, B, S, K, H].
       token_RB: the last token of each, not in the cache yet.
