@@ -8,7 +8,8 @@ import jax
 from maxtext_lite.rl.http_engine import HttpEngine
 from maxtext_lite.rl.policy import Policy
 from maxtext_lite.rl.rewards import Rewards
-from maxtext_lite.rl.rollout import LocalEngine, Response, RolloutEngine, rollout_mesh
+from maxtext_lite.rl.rollout import LocalEngine, Response, RolloutEngine
+from maxtext_lite.rl.transfer import rollout_mesh
 
 from maxtext_lite.batching import RLBatch, make_plan
 from maxtext_lite.config import RLRunConfig, UserError
