@@ -19,7 +19,8 @@ from maxtext_lite.parallel import sharding
 
 def export_model(directory: Path, params: Any, fields: Mapping[str, Any], *, dtype: str) -> None:
     """Writes a directory with parameters and their config.json: `export_parameters`, with the fields it is to hold."""
-    directory.mkdir(parents=True, exist_ok=True)
+    if jax.process_index() == 0:
+        directory.mkdir(parents=True, exist_ok=True)
     keys = model_keys(fields, "config.json")
     export_parameters(directory, params, fields["model_type"], keys, dtype=dtype)
     if jax.process_index() == 0:

@@ -13,7 +13,7 @@ import threading
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.hf_config import run_config_json
 from maxtext_lite.interop import export_model
 from maxtext_lite.models import Adapted, Sampling, merged
+from maxtext_lite.parallel import exchange
 from maxtext_lite.rl.rollout import Request, Response
 
 WEIGHTS = "rollout_weights"
@@ -48,7 +49,7 @@ class _Answer(BaseModel):
 
 
 class HttpEngine:
-    """A `RolloutEngine` that asks a server.
+    """A `RolloutEngine` that asks a server. Of several hosts all call it, and the first one asks.
 
     The log-probabilities that come back must be those of the policy, softmax(logits / temperature) over the whole
     vocabulary. A server that gives those of the model itself does so at temperature 1 only; others it says when asked
@@ -99,14 +100,13 @@ class HttpEngine:
           UserError: the server did not take them; `generate` then refuses, as it would sample from others.
         """
         self._is_current = False
-        directory = self._written(params)
-        path = "/update_weights_from_disk"
-        answer = self._post(self._root + path, {"model_path": str(directory)}, threading.Event())
-        if answer.get("success") is not True:
-            raise UserError(
-                f"rollout_url={self._url}: the server did not take the parameters of step {step} from {directory}: "
-                f"{answer.get('message', answer)}. It must answer {path} as SGLang does, and see that directory."
-            )
+        unfinished = self._directory / f".{self._turn}.unfinished"
+        if jax.process_index() == 0 and unfinished.exists():
+            shutil.rmtree(unfinished)
+        export_model(unfinished, _merged_where_they_are(params), self._fields, dtype=self._dtype)
+        directory = unfinished.with_name(str(self._turn))
+        self._turn = 1 - self._turn  # never the one that the server has read last
+        _on_first_host(lambda: self._offer(unfinished, directory, step))
         self._is_current = True
 
     def generate(self, requests: Sequence[Request], *, sampling: Sampling, max_new_tokens: int) -> list[Response]:
@@ -118,6 +118,27 @@ class HttpEngine:
         """
         if not self._is_current:
             raise UserError(f"rollout_url={self._url} has not taken the parameters of the last update: it has others.")
+        answers = _on_first_host(lambda: self._responses(requests, sampling, max_new_tokens))
+        return [Response(*answer) for answer in answers]
+
+    def close(self) -> None:
+        """Ends the threads; the server runs on."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def _offer(self, written: Path, directory: Path, step: int) -> None:
+        """Gives a directory its name, and the server what is in it."""
+        if directory.exists():
+            shutil.rmtree(directory)
+        written.rename(directory)
+        path = "/update_weights_from_disk"
+        answer = self._post(self._root + path, {"model_path": str(directory)}, threading.Event())
+        if answer.get("success") is not True:
+            raise UserError(
+                f"rollout_url={self._url}: the server did not take the parameters of step {step} from {directory}: "
+                f"{answer.get('message', answer)}. It must answer {path} as SGLang does, and see that directory."
+            )
+
+    def _responses(self, requests: Sequence[Request], sampling: Sampling, max_new_tokens: int) -> list[Response]:
         ends = threading.Event()  # set when one has failed: the others wait no longer for their next attempt
         futures = [self._pool.submit(self._response, request, sampling, max_new_tokens, ends) for request in requests]
         try:
@@ -126,22 +147,6 @@ class HttpEngine:
             ends.set()
             for future in futures:
                 future.cancel()
-
-    def close(self) -> None:
-        """Ends the threads; the server runs on."""
-        self._pool.shutdown(cancel_futures=True)
-
-    def _written(self, params: Any) -> Path:
-        """The directory that holds the parameters now: never the one that the server has read last."""
-        directory = self._directory / str(self._turn)
-        self._turn = 1 - self._turn
-        unfinished = directory.with_name(f".{directory.name}.unfinished")
-        for old in (unfinished, directory):
-            if old.exists():
-                shutil.rmtree(old)
-        export_model(unfinished, _merged_where_they_are(params), self._fields, dtype=self._dtype)
-        unfinished.rename(directory)
-        return directory
 
     def _response(self, request: Request, sampling: Sampling, max_new_tokens: int, ends: threading.Event) -> Response:
         body = {
@@ -205,6 +210,20 @@ class HttpEngine:
 
     def _asked(self, url: str) -> str:
         return f"rollout_url={self._url}: {url}"
+
+
+def _on_first_host(work: Callable[[], Any]) -> Any:
+    """What it gives, on every host; or the UserError that it raises."""
+    given, problems = None, None
+    if jax.process_index() == 0:
+        try:
+            given = work()
+        except UserError as error:
+            problems = list(error.problems)
+    told = exchange({"given": given, "problems": problems})[0]
+    if told["problems"]:
+        raise UserError(told["problems"])
+    return told["given"]
 
 
 def _merged_where_they_are(params: Any) -> Any:

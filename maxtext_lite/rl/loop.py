@@ -118,7 +118,9 @@ class _Loop:
             )
         self._numbers = self._prompt_numbers()  # of the prompts of the batch that is next, or under way
         # Devices of its own, or another machine, sample at any time; those that also train, in turns with it.
-        self.samples_beside = not rl.batch.takes_turns or config.rollout_engine == "http"
+        # Several hosts sample in their main threads, where what they do together is in one order.
+        apart = not rl.batch.takes_turns or config.rollout_engine == "http"
+        self.samples_beside = apart and jax.process_count() == 1
 
     def train(self, state: TrainState, signals: Signals) -> RunResult:
         """The steps after those of the ledger, until the last or a signal."""
@@ -140,6 +142,7 @@ class _Loop:
                 sums, about = self._add(state, chunks, timeline), {}
             with timeline.phase("train", self.batch.micro_batches - 1):
                 state, metrics = jax.block_until_ready(self.update(state, sums))
+            del sums  # or there would be two while the next batch begins
             self._record(step, state, metrics, chunks, timeline, about)
             stops = stopping.after_this_step()
             last = step == last_step or stops

@@ -2,7 +2,8 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -79,7 +80,10 @@ class Chunk:
                 "tokens": len(response.token_ids),
                 "ended": response.ended,
                 "reward": float(self.scores.total[at]),
-                "rewards": {name: float(values[at]) for name, values in self.scores.by_name.items()},
+                "rewards": {
+                    short_name(name, self.scores.by_name): float(values[at])
+                    for name, values in self.scores.by_name.items()
+                },
                 "advantage": float(self.advantages[at]),
             }
             for at, (prompt, response, text) in enumerate(zip(self.prompts, self.responses, self.texts, strict=True))
@@ -91,7 +95,8 @@ def batch_record(chunks: Sequence[Chunk]) -> dict[str, Any]:
 
     `reward` is the weighted sum of the reward functions, `rewards/NAME` each by itself, `reward_std` the mean over
     prompts of the standard deviation (ddof 1) of their responses', `equal_reward_groups` the share of prompts whose
-    responses are all as good, from which nothing is learned; `responses_hash` is one of the tokens, in their order.
+    responses are all as good, from which nothing is learned; `rollout_token_nll` is what `token_nll` is by the trainer,
+    from the log-probabilities of whatever sampled; `responses_hash` is one of the tokens, in their order.
     """
     responses = [response for chunk in chunks for response in chunk.responses]
     totals = np.concatenate([chunk.scores.total for chunk in chunks])
@@ -102,13 +107,20 @@ def batch_record(chunks: Sequence[Chunk]) -> dict[str, Any]:
     return {
         "reward": float(np.mean(totals)),
         "reward_std": float(np.mean(np.std(groups, axis=1, ddof=1))),
-        **{f"rewards/{name}": float(np.mean(values)) for name, values in by_name.items()},
+        **{f"rewards/{short_name(name, by_name)}": float(np.mean(values)) for name, values in by_name.items()},
         "equal_reward_groups": equal_groups_fraction(totals, chunks[0].num_generations),
         "reward_errors": sum(chunk.scores.errors for chunk in chunks),
         "response_tokens": float(np.mean(lengths)),
+        "rollout_token_nll": -sum(math.fsum(response.log_probabilities) for response in responses) / int(lengths.sum()),
         "truncated_responses": float(np.mean([not response.ended for response in responses])),
         "responses_hash": responses_hash(responses),
     }
+
+
+def short_name(name: str, names: Collection[str]) -> str:
+    """A reward function's name without its module, where no other has the same."""
+    short = name.rpartition(":")[2]
+    return name if sum(other.rpartition(":")[2] == short for other in names) > 1 else short
 
 
 def responses_hash(responses: Sequence[Response]) -> str:

@@ -16,12 +16,13 @@ from jax.sharding import Mesh
 
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import nearest_clause
-from maxtext_lite.models import Decoder, KVCache, Sampling, merged
-from maxtext_lite.parallel import MESH_AXES, make_mesh, num_shards, over_replicas, sharding, tree_shardings
+from maxtext_lite.models import Decoder, KVCache, Sampling
+from maxtext_lite.parallel import num_shards, over_replicas, sharding
+from maxtext_lite.rl.transfer import Transfer, refuse_uneven
 from maxtext_lite.training.sampler import first_token, next_token
 
 _PADDED_TO = 16  # tokens of prompts and caches; prompts to this times a power of 2, so that few shapes are compiled
-_PREFILL_TOKENS = 16_384  # of one replica's prompts at a time, as scores of all of them are in memory at once
+_PREFILL_TOKENS = 8_192  # of one replica's prompts at a time, as scores of all of them are in memory at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,22 +57,23 @@ class RolloutStats:
     """What a call of `generate` took.
 
     Attributes:
-      tokens: new tokens of all responses.
+      responses: so many.
+      tokens: new tokens of all of them.
       decode_steps: times that every slot was run for one more token.
       slot_steps: decode_steps x slots.
-      prefills: times that prompts were run.
+      prefills: times that prompts were run, which gives the first token of each response.
     """
 
+    responses: int
     tokens: int
     decode_steps: int
     slot_steps: int
     prefills: int
-    first_tokens: int
 
     @property
     def utilisation(self) -> float:
         """The part of the slots' steps that gave a token of a response; 1 where there were none."""
-        return (self.tokens - self.first_tokens) / self.slot_steps if self.slot_steps else 1.0
+        return (self.tokens - self.responses) / self.slot_steps if self.slot_steps else 1.0
 
 
 class RolloutEngine(Protocol):
@@ -90,61 +92,10 @@ class RolloutEngine(Protocol):
         ...
 
 
-def rollout_mesh(devices: Sequence[Any], *, tensor_parallelism: int, fsdp_parallelism: int) -> Mesh:
-    """The mesh of devices that sample: those that tensor and fsdp leave over have copies of the model (`data`).
-
-    Raises:
-      UserError: the two do not divide the devices.
-    """
-    shards = tensor_parallelism * fsdp_parallelism
-    if len(devices) % shards:
-        raise UserError(
-            f"rollout_tensor_parallelism={tensor_parallelism} x rollout_fsdp_parallelism={fsdp_parallelism} does not "
-            f"divide the {len(devices)} devices that sample."
-            f"{nearest_clause([size for size in range(1, len(devices) + 1) if len(devices) % size == 0])}"
-        )
-    sizes = dict.fromkeys(MESH_AXES, 1) | {"tensor": tensor_parallelism, "fsdp": fsdp_parallelism}
-    return make_mesh(sizes | {"data": len(devices) // shards}, dict.fromkeys(MESH_AXES, 1), devices)
-
-
-class Transfer:
-    """Takes a trainer's parameters to a decoder that samples, on the same devices or on others.
-
-    Adapters are merged, layers that pipeline stages share out are put in order and all is cast to the decoder's
-    `dtype` where the parameters are: what is sent is then as little as can be. What it gives shares no memory with what
-    it was given.
-
-    Args:
-      decoder: that samples, without pipeline and adapters.
-      mesh: that it samples on.
-    """
-
-    def __init__(self, decoder: Decoder, mesh: Mesh):
-        self._decoder, self._mesh = decoder, mesh
-        self._there = tree_shardings(mesh, decoder.axes)
-        self._jitted: dict[Mesh, Any] = {}  # for each mesh that parameters have come from: one, of one trainer
-
-    def __call__(self, params: Any) -> Any:
-        """The decoder's parameters on its mesh, of the trainer's, which are on a mesh of theirs."""
-        here = jax.tree.leaves(params)[0].sharding.mesh
-        stays = list(here.devices.flat) == list(self._mesh.devices.flat)
-        if here not in self._jitted:
-            where = self._there if stays else tree_shardings(here, self._decoder.axes)
-            self._jitted[here] = jax.jit(self._plain, out_shardings=where)
-        plain = self._jitted[here](params)
-        return plain if stays else jax.device_put(plain, self._there, donate=True)
-
-    def _plain(self, params: Any) -> Any:
-        wanted = self._decoder.abstract_params
-        in_order = jax.tree.map(lambda x, like: x.reshape(like.shape), merged(params), wanted)
-        # The tables are wide for their gradients; looked up, their rows are cast all the same.
-        tables = jax.tree.map(lambda x: x.astype(self._decoder.shape.dtype), in_order["embedding"])
-        # Without a copy, what is not cast would be the trainer's own array, which its next step gives up.
-        return jax.tree.map(jnp.copy, self._decoder.cast(in_order) | {"embedding": tables})
-
-
 class _Slots(NamedTuple):
     """The sequences that are sampled at once, B for each of R replicas; a slot whose sequence has ended stands still.
+
+    Inside `over_replicas` they are one replica's, without the R.
 
     Attributes:
       cache: [R, L, B, S, K, H].
@@ -204,7 +155,7 @@ class LocalEngine:
       refill_fraction: of the slots, that must have ended before others are filled in; 0: any.
 
     Attributes:
-      stats: what the last call of `generate` took.
+      last_stats: what the last call of `generate` took.
     Raises:
       UserError: the slots or the parameters cannot be split over the mesh.
     """
@@ -233,7 +184,7 @@ class LocalEngine:
                 f"rollout_slots={num_slots} is not a multiple of the {shards} shards of the devices that sample."
                 f"{nearest_clause(near)}"
             )
-        _refuse_uneven(decoder, mesh)
+        refuse_uneven(decoder, mesh)
         self._num_slots, self._slots_per_replica = num_slots, num_slots // self._num_replicas
         self._refill_at = max(1, int(refill_fraction * num_slots))
         self._num_positions = _round_up(max_prompt_tokens + max_new_tokens)
@@ -245,7 +196,7 @@ class LocalEngine:
         how: Any = {"donate_argnums": 1, "static_argnames": ("sampling",)}
         self._fill = jax.jit(self._filled, out_shardings=where, **how)
         self._decode = jax.jit(self._decoded, out_shardings=reported, **how)
-        self.stats = RolloutStats(0, 0, 0, 0, 0)
+        self.last_stats = RolloutStats(0, 0, 0, 0, 0)
 
     def update(self, params: Any, step: int) -> None:
         """Samples from these parameters of the trainer from now on; they may be on any mesh, with adapters, dealt."""
@@ -288,7 +239,7 @@ class LocalEngine:
         found = [response for response in responses if response is not None]
         assert len(found) == len(requests)
         tokens = sum(len(response.token_ids) for response in found)
-        self.stats = RolloutStats(tokens, decode_steps, decode_steps * self._num_slots, prefills, len(found))
+        self.last_stats = RolloutStats(len(found), tokens, decode_steps, decode_steps * self._num_slots, prefills)
         return found
 
     def _refuse(self, requests: Sequence[Request], max_new_tokens: int) -> None:
@@ -455,21 +406,6 @@ def _ended(
         log_probabilities = log_probability_RBT[at][: count_RB[at]].tolist()
         found.append((at, Response(token_ids, log_probabilities, token_ids[-1] in stop_token_ids)))
     return found
-
-
-def _refuse_uneven(decoder: Decoder, mesh: Mesh) -> None:
-    shardings = tree_shardings(mesh, decoder.axes)
-    for (path, leaf), where in zip(
-        jax.tree_util.tree_leaves_with_path(decoder.abstract_params), jax.tree.leaves(shardings), strict=True
-    ):
-        try:
-            where.shard_shape(leaf.shape)
-        except ValueError:
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
-            raise UserError(
-                f"parameter {name} of shape {leaf.shape} cannot be split evenly over rollout_tensor_parallelism="
-                f"{mesh.shape['tensor']} and rollout_fsdp_parallelism={mesh.shape['fsdp']}. Nearest that works: 1 each."
-            ) from None
 
 
 def _round_up(count: int) -> int:

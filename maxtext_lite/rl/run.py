@@ -16,7 +16,8 @@ from maxtext_lite.parallel import start_devices
 from maxtext_lite.rl.http_engine import HttpEngine
 from maxtext_lite.rl.policy import Policy
 from maxtext_lite.rl.rewards import Rewards
-from maxtext_lite.rl.rollout import LocalEngine, Response, RolloutEngine, rollout_mesh
+from maxtext_lite.rl.rollout import LocalEngine, Response, RolloutEngine
+from maxtext_lite.rl.transfer import rollout_mesh
 from maxtext_lite.training.run import Run, comes_from_elsewhere
 from maxtext_lite.training.state import make_plain_decoder
 

@@ -92,3 +92,15 @@ def _frequencies(sampling, draws=20_000):
 ], ids=str)  # fmt: skip
 def test_draws_follow_the_asked_distribution(sampling, expected):
     np.testing.assert_allclose(_frequencies(sampling), expected, atol=0.015)
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(temperature=0.5), Sampling(temperature=0.5, top_k=2), Sampling(0)], ids=str
+)
+def test_log_probabilities_may_be_those_of_the_policy(sampling):
+    """At temperature 0.5: p^2, normalised, over all tokens whatever the restriction; greedy: p."""
+    logits = jnp.broadcast_to(jnp.asarray(LOGITS, jnp.float32), (200, 4))
+    keys = jax.random.split(jax.random.key(1), 200)
+    tokens, found = jax.jit(lambda l, k: sample_token(l, k, sampling, sampling.policy_temperature))(logits, keys)
+    policy = [0.25 / 0.345, 0.0625 / 0.345, 0.0225 / 0.345, 0.01 / 0.345] if sampling.temperature else np.exp(LOGITS)
+    np.testing.assert_allclose(found, np.log(policy)[tokens], rtol=1e-5)

@@ -16,7 +16,8 @@ from maxtext_lite.interop import export_model
 from maxtext_lite.models import Decoder, Lora, Sampling
 from maxtext_lite.parallel import tree_shardings
 from maxtext_lite.rl.http_engine import WEIGHTS, HttpEngine
-from maxtext_lite.rl.rollout import LocalEngine, Request, rollout_mesh
+from maxtext_lite.rl.rollout import LocalEngine, Request
+from maxtext_lite.rl.transfer import rollout_mesh
 from maxtext_lite.training.state import decoder_shape, make_plain_decoder
 from tests.processes import environment
 from tests.source_tree import REPOSITORY
@@ -163,9 +164,7 @@ def test_nothing_is_sampled_from_parameters_that_the_server_did_not_take(engine,
         (directory / "config.json").write_text("{}")
 
     monkeypatch.setattr("maxtext_lite.rl.http_engine.export_model", export_half)
-    with pytest.raises(
-        UserError, match=r"did not take the parameters of step 2 from .*/rollout_weights/0: .*no .safete"
-    ):
+    with pytest.raises(UserError, match=r"did not take the parameters of step 2 from .*/rollout_weights/0: .*no .saf"):
         engine.update(params, 2)
     with pytest.raises(UserError, match="has not taken the parameters of the last update"):
         generate(engine)

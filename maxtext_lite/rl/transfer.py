@@ -1,0 +1,87 @@
+"""The devices that sample, and how the trainer's parameters come to them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from maxtext_lite.config import UserError
+from maxtext_lite.config.errors import nearest_clause
+from maxtext_lite.models import Decoder, merged
+from maxtext_lite.parallel import MESH_AXES, make_mesh, tree_shardings
+
+
+def rollout_mesh(devices: Sequence[Any], *, tensor_parallelism: int, fsdp_parallelism: int) -> Mesh:
+    """The mesh of devices that sample: those that tensor and fsdp leave over have copies of the model (`data`).
+
+    Raises:
+      UserError: the two do not divide the devices.
+    """
+    shards = tensor_parallelism * fsdp_parallelism
+    if len(devices) % shards:
+        possible = [size for size in range(1, len(devices) + 1) if len(devices) % size == 0]
+        near = [max(size for size in possible if size < shards), *[size for size in possible if size > shards][:1]]
+        raise UserError(
+            f"rollout_tensor_parallelism={tensor_parallelism} x rollout_fsdp_parallelism={fsdp_parallelism} = {shards} "
+            f"does not divide the {len(devices)} devices that sample.{nearest_clause(near)}"
+        )
+    sizes = dict.fromkeys(MESH_AXES, 1) | {"tensor": tensor_parallelism, "fsdp": fsdp_parallelism}
+    return make_mesh(sizes | {"data": len(devices) // shards}, dict.fromkeys(MESH_AXES, 1), devices)
+
+
+def refuse_uneven(decoder: Decoder, mesh: Mesh) -> None:
+    """Returns if every parameter can be split over the mesh as its axes say.
+
+    Raises:
+      UserError: one cannot; names it.
+    """
+    shardings = tree_shardings(mesh, decoder.axes)
+    for (path, leaf), where in zip(
+        jax.tree_util.tree_leaves_with_path(decoder.abstract_params), jax.tree.leaves(shardings), strict=True
+    ):
+        try:
+            where.shard_shape(leaf.shape)
+        except ValueError:
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            raise UserError(
+                f"parameter {name} of shape {leaf.shape} cannot be split evenly over rollout_tensor_parallelism="
+                f"{mesh.shape['tensor']} and rollout_fsdp_parallelism={mesh.shape['fsdp']}. Nearest that works: 1 each."
+            ) from None
+
+
+class Transfer:
+    """Takes a trainer's parameters to a decoder that samples, on the same devices or on others.
+
+    Adapters are merged, layers that pipeline stages share out are put in order and all is cast to the decoder's
+    `dtype` where the parameters are: what is sent is then as little as can be. What it gives shares no memory with what
+    it was given.
+
+    Args:
+      decoder: that samples, without pipeline and adapters.
+      mesh: that it samples on.
+    """
+
+    def __init__(self, decoder: Decoder, mesh: Mesh):
+        self._decoder, self._mesh = decoder, mesh
+        self._there = tree_shardings(mesh, decoder.axes)
+        self._jitted: dict[Mesh, Any] = {}  # for each mesh that parameters have come from: one, of one trainer
+
+    def __call__(self, params: Any) -> Any:
+        """The decoder's parameters on its mesh, of the trainer's, which are on a mesh of theirs."""
+        here = jax.tree.leaves(params)[0].sharding.mesh
+        stays = list(here.devices.flat) == list(self._mesh.devices.flat)
+        if here not in self._jitted:
+            where = self._there if stays else tree_shardings(here, self._decoder.axes)
+            self._jitted[here] = jax.jit(self._plain, out_shardings=where)
+        plain = self._jitted[here](params)
+        return plain if stays else jax.device_put(plain, self._there, donate=True)
+
+    def _plain(self, params: Any) -> Any:
+        wanted = self._decoder.abstract_params
+        in_order = jax.tree.map(lambda x, like: x.reshape(like.shape), merged(params), wanted)
+        # The tables are wide for their gradients; looked up, their rows are cast all the same.
+        tables = jax.tree.map(lambda x: x.astype(self._decoder.shape.dtype), in_order["embedding"])
+        # Without a copy, what is not cast would be the trainer's own array, which its next step gives up.
+        return jax.tree.map(jnp.copy, self._decoder.cast(in_order) | {"embedding": tables})

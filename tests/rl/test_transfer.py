@@ -1,0 +1,63 @@
+"""Parameters come whole from any trainer to any devices."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from maxtext_lite.config import UserError
+from maxtext_lite.models import Adapted, Decoder, Lora
+from maxtext_lite.parallel import MESH_AXES, Pipeline, make_mesh, tree_shardings
+from maxtext_lite.rl.transfer import Transfer, refuse_uneven, rollout_mesh
+from tests.rl.test_rollout import LLAMA, parameters
+
+LORA = Lora(rank=2, alpha=6.0, targets=("query", "down"))
+TRAINED = dataclasses.replace(LLAMA, num_layers=4, dtype=jnp.bfloat16, lora=LORA)
+
+
+@pytest.mark.parametrize("sampling_devices", [slice(0, 4), slice(4, 8), slice(2, 4)], ids=["same", "others", "two"])
+def test_parameters_come_from_adapters_and_pipelines_of_any_devices(sampling_devices):
+    trainer = Decoder(TRAINED, Pipeline(num_stages=2, num_microbatches=2, num_repeats=2))
+    sizes = dict.fromkeys(MESH_AXES, 1) | {"stage": 2, "fsdp": 2}
+    mesh = make_mesh(sizes, dict.fromkeys(MESH_AXES, 1), jax.devices()[:4])
+    host = parameters(trainer)
+    params = jax.device_put(host, tree_shardings(mesh, trainer.axes))
+    sampler = Decoder(dataclasses.replace(TRAINED, lora=None))
+    there = rollout_mesh(jax.devices()[sampling_devices], tensor_parallelism=2, fsdp_parallelism=1)
+    found = Transfer(sampler, there)(params)
+    jax.tree.map(lambda x: x.delete(), params)  # as the trainer's next step does
+
+    def expected(leaf):
+        if isinstance(leaf, Adapted):
+            a, b = (np.asarray(x, np.float64) for x in (leaf.a, leaf.b))
+            stack = leaf.weight.shape[:2]
+            product = a.reshape(*stack, -1, 2) @ b.reshape(*stack, 2, -1)
+            leaf = leaf.weight + 3.0 * product.reshape(leaf.weight.shape)
+        return leaf
+
+    wanted = jax.tree.map(expected, host, is_leaf=lambda node: isinstance(node, Adapted))
+    wanted["layers"] = jax.tree.map(lambda x: x.reshape(4, *x.shape[2:]), wanted["layers"])
+    for (path, x), want, where in zip(
+        jax.tree_util.tree_leaves_with_path(found),
+        jax.tree.leaves(wanted),
+        jax.tree.leaves(tree_shardings(there, sampler.axes)),
+        strict=True,
+    ):
+        name = jax.tree_util.keystr(path)
+        assert x.sharding == where, name
+        assert x.dtype == (jnp.float32 if "norm" in name else jnp.bfloat16), name
+        assert x.shape == want.shape, name
+        want = want if "norm" in name else want.astype(ml_dtypes.bfloat16)
+        np.testing.assert_allclose(np.asarray(x, np.float64), np.asarray(want, np.float64), rtol=1e-2, err_msg=name)
+
+
+def test_a_mesh_that_does_not_suit_is_refused():
+    with pytest.raises(UserError, match=r"=3 x rollout_fsdp_parallelism=1 = 3 does .* the 4 devices .* work: 2 or 4\."):
+        rollout_mesh(jax.devices()[:4], tensor_parallelism=3, fsdp_parallelism=1)
+    mesh = rollout_mesh(jax.devices()[:4], tensor_parallelism=4, fsdp_parallelism=1)
+    with pytest.raises(UserError, match=r"parameter .*key.* cannot be split evenly over rollout_tensor_parallelism=4"):
+        refuse_uneven(Decoder(LLAMA), mesh)
+    refuse_uneven(Decoder(LLAMA), rollout_mesh(jax.devices()[:8], tensor_parallelism=2, fsdp_parallelism=2))
