@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from maxtext_lite.data.answers import PairSource, example_shape
 from maxtext_lite.data.chat import ChatTemplate
 from maxtext_lite.data.packing import REFERENCE, field_dtype
+from maxtext_lite.data.prompts import Prompt, PromptSource, open_prompts
 from maxtext_lite.data.sources import ExampleSource, open_sources
 from maxtext_lite.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 
@@ -21,6 +22,8 @@ __all__ = [
     "ChatTemplate",
     "ExampleSource",
     "PairSource",
+    "Prompt",
+    "PromptSource",
     "Tokenizer",
     "check_vocabulary",
     "evaluation_batches",
@@ -29,6 +32,7 @@ __all__ = [
     "examples_hash",
     "field_dtype",
     "load_tokenizer",
+    "open_prompts",
     "open_sources",
     "open_sources_on_hosts",
     "target_tokens_of_run",

@@ -283,26 +283,26 @@ def _line(asking: _Asking, where: str, value: Mapping[str, Any]) -> _Line:
             f'{where}: "{taken[0]}" is the name of what every reward function is given. Rename that key of the line.'
         )
     key = next((key for key in ("messages", "prompt", "question") if key in value), "prompt")
-    asked, fields = value.get(key), dict(value)
+    asked, answer = value.get(key), value.get("answer")
     if not isinstance(asked, list) and (key == "messages" or not isinstance(asked, str)):
         raise UserError(f"{where}: not a JSON object with {ASKED}, a text or a list of turns.")
-    if isinstance(asked, list):
-        asked, answered = _before_the_answer(asked)
-        fields.setdefault("answer", answered)
-    if key == "prompt":
-        fields = {"answer": _completed(value.get("completion"))} | {k: v for k, v in fields.items() if v is not None}
-    if key == "question" and isinstance(fields.get("answer"), str) and "####" in fields["answer"]:
-        # GSM8K's: how the answer is found, and then the answer.
-        fields.setdefault("solution", fields["answer"])
-        fields["answer"] = fields["answer"].rpartition("####")[2].strip()
-    if isinstance(fields.get("answer"), int | float) and not isinstance(fields["answer"], bool):
-        fields["answer"] = json.dumps(fields["answer"])
-    if fields.get("answer") is None:
-        fields.pop("answer", None)
+    fields = {name: each for name, each in value.items() if name != "answer"}
+    if key == "messages":
+        asked, said = _before_the_answer(asked)
+        answer = said if answer is None else answer
+    elif key == "prompt" and answer is None:
+        answer = _completed(value.get("completion"))
+    elif isinstance(answer, str) and "####" in answer:  # GSM8K's: how the answer is found, and then the answer
+        fields.setdefault("solution", answer)
+        answer = answer.rpartition("####")[2].strip()
+    if isinstance(answer, int | float) and not isinstance(answer, bool):
+        answer = json.dumps(answer)
+    if answer is not None:
+        fields["answer"] = answer
     return _Line(asking.written(where, key, asked), fields)
 
 
-def _before_the_answer(turns: list[Any]) -> tuple[list[Any], str | None]:
+def _before_the_answer(turns: Any) -> tuple[Any, str | None]:
     """The turns without an answer at their end, and that answer."""
     last = turns[-1] if turns else None
     if isinstance(last, dict) and last.get("role") == "assistant" and isinstance(last.get("content"), str):

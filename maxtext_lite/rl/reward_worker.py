@@ -1,8 +1,9 @@
 """The process that reward functions run in: JSON lines come in, JSON lines go out, and nothing else does.
 
 The first line names the functions, `{"names": [...], "pattern": ...}`, and is answered by what is wrong with them,
-`{"problems": [...]}`. Each further line asks one of them, `{"name": ..., "prompts": [...], "completions": [...], "fields":
-{key: [...]}}`, and is answered by `{"rewards": [number or null, ...]}` or `{"error": ...}`, which goes on after the name.
+`{"problems": [...]}`. Each further line asks one of them, `{"name": ..., "prompts": [...], "completions": [...],
+"fields": {key: [...]}}`, and is answered by `{"rewards": [number or null, ...]}` or `{"error": ...}`, which goes on
+after the function's name.
 
 What functions print goes to stderr. The process ends with its input, and so with the process that started it.
 """

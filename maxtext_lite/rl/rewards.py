@@ -134,7 +134,7 @@ class Rewards:
         count = len(prompts)
         try:
             worker = self._worker or self._start()
-            reply = worker.asked(_request(name, prompts, completions), self._seconds)
+            reply: dict[str, Any] = worker.asked(_request(name, prompts, completions), self._seconds)
         except _Lost as error:
             self._worker = None
             why = error.reason or f"did not return within reward_timeout_seconds={number_text(self._seconds)}"
