@@ -292,7 +292,7 @@ def _line(asking: _Asking, where: str, value: Mapping[str, Any]) -> _Line:
         answer = said if answer is None else answer
     elif key == "prompt" and answer is None:
         answer = _completed(value.get("completion"))
-    elif isinstance(answer, str) and "####" in answer:  # GSM8K's: how the answer is found, and then the answer
+    elif key == "question" and isinstance(answer, str) and "####" in answer:  # GSM8K's, after how it is found
         fields.setdefault("solution", answer)
         answer = answer.rpartition("####")[2].strip()
     if isinstance(answer, int | float) and not isinstance(answer, bool):
