@@ -113,7 +113,7 @@ def test_the_devices_that_generate_have_a_mesh_of_their_own():
     (8, ["rollout_tensor_parallelism=8"],  # 4 kv heads
      ["rollout_tensor_parallelism=8 does not divide both the model's heads, mlp and vocabulary and the 8 devices that "
       "generate. Nearest that works: 4."]),
-    (6, ["rollout_fsdp_parallelism=3"],  # base_emb_dim=128
+    (6, ["rollout_fsdp_parallelism=3", "ici_fsdp_parallelism=2", "ici_data_parallelism=-1"],  # base_emb_dim=128
      ["rollout_fsdp_parallelism=3 does not divide both the model's embedding and the 6 devices that generate. Nearest "
       "that works: 2."]),
     (8, ["rollout_fsdp_parallelism=16", "rollout_tensor_parallelism=4"],
@@ -140,5 +140,7 @@ def test_what_the_model_or_the_devices_cannot_be_divided_into_is_refused_by_the_
 
 
 def test_a_server_has_devices_of_its_own():
-    plan = make_plan(config("rollout_engine=http", "rollout_url=http://x/v1"), num_devices=3)
-    assert plan.rl is not None
+    wide = "base_num_kv_heads=1"
+    with pytest.raises(UserError, match="rollout_tensor_parallelism=2 does not divide"):
+        make_plan(config("rollout_tensor_parallelism=2", wide), num_devices=4)
+    assert make_plan(config("rollout_engine=http", "rollout_url=http://x/v1", wide), num_devices=4).rl is not None

@@ -1,6 +1,7 @@
 """Rewards of whole batches: sums by hand, and functions that fail in every way, after which the next call works."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -77,7 +78,7 @@ def test_the_sum_is_weighted():
         }
         assert scores.total.tolist() == [2 - 2 + 1.5, -2.5 + 4, 2 - 1.5 + 4.5]
         assert scores.total.dtype == np.float64
-        assert (scores.errors, scores.messages) == (0, ())
+        assert (scores.errors, scores.messages) == (0, [])
         nothing = judge.of([], [])
         assert nothing.total.shape == nothing.by_name["format"].shape == (0,)
         with pytest.raises(ValueError, match="1 prompts for 2 completions"):
@@ -124,7 +125,7 @@ def test_what_fails_counts_nothing_and_the_run_goes_on(what, judges):
     assert scores.by_name["mine:length"].tolist() == [len(what), 1, 1, 1]
     assert scores.total.tolist() == (scores.by_name["mine:fails"] + 10 * scores.by_name["mine:length"]).tolist()
     assert scores.errors == count
-    assert scores.messages == (f"Reward function mine:fails {sentence}",)
+    assert scores.messages == [f"Reward function mine:fails {sentence}"]
     after = judges["zero"].of(ANSWERS[:2], ["a", "b"])
     assert (after.total.tolist(), after.errors) == ([11, 11], 0)
 
@@ -139,14 +140,28 @@ def test_or_the_run_stops_with_the_same_words(what, judges):
     assert judges["stop"].of(ANSWERS[:2], ["a", "b"]).total.tolist() == [11, 11]
 
 
-def test_each_way_of_failing_is_said_once(judges):
-    judge = judges["zero"]
-    before = judge.of(ANSWERS, ["a", "b", "c", "d"])
-    assert before.messages == ()
-    with rewards("reward_functions=exact_answer") as other:
-        scores = other.of(ANSWERS, ["5", "6", "7", "1/2"])
-        assert scores.total.tolist() == [1, 0, 0, 1]
-        assert scores.messages == ("Reward function exact_answer returned None: no reward for 1 of 4 pairs.",)
+def test_each_way_of_failing_is_said_once():
+    with rewards("reward_functions=exact_answer,mine:fails", "reward_timeout_seconds=1") as judge:
+        scores = judge.of([*ANSWERS, *ANSWERS], ["nan", "6", "7", "1/2"] * 2)
+        assert scores.total.tolist() == [0, 1, 1, 2, 1, 1, 1, 2]
+        assert scores.errors == 3
+        assert scores.messages == [
+            "Reward function exact_answer returned None: no reward for 2 of 8 pairs.",
+            "Reward function mine:fails returned nan: no reward for 1 of 8 pairs.",
+        ]
+
+
+def test_an_answer_that_was_not_waited_for_is_not_that_to_the_next_question():
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    with rewards("reward_functions=mine:fails") as judge:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(KeyboardInterrupt):
+            judge.of(ANSWERS, ["hang", "b", "c", "d"])
+        signal.signal(signal.SIGALRM, before)
+        assert judge.of(ANSWERS[:2], ["a", "b"]).total.tolist() == [1, 1]
 
 
 def test_what_is_printed_is_no_answer(capfd):
