@@ -335,7 +335,7 @@ def _fitted(asking: _Asking, lines: Sequence[_Line], key: str) -> FilePrompts:
             content.update(json.dumps([written.text, prompts[-1].token_ids, fields], sort_keys=True).encode())
     if long and asking.config.long_examples == "refuse":
         where, count = long[0]
-        others = "" if len(long) == 1 else f", and so have {len(long) - 1} more of {len(lines)} lines"
+        others = "" if len(long) == 1 else f" ({len(long)} of {len(lines)} lines have more than that)"
         raise UserError(
             f"{where}: the prompt has {count} tokens, more than max_prefill_predict_length={most}{others}. "
             f"{_longer(asking.config, max(count for _, count in long))} or long_examples=drop."

@@ -104,44 +104,53 @@ FAILURES = {
 }
 
 
+ENDLESS = ("hang", "backtrack")
+
+
 @pytest.fixture(scope="module")
 def judges(directory):
-    """Those that go on after a failure, and those that stop; one process each for all tests, as a run has one."""
+    """One that goes on after a failure, one that stops, and either with little patience; a process each for all tests."""
     before = os.getcwd()  # noqa: PTH109
     os.chdir(directory)
-    keys = ["reward_functions=mine:fails,mine:length", "reward_timeout_seconds=1", "reward_weights=1,10"]
-    both = {policy: rewards(*keys, f"reward_error={policy}") for policy in ("zero", "stop")}
+    keys = ("reward_functions=mine:fails,mine:length", "reward_weights=1,10")
+    every = {
+        (policy, seconds): rewards(*keys, f"reward_error={policy}", f"reward_timeout_seconds={seconds}")
+        for policy in ("zero", "stop")
+        for seconds in (1, 30)
+    }
     os.chdir(before)
-    yield both
-    for judge in both.values():
+    yield every
+    for judge in every.values():
         judge.close()
 
 
 @pytest.mark.parametrize("what", FAILURES)
 def test_what_fails_counts_nothing_and_the_run_goes_on(what, judges):
     count, sentence = FAILURES[what]
-    scores = judges["zero"].of(ANSWERS, [what, "b", "c", "d"])
+    judge = judges["zero", 1 if what in ENDLESS else 30]
+    scores = judge.of(ANSWERS, [what, "b", "c", "d"])
     assert scores.by_name["mine:fails"].tolist() == [0] * count + [1] * (4 - count)
     assert scores.by_name["mine:length"].tolist() == [len(what), 1, 1, 1]
     assert scores.total.tolist() == (scores.by_name["mine:fails"] + 10 * scores.by_name["mine:length"]).tolist()
     assert scores.errors == count
     assert scores.messages == [f"Reward function mine:fails {sentence}"]
-    after = judges["zero"].of(ANSWERS[:2], ["a", "b"])
+    after = judge.of(ANSWERS[:2], ["a", "b"])
     assert (after.total.tolist(), after.errors) == ([11, 11], 0)
 
 
 @pytest.mark.parametrize("what", ["raise", "hang", "none", "crash", "exit"])
 def test_or_the_run_stops_with_the_same_words(what, judges):
+    judge = judges["stop", 1 if what in ENDLESS else 30]
     with pytest.raises(RewardError) as stopped:
-        judges["stop"].of(ANSWERS, [what, "b", "c", "d"])
+        judge.of(ANSWERS, [what, "b", "c", "d"])
     assert stopped.value.problems == (
         f"Reward function mine:fails {FAILURES[what][1]} Mend it, or set reward_error=zero.",
     )
-    assert judges["stop"].of(ANSWERS[:2], ["a", "b"]).total.tolist() == [11, 11]
+    assert judge.of(ANSWERS[:2], ["a", "b"]).total.tolist() == [11, 11]
 
 
 def test_each_way_of_failing_is_said_once():
-    with rewards("reward_functions=exact_answer,mine:fails", "reward_timeout_seconds=1") as judge:
+    with rewards("reward_functions=exact_answer,mine:fails") as judge:
         scores = judge.of([*ANSWERS, *ANSWERS], ["nan", "6", "7", "1/2"] * 2)
         assert scores.total.tolist() == [0, 1, 1, 2, 1, 1, 1, 2]
         assert scores.errors == 3
