@@ -128,13 +128,16 @@ def test_every_package_that_is_imported_is_declared():
         "pydantic_core": "pydantic",
     }
     base = {canonicalize_name(Requirement(text).name) for text in PROJECT["dependencies"]}
-    with_hf, with_harness = (
-        base | {canonicalize_name(Requirement(text).name) for text in EXTRAS[extra]} for extra in ("hf", "harness")
+    with_hf, with_harness, with_math = (
+        base | {canonicalize_name(Requirement(text).name) for text in EXTRAS[extra]}
+        for extra in ("hf", "harness", "math")
     )
     for module in modules().values():
         declared = with_hf if module.package == "interop" else base
         if module.name == "maxtext_lite.harness":
             declared = with_harness
+        if module.name == "maxtext_lite.rl.reward_functions":
+            declared = with_math
         for found in imports(module):
             top = found.module.partition(".")[0]
             if top in sys.stdlib_module_names or top == "maxtext_lite":

@@ -1,6 +1,7 @@
 """Batches of reinforcement learning: prompts, pairs of a prompt with a response, and the chunks of a batch."""
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -93,6 +94,52 @@ def _not_whole(key: str, fraction: Fraction, num_devices: int) -> str:
         f"{key}={number_text(fraction)} x {num_devices} devices = {number_text(fraction * num_devices)} devices, not a "
         f"whole number.{nearest_clause(near)}"
     )
+
+
+def rollout_mesh(config: RLRunConfig, batch: RLBatch) -> dict[str, int]:
+    """Sizes of the mesh axes (data, fsdp, tensor) of the devices that generate; the others have 1.
+
+    Raises:
+      UserError: the model or the devices cannot be divided so; names the nearest numbers that work.
+    """
+    devices = batch.sampler_devices
+    width = config.base_mlp_dim if config.num_experts == 1 else config.moe_mlp_dim
+    heads = math.gcd(config.base_num_query_heads, config.base_num_kv_heads)
+    tensor, fsdp = config.rollout_tensor_parallelism, config.rollout_fsdp_parallelism
+    tensor_works = _divisors(math.gcd(heads, width, config.vocab_size, devices))
+    fsdp_works = _divisors(math.gcd(config.base_emb_dim, devices))
+    problems: list[str] = []
+    for key, value, other, works, others, what in (
+        ("rollout_tensor_parallelism", tensor, fsdp, tensor_works, fsdp_works, "heads, mlp and vocabulary"),
+        ("rollout_fsdp_parallelism", fsdp, tensor, fsdp_works, tensor_works, "embedding"),
+    ):
+        if value not in works:
+            # Beside what the other key says, where that can stay.
+            beside = [size for size in works if other not in others or devices % (size * other) == 0]
+            problems.append(
+                f"{key}={value} does not divide both the model's {what} and the {devices} devices that generate."
+                f"{nearest_clause(_next_to(value, beside))}"
+            )
+    if not problems and devices % (tensor * fsdp):
+        beside = [size for size in tensor_works if devices % (size * fsdp) == 0]
+        near = [f"rollout_tensor_parallelism={size}" for size in _next_to(tensor, beside)]
+        problems.append(
+            f"rollout_tensor_parallelism={tensor} x rollout_fsdp_parallelism={fsdp} does not divide the {devices} "
+            f"devices that generate.{nearest_clause(near)}"
+        )
+    if problems:
+        raise UserError(problems)
+    return {"data": devices // (tensor * fsdp), "fsdp": fsdp, "tensor": tensor}
+
+
+def _divisors(whole: int) -> list[int]:
+    return [number for number in range(1, whole + 1) if whole % number == 0]
+
+
+def _next_to(value: int, numbers: list[int]) -> list[int]:
+    """The largest of the increasing numbers below the value, and the smallest above it."""
+    below = [number for number in numbers if number < value]
+    return below[-1:] + [number for number in numbers if number > value][:1]
 
 
 def trained_config(config: RLRunConfig, batch: RLBatch) -> Config:

@@ -283,26 +283,26 @@ def _line(asking: _Asking, where: str, value: Mapping[str, Any]) -> _Line:
             f'{where}: "{taken[0]}" is the name of what every reward function is given. Rename that key of the line.'
         )
     key = next((key for key in ("messages", "prompt", "question") if key in value), "prompt")
-    asked, fields = value.get(key), dict(value)
+    asked, answer = value.get(key), value.get("answer")
     if not isinstance(asked, list) and (key == "messages" or not isinstance(asked, str)):
         raise UserError(f"{where}: not a JSON object with {ASKED}, a text or a list of turns.")
-    if isinstance(asked, list):
-        asked, answered = _before_the_answer(asked)
-        fields.setdefault("answer", answered)
-    if key == "prompt":
-        fields = {"answer": _completed(value.get("completion"))} | {k: v for k, v in fields.items() if v is not None}
-    if key == "question" and isinstance(fields.get("answer"), str) and "####" in fields["answer"]:
-        # GSM8K's: how the answer is found, and then the answer.
-        fields.setdefault("solution", fields["answer"])
-        fields["answer"] = fields["answer"].rpartition("####")[2].strip()
-    if isinstance(fields.get("answer"), int | float) and not isinstance(fields["answer"], bool):
-        fields["answer"] = json.dumps(fields["answer"])
-    if fields.get("answer") is None:
-        fields.pop("answer", None)
+    fields = {name: each for name, each in value.items() if name != "answer"}
+    if key == "messages":
+        asked, said = _before_the_answer(asked)
+        answer = said if answer is None else answer
+    elif key == "prompt" and answer is None:
+        answer = _completed(value.get("completion"))
+    elif key == "question" and isinstance(answer, str) and "####" in answer:  # GSM8K's, after how it is found
+        fields.setdefault("solution", answer)
+        answer = answer.rpartition("####")[2].strip()
+    if isinstance(answer, int | float) and not isinstance(answer, bool):
+        answer = json.dumps(answer)
+    if answer is not None:
+        fields["answer"] = answer
     return _Line(asking.written(where, key, asked), fields)
 
 
-def _before_the_answer(turns: list[Any]) -> tuple[list[Any], str | None]:
+def _before_the_answer(turns: Any) -> tuple[Any, str | None]:
     """The turns without an answer at their end, and that answer."""
     last = turns[-1] if turns else None
     if isinstance(last, dict) and last.get("role") == "assistant" and isinstance(last.get("content"), str):
@@ -335,7 +335,7 @@ def _fitted(asking: _Asking, lines: Sequence[_Line], key: str) -> FilePrompts:
             content.update(json.dumps([written.text, prompts[-1].token_ids, fields], sort_keys=True).encode())
     if long and asking.config.long_examples == "refuse":
         where, count = long[0]
-        others = "" if len(long) == 1 else f", and so have {len(long) - 1} more of {len(lines)} lines"
+        others = "" if len(long) == 1 else f" ({len(long)} of {len(lines)} lines have more than that)"
         raise UserError(
             f"{where}: the prompt has {count} tokens, more than max_prefill_predict_length={most}{others}. "
             f"{_longer(asking.config, max(count for _, count in long))} or long_examples=drop."

@@ -13,7 +13,7 @@ from typing import Any
 _NUMERAL = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
 # A minus after a letter, a digit or a bracket is an operation: 12-5 ends in 5.
 _NUMBER = re.compile(
-    rf"(?:(?<![\w.)\]}}])(?P<sign>[-+\u2212]))?(?:\$ ?)?(?P<after>[-+\u2212])?(?P<whole>{_NUMERAL})"
+    rf"(?:(?<![\w.)\]}}])(?P<sign>[-+\u2212]))?(?:\$ ?(?P<after>[-+\u2212])?)?(?P<whole>{_NUMERAL})"
     rf"(?: ?/ ?(?P<parts>{_NUMERAL}))?"
 )
 _FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
@@ -33,7 +33,8 @@ def shipped(name: str, *, pattern: str) -> Callable[..., list[float | None]]:
     if name == "format":
         return format_of(pattern)
     if name == "math_verify":
-        import math_verify as _  # noqa: F401  (said before a run begins, and not at its first response)
+        # Here too, so that a run without it does not begin.
+        import math_verify as _  # noqa: F401  # pyright: ignore[reportMissingImports]
     return {"exact_answer": exact_answer, "numeric_answer": numeric_answer, "math_verify": math_verify}[name]
 
 
@@ -66,7 +67,7 @@ def format_of(pattern: str) -> Callable[..., list[float | None]]:
 
 def math_verify(completions: Sequence[str], answer: Sequence[Any]) -> list[float | None]:
     """Whether the package math-verify finds that the response's expression is the answer's."""
-    from math_verify import parse, verify
+    from math_verify import parse, verify  # pyright: ignore[reportMissingImports]
 
     rewards: list[float | None] = []
     for completion, right in zip(completions, answer, strict=True):

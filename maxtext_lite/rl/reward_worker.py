@@ -3,7 +3,7 @@
 The first line names the functions, `{"names": [...], "pattern": ...}`, and is answered by what is wrong with them,
 `{"problems": [...]}`. Each further line asks one of them, `{"name": ..., "prompts": [...], "completions": [...],
 "fields": {key: [...]}}`, and is answered by `{"rewards": [number or null, ...]}` or `{"error": ...}`, which goes on
-after the name.
+after the function's name.
 
 What functions print goes to stderr. The process ends with its input, and so with the process that started it.
 """

@@ -48,9 +48,9 @@ class Scores:
     """
 
     total: np.ndarray
-    by_name: Mapping[str, np.ndarray]
+    by_name: dict[str, np.ndarray]
     errors: int
-    messages: tuple[str, ...]
+    messages: list[str]
 
 
 class Rewards:
@@ -94,7 +94,7 @@ class Rewards:
         total = np.zeros(len(prompts))
         for weight, rewards in zip(self._weights, by_name.values(), strict=True):
             total += weight * rewards
-        return Scores(total, by_name, sum(count for count, _ in failed), tuple(problem for _, problem in failed))
+        return Scores(total, by_name, sum(count for count, _ in failed), [problem for _, problem in failed])
 
     def close(self) -> None:
         """Ends the process that functions run in, once what it is asked is answered."""
@@ -134,7 +134,7 @@ class Rewards:
         count = len(prompts)
         try:
             worker = self._worker or self._start()
-            reply = worker.asked(_request(name, prompts, completions), self._seconds)
+            reply: dict[str, Any] = worker.asked(_request(name, prompts, completions), self._seconds)
         except _Lost as error:
             self._worker = None
             why = error.reason or f"did not return within reward_timeout_seconds={number_text(self._seconds)}"

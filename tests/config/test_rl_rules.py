@@ -135,6 +135,11 @@ def test_a_template_may_have_lines(tmp_path):
     file = tmp_path / "mine.yml"
     file.write_text('base: configs/post_train/rl.yml\nprompt_template: "Question: {prompt}\\nAnswer:\\t"\n')
     assert load_config(file).prompt_template == "Question: {prompt}\nAnswer:\t"
+    with pytest.raises(UserError) as refused:
+        load_config(FILE, ["prompt_template={prompt}\n\x07"])
+    assert refused.value.problems == (
+        r"prompt_template={prompt}\n\x07 holds a character that cannot be printed. Nearest that works: {prompt}.",
+    )
 
 
 @pytest.mark.parametrize(("names", "weights", "expected"), [

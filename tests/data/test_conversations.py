@@ -205,3 +205,43 @@ def test_templates_in_which_answers_cannot_be_found_are_refused(tokenizer_path, 
     bytes_ = load_tokenizer(load_config(None, []))
     with pytest.raises(UserError, match=r"d:1: tokenizer_type=sentencepiece does not know the special tokens"):
         Writer(config, bytes_, begins_as_elsewhere=False).answered("d:1", {"messages": TURNS})
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA3, INSTRUCT], ids=["chatml", "llama3", "instruct"])
+def test_a_prompt_is_what_comes_before_its_answer(template, tokenizer_path, plain, tmp_path):
+    it = writer(tokenizer_path, template, tmp_path)
+    prompt = it.asked("d:1", "messages", TURNS[:2])
+    written = it.answered("d:1", {"messages": [*TURNS[:2], {"role": "assistant", "content": "No."}]})
+    (asked,), (answered,) = it.asked_tokens([prompt]), it.tokens([written])
+    assert prompt.text == written.text[: written.answers[0][0]]
+    assert plain.decode(asked.tolist(), skip_special_tokens=False) == prompt.text
+    if template is not LLAMA3:  # this tokenizer joins two line breaks unless a word follows
+        assert asked.tolist() == answered.token_ids[: np.flatnonzero(answered.is_answer)[0]].tolist()
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_plain_prompt_begins_as_a_text_does(elsewhere, tokenizer_path, plain, tmp_path):
+    path = tmp_path / "special"
+    path.mkdir()
+    source = tokenizers.Tokenizer.from_file(str(tokenizer_path / "tokenizer.json"))
+    source.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 5)])
+    source.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    it = writer(path, elsewhere=elsewhere)
+    some, none = it.asked_tokens([it.asked("d:1", "prompt", text) for text in ("user", "")])
+    written = [plain.decode(tokens.tolist(), skip_special_tokens=False) for tokens in (some, none)]
+    assert written == (["<s>user", "<s>"] if elsewhere else ["user", "</s>"])
+    assert some.dtype == none.dtype == np.int32
+
+
+@pytest.mark.parametrize(("value", "message"), [
+    ("\ud83d", 'd:7: "prompt" is not valid Unicode'),
+    ([], 'd:7: "prompt" is not a list of turns'),
+    ([USER, ASSISTANT], "d:7: the last turn of \"prompt\" is the assistant's, not the user's"),
+    ([{"role": "system", "content": "x"}], "d:7: the last turn of \"prompt\" is the system's, not the user's"),
+    ([USER, USER], "d:7: turn 2 of the conversation is the user's"),
+])  # fmt: skip
+def test_what_is_no_prompt_is_refused_by_its_place(value, message, tokenizer_path, tmp_path):
+    with pytest.raises(UserError) as refused:
+        writer(tokenizer_path, CHATML, tmp_path).asked("d:7", "prompt", value)
+    assert str(refused.value).startswith(message)

@@ -3,6 +3,8 @@
 import json
 import math
 import re
+import shlex
+from fractions import Fraction
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,8 +12,12 @@ import pytest
 
 from maxtext_lite import plan
 from maxtext_lite.config import load_config
+from maxtext_lite.config.rl_rules import SHIPPED_REWARDS
 from maxtext_lite.data.conversations import Writer
+from maxtext_lite.data.prompts import Prompt, open_prompts
 from maxtext_lite.data.tokenizer import load_tokenizer
+from maxtext_lite.rl.reward_functions import number_in
+from maxtext_lite.rl.rewards import Rewards
 from maxtext_lite.training import train
 from maxtext_lite.training.preference import pair_losses
 from tests.source_tree import REPOSITORY
@@ -23,7 +29,8 @@ def test_every_line_of_the_tables_is_read(tmp_path):
     (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}")
     config = load_config(None, ["dataset_type=sft", f"chat_template={tmp_path / 't.jinja'}"])
     writer = Writer(config, load_tokenizer(config), begins_as_elsewhere=False)
-    lines = [json.loads(line) for line in re.findall(r"^\| `(\{.*?\})` \|", PAGE, re.MULTILINE)]
+    before_rl = PAGE.partition("\n## RL\n")[0]
+    lines = [json.loads(line) for line in re.findall(r"^\| `(\{.*?\})` \|", before_rl, re.MULTILINE)]
     assert len(lines) == 6
     for line in lines:
         texts = writer.compared("here", line) if "chosen" in line else (writer.answered("here", line),)
@@ -34,7 +41,7 @@ def test_every_line_of_the_tables_is_read(tmp_path):
 
 def test_the_plan_prints_what_the_page_says(capsys):
     ((command, output),) = re.findall(
-        r"```bash\npython -m maxtext_lite.plan (.*?)\n```\n<!-- output.*?```text\n(.*?)```", PAGE, re.DOTALL
+        r"```bash\npython -m maxtext_lite.plan ([^\n]*)\n```\n<!-- output.*?```text\n(.*?)```", PAGE, re.DOTALL
     )
     assert plan.main(command.split()) == 0
     assert capsys.readouterr().out.startswith(output)
@@ -71,3 +78,57 @@ def test_the_configs_run_as_they_stand_one_after_the_other(tmp_path):
             named = set(re.findall(r"`((?:eval_|reward_|pairs)\w*)`", PAGE.partition("**Metrics**")[2]))
             assert named <= {*first, *evaluation}
             assert {"pairs", "reward_margin", "eval_pairs"} <= named
+
+
+RL = PAGE.partition("\n## RL\n")[2]
+
+
+def test_every_line_of_rl_is_the_prompt_and_the_answer_beside_it(tmp_path):
+    (tmp_path / "t.jinja").write_text(
+        "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    rows = re.findall(r"^\| `(\{.*?\})` \| (.*) \| (.*) \|$", RL, re.MULTILINE)
+    assert len(rows) == 6
+    (tmp_path / "d.jsonl").write_text("".join(f"{line}\n" for line, _, _ in rows))
+    keys = [f"dataset_path={tmp_path / 'd.jsonl'}", f"chat_template={tmp_path / 't.jinja'}", "eval_fraction=0.5"]
+    parts = open_prompts(load_config("configs/post_train/rl.yml", [*keys, "max_prefill_predict_length=30"]))
+    found = [(prompt.text, prompt.fields["answer"]) for part in parts if part for prompt in part]
+    assert found == [(text, answer) for _, text, answer in rows]
+
+
+def test_the_template_on_the_command_line_is_read():
+    (word,) = re.findall(r"^`(prompt_template=.*)`\.$", RL, re.MULTILINE)
+    (override,) = shlex.split(word)
+    assert load_config("configs/post_train/rl.yml", [override]).prompt_template == "Question: {prompt}\nAnswer:"
+
+
+def test_the_plan_of_made_problems_is_planned(capsys):
+    (command,) = re.findall(r"```bash\npython -m maxtext_lite.plan (.*)\n```", RL)
+    assert plan.main(command.split()) == 0
+    assert "pairs_per_batch" in capsys.readouterr().out
+
+
+def test_the_function_of_the_page_rewards_what_it_says(tmp_path, monkeypatch):
+    ((name, code),) = re.findall(r"<!-- file: (.*) -->\n```python\n(.*?)```", RL, re.DOTALL)
+    (tmp_path / name).write_text(code)
+    keys = re.findall(r"reward_\w+=[\w.,:]*\S", RL.partition("maxtext_lite.train_rl")[2].partition("```")[0])
+    assert len(keys) == 2
+    config = load_config("configs/post_train/rl.yml", keys)
+    asked = Prompt(0, "2+3=", (), {"answer": "5", "level": 1})
+    monkeypatch.chdir(tmp_path)
+    with Rewards(config) as rewards:
+        scores = rewards.of([asked] * 3, ["5", "it's 5", "6"])
+    assert scores.total.tolist() == pytest.approx([1.5, 0.5 / 6, 0])
+    assert scores.errors == 0
+
+
+def test_the_functions_of_the_page_are_those_that_ship():
+    assert tuple(re.findall(r"^\| `(\w+)` \| ", RL, re.MULTILINE)) == SHIPPED_REWARDS
+    for text, number in (
+        (r"$1,234.50", Fraction("1234.5")),
+        ("-3/4", Fraction(-3, 4)),
+        (r"\frac{3}{4}", Fraction(3, 4)),
+    ):
+        assert f"`{text}`" in RL
+        assert number_in(text) == number
