@@ -367,13 +367,13 @@ class _Loop:
 def _told(scores: Scores) -> dict[str, Any]:
     """Scores as JSON, which holds doubles as they are."""
     by_name = {name: values.tolist() for name, values in scores.by_name.items()}
-    about = {"errors": scores.errors, "messages": list(scores.messages)}
+    about = {"errors": scores.errors, "messages": scores.messages}
     return {"total": scores.total.tolist(), "by_name": by_name, **about}
 
 
 def _understood(told: dict[str, Any]) -> Scores:
     by_name = {name: np.array(values, np.float64) for name, values in told["by_name"].items()}
-    return Scores(np.array(told["total"], np.float64), by_name, told["errors"], tuple(told["messages"]))
+    return Scores(np.array(told["total"], np.float64), by_name, told["errors"], list(told["messages"]))
 
 
 def _put(x: np.ndarray, where: Any) -> jax.Array:

@@ -148,7 +148,7 @@ class LocalEngine:
 
     Args:
       decoder: without pipeline and adapters, as `make_plain_decoder` makes it.
-      mesh: over the devices that sample (`rollout_mesh`).
+      mesh: over the devices that sample (`sampling_mesh`).
       num_slots: sequences at once, a multiple of the shards that they are split over.
       max_prompt_tokens, max_new_tokens: the most that `generate` may be asked for.
       stop_token_ids: tokens after which a response ends.

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from maxtext_lite.batching import RLBatch, make_plan
+from maxtext_lite.batching import RLBatch, make_plan, rollout_mesh
 from maxtext_lite.config import RLRunConfig, UserError
 from maxtext_lite.config.hf_config import hf_directory
 from maxtext_lite.data import Tokenizer, check_vocabulary, load_tokenizer, open_prompts
@@ -17,7 +17,7 @@ from maxtext_lite.rl.http_engine import HttpEngine
 from maxtext_lite.rl.policy import Policy
 from maxtext_lite.rl.rewards import Rewards
 from maxtext_lite.rl.rollout import LocalEngine, Response, RolloutEngine
-from maxtext_lite.rl.transfer import rollout_mesh
+from maxtext_lite.rl.transfer import sampling_mesh
 from maxtext_lite.training.run import Run, comes_from_elsewhere
 from maxtext_lite.training.state import make_plain_decoder
 
@@ -136,11 +136,7 @@ def _engine(
 ) -> RolloutEngine:
     if config.rollout_engine == "http":
         return HttpEngine(config.rollout_url, config, run.directory, stop_token_ids=stop_token_ids, seed=config.seed)
-    mesh = rollout_mesh(
-        devices,
-        tensor_parallelism=config.rollout_tensor_parallelism,
-        fsdp_parallelism=config.rollout_fsdp_parallelism,
-    )
+    mesh = sampling_mesh(devices, rollout_mesh(config, batch))
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
     slots = -(-batch.pairs_per_micro_batch // shards) * shards if config.rollout_slots == -1 else config.rollout_slots
     return LocalEngine(

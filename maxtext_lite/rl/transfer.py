@@ -1,6 +1,6 @@
 """The devices that sample, and how the trainer's parameters come to them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -8,27 +8,14 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from maxtext_lite.config import UserError
-from maxtext_lite.config.errors import nearest_clause
 from maxtext_lite.models import Decoder, merged
 from maxtext_lite.parallel import MESH_AXES, make_mesh, tree_shardings
 
 
-def rollout_mesh(devices: Sequence[Any], *, tensor_parallelism: int, fsdp_parallelism: int) -> Mesh:
-    """The mesh of devices that sample: those that tensor and fsdp leave over have copies of the model (`data`).
-
-    Raises:
-      UserError: the two do not divide the devices.
-    """
-    shards = tensor_parallelism * fsdp_parallelism
-    if len(devices) % shards:
-        possible = [size for size in range(1, len(devices) + 1) if len(devices) % size == 0]
-        near = [max(size for size in possible if size < shards), *[size for size in possible if size > shards][:1]]
-        raise UserError(
-            f"rollout_tensor_parallelism={tensor_parallelism} x rollout_fsdp_parallelism={fsdp_parallelism} = {shards} "
-            f"does not divide the {len(devices)} devices that sample.{nearest_clause(near)}"
-        )
-    sizes = dict.fromkeys(MESH_AXES, 1) | {"tensor": tensor_parallelism, "fsdp": fsdp_parallelism}
-    return make_mesh(sizes | {"data": len(devices) // shards}, dict.fromkeys(MESH_AXES, 1), devices)
+def sampling_mesh(devices: Sequence[Any], sizes: Mapping[str, int]) -> Mesh:
+    """The mesh of the devices that sample, of these sizes by axis (`batching.rollout_mesh`); the others have 1."""
+    ones: dict[str, int] = dict.fromkeys(MESH_AXES, 1)
+    return make_mesh(ones | dict(sizes), ones, devices)
 
 
 def refuse_uneven(decoder: Decoder, mesh: Mesh) -> None:

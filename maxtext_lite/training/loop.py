@@ -24,6 +24,7 @@ from maxtext_lite.training.gradients import accumulate_gradients
 from maxtext_lite.training.ledger import Consumed, Ledger
 from maxtext_lite.training.metrics import MetricsLog, Terminal, evaluation_text
 from maxtext_lite.training.nonfinite import find_nonfinite
+from maxtext_lite.training.objective import objective_of
 from maxtext_lite.training.reference import add_reference
 from maxtext_lite.training.run import Run, open_run
 from maxtext_lite.training.state import TrainState
@@ -151,7 +152,7 @@ class _Loop:
                 worker_count=config.grain_worker_count,
             ) as batches,
         ):
-            eval_step = make_eval_step(run.decoder, run.mesh, config, run.objective)
+            eval_step = make_eval_step(run.decoder, run.mesh, config, objective_of(config))
             train_step = self._step_of(plan.stage_at(counts.examples_seen), counts.step + 1)
             self.ledger.restart_clock()
             in_flight: _InFlight | None = None
@@ -268,7 +269,7 @@ class _Loop:
             source, self.plan, sharding=sharding(self.run.mesh, EVAL_BATCH_AXES), eval_steps=self.config.eval_steps
         ) as batches:
             params = self.run.decoder.joined(state.model_params, state.frozen)
-            found = evaluate(eval_step, params, batches, self.run.objective)
+            found = evaluate(eval_step, params, batches, objective_of(self.config))
         self.eval_loss = found["eval_loss"]
         self.ledger.write({"step": self.ledger.counts.step, **found})
         self.terminal.say(f"step {self.ledger.counts.step}/{self.terminal.last_step}  {evaluation_text(found)}")

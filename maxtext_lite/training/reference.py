@@ -18,6 +18,7 @@ from maxtext_lite.parallel import exchange, sharding
 from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.evaluate import scores_of
 from maxtext_lite.training.metrics import Terminal
+from maxtext_lite.training.objective import objective_of
 from maxtext_lite.training.preference import pairs_of
 from maxtext_lite.training.run import Run
 from maxtext_lite.training.state import TrainState
@@ -40,7 +41,7 @@ def add_reference(run: Run, state: TrainState, counts: Counts, terminal: Termina
         tables = _read(run, sources)
     else:
         started = time.perf_counter()
-        eval_step = make_eval_step(run.decoder, run.mesh, run.config, run.objective)
+        eval_step = make_eval_step(run.decoder, run.mesh, run.config, objective_of(run.config))
         params = run.decoder.joined(state.model_params, state.frozen)  # new adapters add nothing
         tables = {source.fingerprint: _find(run, eval_step, params, source) for source in sources}
         if run.is_first:

@@ -17,7 +17,7 @@ from maxtext_lite.models import Decoder, Lora, Sampling
 from maxtext_lite.parallel import tree_shardings
 from maxtext_lite.rl.http_engine import WEIGHTS, HttpEngine
 from maxtext_lite.rl.rollout import LocalEngine, Request
-from maxtext_lite.rl.transfer import rollout_mesh
+from maxtext_lite.rl.transfer import sampling_mesh
 from maxtext_lite.training.state import decoder_shape, make_plain_decoder
 from tests.processes import environment
 from tests.source_tree import REPOSITORY
@@ -27,7 +27,7 @@ STOP, MOST = 3, 16
 GREEDY, DRAWN = Sampling(temperature=0), Sampling(temperature=0.8, top_k=40, top_p=0.95)
 REQUESTS = [Request([5 + number, 40, 7], (0, number)) for number in range(6)]
 CONFIG = load_config(None, [*TINY, "vocab_size=48", "initializer_range=0.4", "dataset_type=synthetic"])
-MESH = rollout_mesh(jax.devices()[:2], tensor_parallelism=1, fsdp_parallelism=2)
+MESH = sampling_mesh(jax.devices()[:2], {"data": 1, "fsdp": 2, "tensor": 1})
 
 
 def parameters(decoder, seed):

@@ -11,7 +11,7 @@ from maxtext_lite.config import Mla, UserError
 from maxtext_lite.models import Decoder, DecoderShape, ExpertShape, Sampling
 from maxtext_lite.parallel import tree_shardings
 from maxtext_lite.rl.rollout import LocalEngine, Request
-from maxtext_lite.rl.transfer import rollout_mesh
+from maxtext_lite.rl.transfer import sampling_mesh
 from maxtext_lite.training.sampler import Sampler
 
 LLAMA = DecoderShape(
@@ -49,7 +49,9 @@ def parameters(decoder):
 
 def make_engine(shape, *, params=None, num_devices=1, tensor=1, fsdp=1, num_slots=4, stop=(), **more):
     decoder = Decoder(shape)
-    mesh = rollout_mesh(jax.devices()[:num_devices], tensor_parallelism=tensor, fsdp_parallelism=fsdp)
+    mesh = sampling_mesh(
+        jax.devices()[:num_devices], {"data": num_devices // (tensor * fsdp), "fsdp": fsdp, "tensor": tensor}
+    )
     sizes = {"max_prompt_tokens": MOST_PROMPT, "max_new_tokens": MOST_NEW, "seed": 5}
     made = LocalEngine(decoder, mesh, num_slots=num_slots, stop_token_ids=stop, **(sizes | more))
     params = parameters(decoder) if params is None else params
@@ -151,7 +153,7 @@ def test_a_response_depends_on_its_prompt_its_key_and_the_seed_only(engine, free
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0), Sampling(temperature=0.9, top_k=6)], ids=str)
 def test_the_sampler_that_streams_draws_the_same(sampling, engine):
     decoder = Decoder(LLAMA)
-    mesh = rollout_mesh(jax.devices()[:1], tensor_parallelism=1, fsdp_parallelism=1)
+    mesh = sampling_mesh(jax.devices()[:1], {"data": 1, "fsdp": 1, "tensor": 1})
     streaming = Sampler(decoder, jax.device_put(parameters(decoder), tree_shardings(mesh, decoder.axes)), mesh)
     prompts = [request.token_ids for request in REQUESTS]
     expected = [[] for _ in prompts]
@@ -249,7 +251,7 @@ def test_draws_follow_the_policy(sampling, limit):
 def test_an_update_changes_what_is_sampled(free_responses):
     made = make_engine(LLAMA, num_slots=4)
     decoder = Decoder(LLAMA)
-    mesh = rollout_mesh(jax.devices()[4:8], tensor_parallelism=1, fsdp_parallelism=2)  # elsewhere than it samples
+    mesh = sampling_mesh(jax.devices()[4:8], {"data": 2, "fsdp": 2, "tensor": 1})  # elsewhere than it samples
     where = tree_shardings(mesh, decoder.axes)
     how = {"sampling": FREE, "max_new_tokens": MOST_NEW}
     made.update(jax.device_put(jax.tree.map(lambda x: -x, parameters(decoder)), where), 1)

@@ -11,7 +11,7 @@ import pytest
 from maxtext_lite.config import UserError
 from maxtext_lite.models import Adapted, Decoder, Lora
 from maxtext_lite.parallel import MESH_AXES, Pipeline, make_mesh, tree_shardings
-from maxtext_lite.rl.transfer import Transfer, refuse_uneven, rollout_mesh
+from maxtext_lite.rl.transfer import Transfer, refuse_uneven, sampling_mesh
 from tests.rl.test_rollout import LLAMA, parameters
 
 LORA = Lora(rank=2, alpha=6.0, targets=("query", "down"))
@@ -26,7 +26,9 @@ def test_parameters_come_from_adapters_and_pipelines_of_any_devices(sampling_dev
     host = parameters(trainer)
     params = jax.device_put(host, tree_shardings(mesh, trainer.axes))
     sampler = Decoder(dataclasses.replace(TRAINED, lora=None))
-    there = rollout_mesh(jax.devices()[sampling_devices], tensor_parallelism=2, fsdp_parallelism=1)
+    there = sampling_mesh(
+        jax.devices()[sampling_devices], {"data": len(jax.devices()[sampling_devices]) // 2, "fsdp": 1, "tensor": 2}
+    )
     found = Transfer(sampler, there)(params)
     jax.tree.map(lambda x: x.delete(), params)  # as the trainer's next step does
 
@@ -55,9 +57,7 @@ def test_parameters_come_from_adapters_and_pipelines_of_any_devices(sampling_dev
 
 
 def test_a_mesh_that_does_not_suit_is_refused():
-    with pytest.raises(UserError, match=r"=3 x rollout_fsdp_parallelism=1 = 3 does .* the 4 devices .* work: 2 or 4\."):
-        rollout_mesh(jax.devices()[:4], tensor_parallelism=3, fsdp_parallelism=1)
-    mesh = rollout_mesh(jax.devices()[:4], tensor_parallelism=4, fsdp_parallelism=1)
+    mesh = sampling_mesh(jax.devices()[:4], {"data": 1, "fsdp": 1, "tensor": 4})
     with pytest.raises(UserError, match=r"parameter .*key.* cannot be split evenly over rollout_tensor_parallelism=4"):
         refuse_uneven(Decoder(LLAMA), mesh)
-    refuse_uneven(Decoder(LLAMA), rollout_mesh(jax.devices()[:8], tensor_parallelism=2, fsdp_parallelism=2))
+    refuse_uneven(Decoder(LLAMA), sampling_mesh(jax.devices()[:8], {"data": 2, "fsdp": 2, "tensor": 2}))
