@@ -51,11 +51,22 @@ def example_ids(first: int, count: int, *, num_examples: int, seed: int) -> np.n
             ids[done : done + stop - start] = _sorted_permutation(num_examples, epoch_key)[start:stop]
         else:
             ids[done : done + stop - start] = [
-                grain_experimental.index_shuffle(i, max_index=num_examples - 1, seed=epoch_key >> 32, rounds=_ROUNDS)
-                for i in range(start, stop)
+                _shuffled(i, num_examples=num_examples, seed=epoch_key >> 32) for i in range(start, stop)
             ]
         done += stop - start
     return ids
+
+
+def _shuffled(index: int, *, num_examples: int, seed: int) -> int:
+    """Where a permutation of the numbers below num_examples takes one of them."""
+    largest = num_examples - 1
+    if largest & (largest - 1) == 0:
+        # A power of two is too large for the cipher's domain (2^16 goes where 0 does); one more, and it has the next.
+        largest += 1
+    while True:
+        index = grain_experimental.index_shuffle(index, max_index=largest, seed=seed, rounds=_ROUNDS)
+        if index < num_examples:
+            return index
 
 
 def examples_hash(ids: np.ndarray) -> str:

@@ -16,12 +16,19 @@ def splitmix64_in_python(state: int) -> int:
 
 
 @pytest.mark.parametrize("seed", [0, 2**63])
-@pytest.mark.parametrize("num_examples", [1, 2, 3, 7, 64, 1000, 2**16 + 3])
+@pytest.mark.parametrize("num_examples", [1, 2, 3, 7, 64, 1000, 2**16 + 1, 2**16 + 2, 2**16 + 3])
 def test_every_epoch_holds_every_example_once(num_examples, seed):
     for epoch in range(2):
         ids = example_ids(epoch * num_examples, num_examples, num_examples=num_examples, seed=seed)
         assert ids.dtype == np.int64
         assert sorted(ids) == list(range(num_examples))
+
+
+def test_the_largest_id_of_one_more_than_a_power_of_two_is_not_the_first_ones():
+    """index_shuffle by itself takes 2**32 where it takes 0."""
+    num_examples = 2**32 + 1
+    first, last = (int(example_ids(at, 1, num_examples=num_examples, seed=0)[0]) for at in (0, num_examples - 1))
+    assert first != last
 
 
 def test_epochs_and_seeds_have_different_orders_near_chance():
@@ -62,7 +69,7 @@ def test_nothing_asked_for_is_an_empty_array():
 
 @pytest.mark.parametrize(("seed", "epoch"), [(0, 0), (7, 3), (2**40, 12)])
 def test_the_order_of_a_large_epoch_is_grains_permutation(seed, epoch):
-    num_examples = 2**16 + 1
+    num_examples = 2**16 + 3
     key = splitmix64_in_python(splitmix64_in_python(seed) ^ epoch)
     expected = [index_shuffle(i, max_index=num_examples - 1, seed=key >> 32, rounds=4) for i in range(100)]
     np.testing.assert_array_equal(
