@@ -16,6 +16,8 @@ _ALWAYS_SHOWN = (
     "base_emb_dim", "base_num_decoder_layers", "vocab_size", "dtype", "learning_rate", "ici_data_parallelism",
     "ici_fsdp_parallelism", "ici_tensor_parallelism",
 )  # fmt: skip
+_SHOWN_IN_RL = ("batch_size", "num_generations", "micro_batch_size", "reward_functions")
+_FOLLOW_IN_RL = ("per_device_batch_size", "gradient_accumulation_steps")
 
 
 def write_resolved(config: Config, path: str | Path) -> None:
@@ -35,11 +37,14 @@ def write_resolved(config: Config, path: str | Path) -> None:
 def describe(config: Config) -> str:
     """A table of the most important keys and of those that differ from configs/base.yml, with their origins."""
     base = _base("post_train/rl.yml" if isinstance(config, RLRunConfig) else None)
+    shown = set(_ALWAYS_SHOWN)
+    if isinstance(config, RLRunConfig):
+        shown = shown.difference(_FOLLOW_IN_RL).union(_SHOWN_IN_RL)
     keys = [
         key
         for _, section in sections_of(config)
         for key in section.model_fields
-        if key in _ALWAYS_SHOWN or getattr(config, key) != getattr(base, key)
+        if key in shown or getattr(config, key) != getattr(base, key)
     ]
     values = [value_text(getattr(config, key)) for key in keys]
     key_width = max(len(key) for key in keys)

@@ -53,3 +53,11 @@ def test_the_table_shows_what_matters_and_what_differs():
     assert rows["steps"] == ["400", "command", "line"]
     assert rows["per_device_batch_size"] == ["16", "base.yml"]
     assert "adam_b2" not in rows
+
+
+def test_the_table_of_reinforcement_learning_says_what_a_step_samples_and_not_what_follows_from_it():
+    table = describe(load_config("configs/post_train/rl.yml", ["num_generations=16"]))
+    rows = {line.split()[0]: line.split()[1] for line in table.splitlines()}
+    assert rows["num_generations"] == "16"
+    assert {"batch_size", "micro_batch_size", "reward_functions"} <= rows.keys()
+    assert not {"per_device_batch_size", "gradient_accumulation_steps"} & rows.keys()

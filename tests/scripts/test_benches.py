@@ -40,3 +40,19 @@ def test_import_stays_within_its_memory():
     cells = dict(zip(header.strip("| ").split(" | "), row.strip("| ").split(" | "), strict=True))
     # vocabulary 49152 x 576 and four layers of 3.54M parameters each, in bfloat16
     assert (cells["largest tensor"], cells["checkpoint"], cells["devices"]) == ("54 MiB", "81 MiB", "81 MiB")
+
+
+def test_overlap_of_rollout_and_training():
+    done = subprocess.run(
+        [sys.executable, "scripts/bench_overlap.py", "--devices", "2", "--chunks", "2", "--prompts", "2", "--steps",
+         "1", "--repeats", "1", *TINY[:7]],
+        cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True, timeout=300,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in done.stdout.splitlines()[6:]]
+    assert [(row[0], row[-2]) for row in rows] == [
+        ("in turns", "0.00"), ("one after the other", "0.00"), ("beside each other", "0.50"),
+    ]  # fmt: skip
+    assert rows[1][4] == "1.00 (1.00 .. 1.00)"
+    assert [row[-1] for row in rows[:2]] == ["0.00", "0.00"]
