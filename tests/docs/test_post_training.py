@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from maxtext_lite import plan
-from maxtext_lite.config import load_config
+from maxtext_lite.config import RLRunConfig, load_config
 from maxtext_lite.config.rl_rules import SHIPPED_REWARDS
 from maxtext_lite.data.conversations import Writer
 from maxtext_lite.data.prompts import Prompt, open_prompts
 from maxtext_lite.data.tokenizer import load_tokenizer
+from maxtext_lite.rl.loop import train_rl
 from maxtext_lite.rl.reward_functions import number_in
 from maxtext_lite.rl.rewards import Rewards
 from maxtext_lite.training import train
@@ -23,6 +24,10 @@ from maxtext_lite.training.preference import pair_losses
 from tests.source_tree import REPOSITORY
 
 PAGE = (REPOSITORY / "docs" / "post_training.md").read_text(encoding="utf-8")
+BEFORE_RL, _, RL = PAGE.partition("\n## RL\n")
+DPO_METRICS = BEFORE_RL.partition("**Metrics**")[2]
+RECORDED = RL.partition("### What is recorded")[2].partition("\n### ")[0]
+REWARDS = RL.partition("### Rewards")[2]
 
 
 def test_every_line_of_the_tables_is_read(tmp_path):
@@ -75,12 +80,36 @@ def test_the_configs_run_as_they_stand_one_after_the_other(tmp_path):
         assert last["loss"] < first["loss"]
         if name == "dpo":
             assert first["loss"] == pytest.approx(np.log(2), rel=1e-5)
-            named = set(re.findall(r"`((?:eval_|reward_|pairs)\w*)`", PAGE.partition("**Metrics**")[2]))
+            named = set(re.findall(r"`((?:eval_|reward_|pairs)\w*)`", DPO_METRICS))
             assert named <= {*first, *evaluation}
             assert {"pairs", "reward_margin", "eval_pairs"} <= named
 
 
-RL = PAGE.partition("\n## RL\n")[2]
+def test_what_a_run_of_rl_records_is_what_the_page_names(tmp_path):
+    keys = [*SMALL, f"base_output_directory={tmp_path}", "steps=2", "batch_size=2", "num_generations=2", "log_period=1",
+            "max_prefill_predict_length=8", "max_target_length=12", "num_iterations=2", "grpo_beta=0.1",
+            "eval_num_generations=4", "eval_sampling_temperature=1.0", "eval_steps=1", "eval_interval=2"]  # fmt: skip
+    config = load_config("configs/post_train/rl.yml", keys)
+    assert isinstance(config, RLRunConfig)
+    directory = train_rl(config).run_directory
+    files = re.findall(r"^\| `(\w+\.jsonl)` \|", RECORDED, re.MULTILINE)
+    lines = {name: [json.loads(line) for line in (directory / name).read_text().splitlines()] for name in files}
+    assert set(files) == {path.name for path in directory.glob("*.jsonl")}
+    recorded = {key for line in lines["metrics.jsonl"] for key in line}
+    rows = "".join(row.partition("|")[0] for row in re.findall(r"^\| (`.*)", RECORDED, re.MULTILINE))
+    named = set(re.findall(r"`([\w/]+)`", rows.replace("NAME", "exact_answer")))
+    assert {"reward", "rewards/exact_answer", "kl", "responses_hash"} <= named <= recorded
+    evaluated = {name.replace("_k", "_2") for name in re.findall(r"`(eval_(?:accuracy|reward|pass)\w*)`", RECORDED)}
+    assert {"eval_accuracy", "eval_pass_at_2"} <= evaluated <= recorded
+
+
+def test_the_variants_of_the_page_are_configs():
+    variants = [
+        shlex.split(words) for words in re.findall(r"^\| (?:DAPO|Dr\. GRPO|GSPO).* \| `(.*)` \|$", RL, re.MULTILINE)
+    ]
+    assert len(variants) == 3
+    for words in variants:
+        load_config("configs/post_train/rl.yml", words)
 
 
 def test_every_line_of_rl_is_the_prompt_and_the_answer_beside_it(tmp_path):
@@ -112,7 +141,7 @@ def test_the_plan_of_made_problems_is_planned(capsys):
 def test_the_function_of_the_page_rewards_what_it_says(tmp_path, monkeypatch):
     ((name, code),) = re.findall(r"<!-- file: (.*) -->\n```python\n(.*?)```", RL, re.DOTALL)
     (tmp_path / name).write_text(code)
-    keys = re.findall(r"reward_\w+=[\w.,:]*\S", RL.partition("maxtext_lite.train_rl")[2].partition("```")[0])
+    keys = re.findall(r"reward_\w+=[\w.,:]*\S", REWARDS.partition("maxtext_lite.train_rl")[2].partition("```")[0])
     assert len(keys) == 2
     config = load_config("configs/post_train/rl.yml", keys)
     asked = Prompt(0, "2+3=", (), {"answer": "5", "level": 1})
@@ -124,7 +153,7 @@ def test_the_function_of_the_page_rewards_what_it_says(tmp_path, monkeypatch):
 
 
 def test_the_functions_of_the_page_are_those_that_ship():
-    assert tuple(re.findall(r"^\| `(\w+)` \| ", RL, re.MULTILINE)) == SHIPPED_REWARDS
+    assert tuple(re.findall(r"^\| `(\w+)` \| ", REWARDS, re.MULTILINE)) == SHIPPED_REWARDS
     for text, number in (
         (r"$1,234.50", Fraction("1234.5")),
         ("-3/4", Fraction(-3, 4)),
