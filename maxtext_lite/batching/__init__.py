@@ -14,7 +14,7 @@ from maxtext_lite.batching.parameters import (
 )
 from maxtext_lite.batching.plan import BatchPlan, load_plan, make_plan, row_slots, scaled_optimizer
 from maxtext_lite.batching.rampup import BatchStage, RampupBatchManager
-from maxtext_lite.batching.rl import RLBatch, rollout_mesh
+from maxtext_lite.batching.rl import RLBatch
 from maxtext_lite.batching.scaling import OptimizerScaling
 from maxtext_lite.batching.table import format_plan
 from maxtext_lite.batching.topology import MESH_AXES, Topology
@@ -37,7 +37,6 @@ __all__ = [
     "format_plan",
     "load_plan",
     "make_plan",
-    "rollout_mesh",
     "row_slots",
     "scaled_optimizer",
 ]

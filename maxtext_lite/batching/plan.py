@@ -18,7 +18,7 @@ from maxtext_lite.batching.memory import (
 from maxtext_lite.batching.mend import refusals
 from maxtext_lite.batching.pipeline import SCHEDULES, PipelineShape, Schedule
 from maxtext_lite.batching.rampup import BatchStage, RampupBatchManager, samples_before, stage_at
-from maxtext_lite.batching.rl import RLBatch, rl_batch, rollout_mesh, trained_config
+from maxtext_lite.batching.rl import RLBatch, rl_batch, trained_config
 from maxtext_lite.batching.scaling import OptimizerScaling, scaling_warnings
 from maxtext_lite.batching.sizes import Sizes, work_out
 from maxtext_lite.batching.topology import Topology
@@ -350,8 +350,6 @@ def _make_rl_plan(
 ) -> BatchPlan:
     """The plan of what the trainer's devices do; examples are pairs, and the data is prompts."""
     rl = rl_batch(config, num_devices)
-    if config.rollout_engine == "local":
-        rollout_mesh(config, rl)  # refuses what the devices or the model cannot be divided into
     hosts = Fraction(1) if num_hosts == 1 else Fraction(num_hosts * rl.trainer_devices, num_devices)
     if hosts.denominator != 1:
         raise UserError(

@@ -1,10 +1,10 @@
 """Batches of reinforcement learning: prompts, pairs of a prompt with a response, and the chunks of a batch."""
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from fractions import Fraction
 
+from maxtext_lite.batching.rollout import Rollout, rollout_of
 from maxtext_lite.config import Config, RLRunConfig, UserError
 from maxtext_lite.config.errors import nearest_clause, number_text
 
@@ -25,6 +25,7 @@ class RLBatch:
       max_prompt_tokens, max_response_tokens: of a pair.
       trainer_devices, sampler_devices: those that train and those that generate; all of them where they take turns.
       takes_turns: the same devices do both.
+      rollout: how responses are generated; None where a server does it.
     """
 
     prompts_per_batch: int
@@ -39,6 +40,7 @@ class RLBatch:
     trainer_devices: int
     sampler_devices: int
     takes_turns: bool
+    rollout: Rollout | None
 
     @property
     def overlap_fraction(self) -> Fraction:
@@ -57,7 +59,7 @@ def rl_batch(config: RLRunConfig, num_devices: int) -> RLBatch:
     """The batch that the config states on so many devices.
 
     Raises:
-      UserError: the fractions do not give whole devices; names fractions that do.
+      UserError: the fractions do not give whole devices, or those that generate cannot be shared out; names what works.
     """
     pairs = config.batch_size * config.num_generations
     chunk = pairs if config.micro_batch_size == -1 else config.micro_batch_size
@@ -84,6 +86,7 @@ def rl_batch(config: RLRunConfig, num_devices: int) -> RLBatch:
         trainer_devices=trainer,
         sampler_devices=sampler,
         takes_turns=takes_turns,
+        rollout=rollout_of(config, sampler, chunk) if config.rollout_engine == "local" else None,
     )
 
 
@@ -94,52 +97,6 @@ def _not_whole(key: str, fraction: Fraction, num_devices: int) -> str:
         f"{key}={number_text(fraction)} x {num_devices} devices = {number_text(fraction * num_devices)} devices, not a "
         f"whole number.{nearest_clause(near)}"
     )
-
-
-def rollout_mesh(config: RLRunConfig, batch: RLBatch) -> dict[str, int]:
-    """Sizes of the mesh axes (data, fsdp, tensor) of the devices that generate; the others have 1.
-
-    Raises:
-      UserError: the model or the devices cannot be divided so; names the nearest numbers that work.
-    """
-    devices = batch.sampler_devices
-    width = config.base_mlp_dim if config.num_experts == 1 else config.moe_mlp_dim
-    heads = math.gcd(config.base_num_query_heads, config.base_num_kv_heads)
-    tensor, fsdp = config.rollout_tensor_parallelism, config.rollout_fsdp_parallelism
-    tensor_works = _divisors(math.gcd(heads, width, config.vocab_size, devices))
-    fsdp_works = _divisors(math.gcd(config.base_emb_dim, devices))
-    problems: list[str] = []
-    for key, value, other, works, others, what in (
-        ("rollout_tensor_parallelism", tensor, fsdp, tensor_works, fsdp_works, "heads, mlp and vocabulary"),
-        ("rollout_fsdp_parallelism", fsdp, tensor, fsdp_works, tensor_works, "embedding"),
-    ):
-        if value not in works:
-            # Beside what the other key says, where that can stay.
-            beside = [size for size in works if other not in others or devices % (size * other) == 0]
-            problems.append(
-                f"{key}={value} does not divide both the model's {what} and the {devices} devices that generate."
-                f"{nearest_clause(_next_to(value, beside))}"
-            )
-    if not problems and devices % (tensor * fsdp):
-        beside = [size for size in tensor_works if devices % (size * fsdp) == 0]
-        near = [f"rollout_tensor_parallelism={size}" for size in _next_to(tensor, beside)]
-        problems.append(
-            f"rollout_tensor_parallelism={tensor} x rollout_fsdp_parallelism={fsdp} does not divide the {devices} "
-            f"devices that generate.{nearest_clause(near)}"
-        )
-    if problems:
-        raise UserError(problems)
-    return {"data": devices // (tensor * fsdp), "fsdp": fsdp, "tensor": tensor}
-
-
-def _divisors(whole: int) -> list[int]:
-    return [number for number in range(1, whole + 1) if whole % number == 0]
-
-
-def _next_to(value: int, numbers: list[int]) -> list[int]:
-    """The largest of the increasing numbers below the value, and the smallest above it."""
-    below = [number for number in numbers if number < value]
-    return below[-1:] + [number for number in numbers if number > value][:1]
 
 
 def trained_config(config: RLRunConfig, batch: RLBatch) -> Config:

@@ -95,6 +95,7 @@ def _rl_rows(rl: RLBatch) -> list[tuple[str, str]]:
             f"at most {rl.max_prompt_tokens} of the prompt and {rl.max_response_tokens} of the response",
         ),
         ("devices", turns if rl.takes_turns else f"{apart}; {beside}"),
+        ("rollout", "by a server" if rl.rollout is None else str(rl.rollout)),
     ]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from maxtext_lite.batching import RLBatch, make_plan, rollout_mesh
+from maxtext_lite.batching import RLBatch, make_plan
 from maxtext_lite.config import RLRunConfig, UserError
 from maxtext_lite.config.hf_config import hf_directory
 from maxtext_lite.data import Tokenizer, check_vocabulary, load_tokenizer, open_prompts
@@ -136,13 +136,11 @@ def _engine(
 ) -> RolloutEngine:
     if config.rollout_engine == "http":
         return HttpEngine(config.rollout_url, config, run.directory, stop_token_ids=stop_token_ids, seed=config.seed)
-    mesh = sampling_mesh(devices, rollout_mesh(config, batch))
-    shards = mesh.shape["data"] * mesh.shape["fsdp"]
-    slots = -(-batch.pairs_per_micro_batch // shards) * shards if config.rollout_slots == -1 else config.rollout_slots
+    assert batch.rollout is not None, "the plan of a local engine says how it samples"
     return LocalEngine(
         make_plain_decoder(config),
-        mesh,
-        num_slots=slots,
+        sampling_mesh(devices, batch.rollout.mesh),
+        num_slots=batch.rollout.slots,
         max_prompt_tokens=batch.max_prompt_tokens,
         max_new_tokens=batch.max_response_tokens,
         stop_token_ids=stop_token_ids,

@@ -5,7 +5,7 @@ from fractions import Fraction
 import pytest
 
 from maxtext_lite.batching import load_plan, make_plan
-from maxtext_lite.batching.rl import rl_batch, rollout_mesh
+from maxtext_lite.batching.rl import rl_batch
 from maxtext_lite.config import Config, RLRunConfig, UserError, load_config, write_resolved
 
 FILE = "configs/post_train/rl.yml"
@@ -90,57 +90,3 @@ def test_its_keys_are_those_of_its_file_alone(tmp_path):
     with pytest.raises(UserError, match=r"unknown key 'batch_size' .*It is a key of configs/post_train/rl.yml"):
         load_config(None, ["batch_size=6"])
     assert set(Config.model_fields) < set(RLRunConfig.model_fields)
-
-
-def mesh(devices, *overrides):
-    asked = config(*overrides)
-    return rollout_mesh(asked, rl_batch(asked, devices))
-
-
-def test_the_devices_that_generate_have_a_mesh_of_their_own():
-    assert mesh(8) == {"data": 8, "fsdp": 1, "tensor": 1}
-    assert mesh(8, "rollout_tensor_parallelism=2") == {"data": 4, "fsdp": 1, "tensor": 2}
-    both = ("rollout_tensor_parallelism=2", "rollout_fsdp_parallelism=2")
-    assert mesh(8, *both) == {"data": 2, "fsdp": 2, "tensor": 2}
-    apart = ("trainer_devices_fraction=0.5", "sampler_devices_fraction=0.5")
-    assert mesh(8, *both, *apart) == {"data": 1, "fsdp": 2, "tensor": 2}
-
-
-@pytest.mark.parametrize(("devices", "overrides", "messages"), [
-    (8, ["rollout_tensor_parallelism=3"],
-     ["rollout_tensor_parallelism=3 does not divide both the model's heads, mlp and vocabulary and the 8 devices that "
-      "generate. Nearest that work: 2 or 4."]),
-    (8, ["rollout_tensor_parallelism=8"],  # 4 kv heads
-     ["rollout_tensor_parallelism=8 does not divide both the model's heads, mlp and vocabulary and the 8 devices that "
-      "generate. Nearest that works: 4."]),
-    (6, ["rollout_fsdp_parallelism=3", "ici_fsdp_parallelism=2", "ici_data_parallelism=-1"],  # base_emb_dim=128
-     ["rollout_fsdp_parallelism=3 does not divide both the model's embedding and the 6 devices that generate. Nearest "
-      "that works: 2."]),
-    (8, ["rollout_fsdp_parallelism=16", "rollout_tensor_parallelism=4"],
-     ["rollout_fsdp_parallelism=16 does not divide both the model's embedding and the 8 devices that generate. Nearest "
-      "that works: 2."]),
-    (8, ["rollout_tensor_parallelism=4", "rollout_fsdp_parallelism=4"],
-     ["rollout_tensor_parallelism=4 x rollout_fsdp_parallelism=4 does not divide the 8 devices that generate. Nearest "
-      "that works: rollout_tensor_parallelism=2."]),
-    (8, ["rollout_tensor_parallelism=3", "rollout_fsdp_parallelism=5"],
-     ["rollout_tensor_parallelism=3 does not divide both the model's heads, mlp and vocabulary and the 8 devices that "
-      "generate. Nearest that work: 2 or 4.",
-      "rollout_fsdp_parallelism=5 does not divide both the model's embedding and the 8 devices that generate. Nearest "
-      "that work: 4 or 8."]),
-])  # fmt: skip
-def test_what_the_model_or_the_devices_cannot_be_divided_into_is_refused_by_the_plan(devices, overrides, messages):
-    with pytest.raises(UserError) as refusal:
-        load_plan(FILE, overrides, num_devices=devices)
-    assert list(refusal.value.problems) == messages
-    mended = []
-    for message in messages:
-        works = message.partition("Nearest that work")[2].partition(": ")[2].removesuffix(".").split(" or ")[0]
-        mended.append(works if "=" in works else f"{message.partition('=')[0]}={works}")
-    load_plan(FILE, [*overrides, *mended], num_devices=devices)
-
-
-def test_a_server_has_devices_of_its_own():
-    wide = "base_num_kv_heads=1"
-    with pytest.raises(UserError, match="rollout_tensor_parallelism=2 does not divide"):
-        make_plan(config("rollout_tensor_parallelism=2", wide), num_devices=4)
-    assert make_plan(config("rollout_engine=http", "rollout_url=http://x/v1", wide), num_devices=4).rl is not None
