@@ -1,0 +1,53 @@
+"""Rules of the architecture: what is refused, and that what is named instead works."""
+
+import pytest
+
+from maxtext_lite.config import UserError, load_config
+from maxtext_lite.config.model_rules import nearest_divisors
+
+
+@pytest.mark.parametrize("whole", [1, 7, 12, 30, 256])
+@pytest.mark.parametrize("value", [1, 2, 5, 13, 300])
+def test_nearest_divisors_are_next_to_the_value(value, whole):
+    every = [number for number in range(1, whole + 1) if whole % number == 0]
+    below = [number for number in every if number < value]
+    above = [number for number in every if number > value]
+    assert list(nearest_divisors(value, whole)) == ([value] if value in every else [*below[-1:], *above[:1]])
+
+
+def test_routing_groups_have_equal_shares_and_enough_experts():
+    keys = ["num_experts=12", "num_experts_per_tok=5"]
+    for groups, near in ((5, "4 or 6"), (12, "6")):
+        with pytest.raises(UserError, match=rf"num_experts=12 into equal .* works?: {near}\."):
+            load_config(None, [*keys, f"n_routing_groups={groups}", "topk_routing_group=4"])
+    with pytest.raises(UserError) as refused:
+        load_config(None, [*keys, "n_routing_groups=4", "topk_routing_group=1"])
+    assert refused.value.problems == (
+        "topk_routing_group=1 x 3 experts of a group are fewer than num_experts_per_tok=5. Nearest that works: 2.",
+    )
+    load_config(None, [*keys, "n_routing_groups=4", "topk_routing_group=2"])
+
+
+LATENT = "mla={q_lora_rank: 0, kv_lora_rank: 16, qk_nope_head_dim: 12, qk_rope_head_dim: 4, v_head_dim: 8}"
+
+
+@pytest.mark.parametrize(("overrides", "message"), [
+    (["gated_mlp=false", "mlp_activation=clamped_silu"],
+     "gated_mlp=false with mlp_activation=clamped_silu: it clamps the gate too. Nearest that works: true."),
+    (["gated_mlp=false", "num_experts=4"],
+     "gated_mlp=false with num_experts > 1: experts have gates. Nearest that works: true."),
+    ([LATENT, "base_num_kv_heads=8", "head_dim=20"],
+     "head_dim=20 is not the 16 of mla's qk_nope_head_dim + qk_rope_head_dim. Nearest that works: 16."),
+    ([LATENT], "base_num_kv_heads=4 with " + LATENT + ": latent attention has its own. Nearest that works: 8."),
+    ([LATENT, "base_num_kv_heads=8", "layer_pattern=nope"],
+     "layer_pattern=nope has layers without rotation beside mla. Nearest that works: global."),
+    (["trainable_position_size=256", "rope_scaling={rope_type: ntk, factor: 2}"],
+     "trainable_position_size=256 contradicts rope_scaling={rope_type: ntk, factor: 2}, which is about rotation. "
+     "Nearest that works: 0."),
+    (["num_experts=4", "first_num_dense_layers=4"],
+     "first_num_dense_layers=4 leaves none of base_num_decoder_layers=4 for experts. Nearest that works: 3."),
+])  # fmt: skip
+def test_parts_of_a_model_that_do_not_go_together_are_refused(overrides, message):
+    with pytest.raises(UserError) as refused:
+        load_config(None, overrides)
+    assert refused.value.problems == (message,)
