@@ -12,7 +12,8 @@ from maxtext_lite.batching.parameters import (
     count_parameters,
     flops_per_example,
 )
-from maxtext_lite.batching.plan import BatchPlan, load_plan, make_plan, row_slots, scaled_optimizer
+from maxtext_lite.batching.plan import BatchPlan, row_slots
+from maxtext_lite.batching.planning import load_plan, make_plan, scaled_optimizer
 from maxtext_lite.batching.rampup import BatchStage, RampupBatchManager
 from maxtext_lite.batching.rl import RLBatch
 from maxtext_lite.batching.scaling import OptimizerScaling

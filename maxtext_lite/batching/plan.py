@@ -1,29 +1,18 @@
 """The plan of a run: every batch size and what follows from it, before a machine exists."""
 
-import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from pathlib import Path
 
 from maxtext_lite.batching.length import RunLength
 from maxtext_lite.batching.memory import (
     MemoryEstimate,
-    bytes_text,
-    estimate_activations,
-    estimate_memory,
-    splits_residual,
 )
-from maxtext_lite.batching.mend import refusals
-from maxtext_lite.batching.pipeline import SCHEDULES, PipelineShape, Schedule
+from maxtext_lite.batching.pipeline import PipelineShape, Schedule
 from maxtext_lite.batching.rampup import BatchStage, RampupBatchManager, samples_before, stage_at
-from maxtext_lite.batching.rl import RLBatch, rl_batch, trained_config
-from maxtext_lite.batching.scaling import OptimizerScaling, scaling_warnings
-from maxtext_lite.batching.sizes import Sizes, work_out
-from maxtext_lite.batching.topology import Topology
-from maxtext_lite.config import Config, ConfigError, Refusal, RLRunConfig, UserError, load_config
-from maxtext_lite.config.errors import number_text
+from maxtext_lite.batching.rl import RLBatch
+from maxtext_lite.batching.scaling import OptimizerScaling
 
 
 @dataclass(frozen=True)
@@ -120,7 +109,7 @@ class BatchPlan:
     @property
     def layout_shards(self) -> int:
         """The equal shares of rows: the batch shards, or with local updates replicas x fsdp x expert."""
-        return _layout_shards(self.mesh, self.diloco_num_replicas)
+        return layout_shards(self.mesh, self.diloco_num_replicas)
 
     def slots_for(self, examples: int) -> int:
         """Row slots of a pass over `examples` rows: a multiple of the layout shards, hosts and pipeline pieces."""
@@ -243,7 +232,8 @@ class BatchPlan:
         }
 
 
-def _layout_shards(mesh: Mapping[str, int], diloco_num_replicas: int | None) -> int:
+def layout_shards(mesh: Mapping[str, int], diloco_num_replicas: int | None) -> int:
+    """The equal parts that the rows of a micro-batch are cut into; see `BatchPlan.layout_shards`."""
     copies = mesh["data"] if diloco_num_replicas is None else diloco_num_replicas
     return copies * mesh["fsdp"] * mesh["expert"]
 
@@ -253,247 +243,6 @@ def row_slots(examples: int, layout_shards: int, num_hosts: int, num_pipeline_mi
     pieces = num_pipeline_microbatches
     unit = math.lcm(layout_shards, num_hosts // math.gcd(num_hosts, pieces))
     return pieces * unit * -(-examples // (pieces * unit))
-
-
-def make_plan(
-    config: Config,
-    *,
-    num_devices: int,
-    num_hosts: int = 1,
-    num_examples: int | None = None,
-    device_memory_gb: float | None = None,
-) -> BatchPlan:
-    """The plan of a config on a machine.
-
-    Args:
-      num_devices: every device of the mesh.
-      num_hosts: hosts (processes), each with as many devices.
-      num_examples: training examples in the data; where not known, `epochs` is None and num_epochs cannot be planned.
-      device_memory_gb: memory of a device in GB (1e9 bytes), to be compared with the estimate.
-    Raises:
-      UserError: with every broken rule, each naming values that work.
-    """
-    if num_examples is not None and num_examples < 1:
-        raise UserError(f"num_examples={num_examples}: there is no training example.")
-    if isinstance(config, RLRunConfig):
-        return _make_rl_plan(config, num_devices, num_hosts, num_examples, device_memory_gb)
-    topology = Topology(num_devices, num_hosts)
-    sizes = work_out(config, topology, num_examples)
-    if not isinstance(sizes, Sizes):
-        raise UserError(str(refusal) for refusal in refusals(config, topology, sizes, num_examples))
-    if sizes.length is None:
-        raise UserError(
-            f"num_epochs={number_text(config.num_epochs)} gives no steps without the number of training examples. "
-            "Give num_examples to make_plan, or --examples N to the command plan."
-        )
-    batch, mesh = sizes.batch, sizes.mesh
-    pieces, stages = sizes.num_pipeline_microbatches, sizes.num_pipeline_stages
-    replicas = sizes.diloco_num_replicas
-    slots = row_slots(batch.micro_batch_to_train, _layout_shards(mesh.total, replicas), num_hosts, pieces)
-    rows = slots * config.rows_per_example
-    memory = estimate_memory(
-        config, mesh.total, rows, batch.gradient_accumulation_steps, pieces, device_memory_gb, replicas
-    )
-    shape = PipelineShape(stages, pieces, sizes.num_pipeline_repeats, batch.gradient_accumulation_steps)
-    schedules: dict[Schedule, ScheduleCost] = {
-        schedule: ScheduleCost(
-            shape.bubble_fraction(schedule), estimate_activations(config, mesh.total, rows, pieces, schedule)
-        )
-        for schedule in SCHEDULES
-        if stages > 1 and (schedule == "gpipe" or sizes.num_pipeline_repeats == 1)
-    }
-    total = batch.global_batch_to_train
-    return BatchPlan(
-        num_devices=num_devices,
-        num_hosts=num_hosts,
-        mesh=mesh.total,
-        ici_mesh=mesh.ici,
-        dcn_mesh=mesh.dcn,
-        per_device_batch_size=batch.per_device_batch_size,
-        micro_batch_to_train=batch.micro_batch_to_train,
-        empty_slots_per_micro_batch=slots - batch.micro_batch_to_train,
-        gradient_accumulation_steps=batch.gradient_accumulation_steps,
-        global_batch_to_train=total,
-        global_batch_to_load=sizes.loading.global_batch_to_load(total),
-        loads_per_step=sizes.loading.loads_per_step,
-        loading_hosts=sizes.loading.loading_hosts,
-        examples_per_loading_host=sizes.loading.examples_per_loading_host(total),
-        tokens_per_step=total * config.rows_per_example * config.max_target_length,
-        eval_per_device_batch_size=sizes.eval_per_device_batch_size,
-        eval_batch_examples=sizes.eval_batch_examples,
-        num_pipeline_stages=stages,
-        num_pipeline_microbatches=pieces,
-        num_pipeline_repeats=sizes.num_pipeline_repeats,
-        pipeline_schedule=config.pipeline_schedule,
-        pipeline_microbatch_size=-(-batch.micro_batch_to_train // pieces),
-        pipeline_bubble_fraction=shape.bubble_fraction(config.pipeline_schedule),
-        pipeline_schedules=schedules,
-        steps=sizes.length.steps,
-        num_examples=num_examples,
-        epochs=None if num_examples is None else Fraction(sizes.length.total_examples, num_examples),
-        steps_per_epoch=None if num_examples is None else Fraction(num_examples, total),
-        length=sizes.length,
-        scaling=sizes.scaling,
-        diloco_num_replicas=replicas,
-        diloco_sync_period=None if replicas is None else config.diloco_sync_period,
-        max_target_length=config.max_target_length,
-        rows_per_example=config.rows_per_example,
-        expansion_factor_real_data=sizes.loading.factor,
-        rampup=sizes.rampup,
-        memory=memory,
-        warnings=tuple(_warnings(config, sizes, sizes.length, slots, memory)),
-    )
-
-
-def _make_rl_plan(
-    config: RLRunConfig, num_devices: int, num_hosts: int, num_prompts: int | None, device_memory_gb: float | None
-) -> BatchPlan:
-    """The plan of what the trainer's devices do; examples are pairs, and the data is prompts."""
-    rl = rl_batch(config, num_devices)
-    hosts = Fraction(1) if num_hosts == 1 else Fraction(num_hosts * rl.trainer_devices, num_devices)
-    if hosts.denominator != 1:
-        raise UserError(
-            f"trainer_devices_fraction={number_text(config.trainer_devices_fraction)} x {num_hosts} hosts is not a "
-            "whole number of them. Nearest that works: trainer_devices_fraction=1 sampler_devices_fraction=1."
-        )
-    plan = make_plan(
-        trained_config(config, rl),
-        num_devices=rl.trainer_devices,
-        num_hosts=int(hosts),
-        device_memory_gb=device_memory_gb,
-    )
-    prompts = rl.batches * rl.prompts_per_batch
-    return dataclasses.replace(
-        plan,
-        rl=rl,
-        num_examples=num_prompts,
-        epochs=None if num_prompts is None else Fraction(prompts, num_prompts),
-        steps_per_epoch=None
-        if num_prompts is None
-        else Fraction(num_prompts * rl.updates_per_batch, rl.prompts_per_batch),
-    )
-
-
-def load_plan(
-    path: str | Path | None = None,
-    overrides: Iterable[str] = (),
-    *,
-    num_devices: int,
-    num_hosts: int = 1,
-    num_examples: int | Callable[[Config], int] | None = None,
-    device_memory_gb: float | None = None,
-) -> tuple[Config, BatchPlan]:
-    """`load_config` and `make_plan` together, so that the problems of both are reported at once.
-
-    Args:
-      num_examples: training examples in the data, or what counts them. It is asked where num_epochs needs it, once
-        everything else can be planned.
-    Raises:
-      UserError: with every problem of the config and of its plan.
-    """
-    topology = Topology(num_devices, num_hosts)
-    try:
-        config = load_config(path, overrides)
-    except ConfigError as error:
-        if error.mended is None:
-            raise
-        if isinstance(error.mended, RLRunConfig):
-            raise
-        known = None if callable(num_examples) else num_examples
-        sizes = work_out(error.mended, topology, known)
-        later = [] if isinstance(sizes, Sizes) else refusals(error.mended, topology, sizes, known)
-        raise UserError(_joined(error.refusals, later)) from error
-    if callable(num_examples):
-        countable = config.num_epochs and isinstance(work_out(config, topology), Sizes)
-        num_examples = num_examples(config) if countable else None
-    plan = make_plan(
-        config,
-        num_devices=num_devices,
-        num_hosts=num_hosts,
-        num_examples=num_examples,
-        device_memory_gb=device_memory_gb,
-    )
-    return config, plan
-
-
-def scaled_optimizer(config: Config, plan: BatchPlan) -> Config:
-    """The config with learning rate and Adam's values as the plan of it scaled them, and nothing left to scale."""
-    unscaled = {"learning_rate_scaling": "none", "scale_adam_with_batch": False}
-    return config.model_copy(update={**plan.scaling.scaled, **unscaled})
-
-
-def _joined(first: Sequence[Refusal], later: Sequence[Refusal]) -> list[str]:
-    """Both, where a value that the first named for a key must also suit the plan."""
-    keys = {refusal.key for refusal in first}
-    bare = [refusal for refusal in later if refusal.nearest and not isinstance(refusal.nearest[0], str)]
-    better = {refusal.key: refusal.nearest for refusal in bare if refusal.key in keys}
-    shown = [dataclasses.replace(refusal, nearest=better.get(refusal.key, refusal.nearest)) for refusal in first]
-    return [str(refusal) for refusal in (*shown, *(refusal for refusal in later if refusal.key not in better))]
-
-
-def _warnings(config: Config, sizes: Sizes, length: RunLength, slots: int, memory: MemoryEstimate) -> list[str]:
-    warnings = [*_length_warnings(config, sizes, length), *scaling_warnings(config, sizes.scaling)]
-    warnings += _diloco_warnings(config, sizes, length)
-    micro, pieces = sizes.batch.micro_batch_to_train, sizes.num_pipeline_microbatches
-    if micro % pieces:
-        warnings.append(
-            f"num_pipeline_microbatches={pieces} does not divide the micro-batch of {micro} examples: "
-            f"{slots - micro} of {slots} slots stay empty."
-        )
-    if not splits_residual(config, sizes.mesh.total):
-        context, tensor = sizes.mesh.total["context"], sizes.mesh.total["tensor"]
-        warnings.append(
-            f"max_target_length={config.max_target_length} is not a multiple of {context} context x {tensor} tensor "
-            "shards: every device of a tensor group holds all activations between blocks."
-        )
-    if memory.limit is not None and memory.total > memory.limit:
-        warnings.append(
-            f"about {bytes_text(memory.total)} per device are needed, more than the "
-            f"{bytes_text(memory.limit)} it has: lower per_device_batch_size, raise "
-            "gradient_accumulation_steps, or set remat_policy=full."
-        )
-    return warnings
-
-
-def _length_warnings(config: Config, sizes: Sizes, length: RunLength) -> list[str]:
-    warnings: list[str] = []
-    total = sizes.batch.global_batch_to_train
-    # Where the schedule counts examples or tokens, it counts steps of the target batch.
-    schedule = Fraction(length.steps) if config.schedule_unit == "steps" else Fraction(length.total_examples, total)
-    if config.warmup_steps > schedule:
-        shown = f"steps={length.steps}"
-        if schedule != length.steps:
-            shown += f", which are {float(schedule):.4g} at the target of {total} examples"
-        warnings.append(f"warmup_steps={config.warmup_steps} is more than {shown}: the run ends in the warm-up.")
-    if sizes.rampup and sizes.rampup.total_steps > length.steps:
-        warnings.append(
-            f"the ramp takes {sizes.rampup.total_steps} steps, more than steps={length.steps}: the target "
-            f"per_device_batch_size={number_text(sizes.batch.per_device_batch_size)} is not reached."
-        )
-    return warnings
-
-
-def _diloco_warnings(config: Config, sizes: Sizes, length: RunLength) -> list[str]:
-    replicas, period = sizes.diloco_num_replicas, config.diloco_sync_period
-    if replicas is None:
-        return []
-    warnings: list[str] = []
-    smallest = min(stage.micro_batch_to_train for stage in length.stages)
-    shards = _layout_shards(sizes.mesh.total, replicas)
-    slots = row_slots(smallest, shards, sizes.topology.num_hosts, sizes.num_pipeline_microbatches)
-    idle = replicas - -(-smallest * replicas // slots)  # examples fill the first slots, replica after replica
-    if idle:
-        warnings.append(
-            f"a micro-batch of {smallest} example{'' if smallest == 1 else 's'} in {slots} slots leaves {idle} of "
-            f"{replicas} DiLoCo replicas without one: raise per_device_batch_size or lower diloco_num_replicas."
-        )
-    if length.steps % period:
-        unsynchronised = length.steps % period
-        warnings.append(
-            f"steps={length.steps} is not a multiple of diloco_sync_period={period}: the last {unsynchronised} "
-            f"step{'' if unsynchronised == 1 else 's'} are not in the synchronised parameters."
-        )
-    return warnings
 
 
 def _json_value(value: object) -> object:

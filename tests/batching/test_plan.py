@@ -3,8 +3,8 @@ from fractions import Fraction
 
 import pytest
 
-from maxtext_lite.batching import BatchPlan, load_plan, make_plan, row_slots
-from maxtext_lite.config import UserError, load_config
+from maxtext_lite.batching import make_plan, row_slots
+from maxtext_lite.config import load_config
 
 # The keys of plan.json that are promised.
 PROMISED = """num_devices, num_hosts, mesh, per_device_batch_size, micro_batch_to_train, empty_slots_per_micro_batch,
@@ -41,26 +41,6 @@ def test_a_plan_does_not_change():
 
 
 @pytest.mark.parametrize(
-    ("per_device", "expansion", "num_devices", "accumulation", "load", "train", "micro"),
-    # (p, x, n, A) of the study of MaxText; its own numbers differ where p < 1 or x < 1, and rows are lost there.
-    [
-        ("8", "-1", 8, 2, 128, 128, 64), ("12", "-1", 8, 1, 96, 96, 96), ("0.5", "-1", 8, 1, 4, 4, 4),
-        ("0.5", "-1", 8, 4, 16, 16, 4), ("0.29", "-1", 100, 1, 29, 29, 29), ("2", "2", 8, 1, 32, 16, 16),
-        ("2", "2", 8, 4, 128, 64, 16), ("0.5", "2", 8, 1, 8, 4, 4), ("2", "0.5", 8, 1, 8, 16, 16),
-        ("1", "0.5", 8, 1, 4, 8, 8),
-    ],
-)  # fmt: skip
-def test_worked_values(per_device, expansion, num_devices, accumulation, load, train, micro):
-    plan = plan_of(f"per_device_batch_size={per_device}", f"expansion_factor_real_data={expansion}",
-                   f"gradient_accumulation_steps={accumulation}", "ici_fsdp_parallelism=1", "ici_data_parallelism=-1",
-                   num_devices=num_devices, num_hosts=num_devices)  # fmt: skip
-    assert (plan.global_batch_to_load, plan.global_batch_to_train, plan.micro_batch_to_train) == (load, train, micro)
-    # No row that is loaded is thrown away: the loads of a step hold its examples, once.
-    read = plan.examples_per_loading_host * len(plan.loading_hosts) * plan.loads_per_step
-    assert read == train
-
-
-@pytest.mark.parametrize(
     ("examples", "shards", "hosts", "pieces", "slots"),
     [(4, 8, 1, 1, 8), (16, 8, 1, 1, 16), (17, 8, 1, 1, 24), (4, 2, 4, 1, 4), (5, 2, 4, 1, 8), (3, 1, 1, 1, 3),
      (6, 1, 1, 4, 8), (16, 4, 2, 4, 16), (1, 1, 3, 2, 6)],
@@ -83,12 +63,6 @@ def test_the_bubble_is_that_of_one_micro_batch():
     assert plan_of().pipeline_bubble_fraction == 0
 
 
-def test_pipeline_microbatches_need_not_divide_the_rows():
-    plan = plan_of("ici_pipeline_parallelism=2", "per_device_batch_size=0.75", "num_pipeline_microbatches=4")
-    assert (plan.micro_batch_to_train, plan.pipeline_microbatch_size, plan.micro_batch_slots) == (6, 2, 16)
-    assert plan.warnings[0].startswith("num_pipeline_microbatches=4 does not divide the micro-batch of 6 examples")
-
-
 def test_one_code_path_with_and_without_a_ramp():
     plain, ramped = plan_of(), plan_of("enable_rampup_batch_size=true")
     assert len(plain.stages) == 1
@@ -102,133 +76,3 @@ def test_one_code_path_with_and_without_a_ramp():
             plan.stage_at(-1)
         with pytest.raises(ValueError, match="first step"):
             plan.samples_before(0)
-
-
-def test_epochs_follow_from_the_data():
-    plan = plan_of("steps=400", num_examples=256)
-    assert (plan.steps_per_epoch, plan.epochs) == (2, 200)
-    assert plan_of().epochs is None
-    with pytest.raises(UserError, match="no training example"):
-        plan_of(num_examples=0)
-
-
-def test_what_is_probably_not_meant_is_said():
-    ramp = ["enable_rampup_batch_size=true", "global_rampup_samples=500000"]
-    assert plan_of(*ramp).warnings[0].startswith("the ramp takes ")
-    assert plan_of("steps=5").warnings == ("warmup_steps=20 is more than steps=5: the run ends in the warm-up.",)
-    assert plan_of(device_memory_gb=0.001).warnings[0].endswith("or set remat_policy=full.")
-    assert plan_of(device_memory_gb=95).warnings == ()
-    uneven = plan_of("ici_tensor_parallelism=4", "max_target_length=250")
-    assert uneven.warnings[0].startswith("max_target_length=250 is not a multiple of 1 context x 4 tensor shards: ")
-    assert uneven.memory.activations > plan_of("ici_tensor_parallelism=4", "max_target_length=248").memory.activations
-
-
-DILOCO = ("enable_diloco=true", "ici_data_parallelism=2", "steps=240")
-
-
-@pytest.mark.parametrize(("stated", "replicas", "shards", "slots"), [(-1, 2, 8, 8), (2, 2, 8, 8), (6, 6, 24, 24)])
-def test_replicas_are_a_multiple_of_the_data_axis_and_have_equal_slots(stated, replicas, shards, slots):
-    plan = plan_of(*DILOCO, f"diloco_num_replicas={stated}", "per_device_batch_size=1")
-    assert (plan.diloco_num_replicas, plan.diloco_sync_period) == (replicas, 30)
-    assert (plan.batch_shards, plan.layout_shards, plan.micro_batch_slots) == (8, shards, slots)
-    assert plan.slots_for(25) == (48 if replicas == 6 else 32)
-    assert plan.to_json()["diloco_num_replicas"] == replicas
-
-
-def test_replicas_that_the_data_axis_cannot_hold_are_refused():
-    with pytest.raises(UserError) as refused:
-        plan_of(*DILOCO, "diloco_num_replicas=3")
-    assert refused.value.problems == (
-        "diloco_num_replicas=3 is not a multiple of the data axis, 2: its devices hold as many replicas. "
-        "Nearest that work: 2 or 4.",)  # fmt: skip
-
-
-def test_without_local_updates_their_keys_say_nothing():
-    plan = plan_of("diloco_num_replicas=3")
-    assert (plan.diloco_num_replicas, plan.diloco_sync_period, plan.layout_shards) == (None, None, 8)
-    assert plan.memory == plan_of().memory
-
-
-def test_idle_replicas_and_an_unsynchronised_end_are_said():
-    # 5 examples fill the first 5 of 8 slots, 2 to a replica: 2 2 1 0.
-    plan = plan_of("enable_diloco=true", "ici_data_parallelism=4", "diloco_sync_period=7", "per_device_batch_size=5/8")
-    assert plan.warnings == (
-        "a micro-batch of 5 examples in 8 slots leaves 1 of 4 DiLoCo replicas without one: raise "
-        "per_device_batch_size or lower diloco_num_replicas.",
-        "steps=250 is not a multiple of diloco_sync_period=7: the last 5 steps are not in the synchronised parameters.",
-    )
-    assert plan_of(*DILOCO).warnings == ()
-    # Derived steps count too: 10 epochs of 256 examples in batches of 128 are 20.
-    assert plan_of(*DILOCO[:2], "num_epochs=10", num_examples=256).warnings[-1].startswith("steps=20 is not a mult")
-
-
-def test_a_warm_up_longer_than_the_run_is_said_where_steps_are_derived():
-    plan = plan_of("num_epochs=2", "warmup_steps=9", num_examples=256)
-    assert plan.warnings == ("warmup_steps=9 is more than steps=4: the run ends in the warm-up.",)
-
-
-def test_a_schedule_in_examples_counts_steps_of_the_target():
-    # 10 steps of 32, then 10 of 128: 1600 examples, which are 12.5 batches of 128.
-    ramp = ["enable_rampup_batch_size=true", "per_device_batch_size_increment=12", "global_rampup_samples=320",
-            "steps=20", "warmup_steps=15"]  # fmt: skip
-    assert plan_of(*ramp).warnings == ()
-    for unit in ("examples", "tokens"):
-        assert plan_of(*ramp, f"schedule_unit={unit}").warnings == (
-            "warmup_steps=15 is more than steps=20, which are 12.5 at the target of 128 examples: the run ends in the "
-            "warm-up.",)  # fmt: skip
-
-
-def test_the_memory_of_a_ramp_is_that_of_its_target():
-    keys = ["per_device_batch_size=4", "gradient_accumulation_steps=4"]
-    for mode in ("per_device_batch_size", "gradient_accumulation_steps"):
-        ramp = ["enable_rampup_batch_size=true", f"rampup_mode={mode}", "per_device_batch_size_start=1",
-                "per_device_batch_size_increment=1"]  # fmt: skip
-        assert plan_of(*keys, *ramp).memory == plan_of(*keys).memory
-
-
-def test_examples_are_counted_only_for_a_config_that_can_be_planned():
-    def count(config):
-        assert config.num_epochs == 2
-        return 1000
-
-    assert load_plan(None, ["num_epochs=2"], num_devices=8, num_examples=count)[1].steps == 15
-    for overrides in (["num_epochs=2", "per_device_batch_size=0.3"], ["num_epochs=2", "stps=3"]):
-        with pytest.raises(UserError, match=r"not a whole number|unknown key"):
-            load_plan(None, overrides, num_devices=8, num_examples=lambda config: pytest.fail("was counted"))
-    assert load_plan(None, num_devices=8, num_examples=lambda config: pytest.fail("was counted"))[1].epochs is None
-
-
-def test_problems_of_config_and_plan_come_at_once():
-    with pytest.raises(UserError) as refused:
-        load_plan(
-            None,
-            ["stps=3", "steps=0", "per_device_batch_size=0.3", "gradient_accumulation_steps=0"],
-            num_devices=8,
-            num_hosts=3,
-        )
-    assert refused.value.problems == (
-        "unknown key 'stps' (command line). Did you mean 'steps'?",
-        "steps=0 must be at least 1, or -1. Nearest that works: 1.",
-        "gradient_accumulation_steps=0 must be at least 1, or -1. Nearest that works: 1.",
-        "num_hosts=3 does not divide num_devices=8: every host has as many devices. Nearest that work: 2 or 4.",
-        "per_device_batch_size=0.3 x 8 devices = 2.4 examples, not a whole number. Nearest that work: 0.25 or 0.375.",
-    )
-
-
-def test_a_value_of_the_wrong_kind_is_replaced_by_one_that_the_plan_allows():
-    with pytest.raises(UserError) as refused:
-        load_plan(
-            None, ["per_device_batch_size=0", "gradient_accumulation_steps=-1", "global_batch_size=12"], num_devices=8
-        )
-    (problem,) = (problem for problem in refused.value.problems if problem.startswith("per_device_batch_size=0 "))
-    assert problem == "per_device_batch_size=0 must be above 0, or -1 (derived). Nearest that works: 1."
-    assert "global_batch_size=12 / (per_device_batch_size=1 x 8 devices" in refused.value.problems[1]
-
-
-def test_load_plan_is_load_config_and_make_plan():
-    config, plan = load_plan(None, ["steps=30"], num_devices=8)
-    assert config == load_config(None, ["steps=30"])
-    assert isinstance(plan, BatchPlan)
-    assert plan == make_plan(config, num_devices=8)
-    with pytest.raises(UserError, match="no config file"):
-        load_plan("nowhere.yml", num_devices=8)
