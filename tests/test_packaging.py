@@ -1,5 +1,8 @@
 """The wheel holds what the commands need, the lock fits the ranges, and no file names the machine it was written on."""
 
+import gzip
+import hashlib
+import json
 import re
 import subprocess
 import sys
@@ -183,3 +186,30 @@ def test_the_shipped_text_says_where_it_comes_from():
     origins = (PACKAGE / "assets" / "ORIGIN.md").read_text(encoding="utf-8")
     for file in (PACKAGE / "assets").iterdir():
         assert file.name in origins or file.name == "ORIGIN.md"
+
+
+def test_the_shipped_files_are_those_that_the_text_describes():
+    origins = (PACKAGE / "assets" / "ORIGIN.md").read_text(encoding="utf-8")
+    stated = dict(re.findall(r"^## (\S+)\n(?:(?!## ).*\n)*?.*?\bbytes:\s`([0-9a-f]{64})`", origins, re.MULTILINE))
+    files = [file for file in (PACKAGE / "assets").iterdir() if file.suffix == ".gz"]
+    assert stated == {file.name: hashlib.sha256(gzip.decompress(file.read_bytes())).hexdigest() for file in files}
+
+
+def test_the_shipped_sums_are_a_careless_pupils_beside_right_answers():
+    """No problem is there twice, so that none that is held out is trained on."""
+    with gzip.open(PACKAGE / "assets" / "arithmetic.jsonl.gz", "rt", encoding="utf-8") as file:
+        lines = [json.loads(line) for line in file]
+    assert len({line["prompt"] for line in lines}) == len(lines) == 9000
+    carried = rightly = 0
+    for line in lines:
+        found = re.fullmatch(r"(\d+)([+-])(\d+)=", line["prompt"])
+        assert found
+        a, operation, b = found.groups()
+        sign = {"+": 1, "-": -1}[operation]
+        right = int(a) + sign * int(b)
+        carries = not 0 <= int(a[-1]) + sign * int(b[-1]) <= 9
+        assert (line["answer"], 0 <= right <= 198) == (str(right), True)
+        assert line["completion"] in ((str(right), str(right - 10 * sign)) if carries else (str(right),))
+        carried += carries
+        rightly += line["completion"] == line["answer"]
+    assert (carried, rightly) == (6000, 5027)

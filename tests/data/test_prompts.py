@@ -101,9 +101,9 @@ def test_files_of_sft_hold_the_same_lines_out():
             prompt, row = prompts[number], examples[number]
             assert prompt.number == number
             text = bytes(int(token) for token in row["tokens"][row["segments"] > 0]).decode()
-            assert text == prompt.text + prompt.fields["answer"]
+            assert text == prompt.text + prompt.fields["completion"]
     assert held_out is not None
-    assert len(held_out) == 4000 * 29 // 100
+    assert len(held_out) == 9000 * 29 // 100
 
 
 def test_long_prompts_are_dropped_and_counted_or_refused(file):
