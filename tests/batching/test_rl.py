@@ -18,7 +18,7 @@ def config(*overrides):
 def test_the_seeds_words():
     """6 prompts with 4 responses each, in chunks of 8: three chunks of two prompts, on 4 of 8 devices."""
     apart = ("trainer_devices_fraction=0.5", "sampler_devices_fraction=0.5")
-    asked = config("batch_size=6", "micro_batch_size=8", "num_iterations=2", "steps=10", *apart)
+    asked = config("batch_size=6", "num_generations=4", "micro_batch_size=8", "num_iterations=2", "steps=10", *apart)
     rl = rl_batch(asked, 8)
     assert (rl.prompts_per_batch, rl.pairs_per_batch, rl.pairs_per_micro_batch, rl.micro_batches) == (6, 24, 8, 3)
     assert (rl.updates_per_batch, rl.batches) == (2, 5)
@@ -36,9 +36,9 @@ def test_the_seeds_words():
 
 def test_without_a_split_there_is_one_chunk_and_no_overlap():
     rl = rl_batch(config(), 8)
-    assert (rl.pairs_per_micro_batch, rl.micro_batches, rl.overlap_fraction) == (32, 1, 0)
+    assert (rl.pairs_per_micro_batch, rl.micro_batches, rl.overlap_fraction) == (32 * 8, 1, 0)
     assert rl.takes_turns
-    assert rl_batch(config("micro_batch_size=4"), 8).overlap_fraction == 0  # in turns, nothing runs at once
+    assert rl_batch(config("micro_batch_size=8"), 8).overlap_fraction == 0  # in turns, nothing runs at once
 
 
 @pytest.mark.parametrize(("prompts", "group"), [(1, 2), (6, 4), (7, 3), (12, 2)])
@@ -61,8 +61,8 @@ def test_a_chunk_is_whole_groups_that_divide_the_batch_and_others_are_refused_wi
 @pytest.mark.parametrize(("words", "message"), [
     (["num_generations=1"], "num_generations=1 must be at least 2. Nearest that works: 2."),
     (["per_device_batch_size=2"], "per_device_batch_size=2 (command line) has no use in RL"),
-    (["num_iterations=3"], "steps=200 ends amid the num_iterations=3 steps on a batch. Nearest that work: 198 or 201."),
-    (["max_prefill_predict_length=256"], "leaves no token of max_target_length=32 for a response."),
+    (["num_iterations=7"], "steps=120 ends amid the num_iterations=7 steps on a batch. Nearest that work: 119 or 126."),
+    (["max_prefill_predict_length=256"], "leaves no token of max_target_length=24 for a response."),
     (["trainer_devices_fraction=0.5"], "Nearest that works: sampler_devices_fraction=0.5."),
     (["trainer_devices_fraction=0.3", "sampler_devices_fraction=0.5"],
      "trainer_devices_fraction=0.3 x 8 devices = 2.4 devices, not a whole number. Nearest that work: 0.25 or 0.375."),

@@ -10,11 +10,11 @@ FILE = "configs/post_train/rl.yml"
 SHIPPED = "exact_answer, numeric_answer, format, math_verify"
 
 REFUSED = {
-    "micro_batch_size=6": "micro_batch_size=6 is not a multiple of num_generations=4: a group of responses is judged "
-                          "together. Nearest that work: 4 or 8.",
-    "max_prefill_predict_length=32": "max_prefill_predict_length=32 leaves no token of max_target_length=32 for a "
-                                     "response. Nearest that works: 16.",
-    "num_iterations=3": "steps=200 ends amid the num_iterations=3 steps on a batch. Nearest that work: 198 or 201.",
+    "micro_batch_size=6": "micro_batch_size=6 is not a multiple of num_generations=8: a group of responses is judged "
+                          "together. Nearest that works: 8.",
+    "max_prefill_predict_length=32": "max_prefill_predict_length=32 leaves no token of max_target_length=24 for a "
+                                     "response. Nearest that works: 12.",
+    "num_iterations=7": "steps=120 ends amid the num_iterations=7 steps on a batch. Nearest that work: 119 or 126.",
     "trainer_devices_fraction=0.5": "trainer_devices_fraction=0.5 and sampler_devices_fraction=1 are more than all "
                                     "devices, and not both 1. Nearest that works: sampler_devices_fraction=0.5.",
     "dataset_type=sft": "dataset_type=sft has no prompts for RL. Nearest that work: prompts or arithmetic.",
@@ -50,9 +50,9 @@ REFUSED = {
     "reward_format=[0-9]+": "reward_format=[0-9]+ has no use with reward_functions=exact_answer. Nearest that work: "
                             "reward_format= or reward_functions=exact_answer,format.",
     "decode_sampling_temperature=0": "decode_sampling_temperature=0 always draws the likeliest token: the "
-                                     "num_generations=4 responses to a prompt would all be the same. Nearest that "
+                                     "num_generations=8 responses to a prompt would all be the same. Nearest that "
                                      "works: 1.",
-    "decode_sampling_top_k=1": "decode_sampling_top_k=1 always draws the likeliest token: the num_generations=4 "
+    "decode_sampling_top_k=1": "decode_sampling_top_k=1 always draws the likeliest token: the num_generations=8 "
                                "responses to a prompt would all be the same. Nearest that work: 0 or 2.",
     "decode_sampling_top_k=321": "decode_sampling_top_k=321 is more than vocab_size=320. Nearest that work: 320 or 0.",
     "eval_num_generations=2": "eval_num_generations=2 with eval_sampling_temperature=0: all responses to a prompt "

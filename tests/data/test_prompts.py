@@ -123,7 +123,7 @@ def test_long_prompts_are_dropped_and_counted_or_refused(file):
         opened(*keys, "long_examples=refuse")
     message = (
         f"{path}:1: the prompt has 11 tokens, more than max_prefill_predict_length=10 (2 of 3 lines have more than "
-        "that). Nearest that work: max_prefill_predict_length=60 max_target_length=82 or long_examples=drop."
+        "that). Nearest that work: max_prefill_predict_length=60 max_target_length=74 or long_examples=drop."
     )
     assert str(refused.value) == message
     assert len(opened(*keys, "long_examples=refuse", *re.findall(r"max_\w+=\d+", message)[1:])[0]) == 3
