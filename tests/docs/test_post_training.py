@@ -121,7 +121,9 @@ def test_every_line_of_rl_is_the_prompt_and_the_answer_beside_it(tmp_path):
     assert len(rows) == 6
     (tmp_path / "d.jsonl").write_text("".join(f"{line}\n" for line, _, _ in rows))
     keys = [f"dataset_path={tmp_path / 'd.jsonl'}", f"chat_template={tmp_path / 't.jinja'}", "eval_fraction=0.5"]
-    parts = open_prompts(load_config("configs/post_train/rl.yml", [*keys, "max_prefill_predict_length=30"]))
+    parts = open_prompts(
+        load_config("configs/post_train/rl.yml", [*keys, "max_prefill_predict_length=30", "max_target_length=32"])
+    )
     found = [(prompt.text, prompt.fields["answer"]) for part in parts if part for prompt in part]
     assert found == [(text, answer) for _, text, answer in rows]
 
