@@ -337,8 +337,10 @@ class _Loop:
         )
 
     def _log_pairs(self, step: int, chunks: Sequence[Chunk]) -> None:
-        """Writes a batch's responses down, of every `log_period`-th step."""
-        if self.logs and step % self.config.log_period == 0:
+        """Writes a batch's responses down, where its steps have one with a line on the terminal, and of the first."""
+        period, last_of_batch = self.config.log_period, step + self.config.num_iterations - 1
+        has_line = last_of_batch // period > (step - 1) // period or last_of_batch == self.run.plan.steps
+        if self.logs and (has_line or step == 1):
             for chunk in chunks:
                 for line in chunk.lines(step):
                     self.logs.rollouts.write(line)

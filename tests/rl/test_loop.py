@@ -11,16 +11,11 @@ from maxtext_lite.rl import loop
 from maxtext_lite.rl.loop import train_rl
 from maxtext_lite.rl.rewards import RewardError
 from maxtext_lite.rl.rollout import LocalEngine
-from tests.rl.conftest import evaluations, lines, steps
+from tests.rl.conftest import evaluations, lines, steps, timeless
 
 # Two updates on each batch, and a reference: all that a batch can need to go on after a restart.
 WHOLE = ("num_iterations=2", "grpo_beta=0.05", "ici_data_parallelism=2", "ici_fsdp_parallelism=2",
          "ici_tensor_parallelism=2", "rollout_fsdp_parallelism=2")  # fmt: skip
-TIMES = ("seconds", "per_second", "tflops", "overlap")
-
-
-def timeless(records):
-    return [{key: x for key, x in each.items() if not any(word in key for word in TIMES)} for each in records]
 
 
 def parameters(result):
