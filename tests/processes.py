@@ -21,7 +21,8 @@ from tests.source_tree import REPOSITORY
 SECONDS = 400  # for anything: machines are slow, and a process that hangs is ended by its test
 
 # Every process does the same runs, as one command after another would: to start processes takes longer than to train.
-# In the overrides, {process} is the number of the process; a first word without = is a config file. What Python opened under the directory is recorded.
+# In the overrides, {process} is the number of the process; a first word without = is a config file.
+# What Python opened under the directory is recorded.
 RUNS = """
 import json, os, sys
 directory, record, all_overrides = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])

@@ -1,6 +1,5 @@
 """The command: exit codes, one clear line for each mistake, and a run killed at any moment."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -27,8 +26,8 @@ def low_bytes(completions):
     return [sum(character < "@" for character in text) / max(len(text), 1) for text in completions]
 """
 # Two updates on each batch, and a reference: all that a batch can need to go on after a restart.
-WHOLE = ["steps=8", "num_iterations=2", "grpo_beta=0.05", "micro_batch_size=4", "eval_interval=4", "max_num_checkpoints_to_keep=20",
-         "reward_functions=judge:low_bytes"]  # fmt: skip
+WHOLE = ["steps=8", "num_iterations=2", "grpo_beta=0.05", "micro_batch_size=4", "eval_interval=4",
+         "max_num_checkpoints_to_keep=20", "reward_functions=judge:low_bytes"]  # fmt: skip
 
 
 def _command(directory, *overrides, config="post_train/rl.yml"):
@@ -111,3 +110,64 @@ def test_killed_at_any_moment_the_same_command_ends_in_the_same_bits(uninterrupt
     jax.tree.map(np.testing.assert_array_equal, RunFiles(run).parameters(8), RunFiles(before).parameters(8))
 
 
+def test_a_signal_ends_with_75_after_saving_and_the_same_command_goes_on(tmp_path):
+    (tmp_path / "judge.py").write_text(JUDGE)
+    words = ("num_iterations=2", "steps=100000", "checkpoint_period=100000", "eval_interval=-1")
+    command = _command(tmp_path, *words, "reward_functions=judge:low_bytes")
+    with subprocess.Popen(command, env=environment(2), cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("step 2/"):
+                process.send_signal(signal.SIGTERM)
+                break
+        rest = process.stdout.read()
+    assert process.returncode == 75
+    assert "stopped by SIGTERM after step" in rest
+    assert "saved" in rest
+    run = RunFiles(tmp_path / "rl")
+    assert run.checkpoints == [run.last_step]
+
+
+FILES = ["dataset_type=prompts", "arithmetic_largest=99", "arithmetic_operations=+-"]
+
+
+@pytest.mark.parametrize(("overrides", "message"), [
+    (["reward_functions=judge:nothing"], "judge:nothing"),
+    ([*FILES, "dataset_path=empty.jsonl"], "dataset_path='empty.jsonl'"),
+    ([*FILES, "dataset_path=long.jsonl", "long_examples=refuse"], "long.jsonl"),
+    (["micro_batch_size=6"], "micro_batch_size=6 is not a multiple of num_generations=4: a group of responses is "
+                             "judged together. Nearest that work: 4 or 8."),
+    (["eval_fraction=1"], "eval_fraction=1"),
+    (["rollout_slots=3"], "rollout_slots=3 is not a multiple of the 2 shards of the devices that sample. Nearest that "
+                          "work: 2 or 4."),
+])  # fmt: skip
+def test_mistakes_end_with_2_and_name_key_and_value(overrides, message, tmp_path):
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "long.jsonl").write_text('{"prompt": "2+3+2+3=", "answer": "10"}\n' * 30)
+    result = _train_rl(tmp_path, *overrides)
+    assert result.returncode == 2
+    (error,) = result.stderr.splitlines()
+    assert error.startswith("error: ")
+    assert message in error
+    assert not (tmp_path / "rl").exists()
+
+
+def test_each_command_names_the_other_for_its_configs(tmp_path):
+    result = _run(_command(tmp_path, config="base.yml")[:4], tmp_path)
+    assert result.returncode == 2
+    assert result.stderr == (
+        "error: base.yml is not a config of reinforcement learning: it needs the line `base: post_train/rl.yml`. "
+        "`train` takes it as it is.\n"
+    )
+    result = _run([sys.executable, "-m", "maxtext_lite.train", "post_train/rl.yml"], tmp_path)
+    assert result.returncode == 2
+    assert result.stderr == "error: a config of reinforcement learning is not one that train runs; train_rl does.\n"
+    assert not [path for path in tmp_path.iterdir() if path.name != "judge.py"]
+
+
+def test_a_loss_that_is_no_number_ends_with_3(tmp_path):
+    words = ("optimizer=sgd", "learning_rate=1e30", "gradient_clipping_threshold=0", "eval_interval=-1")
+    result = _train_rl(tmp_path, *words, "reward_functions=judge:low_bytes")
+    assert result.returncode == 3
+    assert result.stderr.splitlines()[-1].startswith("error: step ")
+    assert "Traceback" not in result.stderr

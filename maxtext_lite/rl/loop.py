@@ -27,6 +27,7 @@ from maxtext_lite.training.gradients import TRAIN_BATCH_AXES, accumulate_gradien
 from maxtext_lite.training.ledger import Consumed, Ledger
 from maxtext_lite.training.metrics import JsonLines, MetricsLog, Terminal
 from maxtext_lite.training.nonfinite import find_nonfinite
+from maxtext_lite.training.profile import Profile
 from maxtext_lite.training.state import TrainState
 from maxtext_lite.training.step import make_chunk_step, make_update, make_zero_sums
 from maxtext_lite.training.stopping import Signals, Stop, watch_signals
@@ -116,6 +117,7 @@ class _Loop:
             self.old = make_log_probabilities(
                 run.decoder, run.mesh, config=run.config, temperature=config.decode_sampling_temperature
             )
+        self.profile = Profile(run.directory / "tensorboard", config.profiler_steps if run.is_first else 0)
         self._numbers = self._prompt_numbers()  # of the prompts of the batch that is next, or under way
         # Devices of its own, or another machine, sample at any time; those that also train, in turns with it.
         # Several hosts sample in their main threads, where what they do together is in one order.
@@ -133,7 +135,9 @@ class _Loop:
         if ledger.counts.step % each:
             chunks = self._unfinished()
         ledger.restart_clock()
-        for step in range(ledger.counts.step + 1, last_step + 1):
+        before = ledger.counts.step
+        for step in range(before + 1, last_step + 1):
+            self.profile.before_step(step - before)
             timeline = Timeline()
             iteration = (step - 1) % each
             if iteration == 0:
@@ -146,13 +150,19 @@ class _Loop:
             self._record(step, state, metrics, chunks, timeline, about)
             stops = stopping.after_this_step()
             last = step == last_step or stops
-            if config.eval_interval > 0 and (step % config.eval_interval == 0 or step == last_step):
+            saves = run.checkpointer and (step % config.checkpoint_period == 0 or last)
+            evaluates = config.eval_interval > 0 and (step % config.eval_interval == 0 or step == last_step)
+            # A checkpoint after its evaluation: a kill between them repeats both. Asked to stop, save first.
+            if saves and stops:
+                self._save(state, chunks)
+            if evaluates:
                 self._evaluate(state)
-            if run.checkpointer and (step % config.checkpoint_period == 0 or last):
-                run.checkpointer.save(state, ledger.counts, _stacked(chunks) if step % each else None)
+            if saves:
+                self._save(state, chunks)
             ledger.restart_clock()
             if last:
                 break
+        self.profile.close()
         if run.checkpointer:
             run.checkpointer.wait()
         interrupted = ledger.counts.step < last_step
@@ -161,6 +171,12 @@ class _Loop:
             by = signals.received.name if signals.received else "another host"
             self.terminal.say(f"stopped by {by} after step {ledger.counts.step}, {saved}")
         return RunResult(run.directory, ledger.counts.step, ledger.loss, None, interrupted, run.is_first, state)
+
+    def _save(self, state: TrainState, chunks: Sequence[Rows]) -> None:
+        """A checkpoint of the step that is done, unless there is one; amid a batch, with the batch."""
+        assert self.run.checkpointer is not None
+        amid = self.ledger.counts.step % self.config.num_iterations != 0
+        self.run.checkpointer.save(state, self.ledger.counts, _stacked(chunks) if amid else None)
 
     def _sample_and_add(
         self, state: TrainState, step: int, timeline: Timeline

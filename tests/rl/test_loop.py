@@ -99,6 +99,22 @@ def test_chunks_and_meshes_show_nowhere(whole, tmp_path, config_of):
             assert line[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6), name
 
 
+def test_what_makes_a_batch_of_pairs_stays_what_the_run_began_with(whole, config_of):
+    """Where the run is, in prompts, follows from the pairs so far."""
+    with pytest.raises(UserError) as refused:
+        train_rl(config_of(whole.run_directory.parent, *WHOLE, "num_generations=2", "num_iterations=1", "steps=8"))
+    asked = [problem.partition(" contradicts ")[0] for problem in refused.value.problems]
+    assert asked == ["num_generations=2", "num_iterations=1"]
+
+
+def test_what_responses_are_written_down_follows_the_terminal(tmp_path, config_of):
+    """The first batch, those whose steps have a line there, and the last."""
+    words = ["num_iterations=2", "steps=10", "log_period=6", "eval_interval=-1", "ici_fsdp_parallelism=8"]
+    result = train_rl(config_of(tmp_path, *words, "enable_checkpointing=false", "profiler_steps=1"))
+    assert {pair["step"] for pair in lines(result.run_directory, "rollouts.jsonl")} == {1, 5, 9}
+    assert list((result.run_directory / "tensorboard" / "plugins" / "profile").rglob("*.xplane.pb"))
+
+
 def test_amid_a_batch_its_chunks_stay_as_they_are(whole, tmp_path, config_of, monkeypatch):
     stopped_after(monkeypatch, 1)
     train_rl(config_of(tmp_path, *WHOLE))
