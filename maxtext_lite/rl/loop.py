@@ -17,7 +17,7 @@ from maxtext_lite.rl.held_out import held_out_record, held_out_text
 from maxtext_lite.rl.log_probabilities import make_log_probabilities
 from maxtext_lite.rl.pairs import Chunk, batch_record
 from maxtext_lite.rl.reference import Reference
-from maxtext_lite.rl.rewards import Scores
+from maxtext_lite.rl.rewards import RewardError, Scores
 from maxtext_lite.rl.rollout import Request, Response
 from maxtext_lite.rl.run import RLRun, open_rl_run
 from maxtext_lite.rl.timeline import Timeline
@@ -45,7 +45,8 @@ class _Sampled(NamedTuple):
     texts: Sequence[str]
 
 
-_Judged = tuple[_Sampled, Scores | None]
+_Verdict = Scores | RewardError | None  # None: on the hosts that do not judge
+_Judged = tuple[_Sampled, _Verdict]
 
 
 def train_rl(config: RLRunConfig) -> RunResult:
@@ -226,7 +227,7 @@ class _Loop:
             with timeline.phase("rollout", chunk):
                 return self._generate(prompts, requests, rl.sampling)
 
-        def judge(chunk: int, sampled: _Sampled) -> tuple[_Sampled, Scores | None]:
+        def judge(chunk: int, sampled: _Sampled) -> _Judged:
             with timeline.phase("reward", chunk):
                 return sampled, self._judge(sampled)
 
@@ -278,14 +279,25 @@ class _Loop:
             )
         return _Sampled(prompts, responses, [self.rl.text_of(response) for response in responses])
 
-    def _judge(self, sampled: _Sampled) -> Scores | None:
-        """The scores, on the first host; the others are told."""
-        return self.rl.rewards.of(sampled.prompts, sampled.texts) if self.run.is_first else None
+    def _judge(self, sampled: _Sampled) -> _Verdict:
+        """The scores, or why there are none, on the first host; the others are told."""
+        if not self.run.is_first:
+            return None
+        try:
+            return self.rl.rewards.of(sampled.prompts, sampled.texts)
+        except RewardError as error:
+            return error
 
-    def _of_first_host(self, scores: Scores | None) -> Scores:
-        """The first host's scores, on all hosts: functions need not give the same everywhere."""
-        told = exchange(None if scores is None else _told(scores))[0]
-        found = _understood(told) if scores is None else scores
+    def _of_first_host(self, verdict: _Verdict) -> Scores:
+        """The first host's scores, on all hosts: functions need not give the same everywhere.
+
+        Raises:
+          RewardError: the first host's.
+        """
+        told = exchange(None if verdict is None else _told(verdict))[0]
+        found = _understood(told) if verdict is None else verdict
+        if isinstance(found, RewardError):
+            raise found
         for message in found.messages:
             self.terminal.say(f"reward: {message}")
         return found
@@ -382,16 +394,20 @@ class _Loop:
         self.terminal.say(f"step {step}/{self.run.plan.steps}  {held_out_text(record)}")
 
 
-def _told(scores: Scores) -> dict[str, Any]:
-    """Scores as JSON, which holds doubles as they are."""
-    by_name = {name: values.tolist() for name, values in scores.by_name.items()}
-    about = {"errors": scores.errors, "messages": list(scores.messages)}
-    return {"total": scores.total.tolist(), "by_name": by_name, **about}
+def _told(verdict: Scores | RewardError) -> dict[str, Any]:
+    """A verdict as JSON, which holds doubles as they are."""
+    if isinstance(verdict, RewardError):
+        return {"problems": list(verdict.problems)}
+    by_name = {name: values.tolist() for name, values in verdict.by_name.items()}
+    about = {"errors": verdict.errors, "messages": list(verdict.messages)}
+    return {"total": verdict.total.tolist(), "by_name": by_name, **about}
 
 
-def _understood(told: dict[str, Any]) -> Scores:
+def _understood(told: dict[str, Any]) -> Scores | RewardError:
+    if "problems" in told:
+        return RewardError(told["problems"])
     by_name = {name: np.array(values, np.float64) for name, values in told["by_name"].items()}
-    return Scores(np.array(told["total"], np.float64), by_name, told["errors"], tuple(told["messages"]))
+    return Scores(np.array(told["total"], np.float64), by_name, told["errors"], told["messages"])
 
 
 def _put(x: np.ndarray, where: Any) -> jax.Array:

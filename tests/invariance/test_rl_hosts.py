@@ -1,46 +1,45 @@
 """Reinforcement learning by several processes: the responses, rewards and updates are those of one."""
 
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 
-from maxtext_lite.config import load_config
+from maxtext_lite.config import RLRunConfig, load_config
 from maxtext_lite.rl.loop import train_rl
-from tests.processes import RunFiles, train_in_turn
+from tests.processes import SECONDS, RunFiles, launched, train_in_turn
 from tests.rl.conftest import RUN, evaluations, lines
 
 FILE = "configs/post_train/rl.yml"
 WORDS = [*RUN, "num_iterations=2", "grpo_beta=0.05", "max_num_checkpoints_to_keep=20"]
-BATCH, AMID = 4, 3  # steps after which a batch is done, and after which it has had one of its two updates
+AMID = 3  # steps, after which a batch has had one of its two updates
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A run by one process with 8 devices; by two with 2 each, also from between two updates on; by four with 2."""
+    """A run by one process with 8 devices; by two with 2 each; from between two updates on by four with 2."""
     directory = tmp_path_factory.mktemp("runs")
 
     def named(name, *overrides):
         return [*WORDS, f"base_output_directory={directory}", f"run_name={name}", *overrides]
 
-    train_rl(load_config(FILE, named("one", "ici_fsdp_parallelism=4", "ici_data_parallelism=2")))
+    config = load_config(FILE, named("one", "ici_fsdp_parallelism=4", "ici_data_parallelism=2"))
+    assert isinstance(config, RLRunConfig)
+    train_rl(config)
 
-    def begun(name, step):
-        """A run of which one process has made so many steps."""
-        shutil.copytree(directory / "one", directory / name)
-        for checkpoint in (directory / name / "checkpoints").iterdir():
-            if int(checkpoint.name) > step:
-                shutil.rmtree(checkpoint)
-
-    begun("two-amid", AMID)
-    begun("four", BATCH)
-    two = named("two", "ici_fsdp_parallelism=2", "ici_data_parallelism=2", "rollout_fsdp_parallelism=4")
-    train_in_turn([[FILE, *two], [FILE, *named("two-amid", "ici_fsdp_parallelism=4")]], processes=2, devices=2)
+    shutil.copytree(directory / "one", directory / "four")
+    for checkpoint in (directory / "four" / "checkpoints").iterdir():
+        if int(checkpoint.name) > AMID:
+            shutil.rmtree(checkpoint)
+    mesh = ("ici_fsdp_parallelism=2", "ici_data_parallelism=2", "rollout_fsdp_parallelism=4")
+    train_in_turn([[FILE, *named("two", *mesh)]], processes=2, devices=2)
     train_in_turn([[FILE, *named("four", "ici_fsdp_parallelism=4", "ici_data_parallelism=2")]], processes=4, devices=2)
     return lambda name: RunFiles(directory / name)
 
 
-SEVERAL = ["two", "two-amid", "four"]
+SEVERAL = ["two", "four"]
 
 
 @pytest.mark.parametrize("several", SEVERAL)
@@ -64,3 +63,15 @@ def test_losses_agree(several, runs):
     for key in ("loss", "kl", "grad_norm", "param_norm", "token_nll"):
         got, want = ([step[key] for step in runs(name).steps] for name in (several, "one"))
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6, err_msg=key)
+
+
+def test_a_reward_that_fails_on_the_first_host_ends_all_with_2_and_one_message(tmp_path):
+    words = [*RUN, "reward_functions=tests.rl.test_loop:failing", "reward_error=stop", "ici_fsdp_parallelism=2"]
+    command = [sys.executable, "-m", "maxtext_lite.train_rl", FILE, *words, f"base_output_directory={tmp_path}"]
+    command, variables = launched(command, processes=2, devices=1)
+    result = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert result.returncode == 2
+    said = [line.partition("] ")[2] for line in result.stderr.splitlines()]
+    assert len(said) == 2
+    assert said[0] == said[1]
+    assert said[0].startswith("error: Reward function tests.rl.test_loop:failing raised RuntimeError: no opinion")
