@@ -48,7 +48,9 @@ def test_the_batches_of_reinforcement_learning_are_rows_like_the_others():
     assert rows["micro_batches"][0] == "4"
     assert rows["overlap_fraction"][0] == "0.75"
     assert "rl" not in rows
-    assert not [name for name in plan["rl"] if not rows[name][1]], "unexplained"
+    of_rl = plan["rl"]
+    assert isinstance(of_rl, dict)
+    assert not [name for name in of_rl if not rows[name][1]], "unexplained"
 
 
 @pytest.mark.parametrize(
