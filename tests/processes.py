@@ -21,7 +21,8 @@ from tests.source_tree import REPOSITORY
 SECONDS = 400  # for anything: machines are slow, and a process that hangs is ended by its test
 
 # Every process does the same runs, as one command after another would: to start processes takes longer than to train.
-# In the overrides, {process} is the number of the process. What Python opened under the directory is recorded.
+# In the overrides, {process} is the number of the process; a first word without = is a config file.
+# What Python opened under the directory is recorded.
 RUNS = """
 import json, os, sys
 directory, record, all_overrides = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
@@ -32,11 +33,15 @@ def hook(event, arguments):
         opened.append(str(arguments[0]))
 sys.addaudithook(hook)
 from maxtext_lite.cli import run_command
-from maxtext_lite.config import load_config
+from maxtext_lite.config import RLRunConfig, load_config
 def main(argv):
+    from maxtext_lite.rl.loop import train_rl
     from maxtext_lite.training import train
-    for overrides in all_overrides:
-        train(load_config(None, [override.replace("{process}", process) for override in overrides]))
+    for words in all_overrides:
+        words = [word.replace("{process}", process) for word in words]
+        file = words.pop(0) if words and "=" not in words[0] else None
+        config = load_config(file, words)
+        (train_rl if isinstance(config, RLRunConfig) else train)(config)
     return 0
 code = run_command(main)
 with open(os.path.join(record, process), "w") as file:

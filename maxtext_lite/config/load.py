@@ -22,15 +22,18 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 _COMMAND_LINE = "command line"
 _ROOT_FILE = "base.yml"
 _RL_FILE = "post_train/rl.yml"
-_OF_NO_USE_IN_RL = (
-    "per_device_batch_size",
-    "gradient_accumulation_steps",
-    "global_batch_size",
-    "enable_rampup_batch_size",
-    "expansion_factor_real_data",
-    "enable_diloco",
-    "num_epochs",
-)
+_ITS_BATCH = "where batch_size, num_generations and micro_batch_size say what a step trains on"
+_OF_NO_USE_IN_RL = {
+    "per_device_batch_size": _ITS_BATCH,
+    "gradient_accumulation_steps": _ITS_BATCH,
+    "global_batch_size": _ITS_BATCH,
+    "enable_rampup_batch_size": _ITS_BATCH,
+    "expansion_factor_real_data": _ITS_BATCH,
+    "enable_diloco": _ITS_BATCH,
+    "num_epochs": _ITS_BATCH,
+    "eval_per_device_batch_size": "where rollout_slots says how many responses are under way",
+    "grain_worker_count": "whose prompts are read by the process that trains",
+}
 
 
 @dataclass(frozen=True)
@@ -117,18 +120,14 @@ def _root_of(layers: Sequence[_Layer]) -> _Layer:
 
 
 def _refuse_training_batch(layers: Sequence[_Layer], problems: list[Refusal]) -> None:
-    """Refuses what base.yml's files do not say already of a step's batch."""
+    """Refuses what base.yml's files do not say already, of keys that RL makes no use of."""
     root, *others = layers
     for layer in others:
-        for key in _OF_NO_USE_IN_RL:
+        for key, reason in _OF_NO_USE_IN_RL.items():
             if key not in layer.values or key not in root.values or layer.values[key].value == root.values[key].value:
                 continue
             value = value_text(layer.values.pop(key).value)
-            _refuse(
-                problems,
-                f"{key}={value} ({layer.origin}) has no use in RL, where batch_size, num_generations and "
-                "micro_batch_size say what a step trains on. Remove it.",
-            )
+            _refuse(problems, f"{key}={value} ({layer.origin}) has no use in RL, {reason}. Remove it.")
 
 
 def _read(path: Path, origin: str, problems: list[Refusal]) -> dict[str, YamlValue]:

@@ -137,6 +137,23 @@ def _packing(config: Config) -> Refusal | None:
     return Refusal("packing", message, (False,))
 
 
+def _z_loss(config: Config) -> Refusal | None:
+    if not isinstance(config, RLRunConfig) or config.z_loss_multiplier == 0:
+        return None
+    message = (
+        f"z_loss_multiplier={number_text(config.z_loss_multiplier)} has no use in RL, whose loss is of ratios, not of "
+        "logits."
+    )
+    return Refusal("z_loss_multiplier", message, (0,))
+
+
+def _schedule_unit(config: Config) -> Refusal | None:
+    if not isinstance(config, RLRunConfig) or config.schedule_unit != "tokens":
+        return None
+    message = "schedule_unit=tokens cannot be in RL, where nobody knows how many tokens the responses will have."
+    return Refusal("schedule_unit", message, ("steps", "examples"))
+
+
 def _template(config: Config) -> Refusal | None:
     if not isinstance(config, RLRunConfig):
         return None
@@ -294,6 +311,8 @@ RL_RULES: tuple[Rule, ...] = (
     # Of base.yml's keys alone, so that they are asked in every config; they answer for RL.
     Rule(("long_examples",), _long_prompts),
     Rule(("packing",), _packing),
+    Rule(("z_loss_multiplier",), _z_loss),
+    Rule(("schedule_unit",), _schedule_unit),
     Rule(("prompt_template",), _template),
     Rule(("arithmetic_operations",), _operations),
     Rule(("arithmetic_operations", "arithmetic_largest"), _problems),

@@ -54,6 +54,19 @@ _FORMULAS = {
     "adam_b1": "as scale_adam_with_batch leaves it",
     "adam_b2": "as scale_adam_with_batch leaves it",
     "adam_eps": "as scale_adam_with_batch leaves it",
+    "prompts_per_batch": "unique prompts",
+    "num_generations": "responses to each prompt",
+    "pairs_per_batch": "of a prompt with a response = prompts_per_batch × num_generations = global_batch_to_train",
+    "pairs_per_micro_batch": "of a chunk: one is sampled while the one before it is trained on",
+    "micro_batches": "chunks of a batch, whose gradients add up to one update",
+    "updates_per_batch": "optimizer steps on each batch",
+    "batches": "of the whole run",
+    "max_prompt_tokens": "of a pair",
+    "max_response_tokens": "of a pair",
+    "trainer_devices": "that train",
+    "sampler_devices": "that generate",
+    "takes_turns": "the same devices train and generate",
+    "overlap_fraction": "of a batch's training that can run beside sampling: all its chunks but the last",
     "diloco_num_replicas": "copies that update by themselves",
     "diloco_sync_period": "steps between their meetings",
 }
@@ -69,7 +82,10 @@ class Row:
 
 
 def plan_rows(plan: Mapping[str, Any]) -> list[Row]:
-    """Every entry of plan.json but the ramp, the memory and the warnings, which have places of their own."""
+    """Every entry of plan.json but the ramp, the memory and the warnings, which have places of their own.
+
+    Those of reinforcement learning, one level down, are rows like the others.
+    """
     rows: list[Row] = []
     pipelined = plan.get("num_pipeline_stages", 1) != 1
     for key, value in plan.items():
@@ -79,6 +95,8 @@ def plan_rows(plan: Mapping[str, Any]) -> list[Row]:
             rows.append(Row(key, plain(value), _machine(plan)))
         elif key == "loading_hosts" and isinstance(value, list) and all(isinstance(host, int) for host in value):
             rows.append(Row(key, f"{len(value):,} of {plain(plan.get('num_hosts'))}", f"hosts {ranges(value)}"))
+        elif key == "rl" and isinstance(value, dict):
+            rows += [Row(name, plain(each), _FORMULAS.get(name, "")) for name, each in value.items()]
         elif value is not None:
             rows.append(Row(key, plain(value), _FORMULAS.get(key, "")))
     return rows

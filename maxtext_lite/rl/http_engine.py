@@ -86,7 +86,9 @@ class HttpEngine:
             raise UserError(f"rollout_url={url} is not the address of a server. One that works: http://HOST:8000/v1.")
         self._url, self._root = url.rstrip("/"), url.rstrip("/").removesuffix("/v1")
         self._dtype = "bfloat16" if config.dtype == "bfloat16" else "float32"
-        self._fields = run_config_json(run_directory, config, num_positions=config.max_target_length, dtype=self._dtype)
+        # What the model came with: at its first start the run has not taken that over yet.
+        origin = Path(config.load_parameters_path) if config.load_parameters_path else run_directory
+        self._fields = run_config_json(origin, config, num_positions=config.max_target_length, dtype=self._dtype)
         self._directory, self._turn = (run_directory / WEIGHTS).absolute(), 0
         self._stop_token_ids, self._seed = list(stop_token_ids), seed
         self._attempts, self._wait_seconds, self._timeout_seconds = attempts, wait_seconds, timeout_seconds

@@ -17,7 +17,7 @@ from maxtext_lite.rl.held_out import held_out_record, held_out_text
 from maxtext_lite.rl.log_probabilities import make_log_probabilities
 from maxtext_lite.rl.pairs import Chunk, batch_record
 from maxtext_lite.rl.reference import Reference
-from maxtext_lite.rl.rewards import Scores
+from maxtext_lite.rl.rewards import RewardError, Scores
 from maxtext_lite.rl.rollout import Request, Response
 from maxtext_lite.rl.run import RLRun, open_rl_run
 from maxtext_lite.rl.timeline import Timeline
@@ -27,6 +27,7 @@ from maxtext_lite.training.gradients import TRAIN_BATCH_AXES, accumulate_gradien
 from maxtext_lite.training.ledger import Consumed, Ledger
 from maxtext_lite.training.metrics import JsonLines, MetricsLog, Terminal
 from maxtext_lite.training.nonfinite import find_nonfinite
+from maxtext_lite.training.profile import Profile
 from maxtext_lite.training.state import TrainState
 from maxtext_lite.training.step import make_chunk_step, make_update, make_zero_sums
 from maxtext_lite.training.stopping import Signals, Stop, watch_signals
@@ -44,7 +45,8 @@ class _Sampled(NamedTuple):
     texts: Sequence[str]
 
 
-_Judged = tuple[_Sampled, Scores | None]
+_Verdict = Scores | RewardError | None  # None: on the hosts that do not judge
+_Judged = tuple[_Sampled, _Verdict]
 
 
 def train_rl(config: RLRunConfig) -> RunResult:
@@ -116,6 +118,7 @@ class _Loop:
             self.old = make_log_probabilities(
                 run.decoder, run.mesh, config=run.config, temperature=config.decode_sampling_temperature
             )
+        self.profile = Profile(run.directory / "tensorboard", config.profiler_steps if run.is_first else 0)
         self._numbers = self._prompt_numbers()  # of the prompts of the batch that is next, or under way
         # Devices of its own, or another machine, sample at any time; those that also train, in turns with it.
         # Several hosts sample in their main threads, where what they do together is in one order.
@@ -133,7 +136,9 @@ class _Loop:
         if ledger.counts.step % each:
             chunks = self._unfinished()
         ledger.restart_clock()
-        for step in range(ledger.counts.step + 1, last_step + 1):
+        before = ledger.counts.step
+        for step in range(before + 1, last_step + 1):
+            self.profile.before_step(step - before)
             timeline = Timeline()
             iteration = (step - 1) % each
             if iteration == 0:
@@ -146,13 +151,19 @@ class _Loop:
             self._record(step, state, metrics, chunks, timeline, about)
             stops = stopping.after_this_step()
             last = step == last_step or stops
-            if config.eval_interval > 0 and (step % config.eval_interval == 0 or step == last_step):
+            saves = run.checkpointer and (step % config.checkpoint_period == 0 or last)
+            evaluates = config.eval_interval > 0 and (step % config.eval_interval == 0 or step == last_step)
+            # A checkpoint after its evaluation: a kill between them repeats both. Asked to stop, save first.
+            if saves and stops:
+                self._save(state, chunks)
+            if evaluates:
                 self._evaluate(state)
-            if run.checkpointer and (step % config.checkpoint_period == 0 or last):
-                run.checkpointer.save(state, ledger.counts, _stacked(chunks) if step % each else None)
+            if saves:
+                self._save(state, chunks)
             ledger.restart_clock()
             if last:
                 break
+        self.profile.close()
         if run.checkpointer:
             run.checkpointer.wait()
         interrupted = ledger.counts.step < last_step
@@ -161,6 +172,12 @@ class _Loop:
             by = signals.received.name if signals.received else "another host"
             self.terminal.say(f"stopped by {by} after step {ledger.counts.step}, {saved}")
         return RunResult(run.directory, ledger.counts.step, ledger.loss, None, interrupted, run.is_first, state)
+
+    def _save(self, state: TrainState, chunks: Sequence[Rows]) -> None:
+        """A checkpoint of the step that is done, unless there is one; amid a batch, with the batch."""
+        assert self.run.checkpointer is not None
+        amid = self.ledger.counts.step % self.config.num_iterations != 0
+        self.run.checkpointer.save(state, self.ledger.counts, _stacked(chunks) if amid else None)
 
     def _sample_and_add(
         self, state: TrainState, step: int, timeline: Timeline
@@ -210,7 +227,7 @@ class _Loop:
             with timeline.phase("rollout", chunk):
                 return self._generate(prompts, requests, rl.sampling)
 
-        def judge(chunk: int, sampled: _Sampled) -> tuple[_Sampled, Scores | None]:
+        def judge(chunk: int, sampled: _Sampled) -> _Judged:
             with timeline.phase("reward", chunk):
                 return sampled, self._judge(sampled)
 
@@ -262,14 +279,25 @@ class _Loop:
             )
         return _Sampled(prompts, responses, [self.rl.text_of(response) for response in responses])
 
-    def _judge(self, sampled: _Sampled) -> Scores | None:
-        """The scores, on the first host; the others are told."""
-        return self.rl.rewards.of(sampled.prompts, sampled.texts) if self.run.is_first else None
+    def _judge(self, sampled: _Sampled) -> _Verdict:
+        """The scores, or why there are none, on the first host; the others are told."""
+        if not self.run.is_first:
+            return None
+        try:
+            return self.rl.rewards.of(sampled.prompts, sampled.texts)
+        except RewardError as error:
+            return error
 
-    def _of_first_host(self, scores: Scores | None) -> Scores:
-        """The first host's scores, on all hosts: functions need not give the same everywhere."""
-        told = exchange(None if scores is None else _told(scores))[0]
-        found = _understood(told) if scores is None else scores
+    def _of_first_host(self, verdict: _Verdict) -> Scores:
+        """The first host's scores, on all hosts: functions need not give the same everywhere.
+
+        Raises:
+          RewardError: the first host's.
+        """
+        told = exchange(None if verdict is None else _told(verdict))[0]
+        found = _understood(told) if verdict is None else verdict
+        if isinstance(found, RewardError):
+            raise found
         for message in found.messages:
             self.terminal.say(f"reward: {message}")
         return found
@@ -337,8 +365,10 @@ class _Loop:
         )
 
     def _log_pairs(self, step: int, chunks: Sequence[Chunk]) -> None:
-        """Writes a batch's responses down, of every `log_period`-th step."""
-        if self.logs and step % self.config.log_period == 0:
+        """Writes a batch's responses down, where its steps have one with a line on the terminal, and of the first."""
+        period, last_of_batch = self.config.log_period, step + self.config.num_iterations - 1
+        has_line = last_of_batch // period > (step - 1) // period or last_of_batch == self.run.plan.steps
+        if self.logs and (has_line or step == 1):
             for chunk in chunks:
                 for line in chunk.lines(step):
                     self.logs.rollouts.write(line)
@@ -364,16 +394,20 @@ class _Loop:
         self.terminal.say(f"step {step}/{self.run.plan.steps}  {held_out_text(record)}")
 
 
-def _told(scores: Scores) -> dict[str, Any]:
-    """Scores as JSON, which holds doubles as they are."""
-    by_name = {name: values.tolist() for name, values in scores.by_name.items()}
-    about = {"errors": scores.errors, "messages": scores.messages}
-    return {"total": scores.total.tolist(), "by_name": by_name, **about}
+def _told(verdict: Scores | RewardError) -> dict[str, Any]:
+    """A verdict as JSON, which holds doubles as they are."""
+    if isinstance(verdict, RewardError):
+        return {"problems": list(verdict.problems)}
+    by_name = {name: values.tolist() for name, values in verdict.by_name.items()}
+    about = {"errors": verdict.errors, "messages": list(verdict.messages)}
+    return {"total": verdict.total.tolist(), "by_name": by_name, **about}
 
 
-def _understood(told: dict[str, Any]) -> Scores:
+def _understood(told: dict[str, Any]) -> Scores | RewardError:
+    if "problems" in told:
+        return RewardError(told["problems"])
     by_name = {name: np.array(values, np.float64) for name, values in told["by_name"].items()}
-    return Scores(np.array(told["total"], np.float64), by_name, told["errors"], list(told["messages"]))
+    return Scores(np.array(told["total"], np.float64), by_name, told["errors"], told["messages"])
 
 
 def _put(x: np.ndarray, where: Any) -> jax.Array:

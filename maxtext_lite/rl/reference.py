@@ -26,7 +26,7 @@ class Reference:
     Args:
       state: the run's, restored or new; `step` steps have been made.
     Raises:
-      UserError: a resumed run's reference is gone.
+      UserError: a resumed run's reference is gone, or it began without one.
     """
 
     def __init__(self, run: Run, config: RLRunConfig, state: TrainState, step: int):
@@ -42,8 +42,9 @@ class Reference:
             plain = load_parameters(where, run.abstract_state.plain_params, "run_name")
         else:
             raise UserError(
-                f"{where} is gone, which holds the model that grpo_beta={config.grpo_beta:g} refers to. Use another "
-                f"run_name, with load_parameters_path={run.directory} to go on from its parameters as a new reference."
+                f"{where} is not there, which holds the model that grpo_beta={config.grpo_beta:g} refers to, from the "
+                "start of a run whose grpo_beta is not 0. Use grpo_beta=0, or another run_name, with "
+                f"load_parameters_path={run.directory} to go on from its parameters as a new reference."
             )
         shardings = tree_shardings(run.mesh, decoder.axes)
         # Copied: the trainer gives its own arrays up at the first update.

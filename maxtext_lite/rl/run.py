@@ -18,7 +18,7 @@ from maxtext_lite.rl.policy import Policy
 from maxtext_lite.rl.rewards import Rewards
 from maxtext_lite.rl.rollout import LocalEngine, Response, RolloutEngine
 from maxtext_lite.rl.transfer import sampling_mesh
-from maxtext_lite.training.run import Run, comes_from_elsewhere
+from maxtext_lite.training.run import Run, comes_from_elsewhere, run_directory
 from maxtext_lite.training.state import make_plain_decoder
 
 
@@ -94,6 +94,9 @@ def open_rl_run(config: RLRunConfig) -> RLRun:
     rewards = Rewards(config)
     try:
         policy = policy_of(config, plan.rl)
+        # Before the run makes its directory: what cannot sample leaves none.
+        sampling_devices = devices[len(devices) - plan.rl.sampler_devices :]
+        engine = _engine(config, plan.rl, sampling_devices, stop_token_ids)
         run = Run(
             config,
             plan,
@@ -103,8 +106,6 @@ def open_rl_run(config: RLRunConfig) -> RLRun:
             devices=devices[: plan.rl.trainer_devices],
             examples_of_entry=config.num_generations * config.num_iterations,
         )
-        sampling_devices = devices[len(devices) - plan.rl.sampler_devices :]
-        engine = _engine(config, run, plan.rl, sampling_devices, stop_token_ids)
     except BaseException:
         rewards.close()
         raise
@@ -132,10 +133,11 @@ def _stop_token_ids(config: RLRunConfig, tokenizer: Tokenizer) -> tuple[int, ...
 
 
 def _engine(
-    config: RLRunConfig, run: Run, batch: RLBatch, devices: Sequence[Any], stop_token_ids: tuple[int, ...]
+    config: RLRunConfig, batch: RLBatch, devices: Sequence[Any], stop_token_ids: tuple[int, ...]
 ) -> RolloutEngine:
     if config.rollout_engine == "http":
-        return HttpEngine(config.rollout_url, config, run.directory, stop_token_ids=stop_token_ids, seed=config.seed)
+        directory = run_directory(config)
+        return HttpEngine(config.rollout_url, config, directory, stop_token_ids=stop_token_ids, seed=config.seed)
     assert batch.rollout is not None, "the plan of a local engine says how it samples"
     return LocalEngine(
         make_plain_decoder(config),

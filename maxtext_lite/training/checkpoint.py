@@ -9,7 +9,7 @@ import jax
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding
 
-from maxtext_lite.config import Config, ModelConfig, RunConfig, UserError, adapted_weights
+from maxtext_lite.config import Config, ModelConfig, RLRunConfig, RunConfig, UserError, adapted_weights
 from maxtext_lite.config.hf_config import has_hf_weights
 from maxtext_lite.interop import load_hf_parameters
 from maxtext_lite.models import Lora, joined, merged
@@ -61,6 +61,8 @@ def fingerprint(config: Config, data: str, num_replicas: int | None) -> dict[str
         values["diloco_outer_momentum is 0"] = config.diloco_outer_momentum == 0
     if config.optimizer == "sgd":
         values["sgd_momentum is 0"] = config.sgd_momentum == 0
+    if isinstance(config, RLRunConfig):  # with which pairs become prompts, and steps batches
+        values["num_generations"], values["num_iterations"] = config.num_generations, config.num_iterations
     # A held-out text of its own leaves the whole of the training text to train on, as no evaluation does.
     values["eval_fraction"] = 0.0 if config.eval_dataset_path else config.eval_fraction
     return values | {_DATA: data}
@@ -128,7 +130,7 @@ class Checkpointer:
                 raise UserError(
                     f"the checkpoint of step {step} in {self._directory} was saved between two updates on one batch, "
                     f"whose arrays have the shapes {shapes}, here {wanted}. Go on with the batch_size, "
-                    "micro_batch_size and devices that it was saved with; after that batch they may change."
+                    "micro_batch_size, grpo_beta and devices that it was saved with; after that batch they may change."
                 )
             args = ocp.args.Composite(unfinished=ocp.args.StandardRestore(abstract))
             return checkpointer.restore(path, args=args)["unfinished"]
@@ -228,10 +230,11 @@ def checkpoint_directory(path: str | Path, key: str) -> Path:
 
 
 def save_parameters(directory: Path, params: Any) -> None:
-    """Writes parameters alone as the one checkpoint of a run directory: `load_parameters` reads it back."""
+    """Writes parameters alone as the one checkpoint of a run directory, in the place of one that is there already:
+    `load_parameters` reads it back."""
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler(**_handlers())) as checkpointer:
         where = (directory / "checkpoints" / "0").absolute()
-        checkpointer.save(where, args=ocp.args.Composite(params=ocp.args.StandardSave(params)))
+        checkpointer.save(where, args=ocp.args.Composite(params=ocp.args.StandardSave(params)), force=True)
 
 
 def frozen_directory(run_directory: Path) -> Path:

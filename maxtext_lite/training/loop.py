@@ -25,6 +25,7 @@ from maxtext_lite.training.ledger import Consumed, Ledger
 from maxtext_lite.training.metrics import MetricsLog, Terminal, evaluation_text
 from maxtext_lite.training.nonfinite import find_nonfinite
 from maxtext_lite.training.objective import objective_of
+from maxtext_lite.training.profile import Profile
 from maxtext_lite.training.reference import add_reference
 from maxtext_lite.training.run import Run, open_run
 from maxtext_lite.training.state import TrainState
@@ -37,8 +38,6 @@ from maxtext_lite.training.step import (
     make_train_step,
 )
 from maxtext_lite.training.stopping import Signals, Stop, watch_signals
-
-_FIRST_PROFILED_STEP = 3  # of this process: the first two fill caches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +114,7 @@ class _Loop:
         self.terminal = terminal
         self.ledger = Ledger(run, terminal, log, counts)
         self.eval_loss: float | None = None
-        self.tracing = False
+        self.profile = Profile(run.directory / "tensorboard", run.config.profiler_steps if run.is_first else 0)
         # The simulated devices of a CPU share a few threads: with two steps under way, a collective of one can wait
         # for ever for a device whose thread the other holds. There, a step is finished before the next begins.
         self.one_at_a_time = jax.default_backend() == "cpu" and jax.device_count() > 1
@@ -158,7 +157,7 @@ class _Loop:
             in_flight: _InFlight | None = None
             examples_seen = counts.examples_seen
             for step in range(counts.step + 1, last_step + 1):
-                self._profile(step - counts.step)
+                self.profile.before_step(step - counts.step)
                 if self.one_at_a_time:
                     jax.block_until_ready(state)
                 stage = plan.stage_at(examples_seen)
@@ -194,7 +193,7 @@ class _Loop:
                     self.ledger.restart_clock()
                 if last:
                     break
-            self._profile(None)
+            self.profile.close()
             if run.checkpointer:
                 run.checkpointer.wait()
         interrupted = self.ledger.counts.step < last_step
@@ -273,15 +272,3 @@ class _Loop:
         self.eval_loss = found["eval_loss"]
         self.ledger.write({"step": self.ledger.counts.step, **found})
         self.terminal.say(f"step {self.ledger.counts.step}/{self.terminal.last_step}  {evaluation_text(found)}")
-
-    def _profile(self, steps_here: int | None) -> None:
-        """Starts and ends the trace of `profiler_steps` steps; `steps_here` counts this process's, None: the end."""
-        count = self.config.profiler_steps
-        if not count or not self.run.is_first:
-            return
-        if steps_here == _FIRST_PROFILED_STEP:
-            jax.profiler.start_trace(str(self.run.directory / "tensorboard"))
-            self.tracing = True
-        elif self.tracing and (steps_here is None or steps_here == _FIRST_PROFILED_STEP + count):
-            jax.profiler.stop_trace()
-            self.tracing = False

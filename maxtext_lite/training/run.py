@@ -15,7 +15,7 @@ from maxtext_lite.batching import (
     make_plan,
     scaled_optimizer,
 )
-from maxtext_lite.config import Config, UserError, describe, write_resolved
+from maxtext_lite.config import Config, RunConfig, UserError, describe, write_resolved
 from maxtext_lite.config.hf_config import CARRIED, has_hf_weights, hf_directory, tokenizer_keys
 from maxtext_lite.data import (
     open_sources_on_hosts,
@@ -31,6 +31,11 @@ from maxtext_lite.training.noise import why_unknown
 from maxtext_lite.training.objective import Objective, objective_of
 from maxtext_lite.training.optimizer import Schedule, learning_rate_schedule, make_optimizer
 from maxtext_lite.training.state import TrainState, abstract_state, init_state, make_decoder, state_from
+
+
+def run_directory(config: RunConfig) -> Path:
+    """Where all that a run writes goes."""
+    return Path(config.base_output_directory) / config.run_name
 
 
 class Run:
@@ -70,7 +75,7 @@ class Run:
         self.local = local_updates(config, plan.diloco_num_replicas)
         self.examples_per_epoch = len(source) * examples_of_entry
         self.is_first = jax.process_index() == 0
-        self.directory = Path(config.base_output_directory) / config.run_name
+        self.directory = run_directory(config)
         if config.load_parameters_path and not has_hf_weights(config.load_parameters_path):
             checkpoint_directory(config.load_parameters_path, "load_parameters_path")
         if not config.enable_checkpointing and any((self.directory / "checkpoints").glob("*")):

@@ -28,6 +28,10 @@ REFUSED = {
                               "answer. Nearest that work: drop or refuse.",
     "packing=true": "packing=true has no use in RL: a prompt with its response is a row by itself. Nearest that works: "
                     "false.",
+    "z_loss_multiplier=0.001": "z_loss_multiplier=0.001 has no use in RL, whose loss is of ratios, not of logits. "
+                               "Nearest that works: 0.",
+    "schedule_unit=tokens": "schedule_unit=tokens cannot be in RL, where nobody knows how many tokens the responses "
+                            "will have. Nearest that work: steps or examples.",
     "prompt_template=Answer: ": "prompt_template=Answer:  holds {prompt} nowhere: each prompt stands in it once. "
                                 "Nearest that works: Answer: {prompt}.",
     "prompt_template={prompt}, {prompt}!": "prompt_template={prompt}, {prompt}! holds {prompt} 2 times: each prompt "
@@ -156,3 +160,13 @@ def test_each_function_has_its_weight(names, weights, expected):
 def test_all_of_them_are_among_the_rules():
     assert set(RL_RULES) <= set(RULES)
     assert len(set(RULES)) == len(RULES)
+
+
+@pytest.mark.parametrize(("override", "reason"), [
+    ("eval_per_device_batch_size=2", "where rollout_slots says how many responses are under way"),
+    ("grain_worker_count=2", "whose prompts are read by the process that trains"),
+])  # fmt: skip
+def test_a_key_that_rl_does_not_read_is_refused(override, reason):
+    with pytest.raises(UserError) as refused:
+        load_config(FILE, [override])
+    assert refused.value.problems == (f"{override} (command line) has no use in RL, {reason}. Remove it.",)

@@ -39,6 +39,20 @@ def test_every_entry_is_shown_somewhere():
     assert not [key for key in plan if key in rows and key != "key_of_the_future" and not rows[key][1]], "unexplained"
 
 
+def test_the_batches_of_reinforcement_learning_are_rows_like_the_others():
+    apart = ["trainer_devices_fraction=0.5", "sampler_devices_fraction=0.5"]
+    words = ["batch_size=4", "num_generations=8", "micro_batch_size=8", *apart]
+    plan = make_plan(load_config("post_train/rl.yml", words), num_devices=2, num_hosts=1).to_json()
+    rows = by_name(plan)
+    assert rows["pairs_per_batch"][0] == "32"
+    assert rows["micro_batches"][0] == "4"
+    assert rows["overlap_fraction"][0] == "0.75"
+    assert "rl" not in rows
+    of_rl = plan["rl"]
+    assert isinstance(of_rl, dict)
+    assert not [name for name in of_rl if not rows[name][1]], "unexplained"
+
+
 @pytest.mark.parametrize(
     ("numbers", "text"), [([], ""), ([3], "3"), ([0, 1, 2, 3], "0–3"), ([0, 2, 3, 9], "0, 2–3, 9")]
 )

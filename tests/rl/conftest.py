@@ -41,3 +41,9 @@ def steps(run_directory):
 
 def evaluations(run_directory):
     return [line for line in lines(run_directory) if "eval_reward" in line]
+
+
+def timeless(records):
+    """The records without what a clock says."""
+    words = ("seconds", "per_second", "tflops", "overlap")
+    return [{key: x for key, x in each.items() if not any(word in key for word in words)} for each in records]

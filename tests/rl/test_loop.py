@@ -11,16 +11,11 @@ from maxtext_lite.rl import loop
 from maxtext_lite.rl.loop import train_rl
 from maxtext_lite.rl.rewards import RewardError
 from maxtext_lite.rl.rollout import LocalEngine
-from tests.rl.conftest import evaluations, lines, steps
+from tests.rl.conftest import evaluations, lines, steps, timeless
 
 # Two updates on each batch, and a reference: all that a batch can need to go on after a restart.
 WHOLE = ("num_iterations=2", "grpo_beta=0.05", "ici_data_parallelism=2", "ici_fsdp_parallelism=2",
          "ici_tensor_parallelism=2", "rollout_fsdp_parallelism=2")  # fmt: skip
-TIMES = ("seconds", "per_second", "tflops", "overlap")
-
-
-def timeless(records):
-    return [{key: x for key, x in each.items() if not any(word in key for word in TIMES)} for each in records]
 
 
 def parameters(result):
@@ -102,6 +97,22 @@ def test_chunks_and_meshes_show_nowhere(whole, tmp_path, config_of):
         assert line.get("responses_hash") == other.get("responses_hash")
         for name in ("loss", "grad_norm", "param_norm", "kl", "token_nll"):
             assert line[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6), name
+
+
+def test_what_makes_a_batch_of_pairs_stays_what_the_run_began_with(whole, config_of):
+    """Where the run is, in prompts, follows from the pairs so far."""
+    with pytest.raises(UserError) as refused:
+        train_rl(config_of(whole.run_directory.parent, *WHOLE, "num_generations=2", "num_iterations=1", "steps=8"))
+    asked = [problem.partition(" contradicts ")[0] for problem in refused.value.problems]
+    assert asked == ["num_generations=2", "num_iterations=1"]
+
+
+def test_what_responses_are_written_down_follows_the_terminal(tmp_path, config_of):
+    """The first batch, those whose steps have a line there, and the last."""
+    words = ["num_iterations=2", "steps=10", "log_period=6", "eval_interval=-1", "ici_fsdp_parallelism=8"]
+    result = train_rl(config_of(tmp_path, *words, "enable_checkpointing=false", "profiler_steps=1"))
+    assert {pair["step"] for pair in lines(result.run_directory, "rollouts.jsonl")} == {1, 5, 9}
+    assert list((result.run_directory / "tensorboard" / "plugins" / "profile").rglob("*.xplane.pb"))
 
 
 def test_amid_a_batch_its_chunks_stay_as_they_are(whole, tmp_path, config_of, monkeypatch):

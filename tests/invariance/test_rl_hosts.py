@@ -1,0 +1,77 @@
+"""Reinforcement learning by several processes: the responses, rewards and updates are those of one."""
+
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from maxtext_lite.config import RLRunConfig, load_config
+from maxtext_lite.rl.loop import train_rl
+from tests.processes import SECONDS, RunFiles, launched, train_in_turn
+from tests.rl.conftest import RUN, evaluations, lines
+
+FILE = "configs/post_train/rl.yml"
+WORDS = [*RUN, "num_iterations=2", "grpo_beta=0.05", "max_num_checkpoints_to_keep=20"]
+AMID = 3  # steps, after which a batch has had one of its two updates
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A run by one process with 8 devices; by two with 2 each; from between two updates on by four with 2."""
+    directory = tmp_path_factory.mktemp("runs")
+
+    def named(name, *overrides):
+        return [*WORDS, f"base_output_directory={directory}", f"run_name={name}", *overrides]
+
+    config = load_config(FILE, named("one", "ici_fsdp_parallelism=4", "ici_data_parallelism=2"))
+    assert isinstance(config, RLRunConfig)
+    train_rl(config)
+
+    shutil.copytree(directory / "one", directory / "four")
+    for checkpoint in (directory / "four" / "checkpoints").iterdir():
+        if int(checkpoint.name) > AMID:
+            shutil.rmtree(checkpoint)
+    mesh = ("ici_fsdp_parallelism=2", "ici_data_parallelism=2", "rollout_fsdp_parallelism=4")
+    train_in_turn([[FILE, *named("two", *mesh)]], processes=2, devices=2)
+    train_in_turn([[FILE, *named("four", "ici_fsdp_parallelism=4", "ici_data_parallelism=2")]], processes=4, devices=2)
+    return lambda name: RunFiles(directory / name)
+
+
+SEVERAL = ["two", "four"]
+
+
+@pytest.mark.parametrize("several", SEVERAL)
+def test_prompts_responses_and_rewards_are_those_of_one_process(several, runs):
+    got, want = (runs(name) for name in (several, "one"))
+    exact = ("step", "examples_hash", "examples_seen", "target_tokens")
+    assert got.sequence(*exact) == want.sequence(*exact)
+    sampled = [[step["responses_hash"] for step in run.steps if "reward" in step] for run in (got, want)]
+    assert sampled[0] == sampled[1]
+    assert len(set(sampled[0])) == 3
+    pairs = [
+        [(pair["prompt"], pair["response"], pair["rewards"]) for pair in lines(run.directory, "rollouts.jsonl")]
+        for run in (got, want)
+    ]
+    assert pairs[0] == pairs[1]
+    assert evaluations(got.directory) == evaluations(want.directory)
+
+
+@pytest.mark.parametrize("several", SEVERAL)
+def test_losses_agree(several, runs):
+    for key in ("loss", "kl", "grad_norm", "param_norm", "token_nll"):
+        got, want = ([step[key] for step in runs(name).steps] for name in (several, "one"))
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6, err_msg=key)
+
+
+def test_a_reward_that_fails_on_the_first_host_ends_all_with_2_and_one_message(tmp_path):
+    words = [*RUN, "reward_functions=tests.rl.test_loop:failing", "reward_error=stop", "ici_fsdp_parallelism=2"]
+    command = [sys.executable, "-m", "maxtext_lite.train_rl", FILE, *words, f"base_output_directory={tmp_path}"]
+    command, variables = launched(command, processes=2, devices=1)
+    result = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert result.returncode == 2
+    said = [line.partition("] ")[2] for line in result.stderr.splitlines()]
+    assert len(said) == 2
+    assert said[0] == said[1]
+    assert said[0].startswith("error: Reward function tests.rl.test_loop:failing raised RuntimeError: no opinion")
