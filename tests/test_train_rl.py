@@ -110,7 +110,7 @@ def test_killed_at_any_moment_the_same_command_ends_in_the_same_bits(uninterrupt
     jax.tree.map(np.testing.assert_array_equal, RunFiles(run).parameters(8), RunFiles(before).parameters(8))
 
 
-def test_a_signal_ends_with_75_after_saving_and_the_same_command_goes_on(tmp_path):
+def test_a_signal_ends_with_75_after_saving(tmp_path):
     (tmp_path / "judge.py").write_text(JUDGE)
     words = ("num_iterations=2", "steps=100000", "checkpoint_period=100000", "eval_interval=-1")
     command = _command(tmp_path, *words, "reward_functions=judge:low_bytes")
@@ -138,8 +138,8 @@ FILES = ["dataset_type=prompts", "arithmetic_largest=99", "arithmetic_operations
     (["micro_batch_size=6"], "micro_batch_size=6 is not a multiple of num_generations=4: a group of responses is "
                              "judged together. Nearest that work: 4 or 8."),
     (["eval_fraction=1"], "eval_fraction=1"),
-    (["rollout_slots=3"], "rollout_slots=3 is not a multiple of the 2 shards of the devices that sample. Nearest that "
-                          "work: 2 or 4."),
+    (["rollout_slots=3"], "rollout_slots=3 is not a multiple of the 2 parts that the devices that generate cut them "
+                          "into. Nearest that work: 2 or 4."),
 ])  # fmt: skip
 def test_mistakes_end_with_2_and_name_key_and_value(overrides, message, tmp_path):
     (tmp_path / "empty.jsonl").write_text("")

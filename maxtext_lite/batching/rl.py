@@ -51,8 +51,11 @@ class RLBatch:
         return Fraction(0) if self.takes_turns else Fraction(self.micro_batches - 1, self.micro_batches)
 
     def to_json(self) -> dict[str, object]:
-        """The fields by name, and the overlap."""
-        return {**dataclasses.asdict(self), "overlap_fraction": float(self.overlap_fraction)}
+        """The fields by name, those of the rollout with its name in front, and the overlap."""
+        fields = dataclasses.asdict(self)
+        rollout = fields.pop("rollout") or {}
+        of_rollout = {f"rollout_{name}": value for name, value in rollout.items()}
+        return {**fields, **of_rollout, "overlap_fraction": float(self.overlap_fraction)}
 
 
 def rl_batch(config: RLRunConfig, num_devices: int) -> RLBatch:

@@ -41,7 +41,7 @@ def test_what_cannot_be_leaves_no_directory(tmp_path, config_of):
     for words, message in (
         (["reward_functions=tests.rl.conftest:nothing"], "nothing"),
         (["load_parameters_path=nowhere"], "load_parameters_path=nowhere is neither a run directory"),
-        (["rollout_slots=3"], "rollout_slots=3 is not a multiple of the 8 shards"),
+        (["rollout_slots=3"], "rollout_slots=3 is not a multiple of the 8 parts"),
     ):
         with pytest.raises(UserError, match=message):
             open_rl_run(config_of(tmp_path, *words))
