@@ -9,7 +9,7 @@ import jax
 from maxtext_lite.batching import RLBatch, make_plan
 from maxtext_lite.config import RLRunConfig, UserError
 from maxtext_lite.config.hf_config import hf_directory
-from maxtext_lite.data import Tokenizer, check_vocabulary, load_tokenizer, open_prompts
+from maxtext_lite.data import PromptSource, Tokenizer, check_vocabulary, load_tokenizer, open_prompts
 from maxtext_lite.interop import stop_ids_of
 from maxtext_lite.models import Sampling
 from maxtext_lite.parallel import start_devices
@@ -20,6 +20,8 @@ from maxtext_lite.rl.rollout import LocalEngine, Response, RolloutEngine
 from maxtext_lite.rl.transfer import sampling_mesh
 from maxtext_lite.training.run import Run, comes_from_elsewhere, run_directory
 from maxtext_lite.training.state import make_plain_decoder
+
+_MOST_HELD_OUT = 100_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +90,7 @@ def open_rl_run(config: RLRunConfig) -> RLRun:
     check_vocabulary(tokenizer, config.vocab_size)
     prompts = open_prompts(config, vocab_size=config.vocab_size, begins_as_elsewhere=comes_from_elsewhere(config))
     source, eval_source = prompts
+    _refuse_endless_evaluation(config, eval_source)
     plan = make_plan(config, num_devices=len(devices), num_hosts=num_hosts, num_examples=len(source))
     assert plan.rl is not None
     stop_token_ids = _stop_token_ids(config, tokenizer)
@@ -110,6 +113,17 @@ def open_rl_run(config: RLRunConfig) -> RLRun:
         rewards.close()
         raise
     return RLRun(run, config, plan.rl, policy, engine, rewards, tokenizer, stop_token_ids)
+
+
+def _refuse_endless_evaluation(config: RLRunConfig, eval_source: PromptSource | None) -> None:
+    """Problems that are made may be as many as one likes, and so are those of them that are held out."""
+    count = 0 if eval_source is None or config.eval_interval == -1 else len(eval_source)
+    if config.eval_steps == -1 and count > _MOST_HELD_OUT:
+        steps = max(1, 1000 // config.batch_size)
+        raise UserError(
+            f"eval_steps=-1 would ask for responses to all {count:,} held-out prompts at each evaluation, more than "
+            f"{_MOST_HELD_OUT:,}. One that works: eval_steps={steps}, which are {steps * config.batch_size:,}."
+        )
 
 
 def policy_of(config: RLRunConfig, batch: RLBatch) -> Policy:

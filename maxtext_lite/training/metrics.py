@@ -198,8 +198,9 @@ def _step_line(record: dict[str, Any]) -> str:
         reward = f"reward {record['reward']:.3f}  "
     elif "pairs" in record:
         reward = f"accuracy {record['reward_accuracy']:.1%}  margin {record['reward_margin']:.3g}  "
+    loss = round(record["loss"], 4) + 0.0  # a policy's is about 0, which is not to be shown as minus 0
     return (
-        f"loss {record['loss']:.4f}  {reward}{record['tokens_per_second']:,.0f} tokens/s  "
+        f"loss {loss:.4f}  {reward}{record['tokens_per_second']:,.0f} tokens/s  "
         f"{record['tflops_per_device']:.3g} TFLOP/s/device{mfu}  lr {record['learning_rate']:.3g}  "
         f"grad {record['grad_norm']:.3g}  batch {record['global_batch_to_train']}"
     )
