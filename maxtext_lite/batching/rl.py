@@ -53,7 +53,7 @@ class RLBatch:
     def to_json(self) -> dict[str, object]:
         """The fields by name, those of the rollout with its name in front, and the overlap."""
         fields = dataclasses.asdict(self)
-        rollout = fields.pop("rollout") or {}
+        rollout: dict[str, object] = fields.pop("rollout") or {}
         of_rollout = {f"rollout_{name}": value for name, value in rollout.items()}
         return {**fields, **of_rollout, "overlap_fraction": float(self.overlap_fraction)}
 
