@@ -127,10 +127,10 @@ def _norms(wanted: bool) -> Any:
     """While a step is traced: takes the norms of the groups' gradients out of it."""
     import jax.numpy as jnp
 
-    from maxtext_lite.training import step
+    from maxtext_lite.training import gradients
 
-    squares = step._squares_by_replica if wanted else lambda gradient: jnp.zeros(gradient.shape[0])
-    return mock.patch.object(step, "_squares_by_replica", squares)
+    squares = gradients._squares_by_replica if wanted else lambda gradient: jnp.zeros(gradient.shape[0])
+    return mock.patch.object(gradients, "_squares_by_replica", squares)
 
 
 def _batch(config: Any, plan: Any, accumulation: int) -> dict[str, np.ndarray]:
@@ -164,7 +164,7 @@ def _norms_alone(decoder: Any, mesh: Any) -> Callable[[], None]:
     import jax.numpy as jnp
 
     from maxtext_lite.parallel import per_replica, sharding
-    from maxtext_lite.training.step import _squares_by_replica
+    from maxtext_lite.training.gradients import _squares_by_replica
 
     def ones(weight: Any, axes: Any) -> Any:
         where = per_replica(sharding(mesh, axes))
