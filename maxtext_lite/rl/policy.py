@@ -20,9 +20,7 @@ from maxtext_lite.training.loss import (
     auxiliary_loss,
     auxiliary_metrics,
     auxiliary_names,
-    cross_entropy,
-    head_inputs,
-    token_losses,
+    loss_by_token,
 )
 from maxtext_lite.training.objective import WHOLE, Cut
 
@@ -138,29 +136,20 @@ class Policy:
         config: NumericsConfig,
         tokens: Cut = WHOLE,
     ) -> tuple[jax.Array, LossSums]:
-        """What has the policy's gradient, and the sums of losses and metrics.
-
-        As in DPO: log-probabilities are found first, without a gradient; from them follows how much each of them
-        counts, and with these weights the cross-entropy has the gradient, tile by tile.
-        """
-        x_BTD, head_DV = head_inputs(decoder, params, x_BTD)
-        target, tiles, soft_cap = tokens.cut(rows["targets"]), config.num_vocab_tiling, decoder.shape.final_soft_cap
-        fixed = jax.lax.stop_gradient((x_BTD, head_DV))
-        nll_BT = tokens.uncut(token_losses(*fixed, target, tiles, soft_cap, self.temperature))
+        """What has the policy's gradient (see `loss_by_token`), and the sums of losses and metrics."""
         weights = self._weights(rows, factor)
 
         def total(nll_BT: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
             loss_BT, found = self.token_losses(-nll_BT, rows)
             return jnp.sum(weights["losses"] * loss_BT), found
 
-        (loss, found), weight_BT = jax.value_and_grad(total, has_aux=True)(nll_BT)
-        surrogate: Any = cross_entropy(
-            x_BTD, head_DV, target, tokens.cut(weight_BT), 0.0, tiles, soft_cap, self.temperature
+        surrogate, loss, found = loss_by_token(
+            decoder, params, x_BTD, rows["targets"], total, config, **tokens._asdict(), temperature=self.temperature
         )
         more, sums = auxiliary_loss(decoder, aux, weights, config)
         found[_TOKENS] = rows["weights"] > 0
         sums |= {name: factor * jnp.sum(found[name], dtype=jnp.float32) for name in self._names()}
-        return surrogate[0] + more, LossSums(loss, jnp.zeros_like(loss), sums)
+        return surrogate + more, LossSums(loss, jnp.zeros_like(loss), sums)
 
     def _weights(self, rows: dict[str, jax.Array], factor: jax.Array) -> dict[str, jax.Array]:
         """What tokens' losses are multiplied by, [B, T]; and of experts' losses the `weights` of tokens [B, T] and the

@@ -1,6 +1,7 @@
 """Cross-entropy over the vocabulary as sums, computed without holding all logits at once."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -212,6 +213,36 @@ def head_inputs(decoder: Decoder, params: Any, x_BTD: jax.Array) -> tuple[jax.Ar
     # Gathered here, each once: their two uses, for logits and for the gradient, could each do so.
     x_BTD = constrain(x_BTD, ("end_batch", "length", "activation_embed"))
     return x_BTD, constrain(decoder.head(params).astype(x_BTD.dtype), (None, "vocab"))
+
+
+def loss_by_token(
+    decoder: Decoder,
+    params: Any,
+    x_BTD: jax.Array,
+    target_BT: jax.Array,
+    total: Callable[[jax.Array], tuple[jax.Array, Any]],
+    config: NumericsConfig,
+    *,
+    cut: Callable[[jax.Array], jax.Array],
+    uncut: Callable[[jax.Array], jax.Array],
+    temperature: float = 1.0,
+) -> tuple[jax.Array, jax.Array, Any]:
+    """What has the gradient of a loss that depends on all tokens' log-probabilities, and that loss with what is beside.
+
+    Log-probabilities are found first, without a gradient; from them follows how much each of them counts, and with
+    these weights the cross-entropy has the gradient, tile by tile as in pre-training.
+
+    Args:
+      total: from the tokens' negative log-likelihoods [B, T] to the loss and whatever else is to be known.
+      cut, uncut: how tokens are shared out, as of `objective.Cut`; x_BTD is in these shares, target_BT is not.
+    """
+    x_BTD, head_DV = head_inputs(decoder, params, x_BTD)
+    target, tiles, soft_cap = cut(target_BT), config.num_vocab_tiling, decoder.shape.final_soft_cap
+    fixed = jax.lax.stop_gradient((x_BTD, head_DV))
+    nll_BT = uncut(token_losses(*fixed, target, tiles, soft_cap, temperature))
+    (loss, beside), weight_BT = jax.value_and_grad(total, has_aux=True)(nll_BT)
+    surrogate: Any = cross_entropy(x_BTD, head_DV, target, cut(weight_BT), 0.0, tiles, soft_cap, temperature)
+    return surrogate[0], loss, beside
 
 
 def auxiliary_loss(

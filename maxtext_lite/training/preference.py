@@ -23,8 +23,7 @@ from maxtext_lite.training.loss import (
     auxiliary_loss,
     auxiliary_metrics,
     auxiliary_names,
-    cross_entropy,
-    head_inputs,
+    loss_by_token,
     token_losses,
 )
 
@@ -115,36 +114,26 @@ class Preference:
         config: NumericsConfig,
         tokens: Any = None,
     ) -> tuple[jax.Array, LossSums]:
-        """What has DPO's gradient, and the sums of the losses and rewards of pairs.
+        """What has DPO's gradient (see `loss_by_token`), and the sums of the losses and rewards of pairs."""
+        places = jnp.arange(rows["segments"].shape[1] + 1)
+        is_pair = (places <= _num_pairs(rows)[::2, None]) & (places > 0)
 
-        The loss of a pair depends on all of its tokens, so their log-probabilities are found first, without a gradient;
-        from them follows how much each token's log-probability counts, and with these weights the cross-entropy has
-        DPO's gradient, tile by tile as in pre-training.
-        """
-        cut, uncut = (lambda x: x, lambda x: x) if tokens is None else tokens
-        x_BTD, head_DV = head_inputs(decoder, params, x_BTD)
-        target, tiles, soft_cap = cut(rows["targets"]), config.num_vocab_tiling, decoder.shape.final_soft_cap
-        fixed = jax.lax.stop_gradient((x_BTD, head_DV))
-        nll_BT = uncut(token_losses(*fixed, target, tiles, soft_cap))
-
-        log_ratio = _log_ratios(nll_BT, rows)
-        margin = log_ratio[:, 0] - log_ratio[:, 1]
-        is_pair = (jnp.arange(margin.shape[1]) <= _num_pairs(rows)[::2, None]) & (jnp.arange(margin.shape[1]) > 0)
-
-        def total(margin: jax.Array) -> jax.Array:
+        def total(nll_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+            log_ratio = _log_ratios(nll_BT, rows)
+            margin = log_ratio[:, 0] - log_ratio[:, 1]
             losses = pair_losses(margin, beta=self.beta, label_smoothing=self.label_smoothing)
-            return factor * jnp.sum(jnp.where(is_pair, losses, 0))
+            return factor * jnp.sum(jnp.where(is_pair, losses, 0)), log_ratio
 
-        loss, slope = jax.value_and_grad(total)(margin)
-        slope_BS = jnp.stack([-slope, slope], axis=1).reshape(-1, slope.shape[1])  # of an nll, not of its negative
-        weight_BT = jnp.take_along_axis(slope_BS, rows["segments"], axis=1) * (rows["weights"] > 0)
-        surrogate: Any = cross_entropy(x_BTD, head_DV, target, cut(weight_BT), 0.0, tiles, soft_cap)
+        cut, uncut = (lambda x: x, lambda x: x) if tokens is None else tokens
+        surrogate, loss, log_ratio = loss_by_token(
+            decoder, params, x_BTD, rows["targets"], total, config, cut=cut, uncut=uncut
+        )
 
         more, sums_of_aux = auxiliary_loss(decoder, aux, _row_weights(rows, factor), config)
         rewards = self.beta * factor * jnp.sum(log_ratio, axis=(0, 2))
-        accuracy = factor * jnp.sum(is_pair & (margin > 0))
+        accuracy = factor * jnp.sum(is_pair & (log_ratio[:, 0] > log_ratio[:, 1]))
         sums_of_aux |= dict(zip(_REWARDS, (*rewards, accuracy), strict=True))
-        return surrogate[0] + more, LossSums(loss, jnp.zeros_like(loss), sums_of_aux)
+        return surrogate + more, LossSums(loss, jnp.zeros_like(loss), sums_of_aux)
 
     def metrics(self, aux: dict[str, jax.Array], count: jax.Array, config: NumericsConfig) -> dict[str, jax.Array]:
         """`pairs`, PREFERENCE_METRICS and, with experts, AUXILIARY_METRICS."""
