@@ -1,5 +1,14 @@
 """maxtext_lite: LLM training in JAX in which batch size is a first-class concept. Importing it imports no jax."""
 
+import sys
+
+from maxtext_lite.process.output import open_closed_streams
+from maxtext_lite.process.signals import command_signals, runs_a_command
+
+if runs_a_command(sys.orig_argv):  # a mere import leaves the process as it is
+    open_closed_streams()
+    command_signals.install()  # before what takes long to import
+
 from maxtext_lite.batching import make_plan
 from maxtext_lite.config import load_config
 

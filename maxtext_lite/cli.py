@@ -2,15 +2,20 @@
 
 import argparse
 import importlib
-import os
+import math
 import sys
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from maxtext_lite.config import UserError, parse_value
-from maxtext_lite.config.errors import did_you_mean
+from maxtext_lite.config import RLRunConfig, UserError, parse_value
+from maxtext_lite.config.errors import WrongKind, did_you_mean, echoed, value_text
+from maxtext_lite.config.hints import key_hint, words_hint, words_meant
+from maxtext_lite.config.kinds import path_problem
+from maxtext_lite.process.output import StdoutLost, complain, log_real_warnings, watch_stdout
+from maxtext_lite.process.signals import command_signals
 
 COMMANDS: dict[str, str] = {
     "train": "pre-training, SFT and DPO; resumes by itself",
@@ -24,15 +29,30 @@ COMMANDS: dict[str, str] = {
 }
 """Each command, the module maxtext_lite.COMMAND, and what it does."""
 
+EXIT_FAILED = 1
+"""The exit code of anything that has none of its own."""
+
 EXIT_USER_ERROR = 2
-"""The exit code of a wrong config, wrong data or wrong arguments."""
+"""The exit code of a wrong config, wrong data or wrong arguments, or a full stdout."""
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse without abbreviations, whose errors are UserErrors."""
+    """argparse without abbreviations, with --version, whose errors are UserErrors.
+
+    Attributes:
+      keys: those that the command takes as key=value, for hints.
+    """
 
     def __init__(self, *, prog: str, description: str | None) -> None:
         super().__init__(prog=prog, description=description, allow_abbrev=False)
+        self.add_argument("--version", action=_Version, help="print the version and end")
+        self.keys: Collection[str] = ()
+        self._argv: Sequence[str] = ()
+
+    def parse_intermixed_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse's."""
+        self._argv = args or ()
+        return super().parse_intermixed_args(args, namespace)
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         """The arguments, options and key=value in any order; `config` is a path or None, `overrides` a list.
@@ -43,23 +63,95 @@ class ArgumentParser(argparse.ArgumentParser):
         arguments = self.parse_intermixed_args(argv)
         words: list[str] = arguments.words
         has_file = bool(words) and "=" not in words[0]
+        if has_file and words_meant(words, self.keys) and not Path(words[0]).exists():
+            has_file = False  # what is wrong with the word is said where key=value is read
         arguments.config = words[0] if has_file else None
         arguments.overrides = words[1:] if has_file else words
         return arguments
 
     def error(self, message: str) -> NoReturn:
         """Raises the UserError of a wrong argument."""
-        raise UserError(f"{message}. `{self.prog} --help` lists what there is.")
+        unknown = message.partition("unrecognized arguments: ")[2].split(" ")[0]
+        hint = words_hint(self._argv[self._argv.index(unknown) :], self.keys) if unknown in self._argv else ""
+        raise UserError(f"{message}.{hint} `{self.prog} --help` lists what there is.")
+
+
+class _Version(argparse.Action):
+    """Prints the version and ends the process; it is looked up only then."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        """Prints and ends."""
+        print(version_text())
+        parser.exit()
+
+
+def version_text() -> str:
+    """`maxtext_lite 0.1.0 (jax 0.10.2, Python 3.11.2)`, without importing any of them."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    def of(package: str) -> str:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            return "not installed"
+
+    return f"maxtext_lite {of('maxtext-lite')} (jax {of('jax')}, Python {sys.version.split()[0]})"
 
 
 def config_arguments(parser: ArgumentParser) -> None:
     """Adds `[CONFIG.yml] [key=value ...]`; `ArgumentParser.parse` gives them as `config` and `overrides`."""
+    parser.keys = RLRunConfig.model_fields
     parser.add_argument(
         "words",
         nargs="*",
         metavar="[CONFIG.yml] [key=value ...]",
         help="a config (default: configs/base.yml) and values that win over it",
     )
+
+
+_MOST_DIGITS = 400
+
+
+def whole_number(text: str) -> int:
+    """The whole number of an option; whether it is too large is for the plan to say.
+
+    Raises:
+      argparse.ArgumentTypeError: it is none.
+    """
+    try:
+        return int(text[:_MOST_DIGITS])
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{value_text(text)} is not a whole number") from None
+
+
+def real_number(text: str) -> float:
+    """The number of an option, which may be infinite.
+
+    Raises:
+      argparse.ArgumentTypeError: it is none.
+    """
+    try:
+        value = float(text[:_MOST_DIGITS])
+    except ValueError:
+        value = math.nan
+    if math.isnan(value):
+        raise argparse.ArgumentTypeError(f"{value_text(text)} is not a number")
+    return value
+
+
+def local_path(text: str) -> Path:
+    """The type of an argument that is a path.
+
+    Raises:
+      argparse.ArgumentTypeError: it cannot be one.
+    """
+    problem = path_problem(text)
+    if problem:
+        raise argparse.ArgumentTypeError(f"{value_text(text)} {problem.rstrip('.')}")
+    return Path(text)
 
 
 Keys = TypeVar("Keys", bound=BaseModel)
@@ -83,9 +175,10 @@ def parse_keys(
     for word in words:
         key, equals, text = word.partition("=")
         if not equals:
-            problems.append(f"'{word}' is not of the form key=value. Example: {example}")
+            hint = words_hint([word], kind.model_fields)
+            problems.append(f"'{word}' is not of the form key=value.{hint} Example: {example}")
         elif key not in kind.model_fields:
-            problems.append(f"unknown key '{key}' (command line).{did_you_mean(key, kind.model_fields)}")
+            problems.append(f"unknown key '{key}' (command line).{key_hint(key, kind.model_fields)}")
         else:
             try:
                 values[key] = text if key in texts else parse_value(text).value
@@ -96,32 +189,46 @@ def parse_keys(
     except ValidationError as error:
         for detail in error.errors():
             key = ".".join(str(part) for part in detail["loc"])
-            problems.append(f"{key}={detail['input']}: {detail['msg']}.")
+            own = detail.get("ctx", {}).get("error")
+            said = f" {own}" if isinstance(own, WrongKind) else f": {detail['msg']}."
+            problems.append(f"{key}={value_text(detail['input'])}{said}")
         raise UserError(problems) from None
 
 
 def run_command(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None) -> int:
     """Runs a command's `main(argv)` and returns its exit code; a UserError becomes `error:` lines and exit code 2.
 
+    So does a stdout that is full; where its reader has gone (head, less) the command ends with 1, without a word.
+
     Args:
       argv: the arguments; default: those of the process.
     """
+    watch_stdout()
+    log_real_warnings()
     try:
-        code = main(sys.argv[1:] if argv is None else argv)
+        code = _exit_code(main, sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
+    except StdoutLost as lost:
+        if lost.reason:
+            complain(f"error: stdout cannot be written: {lost.reason}.")
+        code = EXIT_USER_ERROR if lost.reason else EXIT_FAILED
+    if code in (EXIT_FAILED, EXIT_USER_ERROR) and "jax" in sys.modules:  # else no other process can be waiting
+        from maxtext_lite.parallel import end_soon
+
+        end_soon(code)
+    command_signals.finish(code)
+    return code
+
+
+def _exit_code(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
+    try:
+        return main(argv)
     except UserError as error:
         for problem in error.problems:
-            print("error: " + " ".join(problem.split("\n")), file=sys.stderr)
-        if "jax" in sys.modules:  # otherwise no other process can be waiting
-            from maxtext_lite.parallel import end_soon
-
-            end_soon(EXIT_USER_ERROR)
+            complain(f"error: {echoed(problem)}")
         return EXIT_USER_ERROR
-    except BrokenPipeError:
-        # The reader (head, less) has seen enough. Python would complain when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    return code
+    except SystemExit as end:  # of argparse, after --help
+        return int(end.code or 0)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -130,6 +237,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(argv: Sequence[str]) -> int:
+    if argv[:1] == ["--version"]:
+        print(version_text())
+        return 0
     if not argv or argv[0] in ("-h", "--help"):
         print("usage: maxtext-lite COMMAND [CONFIG.yml] [key=value ...]\n")
         for command, meaning in COMMANDS.items():

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from maxtext_lite.batching import BatchPlan, make_plan
 from maxtext_lite.batching.memory import bytes_text
-from maxtext_lite.cli import ArgumentParser, config_arguments, run_command
+from maxtext_lite.cli import ArgumentParser, config_arguments, run_command, whole_number
 from maxtext_lite.config import Config, UserError, load_config
+from maxtext_lite.config.errors import value_text
 
 if TYPE_CHECKING:
     from maxtext_lite.training.program import Program, Traffic
@@ -23,16 +24,22 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = ArgumentParser(prog="maxtext-lite compile", description=__doc__)
     config_arguments(parser)
-    parser.add_argument("--devices", type=int, metavar="N", help="for N simulated CPU devices (default: the real ones)")
-    parser.add_argument("--hosts", type=int, metavar="H", help="with --devices: hosts that they are attached to")
+    parser.add_argument(
+        "--devices", type=whole_number, metavar="N", help="for N simulated CPU devices (default: the real ones)"
+    )
+    parser.add_argument(
+        "--hosts", type=whole_number, metavar="H", help="with --devices: hosts that they are attached to"
+    )
     parser.add_argument("--topology", metavar="NAME", help="for a TPU slice, such as v5e:4x4; needs libtpu, but no TPU")
-    parser.add_argument("--slices", type=int, metavar="S", help="with --topology: slices, all alike (default 1)")
+    parser.add_argument(
+        "--slices", type=whole_number, metavar="S", help="with --topology: slices, all alike (default 1)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse(argv)
     _refuse_contradictions(arguments)
     config = _without_data(load_config(arguments.config, arguments.overrides))
     if arguments.devices is not None:  # before jax: what cannot be planned needs no devices
-        plan = _plan(config, arguments.devices, arguments.hosts or 1)
+        plan = _plan(config, arguments.devices, arguments.hosts or 1, "cpu")
     import jax  # only once the config is known to be right
 
     from maxtext_lite.parallel import simulated_devices, start_devices, topology_devices
@@ -42,10 +49,10 @@ def main(argv: Sequence[str]) -> int:
         devices = simulated_devices(arguments.devices)
     elif arguments.topology is not None:
         devices = topology_devices(arguments.topology, arguments.slices or 1)
-        plan = _plan(config, len(devices), len({device.process_index for device in devices}))
+        plan = _plan(config, len(devices), len({device.process_index for device in devices}), "tpu")
     else:
         devices = start_devices()
-        plan = _plan(config, len(devices), jax.process_count())
+        plan = _plan(config, len(devices), jax.process_count(), jax.default_backend())
     program = compile_program(config, plan, devices)
     if jax.process_index() == 0:
         print(json.dumps(to_json(program, plan), indent=2) if arguments.json else format_program(program, plan))
@@ -61,9 +68,9 @@ def _refuse_contradictions(arguments: Any) -> None:
         ("--slices", arguments.slices, "--topology", arguments.topology),
     ):
         if value is not None and owned is None:
-            problems.append(f"{option}={value} says something about {owner}, which is not given.")
+            problems.append(f"{option}={value_text(value)} says something about {owner}, which is not given.")
         if value is not None and value < 1:
-            problems.append(f"{option}={value} must be at least 1. Nearest that works: 1.")
+            problems.append(f"{option}={value_text(value)} must be at least 1. Nearest that works: 1.")
     if problems:
         raise UserError(problems)
 
@@ -75,8 +82,8 @@ def _without_data(config: Config) -> Config:
     return config.model_copy(update={"num_epochs": Fraction(0), "steps": 10**6, "last_batch": "drop"})
 
 
-def _plan(config: Config, num_devices: int, num_hosts: int) -> BatchPlan:
-    return make_plan(config, num_devices=num_devices, num_hosts=num_hosts)
+def _plan(config: Config, num_devices: int, num_hosts: int, platform: Any) -> BatchPlan:
+    return make_plan(config, num_devices=num_devices, num_hosts=num_hosts, platform=platform)
 
 
 def _rows_per_micro_batch(plan: BatchPlan) -> int:

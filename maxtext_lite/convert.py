@@ -7,18 +7,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from maxtext_lite.cli import ArgumentParser, run_command
+from maxtext_lite.cli import ArgumentParser, local_path, run_command
 from maxtext_lite.config import Config, UserError, load_config, write_resolved
-from maxtext_lite.config.errors import did_you_mean
+from maxtext_lite.config.errors import writing
 from maxtext_lite.config.hf_config import (
     has_hf_weights,
     hf_directory,
     model_keys,
-    read_fields,
     run_config_json,
     stored_dtype,
     tokenizer_keys,
 )
+from maxtext_lite.config.hints import key_hint
+from maxtext_lite.config.json_file import read_object, user_path
 from maxtext_lite.config.schema import MeshConfig
 
 TAKEN = (*(key for key in MeshConfig.model_fields if key.startswith(("ici_", "dcn_"))), "dtype", "weight_dtype")
@@ -37,18 +38,21 @@ def main(argv: Sequence[str]) -> int:
         "generate and export; `export RUN_DIR OUT` makes safetensors, config.json and tokenizer files; of a run with "
         "LoRA, unless merge_lora=true, its adapters as the PEFT library reads them.",
     )
+    parser.keys = (*TAKEN, _MERGE)
     parser.add_argument("direction", choices=("import", "export"))
-    parser.add_argument("source", help="import: a Hugging Face directory; export: a run or an imported directory")
-    parser.add_argument("out", help="a directory that does not exist yet, or is empty")
+    parser.add_argument(
+        "source", type=local_path, help="import: a Hugging Face directory; export: a run or an imported directory"
+    )
+    parser.add_argument("out", type=local_path, help="a directory that does not exist yet, or is empty")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="mesh keys, dtype, weight_dtype, merge_lora")
     arguments = parser.parse_intermixed_args(argv)
     for word in arguments.overrides:
         key, equals, _ = word.partition("=")
         if not equals or key not in (*TAKEN, _MERGE):
             raise UserError(
-                f"'{word}' is not key=value with a key that convert takes.{did_you_mean(key, (*TAKEN, _MERGE))}"
+                f"'{word}' is not key=value with a key that convert takes.{key_hint(key, (*TAKEN, _MERGE))}"
             )
-    source, out = Path(arguments.source), Path(arguments.out)
+    source, out = arguments.source, arguments.out
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
         raise UserError(f"{out} is there already and not an empty directory. Name another one.")
     overrides = [word for word in arguments.overrides if not word.startswith(f"{_MERGE}=")]
@@ -83,7 +87,7 @@ def hf_config(directory: Path, overrides: Sequence[str] = ()) -> Config:
     """
     if not has_hf_weights(directory):
         raise UserError(f"{directory} is not a Hugging Face directory: it has no config.json.")
-    stored = stored_dtype(read_fields(directory / "config.json"))
+    stored = stored_dtype(read_object(directory / "config.json"))
     formats = [f"weight_dtype={'bfloat16' if stored == 'bfloat16' else 'float32'}"]
     # Without a tokenizer there is no text; the model still takes tokens.
     tokens = [] if tokenizer_keys(directory) else ["dataset_type=synthetic", "tokenizer_type=byte"]
@@ -95,13 +99,14 @@ def _import(source: Path, out: Path, overrides: Sequence[str]) -> None:
     import jax
 
     from maxtext_lite.interop import carry_files
-    from maxtext_lite.training.checkpoint import load_parameters, save_parameters
+    from maxtext_lite.training.parameters import load_parameters, save_parameters
 
     abstract = _abstract_params(config)
     params = load_parameters(source, abstract, "HF_DIR")
     if jax.process_index() == 0:
-        carry_files(source, out / "hf")
-        _write_config(out, config)
+        with writing(out):
+            carry_files(source, out / "hf")
+            _write_config(out, config)
     save_parameters(out, params)
     _report(f"{_count(params):,} parameters in {out}, in {config.weight_dtype}")
 
@@ -134,7 +139,7 @@ def _export(source: Path, out: Path, overrides: Sequence[str], merge: bool | Non
     import jax
 
     from maxtext_lite.interop import export_model
-    from maxtext_lite.training.checkpoint import load_parameters
+    from maxtext_lite.training.parameters import load_parameters
 
     abstract = _abstract_params(config)
     if config.lora_rank and not merge:
@@ -142,9 +147,10 @@ def _export(source: Path, out: Path, overrides: Sequence[str], merge: bool | Non
         _export_adapters(source, out, abstract, fields["model_type"], keys, config)
         return
     params = load_parameters(source, abstract, "RUN_DIR")
-    export_model(out, params, fields, dtype=config.weight_dtype)
-    if jax.process_index() == 0:
-        _write_tokenizer(out, hf_directory(source), config)
+    with writing(out):
+        export_model(out, params, fields, dtype=config.weight_dtype)
+        if jax.process_index() == 0:
+            _write_tokenizer(out, hf_directory(source), config)
     _report(f"{_count(params):,} parameters in {out}, as {fields['model_type']} in {config.weight_dtype}")
 
 
@@ -154,21 +160,22 @@ def _export_adapters(
     import jax
 
     from maxtext_lite.interop import export_adapters, flat
-    from maxtext_lite.training.checkpoint import checkpoint_directory, load_adapters
+    from maxtext_lite.training.parameters import PARAMETERS, load_adapters, whole_checkpoint
 
     mesh = jax.tree.leaves(abstract)[0].sharding.mesh
-    found = load_adapters(checkpoint_directory(source, "RUN_DIR"), mesh)
+    found = load_adapters(whole_checkpoint(source, "RUN_DIR", PARAMETERS), mesh)
     if found is None:
         raise UserError(f"{source} has lora_rank={config.lora_rank} in its config.yml, but no adapters.")
     lora, adapters = found
     shapes = {path: tuple(leaf.shape) for path, leaf in flat(abstract).items()}
-    export_adapters(out, adapters, lora, kind, keys, shapes=shapes, base=config.load_parameters_path)
+    with writing(out):
+        export_adapters(out, adapters, lora, kind, keys, shapes=shapes, base=config.load_parameters_path)
     print(f"{_count(adapters):,} parameters of adapters in {out}, for {kind} in PEFT's layout, in float32")
 
 
 def _tokenizer_file(config: Config) -> Path | None:
     """The file that `tokenizer_path` names, where it still lies there."""
-    path = Path(config.tokenizer_path).expanduser() if config.tokenizer_path else None
+    path = user_path(config.tokenizer_path) if config.tokenizer_path else None
     name = _TOKENIZER_FILES.get(config.tokenizer_type, "")
     file = path / name if path and path.is_dir() else path
     return file if file and file.is_file() else None
@@ -205,8 +212,8 @@ def _abstract_params(config: Config) -> Any:
     """
     import jax
 
-    from maxtext_lite.batching.problem import Problem
     from maxtext_lite.batching.topology import resolve_mesh
+    from maxtext_lite.config.problem import Problem
     from maxtext_lite.parallel import make_mesh, start_devices, tree_shardings
     from maxtext_lite.training.state import make_plain_decoder
 

@@ -10,9 +10,11 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from maxtext_lite.cli import ArgumentParser, parse_keys, run_command
+from maxtext_lite.cli import ArgumentParser, local_path, parse_keys, run_command
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.hf_config import hf_directory
+from maxtext_lite.config.json_file import user_path
+from maxtext_lite.config.kinds import PathText
 from maxtext_lite.generate import model_config
 from maxtext_lite.stream_text import WrittenText
 
@@ -37,9 +39,9 @@ class EvaluateConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    text: str = ""
-    choices: str = ""
-    cloze: str = ""
+    text: PathText = ""
+    choices: PathText = ""
+    cloze: PathText = ""
     max_length: int = Field(1024, ge=2)
     stride: int = Field(0, ge=0)
     rows_at_once: int = Field(4, ge=1)
@@ -121,7 +123,7 @@ def read_questions(path: str, kind: Literal["choices", "cloze"]) -> list[Questio
       UserError: the file is missing or empty, or a line is not such a question; names it.
     """
     try:
-        lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
+        lines = user_path(path).read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise UserError(f"{kind}={path}: {error.strerror}.") from None
     except UnicodeDecodeError:
@@ -260,12 +262,13 @@ def main(argv: Sequence[str]) -> int:
       UserError: with every problem of the arguments, the directory or the file.
     """
     parser = ArgumentParser(prog="maxtext-lite evaluate", description=f"{__doc__} Example: {EXAMPLE}")
-    parser.add_argument("directory", help="a run directory or a Hugging Face directory")
+    parser.keys = EvaluateConfig.model_fields
+    parser.add_argument("directory", type=local_path, help="a run directory or a Hugging Face directory")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=", ".join(EvaluateConfig.model_fields))
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_intermixed_args(argv)
     asked = parse_evaluate_config(arguments.overrides)
-    directory = Path(arguments.directory)
+    directory = arguments.directory
     found = _evaluate(directory, model_config(directory, asked.dtype), asked)
     if arguments.json:
         print(json.dumps(found))
@@ -299,7 +302,7 @@ def _evaluate(directory: Path, config: Config, asked: EvaluateConfig) -> dict[st
 
 def _read_text(path: str) -> str:
     try:
-        return Path(path).expanduser().read_text(encoding="utf-8")
+        return user_path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(f"text={path}: {error.strerror}.") from None
     except UnicodeDecodeError:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from maxtext_lite.cli import ArgumentParser, parse_keys, run_command
+from maxtext_lite.cli import ArgumentParser, local_path, parse_keys, run_command
 from maxtext_lite.config import Config, UserError, load_config
 from maxtext_lite.config.hf_config import hf_directory, tokenizer_keys
 from maxtext_lite.convert import hf_config
@@ -101,8 +101,11 @@ def main(argv: Sequence[str]) -> int:
       UserError: with every problem of the arguments or the directory.
     """
     parser = ArgumentParser(prog="maxtext-lite generate", description=f"{__doc__} Example: {EXAMPLE}")
+    parser.keys = GenerateConfig.model_fields
     parser.add_argument(
-        "directory", help="a run directory, as `train` names it at its end, or a Hugging Face directory"
+        "directory",
+        type=local_path,
+        help="a run directory, as `train` names it at its end, or a Hugging Face directory",
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=", ".join(GenerateConfig.model_fields))
     parser.add_argument("--chat", action="store_true", help="the same as chat=true")
@@ -113,7 +116,7 @@ def main(argv: Sequence[str]) -> int:
     )
     arguments = parser.parse_intermixed_args(argv)
     asked = parse_generate_config([*(["chat=true"] if arguments.chat else []), *arguments.overrides])
-    directory = Path(arguments.directory)
+    directory = arguments.directory
     return _generate(directory, model_config(directory, asked.dtype), asked, as_json=arguments.json)
 
 

@@ -1,16 +1,17 @@
 """The command `plan`: everything about batch size for a machine that need not exist. Imports no jax."""
 
-import argparse
 import json
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from maxtext_lite.batching import BatchPlan, format_plan, load_plan
-from maxtext_lite.cli import ArgumentParser, config_arguments, run_command
+from maxtext_lite.cli import ArgumentParser, config_arguments, local_path, real_number, run_command, whole_number
 from maxtext_lite.config import Config, UserError
+from maxtext_lite.config.errors import value_text
 from maxtext_lite.reporting.pipeline_view import pipeline_svg, pipeline_text
+
+_MOST_DRAWN = 50_000
 
 
 def main(argv: Sequence[str]) -> int:
@@ -21,13 +22,18 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = ArgumentParser(prog="maxtext-lite plan", description=__doc__)
     config_arguments(parser)
-    parser.add_argument("--devices", type=int, default=1, help="devices of the mesh, all of them (default 1)")
-    parser.add_argument("--hosts", type=int, default=1, help="hosts that they are attached to (default 1)")
-    parser.add_argument("--examples", type=int, help="training examples in the data (default: counted for num_epochs)")
-    parser.add_argument("--device-memory-gb", type=_gigabytes, help="memory of a device in GB (1e9 bytes)")
+    parser.add_argument("--devices", type=whole_number, default=1, help="devices of the mesh, all of them (default 1)")
+    parser.add_argument("--hosts", type=whole_number, default=1, help="hosts that they are attached to (default 1)")
+    parser.add_argument(
+        "--examples", type=whole_number, help="training examples in the data (default: counted for num_epochs)"
+    )
+    parser.add_argument("--device-memory-gb", type=real_number, help="memory of a device in GB (1e9 bytes)")
+    parser.add_argument("--platform", choices=("cpu", "gpu", "tpu"), default="gpu", help="the devices (default gpu)")
     parser.add_argument("--json", action="store_true", help="print plan.json")
     parser.add_argument("--draw", choices=("pipeline",), help="show the pipeline's timetable, tick by tick")
-    parser.add_argument("--draw-to", metavar="FILE.svg", help="draw it into a file instead of on the terminal")
+    parser.add_argument(
+        "--draw-to", type=local_path, metavar="FILE.svg", help="draw it into a file instead of on the terminal"
+    )
     arguments = parser.parse(argv)
     _, plan = load_plan(
         arguments.config,
@@ -36,6 +42,7 @@ def main(argv: Sequence[str]) -> int:
         num_hosts=arguments.hosts,
         num_examples=_count_examples if arguments.examples is None else arguments.examples,
         device_memory_gb=arguments.device_memory_gb,
+        platform=arguments.platform,
     )
     if arguments.draw or arguments.draw_to:
         return _draw(plan, arguments.draw_to)
@@ -46,19 +53,22 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _draw(plan: BatchPlan, path: str | None) -> int:
+def _draw(plan: BatchPlan, path: Path | None) -> int:
     if plan.num_pipeline_stages == 1:
         raise UserError(
             "--draw pipeline has nothing to show with 1 pipeline stage. Nearest that works: ici_pipeline_parallelism=2."
         )
     shape, schedule = plan.pipeline_shape, plan.pipeline_schedule
+    pieces = shape.num_stages * shape.num_repeats * shape.num_microbatches * shape.gradient_accumulation_steps
+    if pieces > _MOST_DRAWN:
+        raise UserError(f"--draw pipeline would draw {pieces:,} pieces of work, more than {_MOST_DRAWN:,}.")
     if path is None:
         print(pipeline_text(shape, schedule))
         return 0
     try:
-        Path(path).write_text(pipeline_svg(shape, schedule) + "\n", encoding="utf-8")
+        path.write_text(pipeline_svg(shape, schedule) + "\n", encoding="utf-8")
     except OSError as error:
-        raise UserError(f"--draw-to {path} cannot be written: {error.strerror}.") from None
+        raise UserError(f"--draw-to {value_text(path)} cannot be written: {error.strerror}.") from None
     print(f"drew {path}")
     return 0
 
@@ -67,16 +77,6 @@ def _count_examples(config: Config) -> int:
     from maxtext_lite.data import open_sources  # numpy and tokenizers, only where the data is asked for
 
     return len(open_sources(config, vocab_size=config.vocab_size)[0])
-
-
-def _gigabytes(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (math.isfinite(value) and value > 0):
-        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
-    return value
 
 
 if __name__ == "__main__":

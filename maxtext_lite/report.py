@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from maxtext_lite.cli import ArgumentParser, run_command
+from maxtext_lite.cli import ArgumentParser, local_path, run_command
 from maxtext_lite.config import UserError
 from maxtext_lite.reporting import read_runs, render_page
 
@@ -16,14 +16,18 @@ def main(argv: Sequence[str]) -> int:
       UserError: a directory is no run directory, or the page cannot be written.
     """
     parser = ArgumentParser(prog="maxtext-lite report", description=__doc__)
-    parser.add_argument("run_directories", nargs="+", metavar="RUN_DIR", help="a run directory, finished or not")
-    parser.add_argument("--output", type=Path, metavar="PATH", help="the file to write (default: RUN_DIR/report.html)")
+    parser.add_argument(
+        "run_directories", nargs="+", type=local_path, metavar="RUN_DIR", help="a run directory, finished or not"
+    )
+    parser.add_argument(
+        "--output", type=local_path, metavar="PATH", help="the file to write (default: RUN_DIR/report.html)"
+    )
     arguments = parser.parse_intermixed_args(argv)
     runs = read_runs(arguments.run_directories)
     output: Path = arguments.output or runs[0].directory / "report.html"
     page = render_page(runs)
     try:
-        output.write_text(page, encoding="utf-8")
+        output.write_text(page, encoding="utf-8", errors="replace")  # JSON can hold what UTF-8 cannot
     except OSError as error:
         if arguments.output:
             where, hint = f"--output={output}", f"Nearest that works: {runs[0].directory / 'report.html'}."

@@ -6,6 +6,7 @@ from typing import Any
 
 from maxtext_lite.cli import ArgumentParser, config_arguments, run_command
 from maxtext_lite.config import Config, RLRunConfig, UserError, load_config
+from maxtext_lite.process.output import complain, go_on_without_stdout
 
 EXIT_NON_FINITE = 3
 EXIT_STOPPED_BY_SIGNAL = 75
@@ -32,10 +33,11 @@ def finish(train: Callable[[Any], Any], config: Config) -> int:
     """Trains by `train(config)`, says how it ended and returns the exit code."""
     from maxtext_lite.training import NonFiniteLoss
 
+    go_on_without_stdout()  # what a run says stands in its directory as well
     try:
         result = train(config)
     except NonFiniteLoss as error:
-        print(f"error: {error}", file=sys.stderr)
+        complain(f"error: {error}")
         return EXIT_NON_FINITE
     if result.interrupted:
         return EXIT_STOPPED_BY_SIGNAL

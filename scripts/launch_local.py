@@ -4,8 +4,9 @@
   scripts/launch_local.py --processes 2 --devices-per-process 4 -- .venv/bin/python -m maxtext_lite.train steps=20
 
 Each line of output begins with the number of its process. SIGINT, SIGTERM and SIGHUP go to every process. When one
-fails, the others are ended. Exit code: that of the first process that failed of its own accord; 0 when none did; 75
-when a signal stopped the run and the processes answered with 75 (saved); 2 for wrong arguments, before any start.
+fails, the others are ended. Exit code: that of the first process that failed of its own accord; 0 when none did; 75 or
+130 when a signal stopped the run and the processes answered with it (saved, or nothing to save yet); 130 for a signal
+before any start; 2 for wrong arguments, before any start.
 """
 
 import argparse
@@ -23,7 +24,9 @@ from typing import BinaryIO, NoReturn
 
 EXIT_WRONG_ARGUMENTS = 2
 EXIT_STOPPED_BY_SIGNAL = 75
+EXIT_INTERRUPTED = 130
 
+_ANSWERS = (EXIT_STOPPED_BY_SIGNAL, EXIT_INTERRUPTED)
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SIMULATED = "--xla_force_host_platform_device_count="
 _POLL_SECONDS = 0.02
@@ -282,9 +285,10 @@ class Run:
 
     def _rank(self, process: _Process) -> int:
         """Which failure counts: of equal rank, the first."""
-        return 2 if process.ended_by_us else int(self._answers_a_signal(process))
+        return 2 if process.ended_by_us else int(bool(process.sent) and process.code in _ANSWERS)
 
-    def _answers_a_signal(self, process: _Process) -> bool:
+    def _may_still_be_saved(self, process: _Process) -> bool:
+        """Whether the others can be busy with what this one has done."""
         return self._num_signals > 0 and process.code == EXIT_STOPPED_BY_SIGNAL
 
     def _forward(self, number: int) -> None:
@@ -299,7 +303,7 @@ class Run:
         self._ended(process.popen.pid)
         if process.code:
             self._failures.append(process)
-            if not self._answers_a_signal(process):  # the others may still be saving
+            if not self._may_still_be_saved(process):
                 self._start_the_clock()
 
     def _start_the_clock(self) -> None:
@@ -331,6 +335,10 @@ class Run:
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command that the arguments name and returns the exit code of the run."""
+    signals: list[int] = []
+    for number in _FORWARDED:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or a shell's background job
+            signal.signal(number, lambda received, _: signals.append(received))
     options, command = parse(argv)
     port = free_port()
     environments = [
@@ -343,10 +351,8 @@ def main(argv: Sequence[str]) -> int:
         )
         for process in range(options.processes)
     ]
-    signals: list[int] = []
-    for number in _FORWARDED:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or a shell's background job
-            signal.signal(number, lambda received, _: signals.append(received))
+    if signals:
+        return EXIT_INTERRUPTED
     guard = _Guard()
     try:
         processes = start(command, environments, guard.tell)

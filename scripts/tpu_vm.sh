@@ -34,7 +34,7 @@
 #          --dry-run               print the gcloud commands
 #
 # Exit codes of `up` and `logs` are those of the run: 0 finished, 2 wrong config, 3 non-finite loss, 75 stopped by
-# `stop`; 1 anything else. Ctrl-C leaves the run as it is.
+# `stop`, 130 before there was anything to save; 1 anything else. Ctrl-C leaves the run as it is.
 set -euo pipefail
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
@@ -288,8 +288,8 @@ test ! -f maxtext_lite_run/stopped || echo run=stopped" >"$scratch/result" || tr
       return
     fi
   done
-  code=$(grep -vxE '0|75|running|none' <<<"$words" | head -n 1) || true
-  for word in "$code" running 75 none 0; do
+  code=$(grep -vxE '0|75|130|running|none' <<<"$words" | head -n 1) || true
+  for word in "$code" running 75 130 none 0; do
     if [ -n "$word" ] && grep -qx "$word" <<<"$words"; then
       echo "$word"
       return
@@ -384,7 +384,7 @@ up() {
     esac
     if was_preempted; then
       again "$name was taken away"
-    elif [ "$outcome" = 75 ] || [ "$outcome" = lost ]; then
+    elif [ "$outcome" = 75 ] || [ "$outcome" = 130 ] || [ "$outcome" = lost ]; then
       again "the run was interrupted"
     else
       say "the run failed with exit code $outcome"
@@ -402,6 +402,7 @@ logs() {
   case $code in
   0 | 2 | 3) exit "$code" ;;
   stopped | 75) exit 75 ;;
+  130) exit 130 ;;
   running) ;;
   *) exit 1 ;;
   esac

@@ -85,7 +85,7 @@ result)
   done
   code=$(result)
   case $code in
-  0 | running | none | 75) ;;
+  0 | running | none | 75 | 130) ;;
   *) tail -n 20 "$run/log" >&2 ;;
   esac
   echo "run=$code"

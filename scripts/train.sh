@@ -8,7 +8,7 @@
 #   MAXTEXT_LITE_EXTRAS=cuda13 scripts/train.sh           on NVIDIA GPUs (or cuda12; tpu on TPUs)
 #
 # Exit codes are those of the training command: 0 finished, 2 wrong config or data, 3 non-finite loss, 75 stopped by a
-# signal after saving, 1 anything else.
+# signal after saving, 130 by one that came before there was anything to save, 1 anything else.
 set -euo pipefail
 # shellcheck source=scripts/environment.sh
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"

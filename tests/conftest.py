@@ -1,4 +1,4 @@
-"""The machine that every test sees: eight simulated CPU devices, set before anything imports jax."""
+"""The machine that every test sees, eight simulated CPU devices, set before jax is imported; and which tests run."""
 
 import gc
 import hashlib
@@ -6,13 +6,18 @@ import os
 import platform
 from pathlib import Path
 
-SIMULATED_DEVICES = 8
+import pytest
+
+SIMULATED_DEVICES = int(os.environ.get("SIMULATED_DEVICES", "8"))  # tests need 8; the golden record also has runs on 1
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# The same collectives and buffers; only the last step, to machine code, tries less hard. Each option halves the time of
-# compiling. The second leaves out MLIR on the way there; a version of XLA that does not know it takes no notice.
+# The same collectives and buffers; only the last step, to machine code, tries less hard. The first and the last option
+# halve the time of compiling, the two between take a quarter of the rest: no module is split for threads to share, and
+# LLVM leaves out its slow passes. The last leaves out MLIR on the way; a version that does not know it takes no notice.
 QUICK_COMPILATION = (
     "--xla_backend_optimization_level=0",
+    "--xla_cpu_parallel_codegen_split_count=1",
+    "--xla_llvm_disable_expensive_passes=true",
     "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters=true",
 )
 _devices = f"--xla_force_host_platform_device_count={SIMULATED_DEVICES}"
@@ -41,3 +46,64 @@ def _cpu() -> str:
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.parent / ".jax_cache" / _cpu()))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+# ---- The order of the tests, and which of them `--fast` runs ------------------------------------------------------
+
+TESTS = Path(__file__).parent
+
+# Files stay together on a worker, in this order: those that train and compile for long first, those that take a second
+# last, so that all workers end at about the same time. (`--no-loadscope-reorder`: xdist itself would go by the number
+# of tests, and begin the longest files, which have few, at the end.) "." holds the tests of the commands.
+FOLDERS = (
+    "invariance", "docs", ".", "rl", "training", "models", "interop", "golden", "parallel", "scripts", "data",
+    "process", "batching", "reporting", "config",
+)  # fmt: skip
+WITHOUT_JAX = ("batching", "reporting", "config")
+"""Folders whose tests take milliseconds each."""
+
+STAND_INS = {
+    "invariance/test_hosts.py": "parallel/test_distributed.py",
+    "invariance/test_models.py": "invariance/test_meshes.py",
+    "invariance/test_resume.py": "training/test_loop.py",
+    "invariance/test_rl_hosts.py": "rl/test_loop.py",
+    "invariance/test_stopping.py": "training/test_stopping.py",
+}
+"""Files that `--fast` leaves out, as each of their tests takes long (most need several processes that train), and for
+each the file whose fast test comes nearest to its claim."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fast", action="store_true", help="a test of every file, in three minutes")
+
+
+def fast_tests(items: list[pytest.Item]) -> list[pytest.Item]:
+    """A selection with a test of every file: a test file is about one thing, which its first line says.
+
+    Where no jax is needed, the first case of every test function; elsewhere one test of the file, the first case of the
+    one that is marked `fast`, or of the first there is.
+    """
+    chosen: list[pytest.Item] = []
+    of_file: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        of_file.setdefault(file_of(item), []).append(item)
+    for file, tests in of_file.items():
+        if file.split("/")[0] in WITHOUT_JAX:
+            chosen += {getattr(item, "originalname", item.name): item for item in reversed(tests)}.values()
+        elif file not in STAND_INS:
+            marked = [item for item in tests if item.get_closest_marker("fast")]
+            chosen.append((marked or tests)[0])
+    return [item for item in items if item in chosen]
+
+
+def file_of(item: pytest.Item) -> str:
+    """The test's file, below tests/."""
+    return item.path.relative_to(TESTS).as_posix()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    places = {folder: place for place, folder in enumerate(FOLDERS)}
+    items.sort(key=lambda item: places.get(item.path.parent.relative_to(TESTS).as_posix(), 0))
+    if config.getoption("fast"):
+        fast = fast_tests(items)
+        config.hook.pytest_deselected(items=[item for item in items if item not in fast])
+        items[:] = fast

@@ -1,4 +1,5 @@
 import importlib
+import importlib.metadata
 import subprocess
 import sys
 
@@ -97,3 +98,56 @@ def test_a_reader_that_has_seen_enough_is_no_error():
     )
     assert done.stdout == "{\n"
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    "words", [["--version"], ["plan", "--version"], ["generate", "--version"], ["report", "--version"]]
+)
+def test_every_command_says_its_version_and_needs_nothing_else_for_it(words, capsys):
+    assert main(words) == 0
+    name, version, _, jax_version, _, _ = capsys.readouterr().out.split()
+    assert name == "maxtext_lite"
+    assert version == importlib.metadata.version("maxtext-lite")
+    assert jax_version == f"{importlib.metadata.version('jax')},"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["lr=1e-3"], "unknown key 'lr' (command line). Did you mean 'learning_rate'?"),
+        (["--steps=5"], "unrecognized arguments: --steps=5. Did you mean 'steps=5'? `maxtext-lite plan --help`"),
+        (["--steps", "5"], "unrecognized arguments: --steps. Did you mean 'steps=5'?"),
+        (["steps:5"], "'steps:5' (command line) is not of the form key=value. Did you mean 'steps=5'?"),
+        (["steps", "5"], "'steps' (command line) is not of the form key=value. Did you mean 'steps=5'?"),
+        (["bse.yaml"], "no config file 'bse.yaml'. Did you mean 'base.yml'?"),
+        (["\x1b[2Jsteps=5"], r"unknown key '\x1b[2Jsteps' (command line). Did you mean 'steps'?"),
+        (
+            ["--draw-to", "gs://a"],
+            "argument --draw-to: gs://a is a URL (gs:), and only local paths are read and written",
+        ),
+    ],
+)
+def test_what_may_be_meant_is_said_in_one_line(words, message, capsys):
+    assert main(["plan", *words]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {message}")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["report", "s3://b/run"],
+        ["report", "run", "--output", "s3://b/x.html"],
+        ["generate", "hf://user/model"],
+        ["evaluate", "gs:/b/run"],
+        ["evaluate", "run", "text=https://x/y.txt"],
+        ["convert", "import", "hf://user/model", "out"],
+        ["convert", "export", "run", "gs://b/out"],
+        ["train", "gs://b/config.yml"],
+        ["train_rl", "base_output_directory=gs://b"],
+    ],
+)
+def test_no_command_takes_a_url_for_a_path(words, capsys):
+    assert main(words) == 2
+    assert "is a URL (" in capsys.readouterr().err

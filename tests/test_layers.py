@@ -8,6 +8,7 @@ from tests.source_tree import REPOSITORY, Module, imports, modules
 
 COMMANDS = ""  # the modules beside the packages
 LAYERS = {
+    "process": -1,  # imported before everything else
     "config": 0,
     "batching": 1,
     "parallel": 2,

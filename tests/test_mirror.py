@@ -2,15 +2,17 @@
 
 import ast
 import re
+from types import SimpleNamespace
 
 from maxtext_lite.config import KEYS
+from tests.conftest import FOLDERS, STAND_INS, fast_tests, file_of
 from tests.source_tree import PACKAGE, REPOSITORY, Module, modules
 
 TESTS = REPOSITORY / "tests"
 
 # Files in tests/ that test no one module, and folders that hold only such files.
 STRUCTURAL = {"test_layers.py", "test_mirror.py", "test_packaging.py", "test_scripts.py"}
-STRUCTURAL_FOLDERS = {"docs", "scripts", "invariance"}
+STRUCTURAL_FOLDERS = {"docs", "scripts", "invariance", "golden"}
 
 BASE_YML = (REPOSITORY / "configs" / "base.yml").read_text(encoding="utf-8")
 
@@ -44,6 +46,29 @@ def test_every_test_file_holds_a_test():
         if not re.search(r"^\s*(async )?def test_", path.read_text(encoding="utf-8"), re.MULTILINE)
     ]
     assert not empty, "\n".join(empty)
+
+
+def test_every_test_file_has_a_place_in_the_order_and_a_part_in_fast_or_a_stand_in():
+    files = [path.relative_to(TESTS) for path in sorted(TESTS.rglob("test_*.py"))]
+    assert {file.parent.as_posix() for file in files} == set(FOLDERS)
+    names = {file.as_posix() for file in files}
+    assert STAND_INS.keys() | set(STAND_INS.values()) <= names
+    assert not STAND_INS.keys() & set(STAND_INS.values())
+    items = [
+        SimpleNamespace(path=TESTS / file, name=f"{test}[{case}]", originalname=test, get_closest_marker=lambda _: None)
+        for file in files
+        for test in ("test_one", "test_two")
+        for case in range(2)
+    ]
+    marked = next(item for item in items if item.name == "test_two[0]" and item.path == TESTS / "test_train.py")
+    marked.get_closest_marker = lambda name: name == "fast"
+    chosen = {}
+    for item in fast_tests(items):
+        chosen.setdefault(file_of(item), []).append(item.name)
+    assert chosen.keys() == names - STAND_INS.keys()
+    assert chosen["config/test_load.py"] == ["test_one[0]", "test_two[0]"]
+    assert chosen["training/test_loop.py"] == ["test_one[0]"]
+    assert chosen["test_train.py"] == ["test_two[0]"]
 
 
 def test_every_public_name_has_a_docstring():

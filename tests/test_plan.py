@@ -1,5 +1,6 @@
 import json
 import os
+import random
 import resource
 import subprocess
 import sys
@@ -7,7 +8,9 @@ import sys
 import pytest
 
 from maxtext_lite.cli import run_command
+from maxtext_lite.config import KEYS, RL_KEYS
 from maxtext_lite.plan import main
+from tests.refusals import EXTREME, RL_FILE, random_words
 
 
 def test_a_machine_that_does_not_exist_is_planned(capsys):
@@ -53,8 +56,8 @@ HELP = "`maxtext-lite plan --help` lists what there is."
                                  "steps=0 must be at least 1, or -1. Nearest that works: 1."]),
         (["--device", "3"], [f"unrecognized arguments: --device. {HELP}"]),
         (["--devices", "0"], ["num_devices=0 must be at least 1. Nearest that works: 1."]),
-        (["--devices", "x"], [f"argument --devices: invalid int value: 'x'. {HELP}"]),
-        (["--device-memory-gb", "nan"], [f"argument --device-memory-gb: nan is not a number above 0. {HELP}"]),
+        (["--devices", "x"], [f"argument --devices: x is not a whole number. {HELP}"]),
+        (["--device-memory-gb", "nan"], [f"argument --device-memory-gb: nan is not a number. {HELP}"]),
         (["nowhere.yml"], ["no config file 'nowhere.yml'."]),
         (["steps=30", "base.yml"], ["'base.yml' (command line) is not of the form key=value."]),
     ],
@@ -64,6 +67,61 @@ def test_mistakes_are_error_lines_and_exit_code_2(argv, errors, capsys):
     captured = capsys.readouterr()
     assert captured.err.splitlines() == [f"error: {error}" for error in errors]
     assert captured.out == ""
+
+
+def outcome(argv, capsys):
+    """The exit code, after a look at what is said: nothing, or error lines of bounded length."""
+    code = run_command(main, argv)
+    said = capsys.readouterr()
+    lines = said.err.splitlines()
+    assert code == (2 if lines else 0), argv
+    assert bool(said.out) == (code == 0), argv
+    for line in lines:
+        assert line.startswith("error: "), argv
+        assert line.isprintable(), argv
+        assert len(line) < 1000, argv
+    return code
+
+
+def test_every_key_takes_every_value_or_says_in_one_line_why_not(capsys):
+    for number, key in enumerate((*KEYS, *RL_KEYS)):
+        file = [RL_FILE] if key in RL_KEYS else []
+        for step in (0, 17, 29):  # each key has others of the values
+            outcome([*file, f"{key}={EXTREME[(7 * number + step) % len(EXTREME)]}"], capsys)
+
+
+def test_random_configs_plan_or_are_refused_in_lines(capsys):
+    rng = random.Random(1)
+    planned = 0
+    for _ in range(150):
+        is_rl = rng.random() < 0.3
+        argv = [RL_FILE] * is_rl + random_words(rng, is_rl=is_rl)
+        for option in ("--devices", "--hosts", "--examples", "--device-memory-gb"):
+            if rng.random() < 0.3:
+                argv += [option, rng.choice(EXTREME) if rng.random() < 0.3 else rng.choice("1248")]
+        planned += outcome(argv, capsys) == 0
+    assert 2 < planned < 100
+
+
+@pytest.mark.parametrize("argv", [
+    ["base_num_query_heads=1000000007", "base_num_kv_heads=500000000"],
+    ["num_experts=100000000000", "n_routing_groups=3"],
+    ["num_experts=2147483629", "n_routing_groups=2147483000"],
+    [RL_FILE, "batch_size=100000000000", "micro_batch_size=7"],
+    [RL_FILE, "batch_size=2147483647", "num_generations=2147483647", "micro_batch_size=7"],
+    ["enable_rampup_batch_size=true", "per_device_batch_size=1000000", "per_device_batch_size_increment=1e-6",
+     "--devices", "1000000"],
+    ["enable_rampup_batch_size=true", "num_epochs=1e12", "per_device_batch_size=1e12", "--examples", "1000000000000",
+     "per_device_batch_size_start=1", "per_device_batch_size_increment=1"],
+    ["per_device_batch_size=0.333333333333333333", "num_epochs=1e-12", "--examples", "4611686018427387904"],
+    ["ici_data_parallelism=999983", "ici_fsdp_parallelism=999979", "--devices", "720720"],
+    ["--draw", "pipeline", "--devices", "4", "ici_pipeline_parallelism=4", "gradient_accumulation_steps=2000000000"],
+    ["base_num_decoder_layers=10000", "--devices", "1000000", "per_device_batch_size=1000000", "max_target_length=1000",
+     "ici_fsdp_parallelism=64", "ici_data_parallelism=-1"],
+])  # fmt: skip
+def test_no_value_makes_planning_take_long(argv, capsys):
+    # What was in proportion to a value, as a search number by number, would take hours here.
+    outcome(argv, capsys)
 
 
 def test_the_pipeline_is_drawn_as_text_and_into_a_file(tmp_path, capsys):

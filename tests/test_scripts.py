@@ -31,6 +31,7 @@ case "$*" in
   mkdir -p "${!#}/bin"
   touch "${!#}/pyvenv.cfg"
   cp "$0" "${!#}/bin/python"
+  cp "$0" "${!#}/bin/shellcheck"
   ;;
 -c*) echo runs/default ;; # the run directory
 *)
@@ -103,12 +104,6 @@ def is_install(call: str) -> bool:
 def test_a_script_parses_and_commands_are_executable(path: Path):
     assert subprocess.run(["bash", "-n", path]).returncode == 0
     assert os.access(path, os.X_OK) == (path in COMMANDS)
-
-
-@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
-def test_shellcheck_finds_nothing():
-    result = subprocess.run(["shellcheck", *SCRIPTS], capture_output=True, text=True, cwd=REPOSITORY)
-    assert result.returncode == 0, result.stdout
 
 
 def test_train_installs_the_lock_then_trains_then_samples_the_same_run(checkout: Checkout):
@@ -226,11 +221,31 @@ def test_a_folder_that_is_no_environment_is_left_alone(checkout: Checkout):
 def test_the_test_script_and_ci_run_pytest_on_the_whole_suite_and_pass_arguments_on(checkout: Checkout):
     code, output = checkout.run("scripts/test.sh", "tests/config", "-x")
     assert code == 0, output
-    assert re.fullmatch(r"-m pytest -n \d+ --dist loadscope tests/config -x", checkout.calls[-1])
+    assert re.fullmatch(r"-m pytest -n \d+ --dist loadscope --no-loadscope-reorder tests/config -x", checkout.calls[-1])
     checkout.answer("pytest", "exit 5")
     code, _ = checkout.run(".ci/run", CI="true")
     assert code == 5
-    assert re.fullmatch(r"-m pytest -n \d+ --dist loadscope", checkout.calls[-1])
+    assert re.fullmatch(r"-m pytest -n \d+ --dist loadscope --no-loadscope-reorder", checkout.calls[-1])
+
+
+CHECKS = ["-m ruff check .", "-m ruff format --check .", "-m pyright --pythonpath", "scripts/check.sh"]
+
+
+def test_ci_checks_the_source_before_the_tests(checkout: Checkout):
+    code, output = checkout.run(".ci/run")
+    assert code == 0, output
+    calls = [call for call in checkout.calls if not is_install(call)]
+    assert len(calls) == 5
+    assert all(check in call for check, call in zip(CHECKS, calls, strict=False))
+
+
+@pytest.mark.parametrize("tool", ["ruff", "pyright"])
+def test_what_a_check_finds_ends_ci_before_the_tests(checkout: Checkout, tool: str):
+    checkout.answer(tool, "exit 1")
+    code, _ = checkout.run(".ci/run")
+    assert code == 1
+    calls = [call for call in checkout.calls if not is_install(call)]
+    assert len(calls) == 4, "all checks, and no test"
 
 
 def test_help_describes_the_training_script_and_does_nothing(checkout: Checkout):

@@ -13,6 +13,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from tests.conftest import QUICK_COMPILATION
+from tests.processes import commands_in_turn
 from tests.training.conftest import TINY
 
 RUN = [
@@ -54,6 +55,12 @@ def _train(directory, *overrides):
         timeout=300,
         check=False,
     )
+
+
+@pytest.fixture(scope="module")
+def commands():
+    with commands_in_turn(devices=2) as run:
+        yield run
 
 
 def _steps(run):
@@ -150,6 +157,25 @@ def test_a_signal_ends_with_75_after_saving(tmp_path):
     assert len(list((tmp_path / "default" / "checkpoints").iterdir())) == 1
 
 
+def test_a_signal_before_the_first_step_ends_at_once_with_130_and_no_word(tmp_path):
+    with subprocess.Popen(
+        _command(tmp_path),
+        env=_environment(),
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("attention kernel"):  # what follows is compiling
+                process.send_signal(signal.SIGINT)
+                break
+        _, error = process.communicate()
+    assert (process.returncode, error) == (130, "")
+    assert not list((tmp_path / "default" / "checkpoints").glob("*"))
+
+
 def test_a_loss_that_is_no_number_ends_with_3(tmp_path):
     result = _train(tmp_path, "optimizer=sgd", "learning_rate=1e30", "gradient_clipping_threshold=0", "warmup_steps=0")
     assert result.returncode == 3
@@ -164,8 +190,8 @@ def test_a_loss_that_is_no_number_ends_with_3(tmp_path):
     (["vocab_size=100", "ici_tensor_parallelism=1"], "vocab_size=100"),
     (["per_device_batch_size=0.3"], "per_device_batch_size=0.3 x 2 devices = 0.6 examples, not a whole number."),
 ])  # fmt: skip
-def test_mistakes_end_with_2_and_name_key_and_value(overrides, message, tmp_path):
-    result = _train(tmp_path, *overrides)
+def test_mistakes_end_with_2_and_name_key_and_value(overrides, message, tmp_path, commands):
+    result = commands(tmp_path, "train", *_command(tmp_path, *overrides)[3:])
     assert result.returncode == 2
     assert any(line.startswith("error: ") and message in line for line in result.stderr.splitlines()), result.stderr
     assert "Traceback" not in result.stderr

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.processes import RunFiles, environment
+from tests.processes import RunFiles, commands_in_turn, environment
 from tests.rl.conftest import RUN, lines, timeless
 
 # A module of the working directory, as a user's own rewards are. Its file `deadly` is a number of calls, in the last of
@@ -43,6 +43,12 @@ def _run(command, directory):
 
 def _train_rl(directory, *overrides):
     return _run(_command(directory, *overrides), directory)
+
+
+@pytest.fixture(scope="module")
+def commands():
+    with commands_in_turn(devices=2) as run:
+        yield run
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +102,7 @@ def test_killed_at_any_moment_the_same_command_ends_in_the_same_bits(uninterrupt
     assert RunFiles(run).last_step == 2
 
     def is_saving_a_first_update():
-        return any(path.name.startswith(("3.", "5.")) for path in checkpoints.iterdir())
+        return any(path.name.startswith(("unfinished-3", "unfinished-5")) for path in checkpoints.iterdir())
 
     _killed(tmp_path, is_saving_a_first_update)
     whole = [int(path.name) for path in checkpoints.iterdir() if path.name.isdigit()]
@@ -141,10 +147,11 @@ FILES = ["dataset_type=prompts", "arithmetic_largest=99", "arithmetic_operations
     (["rollout_slots=3"], "rollout_slots=3 is not a multiple of the 2 parts that the devices that generate cut them "
                           "into. Nearest that work: 2 or 4."),
 ])  # fmt: skip
-def test_mistakes_end_with_2_and_name_key_and_value(overrides, message, tmp_path):
+def test_mistakes_end_with_2_and_name_key_and_value(overrides, message, tmp_path, commands):
+    (tmp_path / "judge.py").write_text(JUDGE)
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "long.jsonl").write_text('{"prompt": "2+3+2+3=", "answer": "10"}\n' * 30)
-    result = _train_rl(tmp_path, *overrides)
+    result = commands(tmp_path, "train_rl", *_command(tmp_path, *overrides)[3:])
     assert result.returncode == 2
     (error,) = result.stderr.splitlines()
     assert error.startswith("error: ")
@@ -152,6 +159,7 @@ def test_mistakes_end_with_2_and_name_key_and_value(overrides, message, tmp_path
     assert not (tmp_path / "rl").exists()
 
 
+@pytest.mark.fast
 def test_each_command_names_the_other_for_its_configs(tmp_path):
     result = _run(_command(tmp_path, config="base.yml")[:4], tmp_path)
     assert result.returncode == 2

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from fractions import Fraction
 
-from maxtext_lite.batching.problem import Edit, Edits, Problem, divisors, multiples, single_edits
 from maxtext_lite.config import BatchConfig
 from maxtext_lite.config.errors import number_text
+from maxtext_lite.config.problem import Edit, Edits, Problem, divisors, multiples, single_edits
 
 PLAINEST_BATCH: Edit = {
     "per_device_batch_size": Fraction(1),

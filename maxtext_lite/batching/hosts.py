@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from fractions import Fraction
 
-from maxtext_lite.batching.problem import Problem, divisors, single_edits
 from maxtext_lite.config import BatchConfig
 from maxtext_lite.config.errors import number_text
+from maxtext_lite.config.problem import Problem, divisors, single_edits
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from maxtext_lite.batching.batch import Batch, smaller_batches
-from maxtext_lite.batching.problem import Edit, Problem, multiples
 from maxtext_lite.batching.rampup import BatchStage, earlier_starts, samples_before, stage_at
 from maxtext_lite.config import Config
 from maxtext_lite.config.errors import number_text
+from maxtext_lite.config.problem import Edit, Problem, multiples
 from maxtext_lite.config.rules import NOTHING_STATES_THE_LENGTH
 
 

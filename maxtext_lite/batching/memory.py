@@ -1,8 +1,9 @@
 """Bytes per device: exact for what the optimizer step holds, estimated for what the compiler decides.
 
-Exact: parameters, optimizer state (sgd, adamw, lion) and gradient accumulators, from the shapes and their shards.
-Estimated: optimizer state of muon and adafactor, activations and logits. XLA fuses, reuses and pads, and its own
-figures (`memory_analysis()`) are the truth; these tell 10 GB from 100 before there is a machine.
+Exact, but for counters: parameters, optimizer state and gradient accumulators, from the shapes and their shards.
+Estimated: optimizer state of muon, and of adafactor with shard_optimizer_over_data, activations and logits. XLA fuses,
+reuses and pads, and its own figures (`memory_analysis()`) are the truth; these tell 10 GB from 100 before there is a
+machine.
 """
 
 import dataclasses
@@ -10,9 +11,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from maxtext_lite.batching.parameters import ParameterCount, count_parameters
+from maxtext_lite.batching.parameters import ParameterCount, count_factored, count_parameters
 from maxtext_lite.batching.pipeline import Schedule
 from maxtext_lite.config import Config, remat_of
+from maxtext_lite.config.kernels import Platform, attention_kernel
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -56,6 +58,7 @@ def estimate_memory(
     num_pipeline_microbatches: int,
     device_memory_gb: float | None,
     diloco_num_replicas: int | None = None,
+    platform: Platform = "gpu",
 ) -> MemoryEstimate:
     """Bytes per device during a training step on this mesh.
 
@@ -66,29 +69,28 @@ def estimate_memory(
       diloco_num_replicas: copies of local updates, or None. A device then holds replicas / data copies of parameters,
         optimizer state and gradients, and beside them the outer parameters and their float32 momentum. Frozen
         parameters are there once.
+      platform: what the devices are, which decides the attention kernel.
     """
-    count = count_parameters(
-        config, fsdp=mesh["fsdp"], tensor=mesh["tensor"], stage=mesh["stage"], expert=mesh["expert"]
-    )
+    count = count_parameters(config, **_shards(mesh))
     weight_bytes = _BYTES[config.weight_dtype]
     frozen = 0
     if config.lora_rank:  # float32 whatever the weights are
         frozen, weight_bytes = count.total * weight_bytes, 4
         count = ParameterCount(matrices=count.adapters, tables=0, norms=0)
     params = count.total * weight_bytes
-    state = _optimizer_elements(config, count) * 4  # float32, whatever the weights are
+    state = _optimizer_elements(config, mesh, count) * 4  # float32, whatever the weights are
+    masters = master_bytes(config, mesh, diloco_num_replicas) if config.master_weights else 0
     # With A > 1 a micro-batch's gradient stands beside the float32 sum of the earlier ones.
     gradients = count.total * (4 if gradient_accumulation_steps == 1 else 4 + weight_bytes)
     if config.shard_optimizer_over_data:
-        master = 0 if weight_bytes == 4 else count.total * 4
-        state = (state + master) // mesh["data"]
+        state //= mesh["data"]
     if diloco_num_replicas is not None:
         copies = diloco_num_replicas // mesh["data"]
         outer_momentum = count.total * 4 if config.diloco_outer_momentum else 0
         params, state, gradients = (copies + 1) * params, copies * state + outer_momentum, copies * gradients
-    params += frozen
+    params, state = params + frozen, state + masters
     schedule = config.pipeline_schedule
-    activations = estimate_activations(config, mesh, micro_batch_slots, num_pipeline_microbatches, schedule)
+    activations = estimate_activations(config, mesh, micro_batch_slots, num_pipeline_microbatches, schedule, platform)
     # Float32 logits of one piece of the sequence, and their gradient; stages share the tokens out.
     tokens = _tokens(config, mesh, micro_batch_slots) // mesh["stage"]
     at_once = tokens // num_pipeline_microbatches if schedule == "1f1b" else tokens
@@ -102,7 +104,28 @@ def estimate_memory(
     return MemoryEstimate(params, state, gradients, activations, logits, total, limit, offloaded)
 
 
-def _optimizer_elements(config: Config, count: ParameterCount) -> int:
+def master_bytes(config: Config, mesh: Mapping[str, int], diloco_num_replicas: int | None = None) -> int:
+    """Bytes per device of the float32 masters of narrower weights: what `master_weights=false` saves.
+
+    Each replica of local updates has its own, and so have the outer parameters.
+    """
+    if config.weight_dtype == "float32" or config.lora_rank:  # adapters are float32, frozen weights need none
+        return 0
+    copies = 1 if diloco_num_replicas is None else diloco_num_replicas // mesh["data"] + 1
+    return (
+        4
+        * copies
+        * count_parameters(config, **_shards(mesh)).total
+        // (mesh["data"] if config.shard_optimizer_over_data else 1)
+    )
+
+
+def _shards(mesh: Mapping[str, int]) -> dict[str, int]:
+    """The mesh axes that parameters are split over."""
+    return {axis: mesh[axis] for axis in ("fsdp", "tensor", "stage", "expert")}
+
+
+def _optimizer_elements(config: Config, mesh: Mapping[str, int], count: ParameterCount) -> int:
     match config.optimizer:
         case "adamw":
             return 2 * count.total
@@ -112,10 +135,8 @@ def _optimizer_elements(config: Config, count: ParameterCount) -> int:
             return count.total
         case "muon":  # one moment for the layers' matrices, Adam's two for the rest
             return count.matrices + 2 * (count.tables + count.norms)
-        case "adafactor" if config.lora_rank:  # of matrices as narrow as adapters it keeps all
-            return count.total
-        case "adafactor":  # a row and a column of factors for each matrix: about 2/sqrt(its size) of it
-            return count.norms + (count.matrices + count.tables) // max(config.base_emb_dim // 2, 1)
+        case "adafactor":
+            return count_factored(config, **_shards(mesh))
 
 
 def _tokens(config: Config, mesh: Mapping[str, int], micro_batch_slots: int) -> int:
@@ -130,6 +151,7 @@ def estimate_activations(
     micro_batch_slots: int,
     num_pipeline_microbatches: int,
     schedule: Schedule,
+    platform: Platform = "gpu",
 ) -> int:
     """Bytes per device kept for the backward pass, and of what is recomputed in it at a time.
 
@@ -153,14 +175,14 @@ def estimate_activations(
     rows = piece * mesh["context"] // config.max_target_length
     # And what goes into the experts of a layer and comes out of them.
     routed = 2 * _rows_per_token(config, mesh) * config.base_emb_dim * _BYTES[config.dtype]
-    at_once = piece * (recomputed + routed) + rows * _attention_bytes(config, mesh)
+    at_once = piece * (recomputed + routed) + rows * _attention_bytes(config, mesh, platform)
     if schedule == "1f1b":
         waiting = (2 * stages - 1) * sizes["decoder_layer_input"]
         return piece * (kept_of_layer * layers + waiting) + at_once + outside
     return piece * kept_of_layer * layers * (num_pipeline_microbatches + stages - 1) + at_once + outside
 
 
-def _attention_bytes(config: Config, mesh: Mapping[str, int]) -> int:
+def _attention_bytes(config: Config, mesh: Mapping[str, int], platform: Platform) -> int:
     """Bytes of what attention in one layer works with per row.
 
     cuDNN's and splash attention hold no scores. Plain attention has three float32 copies of them at once, of the half
@@ -175,8 +197,9 @@ def _attention_bytes(config: Config, mesh: Mapping[str, int]) -> int:
         keys_and_values = (config.base_num_kv_heads // tensor) * (config.head_dim + config.value_dim)
         tile = min(length // (2 * shards), 512)
         return 3 * 4 * heads * tile**2 + others * keys_and_values * (_BYTES[config.dtype] + 4)
-    flash = config.attention in ("cudnn_flash", "splash") or (config.attention == "auto" and config.dtype != "float32")
-    return 0 if flash else 3 * 4 * heads * length**2 // 2
+    named = config.attention  # of a kernel that runs elsewhere, what it takes there
+    kernel = attention_kernel(config, platform=platform) if named == "auto" else named
+    return 0 if kernel != "dot_product" else 3 * 4 * heads * length**2 // 2
 
 
 def offloaded_activations(

@@ -1,15 +1,17 @@
-"""Which values would work: each problem's candidate changes, tried by planning with them."""
+"""Every rule that a config breaks on a machine, and larger changes that mend what no small one does."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from maxtext_lite.batching.batch import PLAINEST_BATCH
-from maxtext_lite.batching.problem import Edit, Problem
+from maxtext_lite.batching.rl import RLBatch, rl_batch, trained_config
 from maxtext_lite.batching.sizes import Sizes, work_out
-from maxtext_lite.batching.topology import DATA_PARALLEL, Topology
-from maxtext_lite.config import KEYS, Config
-from maxtext_lite.config.errors import Refusal, value_text
+from maxtext_lite.batching.topology import DATA_PARALLEL, Topology, topology_problems
+from maxtext_lite.config import Config, Refusal, RLRunConfig
+from maxtext_lite.config.load import OF_NO_USE_IN_RL, defaults_of
+from maxtext_lite.config.mend import WrongValue, mend
+from maxtext_lite.config.problem import Edit, Problem
 from maxtext_lite.config.rules import rule_problems
 
 _PLAIN_PIPELINE: Edit = {
@@ -44,97 +46,82 @@ _ANY_EPOCHS: Edit = {"last_batch": "train"}
 
 
 @dataclass(frozen=True)
-class _Request:
+class ConfigOnMachine:
+    """A config to be mended, on a machine that can be changed too.
+
+    Attributes:
+      num_examples: training examples in the data, where known.
+    """
+
     config: Config
     topology: Topology
     num_examples: int | None
 
-    def edited(self, edit: Edit) -> "_Request":
-        machine = {key: value for key, value in edit.items() if key in ("num_devices", "num_hosts")}
-        config = self.config.model_copy(update={key: value for key, value in edit.items() if key not in machine})
+    def edited(self, edit: Edit) -> "ConfigOnMachine":
+        """The same with new values of some keys, num_devices and num_hosts among them."""
+        machine = {key: value for key, value in edit.items() if key in _MACHINE}
+        keys = {key: value for key, value in edit.items() if key not in machine}
+        if isinstance(self.config, RLRunConfig):
+            keys = {key: value for key, value in keys.items() if key not in OF_NO_USE_IN_RL}
         devices = machine.get("num_devices", self.topology.num_devices)
         hosts = machine.get("num_hosts", self.topology.num_hosts)
         assert isinstance(devices, int)
         assert isinstance(hosts, int)
-        return _Request(config, Topology(devices, hosts), self.num_examples)
+        return ConfigOnMachine(
+            self.config.model_copy(update=keys),
+            replace(self.topology, num_devices=devices, num_hosts=hosts),
+            self.num_examples,
+        )
 
-    def values(self, keys: Iterable[str]) -> Edit:
-        """What the keys are set to here."""
-        machine = {"num_devices": self.topology.num_devices, "num_hosts": self.topology.num_hosts}
-        return {key: machine[key] if key in machine else getattr(self.config, key) for key in keys}
+    def value(self, key: str) -> object:
+        """The value of a key; of num_devices and num_hosts the machine's."""
+        return getattr(self.topology if key in _MACHINE else self.config, key)
 
-    def broken(self) -> set[str]:
-        """Identities of the broken rules; those of the config alone too, which a candidate may break."""
-        outcome = work_out(self.config, self.topology, self.num_examples)
-        problems = [] if isinstance(outcome, Sizes) else outcome
-        ruled = {str(problem) for problem in rule_problems(self.config, KEYS)}
-        return ruled | {problem.identity for problem in problems}
+    def problems(self) -> Iterator[Problem]:
+        """Every rule that is broken: of the config alone, and of it on this machine."""
+        said: set[str] = set()
+        for problem in rule_problems(self.config, defaults_of(type(self.config))):
+            said.add(problem.message)
+            yield problem
+        outcome = resolve(self.config, self.topology, self.num_examples)
+        if isinstance(outcome, list):
+            yield from (problem for problem in outcome if problem.message not in said)
 
 
-def refusals(
-    config: Config, topology: Topology, problems: Sequence[Problem], num_examples: int | None = None
-) -> list[Refusal]:
-    """One refusal per problem, each with values that work.
+_MACHINE = ("num_devices", "num_hosts")
 
-    The first of every refusal, all taken together, make a config that can be planned.
+
+def resolve(
+    config: Config, topology: Topology, num_examples: int | None = None
+) -> tuple[Sizes, RLBatch | None] | list[Problem]:
+    """The sizes of a run, and its batches where it is one of reinforcement learning; or every rule that is broken.
 
     Args:
       num_examples: training examples in the data, where known.
     """
-    request = _Request(config, topology, num_examples)
-    mended_by: dict[str, Edit] = {}
-    named: list[list[Edit] | None] = []
-    for problem in problems:
-        if problem.identity in mended_by:
-            named.append(None)
-            continue
-        edits = _working(problem, request)
-        if edits:
-            edited = request.edited(edits[0])
-            mended_by |= dict.fromkeys(request.broken() - edited.broken(), edits[0])
-            request = edited
-        named.append(edits)
-    # What a change for another problem has mended is named again, with what later changes have made of its values.
-    return [
-        Refusal(
-            problem.key,
-            problem.message,
-            _nearest(problem, [request.values(mended_by[problem.identity])] if edits is None else edits),
-        )
-        for problem, edits in zip(problems, named, strict=True)
-    ]
+    batch = None
+    if isinstance(config, RLRunConfig):
+        problems = topology_problems(topology)
+        batch = rl_batch(config, topology) if not problems else None
+        if not isinstance(batch, RLBatch):
+            return [*problems, *(batch or [])]
+        config, num_examples = trained_config(config, batch), None  # a length in epochs has no use there
+        hosts = topology.num_hosts if batch.takes_turns else 1
+        topology = replace(topology, num_devices=batch.trainer_devices, num_hosts=hosts)
+    sizes = work_out(config, topology, num_examples)
+    return (sizes, batch) if isinstance(sizes, Sizes) else sizes
 
 
-def _working(problem: Problem, request: _Request) -> list[Edit]:
-    """Up to one change below, one above, or else one of any other kind, that mend the problem and break nothing."""
-    before = request.broken()
-    allowed = before - {problem.identity}
+def refusals(
+    config: Config, topology: Topology, num_examples: int | None = None, wrong: Sequence[WrongValue] = ()
+) -> list[Refusal]:
+    """One refusal for each wrong value and each broken rule, with values that work.
 
-    def works(edit: Edit) -> bool:
-        edited = request.edited(edit)
-        return edited != request and edited.broken() <= allowed
-
-    near = [next((edit for edit in group if works(edit)), None) for group in (problem.below, problem.above)]
-    found = [edit for edit in near if edit is not None]
-    if not found:
-        nothing: Edit = {}
-        single = (*problem.below[:1], *problem.above[:1], *problem.otherwise, nothing)
-        resorts = _LAST_RESORTS
-        if request.config.num_epochs:
-            resorts = (*resorts, *({**resort, **_ANY_EPOCHS} for resort in resorts))
-        larger: Iterator[Edit] = ({**edit, **resort} for resort in resorts for edit in single)
-        edit = next((edit for edit in (*problem.otherwise, *larger) if works(edit)), None)
-        found = [] if edit is None else [_needed(edit, request)]
-    return found
-
-
-def _needed(edit: Edit, request: _Request) -> Edit:
-    """The part of a change that changes something."""
-    return {key: value for key, value in edit.items() if getattr(request.config, key, None) != value}
-
-
-def _nearest(problem: Problem, edits: Sequence[Edit]) -> tuple[object, ...]:
-    # Bare values are understood as those of the key that the message begins with.
-    if problem.message.startswith(f"{problem.key}=") and all(list(edit) == [problem.key] for edit in edits):
-        return tuple(edit[problem.key] for edit in edits)
-    return tuple(" ".join(f"{name}={value_text(value)}" for name, value in edit.items()) for edit in edits)
+    Args:
+      num_examples: training examples in the data, where known.
+      wrong: values in whose place the config has the defaults.
+    """
+    resorts: Iterable[Edit] = _LAST_RESORTS
+    if config.num_epochs or any(each.key == "num_epochs" for each in wrong):
+        resorts = (*resorts, *({**resort, **_ANY_EPOCHS} for resort in resorts))
+    return mend(ConfigOnMachine(config, topology, num_examples), wrong, tuple(resorts))[0]

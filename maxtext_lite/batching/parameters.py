@@ -30,6 +30,9 @@ class ParameterCount:
         return self.matrices + self.tables + self.norms
 
 
+_FACTORED_FROM = 128  # min_dim_size_to_factor of Optax's Adafactor
+
+
 @dataclass(frozen=True)
 class _Weight:
     """A parameter of a layer.
@@ -49,6 +52,23 @@ class _Weight:
     def elements(self, shards: Mapping[str, int]) -> int:
         """Those of one device."""
         return math.prod(self.sizes) // math.prod(shards.get(axis, 1) for axis in self.axes)
+
+    def factored(self, shards: Mapping[str, int]) -> int:
+        """Elements on one device of Adafactor's second moments: of a layer's tensor, or an expert's, whose two largest
+        dims are both at least `_FACTORED_FROM`, the means over each of them; of any other, all of it.
+        """
+        parts = [size // shards.get(axis, 1) for size, axis in zip(self.sizes, self.axes, strict=True)]
+        first = 1 if self.axes[0] == "expert" else 0
+        by_size = sorted(range(first, len(parts)), key=lambda dim: self.sizes[dim])
+        if len(by_size) < 2 or self.sizes[by_size[-2]] < _FACTORED_FROM:
+            return math.prod(parts)
+
+        def without(dim: int) -> int:
+            while dim + 1 < len(parts) and self.sizes[dim + 1] == self.sizes[dim]:
+                dim += 1  # of equal dims next to each other, the shape does not tell which is gone: the last
+            return math.prod(parts[:dim] + parts[dim + 1 :])
+
+        return sum(without(dim) for dim in by_size[-2:])
 
     def adapters(self, rank: int) -> tuple["_Weight", "_Weight"]:
         """[.., in, rank] and [.., rank, out], split as this is."""
@@ -167,9 +187,32 @@ def count_parameters(
         vectors += here * sum(weight.elements(shards) for weight in weights if not weight.met)
         adapters += here * sum(matrix.elements(shards) for matrix in _adapters(config, weights))
     vectors += sum(weight.elements(shards) for weight in _norm(config, (config.base_emb_dim, "")))
-    tables = config.vocab_size * config.base_emb_dim * (1 if config.logits_via_embedding else 2) // (fsdp * tensor)
-    tables += config.trainable_position_size * config.base_emb_dim // fsdp
+    tables = sum(weight.elements(shards) for weight in _tables(config))
     return ParameterCount(matrices, tables, vectors, adapters)
+
+
+def count_factored(config: ModelConfig, *, fsdp: int = 1, tensor: int = 1, stage: int = 1, expert: int = 1) -> int:
+    """Elements per device of Adafactor's second moments, of what is trained; those of its means lie as the parameter
+    does, but for the dim that they are over."""
+    shards = {"fsdp": fsdp, "tensor": tensor, "expert": expert}
+    total = 0
+    for count, dealt, weights in _layers(config):
+        trained = _adapters(config, weights) if config.lora_rank else weights
+        total += (count // stage if dealt else count) * sum(weight.factored(shards) for weight in trained)
+    if config.lora_rank:
+        return total
+    ends = (*_norm(config, (config.base_emb_dim, "")), *_tables(config))
+    return total + sum(weight.factored(shards) for weight in ends)
+
+
+def _tables(config: ModelConfig) -> Iterator[_Weight]:
+    """The tables of embeddings and positions, and the output projection where it is not tied."""
+    vocab, emb = (config.vocab_size, "tensor"), (config.base_emb_dim, "fsdp")
+    yield _matrix(vocab, emb)
+    if not config.logits_via_embedding:
+        yield _matrix(emb, vocab)
+    if config.trainable_position_size:
+        yield _matrix((config.trainable_position_size, ""), emb)
 
 
 def _adapters(config: ModelConfig, weights: list[_Weight]) -> list[_Weight]:

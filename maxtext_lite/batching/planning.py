@@ -1,7 +1,7 @@
 """From a config and a machine to a plan: every batch size and what follows from it, and all that is wrong at once."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from fractions import Fraction
 from pathlib import Path
 
@@ -11,17 +11,23 @@ from maxtext_lite.batching.memory import (
     bytes_text,
     estimate_activations,
     estimate_memory,
+    master_bytes,
     splits_residual,
 )
-from maxtext_lite.batching.mend import refusals
+from maxtext_lite.batching.mend import refusals, resolve
 from maxtext_lite.batching.pipeline import SCHEDULES, PipelineShape, Schedule
 from maxtext_lite.batching.plan import BatchPlan, ScheduleCost, layout_shards, row_slots
-from maxtext_lite.batching.rl import rl_batch, trained_config
+from maxtext_lite.batching.rl import RLBatch, trained_config
 from maxtext_lite.batching.scaling import scaling_warnings
-from maxtext_lite.batching.sizes import Sizes, work_out
+from maxtext_lite.batching.sizes import Sizes
 from maxtext_lite.batching.topology import Topology
-from maxtext_lite.config import Config, ConfigError, Refusal, RLRunConfig, UserError, load_config
-from maxtext_lite.config.errors import number_text
+from maxtext_lite.config import Config, RLRunConfig, UserError
+from maxtext_lite.config.errors import number_text, value_text
+from maxtext_lite.config.kernels import Platform
+from maxtext_lite.config.load import read_config
+
+_MOST_EXAMPLES = 2**62  # a number of an example is a 64-bit integer
+_MOST_GIGABYTES = 1_000_000
 
 
 def make_plan(
@@ -31,6 +37,7 @@ def make_plan(
     num_hosts: int = 1,
     num_examples: int | None = None,
     device_memory_gb: float | None = None,
+    platform: Platform = "gpu",
 ) -> BatchPlan:
     """The plan of a config on a machine.
 
@@ -39,17 +46,38 @@ def make_plan(
       num_hosts: hosts (processes), each with as many devices.
       num_examples: training examples in the data; where not known, `epochs` is None and num_epochs cannot be planned.
       device_memory_gb: memory of a device in GB (1e9 bytes), to be compared with the estimate.
+      platform: what the devices are; it decides the attention kernel, whose memory is counted.
     Raises:
       UserError: with every broken rule, each naming values that work.
     """
+    _check_data_and_memory(num_examples, device_memory_gb)
+    topology = Topology(num_devices, num_hosts, platform)
+    resolved = resolve(config, topology, num_examples)
+    if isinstance(resolved, list):
+        raise UserError(str(refusal) for refusal in refusals(config, topology, num_examples))
+    sizes, rl = resolved
+    if rl is not None:
+        assert isinstance(config, RLRunConfig)
+        return _rl_plan(_plan(trained_config(config, rl), sizes, None, device_memory_gb), rl, num_examples)
+    return _plan(config, sizes, num_examples, device_memory_gb)
+
+
+def _check_data_and_memory(num_examples: int | None, device_memory_gb: float | None) -> None:
+    problems: list[str] = []
     if num_examples is not None and num_examples < 1:
-        raise UserError(f"num_examples={num_examples}: there is no training example.")
-    if isinstance(config, RLRunConfig):
-        return _make_rl_plan(config, num_devices, num_hosts, num_examples, device_memory_gb)
-    topology = Topology(num_devices, num_hosts)
-    sizes = work_out(config, topology, num_examples)
-    if not isinstance(sizes, Sizes):
-        raise UserError(str(refusal) for refusal in refusals(config, topology, sizes, num_examples))
+        problems.append(f"num_examples={value_text(num_examples)}: there is no training example.")
+    if num_examples is not None and num_examples > _MOST_EXAMPLES:
+        problems.append(f"num_examples={value_text(num_examples)} is more than the {_MOST_EXAMPLES} that are numbered.")
+    if device_memory_gb is not None and not 0 < device_memory_gb <= _MOST_GIGABYTES:
+        problems.append(
+            f"device_memory_gb={value_text(device_memory_gb)} must be above 0 and at most {_MOST_GIGABYTES}."
+        )
+    if problems:
+        raise UserError(problems)
+
+
+def _plan(config: Config, sizes: Sizes, num_examples: int | None, device_memory_gb: float | None) -> BatchPlan:
+    num_devices, num_hosts, platform = sizes.topology.num_devices, sizes.topology.num_hosts, sizes.topology.platform
     if sizes.length is None:
         raise UserError(
             f"num_epochs={number_text(config.num_epochs)} gives no steps without the number of training examples. "
@@ -61,12 +89,19 @@ def make_plan(
     slots = row_slots(batch.micro_batch_to_train, layout_shards(mesh.total, replicas), num_hosts, pieces)
     rows = slots * config.rows_per_example
     memory = estimate_memory(
-        config, mesh.total, rows, batch.gradient_accumulation_steps, pieces, device_memory_gb, replicas
+        config,
+        mesh.total,
+        rows,
+        batch.gradient_accumulation_steps,
+        pieces,
+        device_memory_gb,
+        replicas,
+        platform=platform,
     )
     shape = PipelineShape(stages, pieces, sizes.num_pipeline_repeats, batch.gradient_accumulation_steps)
     schedules: dict[Schedule, ScheduleCost] = {
         schedule: ScheduleCost(
-            shape.bubble_fraction(schedule), estimate_activations(config, mesh.total, rows, pieces, schedule)
+            shape.bubble_fraction(schedule), estimate_activations(config, mesh.total, rows, pieces, schedule, platform)
         )
         for schedule in SCHEDULES
         if stages > 1 and (schedule == "gpipe" or sizes.num_pipeline_repeats == 1)
@@ -114,32 +149,16 @@ def make_plan(
     )
 
 
-def _make_rl_plan(
-    config: RLRunConfig, num_devices: int, num_hosts: int, num_prompts: int | None, device_memory_gb: float | None
-) -> BatchPlan:
-    """The plan of what the trainer's devices do; examples are pairs, and the data is prompts."""
-    rl = rl_batch(config, num_devices)
-    hosts = Fraction(1) if num_hosts == 1 else Fraction(num_hosts * rl.trainer_devices, num_devices)
-    if hosts.denominator != 1:
-        raise UserError(
-            f"trainer_devices_fraction={number_text(config.trainer_devices_fraction)} x {num_hosts} hosts is not a "
-            "whole number of them. Nearest that works: trainer_devices_fraction=1 sampler_devices_fraction=1."
-        )
-    plan = make_plan(
-        trained_config(config, rl),
-        num_devices=rl.trainer_devices,
-        num_hosts=int(hosts),
-        device_memory_gb=device_memory_gb,
-    )
-    prompts = rl.batches * rl.prompts_per_batch
+def _rl_plan(plan: BatchPlan, rl: RLBatch, num_prompts: int | None) -> BatchPlan:
+    """The plan of what the trainer's devices do, with that of the prompts; examples are pairs, and the data prompts."""
+    if num_prompts is None:
+        return dataclasses.replace(plan, rl=rl)
     return dataclasses.replace(
         plan,
         rl=rl,
         num_examples=num_prompts,
-        epochs=None if num_prompts is None else Fraction(prompts, num_prompts),
-        steps_per_epoch=None
-        if num_prompts is None
-        else Fraction(num_prompts * rl.updates_per_batch, rl.prompts_per_batch),
+        epochs=Fraction(rl.batches * rl.prompts_per_batch, num_prompts),
+        steps_per_epoch=Fraction(num_prompts * rl.updates_per_batch, rl.prompts_per_batch),
     )
 
 
@@ -151,6 +170,7 @@ def load_plan(
     num_hosts: int = 1,
     num_examples: int | Callable[[Config], int] | None = None,
     device_memory_gb: float | None = None,
+    platform: Platform = "gpu",
 ) -> tuple[Config, BatchPlan]:
     """`load_config` and `make_plan` together, so that the problems of both are reported at once.
 
@@ -160,27 +180,22 @@ def load_plan(
     Raises:
       UserError: with every problem of the config and of its plan.
     """
-    topology = Topology(num_devices, num_hosts)
-    try:
-        config = load_config(path, overrides)
-    except ConfigError as error:
-        if error.mended is None:
-            raise
-        if isinstance(error.mended, RLRunConfig):
-            raise
-        known = None if callable(num_examples) else num_examples
-        sizes = work_out(error.mended, topology, known)
-        later = [] if isinstance(sizes, Sizes) else refusals(error.mended, topology, sizes, known)
-        raise UserError(_joined(error.refusals, later)) from error
+    topology = Topology(num_devices, num_hosts, platform)
+    known = None if callable(num_examples) else num_examples
+    _check_data_and_memory(known, device_memory_gb)
+    reading = read_config(path, overrides)
+    config = reading.config
+    if refused := reading.refused(refusals(config, topology, known, reading.wrong)):
+        raise UserError(str(refusal) for refusal in refused)
     if callable(num_examples):
-        countable = config.num_epochs and isinstance(work_out(config, topology), Sizes)
-        num_examples = num_examples(config) if countable else None
+        num_examples = num_examples(config) if config.num_epochs else None
     plan = make_plan(
         config,
         num_devices=num_devices,
         num_hosts=num_hosts,
         num_examples=num_examples,
         device_memory_gb=device_memory_gb,
+        platform=platform,
     )
     return config, plan
 
@@ -189,15 +204,6 @@ def scaled_optimizer(config: Config, plan: BatchPlan) -> Config:
     """The config with learning rate and Adam's values as the plan of it scaled them, and nothing left to scale."""
     unscaled = {"learning_rate_scaling": "none", "scale_adam_with_batch": False}
     return config.model_copy(update={**plan.scaling.scaled, **unscaled})
-
-
-def _joined(first: Sequence[Refusal], later: Sequence[Refusal]) -> list[str]:
-    """Both, where a value that the first named for a key must also suit the plan."""
-    keys = {refusal.key for refusal in first}
-    bare = [refusal for refusal in later if refusal.nearest and not isinstance(refusal.nearest[0], str)]
-    better = {refusal.key: refusal.nearest for refusal in bare if refusal.key in keys}
-    shown = [dataclasses.replace(refusal, nearest=better.get(refusal.key, refusal.nearest)) for refusal in first]
-    return [str(refusal) for refusal in (*shown, *(refusal for refusal in later if refusal.key not in better))]
 
 
 def _warnings(config: Config, sizes: Sizes, length: RunLength, slots: int, memory: MemoryEstimate) -> list[str]:
@@ -214,6 +220,13 @@ def _warnings(config: Config, sizes: Sizes, length: RunLength, slots: int, memor
         warnings.append(
             f"max_target_length={config.max_target_length} is not a multiple of {context} context x {tensor} tensor "
             "shards: every device of a tensor group holds all activations between blocks."
+        )
+    given_up = 0 if config.master_weights else master_bytes(config, sizes.mesh.total, sizes.diloco_num_replicas)
+    if given_up:
+        warnings.append(
+            f"master_weights=false with weight_dtype={config.weight_dtype}: an update smaller than 2^-9 of its weight "
+            "is rounded away, and the sum of many with it; that saves 4 bytes per parameter, "
+            f"{bytes_text(given_up)} per device."
         )
     if memory.limit is not None and memory.total > memory.limit:
         warnings.append(

@@ -2,18 +2,20 @@
 
 import bisect
 import functools
+import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
 from maxtext_lite.batching.batch import Batch
-from maxtext_lite.batching.problem import Edit, Problem, divisors, multiples, single_edits
 from maxtext_lite.config import BatchConfig
 from maxtext_lite.config.errors import number_text
+from maxtext_lite.config.problem import Edit, Later, Problem, divisors, multiples, single_edits
 
 RampupMode = Literal["per_device_batch_size", "gradient_accumulation_steps"]
+_MOST_INCREMENTS = 1_000  # each is a stage of the plan
 _START, _INCREMENT = "per_device_batch_size_start", "per_device_batch_size_increment"
 
 
@@ -132,19 +134,10 @@ class RampupBatchManager:
         """Examples after which a stage ends with the step that reaches them."""
         return Fraction(self.global_rampup_samples, self.num_increments)
 
-    @functools.cached_property
+    @property
     def stages(self) -> tuple[BatchStage, ...]:
         """The stages of the ramp, without the target."""
-        stages: list[BatchStage] = []
-        first_step, seen = 1, 0
-        share = self.samples_per_increment
-        for index in range(self.num_increments):
-            size = self.per_device_batch_size_start + index * self.per_device_batch_size_increment
-            batch = int(size * self.num_devices * self.gradient_accumulation_steps)
-            num_steps = -(-share.numerator // (share.denominator * batch))
-            stages.append(self._stage(size, first_step, num_steps, seen))
-            first_step, seen = first_step + num_steps, seen + num_steps * batch
-        return tuple(stages)
+        return _stages(self)
 
     @functools.cached_property
     def last_stage(self) -> BatchStage:
@@ -152,7 +145,7 @@ class RampupBatchManager:
         end = self.stages[-1]
         assert end.num_steps is not None
         assert end.samples is not None
-        return self._stage(
+        return self.stage(
             self.per_device_batch_size, end.first_step + end.num_steps, None, end.samples_before + end.samples
         )
 
@@ -161,7 +154,8 @@ class RampupBatchManager:
         """The stages of the ramp and the one at the target."""
         return (*self.stages, self.last_stage)
 
-    def _stage(self, size: Fraction, first_step: int, num_steps: int | None, seen: int) -> BatchStage:
+    def stage(self, size: Fraction, first_step: int, num_steps: int | None, seen: int) -> BatchStage:
+        """The stage of b_k = `size`, at a place in the run."""
         if self.mode == "per_device_batch_size":
             per_device, accumulation = size, self.gradient_accumulation_steps
         else:
@@ -207,6 +201,20 @@ class RampupBatchManager:
           ValueError: step is below 1.
         """
         return samples_before(self.all_stages, step)
+
+
+@functools.lru_cache(maxsize=16)
+def _stages(ramp: RampupBatchManager) -> tuple[BatchStage, ...]:
+    stages: list[BatchStage] = []
+    first_step, seen = 1, 0
+    share = ramp.samples_per_increment
+    for index in range(ramp.num_increments):
+        size = ramp.per_device_batch_size_start + index * ramp.per_device_batch_size_increment
+        batch = int(size * ramp.num_devices * ramp.gradient_accumulation_steps)
+        num_steps = -(-share.numerator // (share.denominator * batch))
+        stages.append(ramp.stage(size, first_step, num_steps, seen))
+        first_step, seen = first_step + num_steps, seen + num_steps * batch
+    return tuple(stages)
 
 
 def make_rampup(
@@ -258,6 +266,13 @@ def _order_problems(config: BatchConfig, target: Fraction) -> list[Problem]:
             )
         ]
     steps = (target - start) / increment
+    if steps > _MOST_INCREMENTS:
+        message = (
+            f"{_INCREMENT}={number_text(increment)} takes {math.ceil(steps):,} increments from {_START}="
+            f"{number_text(start)} to per_device_batch_size={number_text(target)}, more than {_MOST_INCREMENTS:,}."
+        )
+        larger = [{_INCREMENT: (target - start) / number} for number in (_MOST_INCREMENTS, 500, 100, 10, 5, 2, 1)]
+        return [Problem(_INCREMENT, message, above=larger, otherwise=(off,), rule="few increments")]
     if steps.denominator == 1:
         return []
     near = [(target - start) / number for number in range(max(int(steps) - 32, 1), int(steps) + 33)]
@@ -290,27 +305,31 @@ def _whole_problems(config: BatchConfig, batch: Batch, num_devices: int) -> list
     )
     what = "examples" if by_device else "accumulation steps"
     # A start and an increment that are both legal: a number of equal stages of whole units.
-    total = target / unit
-    pairs: Sequence[Edit] = [
-        {_START: first * unit, _INCREMENT: stride * unit}
-        for stride in sorted(divisors(int(total)), key=lambda stride: abs(stride * unit - increment))[:16]
-        for first in (stride,)
-        if first < total
-    ]
-    mends = (*pairs, {"rampup_mode": "per_device_batch_size"}, {"enable_rampup_batch_size": False})
+    total = int(target / unit)
+
+    def mends() -> Iterator[Edit]:
+        if not by_device:
+            yield from (
+                {"gradient_accumulation_steps": number} for number in range(accumulation + 1, accumulation + 33)
+            )
+        wanted = int(increment / unit)
+        for stride in heapq.nsmallest(16, divisors(total), key=lambda stride: abs(stride - wanted)):
+            if stride < total:
+                yield {_START: stride * unit, _INCREMENT: stride * unit}
+        yield from ({"rampup_mode": "per_device_batch_size"}, {"enable_rampup_batch_size": False})
+
     problems: list[Problem] = []
     for key, value in ((_START, start), (_INCREMENT, increment)):
         if (value / unit).denominator == 1:
             continue
         below, above = multiples(key, unit, value)
-        more = [{"gradient_accumulation_steps": number} for number in range(accumulation + 1, accumulation + 33)]
         problems.append(
             Problem(
                 key,
                 f"{key}={number_text(value)} {times} = {float(value / unit):.4g} {what}, not a whole number.",
                 below,
                 above,
-                (*(() if by_device else more), *mends),
+                Later(mends),
                 rule=f"{key} is whole",
             )
         )

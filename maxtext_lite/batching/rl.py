@@ -3,10 +3,16 @@
 import dataclasses
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
 
 from maxtext_lite.batching.rollout import Rollout, rollout_of
+from maxtext_lite.batching.topology import Topology
 from maxtext_lite.config import Config, RLRunConfig, UserError
-from maxtext_lite.config.errors import nearest_clause, number_text
+from maxtext_lite.config.errors import number_text
+from maxtext_lite.config.hf_config import run_config_json
+from maxtext_lite.config.problem import Edit, Problem, multiples
+
+_FRACTIONS: tuple[str, ...] = ("trainer_devices_fraction", "sampler_devices_fraction")
 
 
 @dataclass(frozen=True)
@@ -58,24 +64,32 @@ class RLBatch:
         return {**fields, **of_rollout, "overlap_fraction": float(self.overlap_fraction)}
 
 
-def rl_batch(config: RLRunConfig, num_devices: int) -> RLBatch:
-    """The batch that the config states on so many devices.
-
-    Raises:
-      UserError: the fractions do not give whole devices, or those that generate cannot be shared out; names what works.
-    """
+def rl_batch(config: RLRunConfig, topology: Topology) -> RLBatch | list[Problem]:
+    """The batch that the config states on a machine, or every rule that is broken."""
     pairs = config.batch_size * config.num_generations
     chunk = pairs if config.micro_batch_size == -1 else config.micro_batch_size
+    num_devices, num_hosts = topology.num_devices, topology.num_hosts
     takes_turns = config.trainer_devices_fraction == config.sampler_devices_fraction == 1
-    keys = ("trainer_devices_fraction", "sampler_devices_fraction")
-    problems = [
+    problems: list[Problem] = []
+    if num_hosts > 1 and not takes_turns:
+        stated = " and ".join(f"{key}={number_text(getattr(config, key))}" for key in _FRACTIONS)
+        message = f"{stated} need all devices on one host, not {num_hosts}."
+        turns: Edit = dict.fromkeys(_FRACTIONS, Fraction(1))
+        problems.append(Problem("num_hosts", message, [turns], [{"num_hosts": 1}], rule="devices of one host"))
+    if config.rollout_engine == "http" and (wrong := _inexpressible(config)):
+        message = f"rollout_engine=http hands the model over as a Hugging Face directory, but {wrong}"
+        problems.append(Problem("rollout_engine", message, [{"rollout_engine": "local", "rollout_url": ""}]))
+    problems += [
         _not_whole(key, getattr(config, key), num_devices)
-        for key in keys
+        for key in _FRACTIONS
         if (getattr(config, key) * num_devices).denominator != 1
     ]
     if problems:
-        raise UserError(problems)
-    trainer, sampler = (int(getattr(config, key) * num_devices) for key in keys)
+        return problems
+    trainer, sampler = (int(getattr(config, key) * num_devices) for key in _FRACTIONS)
+    rollout = rollout_of(config, sampler, chunk) if config.rollout_engine == "local" else None
+    if isinstance(rollout, list):
+        return rollout
     return RLBatch(
         prompts_per_batch=config.batch_size,
         num_generations=config.num_generations,
@@ -89,16 +103,30 @@ def rl_batch(config: RLRunConfig, num_devices: int) -> RLBatch:
         trainer_devices=trainer,
         sampler_devices=sampler,
         takes_turns=takes_turns,
-        rollout=rollout_of(config, sampler, chunk) if config.rollout_engine == "local" else None,
+        rollout=rollout,
     )
 
 
-def _not_whole(key: str, fraction: Fraction, num_devices: int) -> str:
-    whole = int(fraction * num_devices)
-    near = tuple(Fraction(count, num_devices) for count in (whole, whole + 1) if 0 < count <= num_devices)
-    return (
+def _inexpressible(config: RLRunConfig) -> str | None:
+    """What no family of Hugging Face models has a place for, as the run finds it when it makes the server's model."""
+    directory = config.load_parameters_path or f"{config.base_output_directory}/{config.run_name}"
+    try:
+        run_config_json(Path(directory), config, num_positions=config.max_target_length, dtype="float32")
+    except UserError as error:
+        return error.problems[0]
+    return None
+
+
+def _not_whole(key: str, fraction: Fraction, num_devices: int) -> Problem:
+    below, above = multiples(key, Fraction(1, num_devices), fraction)
+    return Problem(
+        key,
         f"{key}={number_text(fraction)} x {num_devices} devices = {number_text(fraction * num_devices)} devices, not a "
-        f"whole number.{nearest_clause(near)}"
+        "whole number.",
+        below,
+        above,
+        (dict.fromkeys(_FRACTIONS, Fraction(1)),),
+        rule=f"{key} is whole",
     )
 
 

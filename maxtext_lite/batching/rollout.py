@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from maxtext_lite.batching.memory import bytes_text
 from maxtext_lite.batching.parameters import count_parameters
-from maxtext_lite.config import RLRunConfig, UserError
-from maxtext_lite.config.errors import nearest_clause
+from maxtext_lite.batching.topology import model_dimensions
+from maxtext_lite.config import RLRunConfig
+from maxtext_lite.config.problem import Edit, Problem, divisors, multiples, single_edits
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -35,66 +36,49 @@ class Rollout:
         )
 
 
-def rollout_of(config: RLRunConfig, num_devices: int, pairs: int) -> Rollout:
-    """How so many devices generate chunks of so many pairs.
-
-    Raises:
-      UserError: the model or the devices cannot be divided as the keys say; names the nearest numbers that work.
-    """
-    mesh = _mesh(config, num_devices)
+def rollout_of(config: RLRunConfig, num_devices: int, pairs: int) -> Rollout | list[Problem]:
+    """How so many devices generate chunks of so many pairs, or every rule that is broken."""
+    problems = _mesh_problems(config, num_devices)
+    if problems:
+        return problems
+    tensor, fsdp = config.rollout_tensor_parallelism, config.rollout_fsdp_parallelism
+    mesh = {"data": num_devices // (tensor * fsdp), "fsdp": fsdp, "tensor": tensor}
     shards = mesh["data"] * mesh["fsdp"]
     slots = config.rollout_slots
     if slots == -1:
         slots = -(-pairs // shards) * shards
     elif slots % shards:
-        near = _next_to(slots, [shards * (slots // shards + more) for more in (0, 1) if slots // shards + more])
-        raise UserError(
-            f"rollout_slots={slots} is not a multiple of the {shards} parts that the devices that generate cut them "
-            f"into.{nearest_clause(near)}"
-        )
-    width = config.head_dim + config.value_dim
-    positions = slots // shards * config.max_target_length
-    cache = positions * config.base_num_decoder_layers * config.base_num_kv_heads * width // mesh["tensor"]
+        key = "rollout_slots"
+        message = f"{key}={slots} is not a multiple of the {shards} parts that the devices that generate cut them into."
+        return [Problem(key, message, *multiples(key, shards, slots), ({key: -1},))]
+    width = config.base_num_kv_heads * (config.head_dim + config.value_dim) // mesh["tensor"]
+    if config.mla is not None:  # one head's keys, which its values are part of, on every device of a tensor group
+        width = config.mla.kv_lora_rank + config.mla.qk_rope_head_dim
+    cache = slots // shards * config.max_target_length * config.base_num_decoder_layers * width
     bytes_each = _BYTES[config.dtype]
     params = -(-count_parameters(config).total // (mesh["fsdp"] * mesh["tensor"]))
     return Rollout(mesh, slots, bytes_each * params, bytes_each * cache)
 
 
-def _mesh(config: RLRunConfig, devices: int) -> dict[str, int]:
-    width = config.base_mlp_dim if config.num_experts == 1 else config.moe_mlp_dim
-    heads = math.gcd(config.base_num_query_heads, config.base_num_kv_heads)
+def _mesh_problems(config: RLRunConfig, devices: int) -> list[Problem]:
+    split = {axis: model_dimensions(config, axis).values() for axis in ("tensor", "fsdp")}
     tensor, fsdp = config.rollout_tensor_parallelism, config.rollout_fsdp_parallelism
-    tensor_works = _divisors(math.gcd(heads, width, config.vocab_size, devices))
-    fsdp_works = _divisors(math.gcd(config.base_emb_dim, devices))
-    problems: list[str] = []
-    for key, value, other, works, others, what in (
-        ("rollout_tensor_parallelism", tensor, fsdp, tensor_works, fsdp_works, "heads, mlp and vocabulary"),
-        ("rollout_fsdp_parallelism", fsdp, tensor, fsdp_works, tensor_works, "embedding"),
+    tensor_works = divisors(math.gcd(*split["tensor"], devices))
+    fsdp_works = divisors(math.gcd(*split["fsdp"], devices))
+    alone: Edit = {"rollout_tensor_parallelism": 1, "rollout_fsdp_parallelism": 1}
+    problems: list[Problem] = []
+    for key, value, works, what in (
+        ("rollout_tensor_parallelism", tensor, tensor_works, "heads, mlp and vocabulary"),
+        ("rollout_fsdp_parallelism", fsdp, fsdp_works, "embedding"),
     ):
         if value not in works:
-            # Beside what the other key says, where that can stay.
-            beside = [size for size in works if other not in others or devices % (size * other) == 0]
-            problems.append(
-                f"{key}={value} does not divide both the model's {what} and the {devices} devices that generate."
-                f"{nearest_clause(_next_to(value, beside))}"
-            )
+            message = f"{key}={value} does not divide both the model's {what} and the {devices} devices that generate."
+            problems.append(Problem(key, message, *single_edits(key, works, value), (alone,)))
     if not problems and devices % (tensor * fsdp):
-        beside = [size for size in tensor_works if devices % (size * fsdp) == 0]
-        near = [f"rollout_tensor_parallelism={size}" for size in _next_to(tensor, beside)]
-        problems.append(
+        message = (
             f"rollout_tensor_parallelism={tensor} x rollout_fsdp_parallelism={fsdp} does not divide the {devices} "
-            f"devices that generate.{nearest_clause(near)}"
+            "devices that generate."
         )
-    if problems:
-        raise UserError(problems)
-    return {"data": devices // (tensor * fsdp), "fsdp": fsdp, "tensor": tensor}
-
-
-def _divisors(whole: int) -> list[int]:
-    return [number for number in range(1, whole + 1) if whole % number == 0]
-
-
-def _next_to(value: int, numbers: list[int]) -> list[int]:
-    """The largest of the increasing numbers below the value, and the smallest above it."""
-    below = [number for number in numbers if number < value]
-    return below[-1:] + [number for number in numbers if number > value][:1]
+        near = single_edits("rollout_tensor_parallelism", tensor_works, tensor)
+        problems.append(Problem("rollout_fsdp_parallelism", message, *near, (alone,), rule="rollout mesh"))
+    return problems

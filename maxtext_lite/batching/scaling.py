@@ -7,9 +7,9 @@ from fractions import Fraction
 from typing import Literal
 
 from maxtext_lite.batching.batch import Batch, smaller_batches
-from maxtext_lite.batching.problem import Problem
 from maxtext_lite.config import Config
 from maxtext_lite.config.errors import number_text
+from maxtext_lite.config.problem import Problem
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,13 @@
 """The arithmetic of batch sizes: what follows from a config and a machine, and every rule that may be broken."""
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 
 from maxtext_lite.batching.batch import Batch, derive_batch, not_whole, stated_batch
 from maxtext_lite.batching.hosts import Loading, loading_hosts
 from maxtext_lite.batching.length import RunLength, derive_length, epochs_problem
-from maxtext_lite.batching.problem import Edit, Problem, divisors, multiples, single_edits
 from maxtext_lite.batching.rampup import RampupBatchManager, make_rampup, only_stage
 from maxtext_lite.batching.scaling import OptimizerScaling, scale_optimizer, scaling_problems
 from maxtext_lite.batching.topology import (
@@ -14,12 +15,14 @@ from maxtext_lite.batching.topology import (
     Topology,
     mesh_edits,
     mesh_key,
+    model_dimensions,
     resolve_mesh,
     stated_axes,
     topology_problems,
 )
 from maxtext_lite.config import BatchConfig, Config
-from maxtext_lite.config.errors import any_of
+from maxtext_lite.config.errors import any_of, value_text
+from maxtext_lite.config.problem import Edit, Later, Problem, divisors, multiples, single_edits
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ def work_out(config: Config, topology: Topology, num_examples: int | None = None
       num_examples: training examples in the data, where known.
     """
     problems = topology_problems(topology)
-    if min(topology.num_devices, topology.num_hosts) < 1:
+    if any(problem.identity.endswith(" of a machine") for problem in problems):
         return problems
     num_devices = topology.num_devices
     mesh = resolve_mesh(config, num_devices)
@@ -133,30 +136,13 @@ def _diloco_replicas(config: Config, data_axis: int) -> int | Problem | None:
     return Problem(key, message, below, above, ({key: -1},))
 
 
-# Each mesh axis that splits the model, the pieces that each of its shards holds, and the dimensions that it splits; an
-# expert's width where there are experts.
-_SPLIT: tuple[tuple[str, int, tuple[str, ...]], ...] = (
-    ("fsdp", 1, ("base_emb_dim",)),
-    ("tensor", 1, ("base_num_query_heads", "base_num_kv_heads", "base_mlp_dim", "base_moe_mlp_dim", "vocab_size")),
-    ("context", 2, ("max_target_length",)),  # an early and a late chunk, so that causal attention is equal work
-    ("expert", 1, ("num_experts",)),
-)
-
-
-def _dimensions(config: Config, keys: tuple[str, ...]) -> dict[str, int]:
-    """The dimensions that the model has, by key: of the mlp's width and the experts', the one that is used."""
-    unused = "base_moe_mlp_dim"
-    if config.num_experts > 1 and config.base_moe_mlp_dim != -1:
-        unused = "" if config.first_num_dense_layers else "base_mlp_dim"
-    return {key: int(getattr(config, key)) for key in keys if key != unused}
-
-
 def _model_problems(config: Config, mesh: MeshSizes, num_devices: int) -> list[Problem]:
     problems: list[Problem] = []
-    for axis, chunks, dimension_keys in _SPLIT:
+    for axis in ("fsdp", "tensor", "context", "expert"):
         shards = mesh.total[axis]
+        chunks = 2 if axis == "context" else 1  # an early and a late one, so that causal attention is equal work
         parts = shards * chunks if shards > 1 else 1
-        uneven = {key: size for key, size in _dimensions(config, dimension_keys).items() if size % parts}
+        uneven = {key: size for key, size in model_dimensions(config, axis).items() if size % parts}
         if not uneven:
             continue
         in_slice = mesh.ici[axis] > 1
@@ -171,13 +157,7 @@ def _model_problems(config: Config, mesh: MeshSizes, num_devices: int) -> list[P
             how += f" = {parts}"
         named = any_of([f"{name}={dimension}" for name, dimension in uneven.items()])
         fewer, more = single_edits(key, divisors(num_devices), size)
-        wider = [
-            edit
-            for name, dimension in uneven.items()
-            for group in reversed(multiples(name, parts, dimension))
-            for edit in group
-        ]
-        below, above, otherwise = fewer, more, (*mesh_edits(key, size, num_devices), *wider)
+        below, above, otherwise = fewer, more, Later(partial(_wider, uneven, parts, key, size, num_devices))
         if "max_target_length" in uneven:  # which is the run's to choose, as the dimensions of a model are not
             below, above = multiples("max_target_length", parts, config.max_target_length)
             otherwise = (*fewer, *more, *mesh_edits(key, size, num_devices))
@@ -192,6 +172,14 @@ def _model_problems(config: Config, mesh: MeshSizes, num_devices: int) -> list[P
             )
         )
     return problems
+
+
+def _wider(uneven: Mapping[str, int], parts: int, key: str, size: int, num_devices: int) -> Iterator[Edit]:
+    """Other meshes, and then dimensions that `parts` divides."""
+    yield from mesh_edits(key, size, num_devices)
+    for name, dimension in uneven.items():
+        for group in reversed(multiples(name, parts, dimension)):
+            yield from group
 
 
 def _context_problems(config: Config, num_shards: int) -> list[Problem]:
@@ -348,8 +336,8 @@ def _pattern_problems(config: Config, num_stages: int, num_devices: int) -> list
     return [
         Problem(
             key,
-            f"{key}={at_once} is not a multiple of the {period} layers of layer_pattern={config.layer_pattern}, which "
-            "every pipeline stage has in this order.",
+            f"{key}={at_once} is not a multiple of the {period} layers of "
+            f"layer_pattern={value_text(config.layer_pattern)}, which every pipeline stage has in this order.",
             below,
             above,
             tuple(mesh_edits("ici_pipeline_parallelism", num_stages, num_devices)),

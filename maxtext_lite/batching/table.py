@@ -41,6 +41,12 @@ def _text(value: int | Fraction) -> str:
     return text if len(text) <= 10 else f"{float(value):.4g}"
 
 
+def _decimal(value: Fraction) -> str:
+    """A decimal to read, where a ratio such as 3/38269 says nothing."""
+    text = _text(value)
+    return f"{float(value):.4g}" if "/" in text else text
+
+
 def _mesh_text(plan: BatchPlan) -> str:
     used = [f"{axis} {size}" for axis, size in plan.mesh.items() if size > 1]
     return " x ".join(used) or "all mesh axes 1"
@@ -191,7 +197,7 @@ def _length_rows(plan: BatchPlan) -> list[tuple[str, str]]:
     total, tokens = plan.total_examples, plan.rows_per_example * plan.max_target_length
     rows = [("steps", f"{plan.steps}: {total} example{_s(total)}, {total * tokens} tokens")]
     if plan.epochs is not None and plan.steps_per_epoch is not None:
-        rows.append(("epochs", f"{_text(plan.epochs)}; steps_per_epoch {_text(plan.steps_per_epoch)}"))
+        rows.append(("epochs", f"{_decimal(plan.epochs)}; steps_per_epoch {_decimal(plan.steps_per_epoch)}"))
     batch = plan.stage_at(plan.total_examples).global_batch_to_train
     if plan.last_batch_examples is not None:
         rows.append(("last batch", f"the last step has {plan.last_batch_examples} of {batch} examples"))

@@ -5,9 +5,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from maxtext_lite.batching.problem import Edit, Problem, divisors, single_edits
-from maxtext_lite.config import MeshConfig
+from maxtext_lite.config import Config, MeshConfig
+from maxtext_lite.config.errors import value_text
+from maxtext_lite.config.kernels import Platform
+from maxtext_lite.config.problem import Edit, Later, Problem, divisors, single_edits
 
+_MOST_DEVICES = 1_000_000
+_ONE_DEVICE: Edit = {"num_devices": 1, "num_hosts": 1}
 MESH_AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
 """Names of the mesh axes, slowest first."""
 
@@ -17,10 +21,15 @@ Scope = Literal["ici", "dcn"]
 
 @dataclass(frozen=True)
 class Topology:
-    """A machine, which need not exist: its devices and the hosts that they are attached to, equally many to each."""
+    """A machine, which need not exist: its devices and the hosts that they are attached to, equally many to each.
+
+    Attributes:
+      platform: what the devices are; it decides the attention kernel, and so the memory that a step takes.
+    """
 
     num_devices: int
     num_hosts: int = 1
+    platform: Platform = "gpu"
 
 
 @dataclass(frozen=True)
@@ -61,12 +70,13 @@ def topology_problems(topology: Topology) -> list[Problem]:
     """What is wrong with the machine itself."""
     devices, hosts = topology.num_devices, topology.num_hosts
     problems: list[Problem] = []
-    if devices < 1:
-        problems.append(
-            Problem("num_devices", f"num_devices={devices} must be at least 1.", otherwise=({"num_devices": 1},))
-        )
-    if hosts < 1:
-        problems.append(Problem("num_hosts", f"num_hosts={hosts} must be at least 1.", otherwise=({"num_hosts": 1},)))
+    for key, number in (("num_devices", devices), ("num_hosts", hosts)):
+        if not 1 <= number <= _MOST_DEVICES:
+            nearest, bound = (1, "at least 1") if number < 1 else (_MOST_DEVICES, f"at most {_MOST_DEVICES}")
+            message = f"{key}={value_text(number)} must be {bound}."
+            problems.append(
+                Problem(key, message, otherwise=({key: nearest}, {key: 1}, _ONE_DEVICE), rule=f"{key} of a machine")
+            )
     if not problems and devices % hosts:
         below, above = single_edits("num_hosts", divisors(devices), hosts)
         message = f"num_hosts={hosts} does not divide num_devices={devices}: every host has as many devices."
@@ -102,6 +112,22 @@ def stated_axes(config: MeshConfig) -> MeshSizes:
     return MeshSizes(sizes("ici"), sizes("dcn"))
 
 
+_SPLIT = {
+    "fsdp": ("base_emb_dim",),
+    "tensor": ("base_num_query_heads", "base_num_kv_heads", "base_mlp_dim", "base_moe_mlp_dim", "vocab_size"),
+    "context": ("max_target_length",),
+    "expert": ("num_experts",),
+}
+
+
+def model_dimensions(config: Config, axis: str) -> dict[str, int]:
+    """What a mesh axis splits of the model, by key: of the mlp's width and the experts', those that are used."""
+    unused = "base_moe_mlp_dim"
+    if config.num_experts > 1 and config.base_moe_mlp_dim != -1:
+        unused = "" if config.first_num_dense_layers else "base_mlp_dim"
+    return {key: int(getattr(config, key)) for key in _SPLIT[axis] if key != unused}
+
+
 def mesh_edits(key: str, value: int, num_devices: int) -> Iterator[Edit]:
     """Changes of several mesh keys, near ones first: `key` at a divisor of the devices, and another takes the rest."""
     near = sorted(divisors(num_devices), key=lambda size: (abs(size - value), size))
@@ -131,30 +157,35 @@ def _not_dividing(fixed: Mapping[str, int], product: int, open_key: str, num_dev
     key, size = max(fixed.items(), key=lambda item: num_devices % item[1] != 0)
     total = "" if len(fixed) == 1 else f" = {product}"
     below, above = single_edits(key, divisors(num_devices), size)
-    others = [
-        edit
-        for other, value in fixed.items()
-        if other != key
-        for near in single_edits(other, divisors(num_devices), value)
-        for edit in near
-    ]
+
+    def others() -> Iterator[Edit]:
+        for other, value in fixed.items():
+            if other != key:
+                for near in single_edits(other, divisors(num_devices), value):
+                    yield from near
+        yield from mesh_edits(key, size, num_devices)
+
     message = f"{_product_text(fixed)}{total} does not divide the {num_devices} devices, so {open_key}=-1 is no number."
-    return Problem(key, message, below, above, (*others, *mesh_edits(key, size, num_devices)), "mesh")
+    return Problem(key, message, below, above, Later(others), "mesh")
 
 
 def _wrong_product(fixed: Mapping[str, int], product: int, num_devices: int) -> Problem:
     last = list(fixed)[-1] if fixed else "ici_fsdp_parallelism"
     size = fixed.get(last, 1)
     below, above = single_edits(last, divisors(num_devices), size)
-    others = [
-        {other: near}
-        for other in (*fixed, "ici_fsdp_parallelism", "ici_data_parallelism")
-        if other != last
-        for near in sorted(divisors(num_devices), key=lambda near: abs(near - fixed.get(other, 1)))
-    ]
+
+    def others() -> Iterator[Edit]:
+        for other in (*fixed, "ici_fsdp_parallelism", "ici_data_parallelism"):
+            if other != last:
+                present = fixed.get(other, 1)
+                yield from (
+                    {other: near} for near in sorted(divisors(num_devices), key=lambda near: abs(near - present))
+                )
+        yield from mesh_edits(last, size, num_devices)
+
     message = (
         f"{_product_text(fixed)} = {product} devices, but there are {num_devices}."
         if fixed
         else f"{last}=1, as all mesh axes are, covers 1 device, but there are {num_devices}."
     )
-    return Problem(last, message, below, above, (*others, *mesh_edits(last, size, num_devices)), "mesh")
+    return Problem(last, message, below, above, Later(others), "mesh")

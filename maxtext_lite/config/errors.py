@@ -1,10 +1,19 @@
 """How the user is told what is wrong: key, value, rule, nearest legal value."""
 
+import contextlib
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+import json
+import re
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from fractions import Fraction
+from pathlib import Path
 from typing import cast
+
+_MOST_BITS = 256
+_LONGEST_NAME = 100
+_AMBIGUOUS = re.compile(r"^['\"]|, | or |\s#|\s\w+=")
 
 
 class UserError(Exception):
@@ -44,19 +53,62 @@ def number_text(value: int | float | Fraction) -> str:
     return f"{'-' if fraction < 0 else ''}{scaled[:-decimals]}.{scaled[-decimals:]}"
 
 
-def value_text(value: object) -> str:
-    """Any config value as a message shows it: true, null, 0.25, or the text itself, on one line."""
+def full_text(value: object) -> str:
+    """Any config value as a config file may hold it, on one line: true, null, 0.25, or the text itself."""
     if value is None:
         return "null"
     if isinstance(value, bool):
         return "true" if value else "false"
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:  # Python refuses to write all digits of some
+        return f"{Decimal(value):.6e}"
     if isinstance(value, int | float | Fraction):
         return number_text(value)
     if isinstance(value, Mapping):
         entries = cast("Mapping[object, object]", value).items()
-        return "{" + ", ".join(f"{name}: {value_text(entry)}" for name, entry in entries) + "}"
-    # A line break would end the message.
+        return "{" + ", ".join(f"{full_text(name)}: {full_text(entry)}" for name, entry in entries) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(full_text(entry) for entry in cast("list[object]", value)) + "]"
+    # A line break would end the message, and a control character may do anything to a terminal.
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in str(value))
+
+
+def value_text(value: object, most: int = 120) -> str:
+    """`full_text` as a message shows it: of more than `most` characters the first ones, and how many there are."""
+    text = str(value) if isinstance(value, str) else full_text(value)
+    shown = full_text(text[: most + 1])
+    if len(shown) <= most:
+        return shown
+    return f"{shown[: most // 2]}... ({len(text):,} characters)"
+
+
+def setting_text(value: object) -> str:
+    """A value as it stands behind `key=`, in full: text in quotes where it could be taken for something else."""
+    if value is None:
+        return "{}"
+    text = full_text(value)
+    if not isinstance(value, str) or (text == value == value.strip() and not _AMBIGUOUS.search(value)):
+        return text
+    return json.dumps(value, ensure_ascii=False)
+
+
+_LONGEST_WORD = 400
+_LONG_WORD = re.compile(rf"\S{{{_LONGEST_WORD + 1},}}")
+_LONGEST_LINE = 4000
+
+
+def echoed(problem: str) -> str:
+    """A problem as one line for a terminal: control characters escaped, and what is longer than a line is, shortened.
+
+    Whatever a message repeats of the command line or of a file, it comes through here.
+    """
+    line = full_text(" ".join(problem.split("\n")))
+    line = _LONG_WORD.sub(_shortened, line)
+    return line if len(line) <= _LONGEST_LINE else f"{line[: _LONGEST_LINE // 2]}[...]{line[-_LONGEST_LINE // 2 :]}"
+
+
+def _shortened(word: re.Match[str]) -> str:
+    left_out = len(word[0]) - 90
+    return f"{word[0][:60]}[{left_out:,} characters]{word[0][-30:]}"
 
 
 def any_of(texts: Sequence[str]) -> str:
@@ -68,7 +120,7 @@ def nearest_clause(values: Sequence[object]) -> str:
     """The end of a refusal, ` Nearest that work: 2 or 4.`; nothing where no value is known to work."""
     if not values:
         return ""
-    texts = list(dict.fromkeys(value_text(value) for value in values))
+    texts = list(dict.fromkeys(value if isinstance(value, str) else setting_text(value) for value in values))
     return f" Nearest that work{'s' if len(texts) == 1 else ''}: {any_of(texts)}."
 
 
@@ -100,5 +152,25 @@ class WrongKind(ValueError):
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The clause ` Did you mean 'x'?`, or nothing where no known name is near."""
-    near = difflib.get_close_matches(name, list(known), n=1)
+    near = difflib.get_close_matches(name[:_LONGEST_NAME], list(known), n=1)
     return f" Did you mean '{near[0]}'?" if near else ""
+
+
+@contextlib.contextmanager
+def writing(path: str | Path) -> Generator[None]:
+    """What is done inside writes `path`.
+
+    Raises:
+      UserError: in the place of an OSError: the disk is full, the file system read-only, `path` of another kind, ...
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UserError(cannot_write(path, error)) from None
+
+
+def cannot_write(path: str | Path, error: OSError) -> str:
+    """The sentence on what could not be written, and why."""
+    names = (error.filename2, error.filename)  # of two, the second is written
+    named = next((name for name in names if isinstance(name, str | Path)), path)
+    return f"{full_text(named)} cannot be written: {error.strerror or error}."

@@ -5,13 +5,14 @@ directions. A field that no part owns and that is not known to leave the logits 
 wrongly looks like one that is bad.
 """
 
-import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from maxtext_lite.config.errors import UserError, any_of, did_you_mean, value_text
+from maxtext_lite.config.errors import UserError, any_of, value_text
 from maxtext_lite.config.hf_fields import DEFAULTS, WITHOUT_EFFECT, Fields, same_architecture
 from maxtext_lite.config.hf_parts import (
     Activation,
@@ -30,6 +31,8 @@ from maxtext_lite.config.hf_parts import (
     SoftCaps,
 )
 from maxtext_lite.config.hf_positions import LayerTypes, Rope, RopeByLayerType, WithoutRotation
+from maxtext_lite.config.hf_weights import weight_files
+from maxtext_lite.config.json_file import check_file, is_there, read_object
 from maxtext_lite.config.schema import ModelConfig
 
 
@@ -192,23 +195,6 @@ _ALSO_WITHOUT_EFFECT: Mapping[str, frozenset[str]] = {
 }
 
 
-def read_fields(path: Path) -> dict[str, Any]:
-    """The fields of a config.json.
-
-    Raises:
-      UserError: it cannot be read or is not a JSON object.
-    """
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}.") from None
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON ({error}).") from None
-    if not isinstance(fields, dict):
-        raise UserError(f"{path} is not a JSON object.")
-    return cast("dict[str, Any]", fields)
-
-
 def family_of(fields: Mapping[str, Any], where: str) -> str:
     """The model_type, which is one of FAMILIES.
 
@@ -218,11 +204,19 @@ def family_of(fields: Mapping[str, Any], where: str) -> str:
     kind = fields.get("model_type")
     if isinstance(kind, str) and kind in FAMILIES:
         return kind
-    hint = did_you_mean(kind, FAMILIES) if isinstance(kind, str) else ""
     raise UserError(
-        f"{where}: model_type={value_text(kind)} is not one that maxtext_lite knows.{hint} "
+        f"{where}: model_type={value_text(kind)} is not one that maxtext_lite knows.{_misspelled(kind)} "
         f"It knows {', '.join(FAMILIES)}."
     )
+
+
+def _misspelled(kind: object) -> str:
+    """The clause ` Did you mean 'x'?`; other numbers, and words more or less, are other models and not misspelled."""
+    if not isinstance(kind, str) or len(kind) > 40:
+        return ""
+    near = get_close_matches(kind, list(FAMILIES), n=1, cutoff=0.8)
+    same = near and re.findall(r"\d+", kind) == re.findall(r"\d+", near[0])
+    return f" Did you mean '{near[0]}'?" if same else ""
 
 
 def model_keys(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -233,15 +227,28 @@ def model_keys(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
     Raises:
       UserError: with every field that is missing, that cannot be expressed, or of which nothing is known.
     """
+    left, keys = _read(fields, where)
+    problems = [*left.problems, *left.unknown(fields["model_type"])]
+    if problems:
+        raise UserError([f"{where}: {problem}" for problem in problems])
+    return keys
+
+
+def field_names(fields: Mapping[str, Any]) -> dict[str, str]:
+    """For each key that a config.json decides by a field of its own, that field's name."""
+    return _read(fields, "")[0].names
+
+
+def _read(fields: Mapping[str, Any], where: str) -> tuple[Fields, dict[str, Any]]:
+    """What is left of the fields, with what is wrong with the others, and the keys that those decide."""
     kind = family_of(fields, where)
     left, keys = Fields(fields), dict(DEFAULTS)
     for part in FAMILIES[kind].parts:
         keys |= part.read(left)
+    left.check_stored(FAMILIES[kind].architecture)
+    left.check_keys(keys)
     left.drop(WITHOUT_EFFECT | _ALSO_WITHOUT_EFFECT.get(kind, frozenset()))
-    problems = [*left.problems, *left.unknown(kind)]
-    if problems:
-        raise UserError([f"{where}: {problem}" for problem in problems])
-    return keys
+    return left, keys
 
 
 def config_json(
@@ -295,10 +302,10 @@ def run_config_json(
       UserError: as `config_json`.
     """
     carried = hf_directory(directory)
-    original = read_fields(carried / "config.json") if carried else {}
+    original = read_object(carried / "config.json") if carried else {}
     return config_json(
         config,
-        max_position_embeddings=max(int(original.get("max_position_embeddings", 0)), num_positions),
+        max_position_embeddings=max(Fields(original).size("max_position_embeddings", 1), num_positions),
         dtype=dtype,
         original=original,
         end_of_text_id=end_of_text_id,
@@ -333,21 +340,31 @@ def hf_directory(path: str | Path) -> Path | None:
     They lie in a Hugging Face directory itself, and in hf/ of a run or an imported model that came from one.
     """
     root = Path(path)
-    if (root / "config.json").is_file():
+    if is_there(root / "config.json"):
         return root
-    return root / "hf" if (root / "hf" / "config.json").is_file() else None
+    return root / "hf" if is_there(root / "hf" / "config.json") else None
+
+
+_ADAPTER = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 
 
 def has_hf_weights(path: str | Path) -> bool:
     """Whether `path` is a Hugging Face directory, with weights in safetensors.
 
     Raises:
-      UserError: its weights are pickled.
+      UserError: its weights are pickled or none, one of its files is not a file, or it is, or has, a PEFT adapter.
     """
     root = Path(path)
-    if not (root / "config.json").is_file() or (root / "checkpoints").is_dir():
+    adapter = [name for name in _ADAPTER if is_there(root / name)]
+    if adapter:
+        raise UserError(
+            f"{root}: {adapter[0]} belongs to an adapter in PEFT's layout, which is not read. Merge it into its model "
+            "(merge_and_unload of peft) and save that."
+        )
+    if not is_there(root / "config.json") or (root / "checkpoints").is_dir():
         return False
-    if any(root.glob("*.safetensors")):
+    check_file(root / "config.json")
+    if weight_files(root):
         return True
     pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for file in root.glob(pattern))
     if pickled:
@@ -366,6 +383,6 @@ def stored_dtype(fields: Mapping[str, Any]) -> str:
 def tokenizer_keys(directory: Path) -> dict[str, str]:
     """The tokenizer keys of the files in a Hugging Face directory; {} where there are none."""
     for kind, name in (("huggingface", "tokenizer.json"), ("sentencepiece", "tokenizer.model")):
-        if (directory / name).is_file():
+        if is_there(directory / name):
             return {"tokenizer_type": kind, "tokenizer_path": str(directory / name)}
     return {}

@@ -2,10 +2,13 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
+
+from pydantic import ValidationError
 
 from maxtext_lite.config.errors import any_of, value_text
 from maxtext_lite.config.model_parts import RopeScaling
+from maxtext_lite.config.schema import ModelConfig
 
 DEFAULTS: Mapping[str, Any] = MappingProxyType({
     "normalization": "rms_norm", "norm_placement": "pre", "mlp_activation": "silu", "gated_mlp": True,
@@ -22,8 +25,8 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType({
 
 WITHOUT_EFFECT = frozenset({
     # names, versions, number formats
-    "_name_or_path", "architectures", "auto_map", "dtype", "finetuning_task", "model_type", "name", "prefix",
-    "tokenizer_class", "torch_dtype", "transformers.js_config", "transformers_version",
+    "_name_or_path", "architectures", "finetuning_task", "model_type", "name", "prefix", "tokenizer_class",
+    "transformers.js_config", "transformers_version",
     "transformers_weights", "unsloth_fixed", "unsloth_version", "is_llama_config",
     # tokens, and how text is drawn from the model
     "bad_words_ids", "begin_suppress_tokens", "bos_token_id", "decoder_start_token_id", "diversity_penalty",
@@ -49,16 +52,28 @@ WITHOUT_EFFECT = frozenset({
 """Fields that leave the logits of a model alone."""
 
 
+MOST_LAYERS = 10_000
+"""Of a model: what is in proportion to its layers, such as `layer_types`, stays small."""
+_LARGEST = 2**31 - 1  # of any other size
+_TOO_LARGE = f"must be below 2**31. Nearest that works: {_LARGEST}."
+_FLOATS = ("float32", "bfloat16", "float16", "float64")
+
+
 class Fields:
     """The fields of a config.json that have not been read yet, and what was wrong with those that have.
 
     A field that is null is one that is not there.
+
+    Attributes:
+      problems: sentences, each with the field and its value.
+      names: for each key that has been read, the field that decides it.
     """
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         self._all = dict(fields)
         self._left = {name: value for name, value in fields.items() if value is not None}
         self.problems: list[str] = []
+        self.names: dict[str, str] = {}
         self.has_local_layers = False
 
     def take(self, name: str, default: Any = None) -> Any:
@@ -77,16 +92,15 @@ class Fields:
     @property
     def num_layers(self) -> int:
         """The layers, 0 where their number is wrong."""
-        value = self._all.get("num_hidden_layers")
-        return value if isinstance(value, int) else 0
+        return self.size("num_hidden_layers", 0, most=MOST_LAYERS)
 
-    def check_layer_types(self, kinds: Sequence[str], layers: int, window: int, known: Sequence[str]) -> None:
+    def check_layer_types(self, kinds: Sequence[Any], layers: int, window: int, known: Sequence[str]) -> None:
         """Notes what is wrong with a list of the layers' kinds."""
-        if len(kinds) != layers:
+        if layers and len(kinds) != layers:
             self.refuse("layer_types", len(kinds), f"kinds do not name the {layers} layers.")
-        for kind in dict.fromkeys(kinds):
-            if kind not in known:
-                self.refuse("layer_types", kind, f"cannot be expressed: a layer is {any_of(known)}.")
+        odd = [kind for kind in kinds if kind not in known]
+        if odd:
+            self.refuse("layer_types", odd[0], f"cannot be expressed: a layer is {any_of(known)}.")
         if "sliding_attention" in kinds and not window:
             self.refuse("layer_types", "sliding_attention", "needs a sliding_window.")
 
@@ -96,13 +110,44 @@ class Fields:
             self.problems.append(f"{name} is missing.")
         return self._left.pop(name, 1)
 
-    def whole(self, name: str, default: int | None = None) -> int:
-        """The field's value, an integer of at least 1; a problem, and 1, where it is not."""
+    def whole(self, name: str, default: int | None = None, *, least: int = 1) -> int:
+        """The field's value, an integer of at least `least`; a problem, and that, where it is not."""
         value = self.need(name) if default is None else self.take(name, default)
-        if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        if is_whole(value, least):
             return value
-        self.problems.append(f"{name}={value_text(value)} is not an integer of at least 1.")
-        return 1
+        large = isinstance(value, int) and value > _LARGEST
+        self.refuse(name, value, _TOO_LARGE if large else f"is not an integer of at least {least}.")
+        return least
+
+    def size(self, name: str, default: int, *, most: int = _LARGEST) -> int:
+        """The value of a field that another part reads and checks; `default` where it is wrong or not there."""
+        value = self._all.get(name)
+        return value if is_whole(value, 1, most) else default
+
+    def flag(self, name: str, default: bool) -> bool:
+        """The field's value, true or false; a problem, and `default`, where it is not."""
+        value = self.take(name, default)
+        if isinstance(value, bool):
+            return value
+        self.refuse(name, value, "is not true or false.")
+        return default
+
+    def listed(self, name: str) -> list[Any] | None:
+        """The field's value, a list; None where it is not there; a problem, and None, where it is something else."""
+        value = self.take(name)
+        if value is None or isinstance(value, list):
+            return cast("list[Any] | None", value)
+        self.refuse(name, value, "is not a list.")
+        return None
+
+    def mapping(self, name: str) -> dict[str, Any]:
+        """The field's entries, but for those that are null; a problem, and {}, where it is something else."""
+        value = self.take(name)
+        if isinstance(value, dict):
+            return {entry: each for entry, each in cast("dict[str, Any]", value).items() if each is not None}
+        if value is not None:
+            self.refuse(name, value, "is not an object with entries such as rope_type.")
+        return {}
 
     def refuse(self, name: str, value: object, why: str) -> None:
         """Notes that a field has a value that cannot be expressed."""
@@ -113,21 +158,72 @@ class Fields:
         for name in names:
             self._left.pop(name, None)
 
+    def check_keys(self, keys: Mapping[str, Any]) -> None:
+        """Notes what is wrong with the kinds of values, in the words of the config's schema and with the fields' names.
+
+        Fields that are wrong already are not named again.
+        """
+        known = {problem.partition("=")[0].partition(" ")[0] for problem in self.problems}
+        for key, name in self.names.items():
+            value, most = keys[key], MOST_LAYERS if key == "base_num_decoder_layers" else _LARGEST
+            if isinstance(value, int) and value > most and name not in known:
+                rule = f"is more than {most:,}. Nearest that works: {most}." if most < _LARGEST else _TOO_LARGE
+                self.refuse(name, value, rule)
+                known.add(name)
+        try:
+            ModelConfig.model_validate(dict(keys))
+        except ValidationError as error:
+            for detail in error.errors():
+                key = str(detail["loc"][0])
+                name = self.names.get(key, "")  # what no field decides by itself follows from what does
+                if name and name not in known:
+                    self.refuse(name, detail["input"], detail["msg"].removeprefix("Value error, "))
+
+    def check_stored(self, architecture: str) -> None:
+        """Reads the fields about the files: the weights' number format, and code that comes with them.
+
+        Args:
+          architecture: the family's class; code of classes named as the family's is what transformers has too.
+        """
+        formats = {name: self.take(name) for name in ("dtype", "torch_dtype")}
+        stated = {name: str(value).removeprefix("torch.") for name, value in formats.items() if value is not None}
+        for name, value in stated.items():
+            if value not in _FLOATS:
+                self.refuse(name, formats[name], f"is none of {any_of(_FLOATS)}: weights in it are not read.")
+        if len(set(stated.values())) > 1:
+            self.refuse("torch_dtype", formats["torch_dtype"], f"contradicts dtype={value_text(formats['dtype'])}.")
+        code, family = self.take("auto_map", {}), architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
+        classes = cast("dict[str, Any]", code).values() if isinstance(code, dict) else [code]
+        for each in classes:
+            for name in cast("list[Any]", each) if isinstance(each, list) else [each]:
+                if name is not None and not str(name).rpartition(".")[2].startswith(family):
+                    self.refuse(
+                        "auto_map", name, f"is code of its author's, which is not run: the model may not be {family}. "
+                        "If it is, remove auto_map."
+                    )  # fmt: skip
+
     def unknown(self, kind: str) -> list[str]:
         """A problem for each field that nobody has read."""
         problems: list[str] = []
         for name, value in self._left.items():
+            if value is False or value in ([], {}):  # what is off, or empty, changes nothing
+                continue
             if name in ("quantization_config", "compression_config"):
                 method = cast("dict[str, Any]", value).get("quant_method") if isinstance(value, dict) else value
                 problems.append(
                     f"{name} ({value_text(method)}): quantized weights are not read. Ask for the model in bfloat16."
                 )
-            elif value not in (False, [], {}):  # what is off, or empty, changes nothing
+            else:
                 problems.append(
-                    f"{name}={value_text(value)} is not a field of {kind} that maxtext_lite knows, and could change "
-                    "the logits. If it does not, remove it."
+                    f"{value_text(name)}={value_text(value)} is not a field of {kind} that maxtext_lite knows, and "
+                    "could change the logits. If it does not, remove it."
                 )
         return problems
+
+
+def is_whole(value: object, least: int, most: int = _LARGEST) -> TypeGuard[int]:
+    """Whether a value is an integer, not true or false, in this range."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
 def same_architecture(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:

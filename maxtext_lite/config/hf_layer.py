@@ -1,12 +1,16 @@
 """What a directory of parameters says of a config: the layer between a model's file and what the user states."""
 
+import dataclasses
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from maxtext_lite.config.errors import Refusal, UserError, value_text
-from maxtext_lite.config.hf_config import has_hf_weights, hf_directory, model_keys, read_fields, stored_dtype
+from maxtext_lite.config.hf_config import field_names, has_hf_weights, hf_directory, model_keys, stored_dtype
 from maxtext_lite.config.hf_config import tokenizer_keys as tokenizer_keys_of
 from maxtext_lite.config.hf_fields import same_architecture
+from maxtext_lite.config.json_file import read_object
 
 TOKENIZER_KEYS = ("tokenizer_type", "tokenizer_path")
 
@@ -34,7 +38,7 @@ def directory_values(
     origin = str(directory / "config.json")
     try:
         has_hf_weights(path)
-        fields = read_fields(directory / "config.json")
+        fields = read_object(directory / "config.json")
         keys = model_keys(fields, origin)
     except UserError as error:
         return {}, [Refusal("load_parameters_path", problem) for problem in error.problems]
@@ -64,6 +68,31 @@ def directory_values(
                 )
             )
     return values, refusals
+
+
+def in_its_fields(path: str, refusals: list[Refusal], origins: Mapping[str, str]) -> list[Refusal]:
+    """The refusals, of which those of keys that a directory decides name its config.json and the fields there.
+
+    Args:
+      origins: where each key's value comes from.
+    """
+    origin = directory_origin(path)
+    if origin is None or not any(origins.get(refusal.key) == origin for refusal in refusals):
+        return refusals
+    names = field_names(read_object(Path(origin)))
+    words = re.compile(rf"\b({'|'.join(names)})\b")
+
+    def worded(text: object) -> object:
+        return words.sub(lambda found: names[found[0]], text) if isinstance(text, str) else text
+
+    return [
+        dataclasses.replace(
+            refusal, message=f"{origin}: {worded(refusal.message)}", nearest=tuple(map(worded, refusal.nearest))
+        )
+        if origins.get(refusal.key) == origin
+        else refusal
+        for refusal in refusals
+    ]
 
 
 def _agrees(key: str, value: object, keys: Mapping[str, Any]) -> bool:

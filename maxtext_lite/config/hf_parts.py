@@ -11,7 +11,7 @@ class Part(Protocol):
     """Some fields and what they mean."""
 
     def read(self, fields: Fields) -> dict[str, Any]:
-        """The keys that the fields decide; what is wrong with them is noted in `fields`."""
+        """The keys that the fields decide; `fields` notes which field decides which, and what is wrong with them."""
         ...
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
@@ -27,6 +27,7 @@ class Rename(Part):
 
     def read(self, fields: Fields) -> dict[str, Any]:
         """See Part."""
+        fields.names |= {key: name for name, key in self._keys.items()}
         return {key: fields.need(name) for name, key in self._keys.items()}
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
@@ -42,6 +43,7 @@ class Defaulted(Part):
 
     def read(self, fields: Fields) -> dict[str, Any]:
         """See Part."""
+        fields.names[self._key] = self._name
         return {self._key: fields.take(self._name, self._default)}
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
@@ -59,6 +61,7 @@ class Every(Part):
         """See Part."""
         values = {name: fields.take(name) for name in self._names}
         there = {name: value for name, value in values.items() if value is not None}
+        fields.names[self._key] = next(iter(there), self._names[0])
         if not there:
             return {self._key: fields.need(self._names[0])}
         first = next(iter(there.values()))
@@ -98,7 +101,7 @@ class Only(Part):
     def read(self, fields: Fields) -> dict[str, Any]:
         """See Part."""
         value = fields.take(self._name, self._value)
-        if value != self._value:
+        if value != self._value or isinstance(value, bool) != isinstance(self._value, bool):
             fields.refuse(self._name, value, f"cannot be expressed: it must be {value_text(self._value)}.")
         return {} if self._key is None else {self._key: self._value}
 
@@ -114,12 +117,13 @@ class ExpertGroups(Part):
     def read(self, fields: Fields) -> dict[str, Any]:
         """See Part."""
         method = fields.take("topk_method", "greedy")
-        groups, chosen = fields.take("n_group"), fields.take("topk_group")
+        groups, chosen = fields.whole("n_group", 1), fields.whole("topk_group", 1)
+        fields.names |= {"n_routing_groups": "n_group", "topk_routing_group": "topk_group"}
         if method == "greedy":
             return {"n_routing_groups": 1, "topk_routing_group": 1}
         if method != "group_limited_greedy":
             fields.refuse("topk_method", method, "cannot be expressed: it must be greedy or group_limited_greedy.")
-        return {"n_routing_groups": groups or 1, "topk_routing_group": chosen or 1}
+        return {"n_routing_groups": groups, "topk_routing_group": chosen}
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
         """See Part."""
@@ -143,7 +147,14 @@ class Heads(Part):
         heads = fields.whole("num_attention_heads")
         width = fields.take("head_dim", self._head_dim)
         if width is None:
-            width = fields.peek("hidden_size", heads) // heads
+            stream = fields.size("hidden_size", heads)
+            if stream < heads:
+                fields.refuse("num_attention_heads", heads, f"is more than hidden_size={stream}.")
+            width = max(stream // heads, 1)
+        fields.names |= {
+            "base_num_query_heads": "num_attention_heads", "base_num_kv_heads": "num_key_value_heads",
+            "head_dim": "head_dim",
+        }  # fmt: skip
         unsaid = heads if self._kv_heads is None or fields.is_null("num_key_value_heads") else self._kv_heads
         return {
             "base_num_query_heads": heads,
@@ -165,7 +176,13 @@ class LearnedPositions(Part):
 
     def read(self, fields: Fields) -> dict[str, Any]:
         """See Part."""
-        heads, width = fields.whole("n_head"), fields.peek("n_embd", 0)
+        heads, width = fields.whole("n_head"), fields.size("n_embd", 0)
+        fields.names |= {
+            "base_num_query_heads": "n_head", "base_num_kv_heads": "n_head", "head_dim": "n_embd",
+            "base_mlp_dim": "n_inner", "trainable_position_size": "n_positions",
+        }  # fmt: skip
+        if width % heads:
+            fields.refuse("n_embd", width, f"is not a multiple of n_head={heads}.")
         return {
             "base_num_query_heads": heads,
             "base_num_kv_heads": heads,
@@ -198,9 +215,10 @@ class Activation(Part):
         value = fields.take(self._name, self._default)
         if self._name == "hidden_activation":
             fields.drop(["hidden_act"])
-        if value not in _ACTIVATIONS:
+        if value not in list(_ACTIVATIONS):
             fields.refuse(self._name, value, f"is none of {any_of(list(_ACTIVATIONS))}.")
-        return {"mlp_activation": _ACTIVATIONS.get(value, "silu")}
+            value = self._default
+        return {"mlp_activation": _ACTIVATIONS[value]}
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
         """See Part."""
@@ -218,7 +236,7 @@ class Bias(Part):
 
     def read(self, fields: Fields) -> dict[str, Any]:
         """See Part."""
-        return {"attention_bias": self._which if fields.take(self._name, self._default) else "none"}
+        return {"attention_bias": self._which if fields.flag(self._name, self._default) else "none"}
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
         """See Part."""
@@ -240,6 +258,7 @@ class SoftCaps(Part):
 
     def read(self, fields: Fields) -> dict[str, Any]:
         """See Part."""
+        fields.names |= dict(zip(self._KEYS, self._FIELDS, strict=True))
         return {
             key: fields.take(name, 0.0 if fields.is_null(name) else default)
             for name, key, default in zip(self._FIELDS, self._KEYS, self._defaults, strict=True)
@@ -255,6 +274,7 @@ class QueryScalar(Part):
 
     def read(self, fields: Fields) -> dict[str, Any]:
         """See Part."""
+        fields.names["query_pre_attn_scalar"] = "query_pre_attn_scalar"
         return {"query_pre_attn_scalar": fields.take("query_pre_attn_scalar", 256)}
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
@@ -272,12 +292,20 @@ class LatentAttention(Part):
         """See Part."""
         heads = fields.whole("num_attention_heads")
         widths = {name: fields.whole(name) for name in self._WIDTHS}
-        fields.drop(["head_dim", "qk_head_dim"])
+        rotated, whole = widths["qk_rope_head_dim"], widths["qk_nope_head_dim"] + widths["qk_rope_head_dim"]
+        for name, known in (("head_dim", (rotated, whole)), ("qk_head_dim", (whole,))):
+            if (stated := fields.whole(name, whole)) not in known:
+                fields.refuse(name, stated, f"contradicts the other widths of a head, by which it is {whole}.")
+        fields.names |= {
+            "base_num_query_heads": "num_attention_heads", "base_num_kv_heads": "num_key_value_heads",
+            "mla": "qk_rope_head_dim",
+        }  # fmt: skip
+        without = 0 if fields.is_null("q_lora_rank") else 1536
         return {
             "base_num_query_heads": heads,
             "base_num_kv_heads": fields.take("num_key_value_heads", heads),
-            "head_dim": widths["qk_nope_head_dim"] + widths["qk_rope_head_dim"],
-            "mla": {"q_lora_rank": fields.take("q_lora_rank", 0 if fields.is_null("q_lora_rank") else 1536)} | widths,
+            "head_dim": whole,
+            "mla": {"q_lora_rank": fields.whole("q_lora_rank", without, least=0)} | widths,
         }
 
     def write(self, config: ModelConfig) -> dict[str, Any]:

@@ -10,8 +10,18 @@ from pydantic import BeforeValidator, PlainSerializer
 
 from maxtext_lite.config.errors import WrongKind, number_text
 
-_LARGEST_COUNT = 2**63 - 1
+_LARGEST_COUNT = 2**31 - 1  # what jax's and optax's counters hold
+_LARGEST_SEED = 2**63 - 1
+_MOST_LAYERS = 10_000
+_MOST_DEVICES = 1_000_000
+_LARGEST, _SMALLEST = 1e30, 1e-30  # float32, in which they are computed with, ends at 3.4e38 and 1.2e-38
+_LARGEST_EXACT, _SMALLEST_EXACT = Fraction(10**12), Fraction(1, 10**12)
+_LONGEST_TEXT, _LONGEST_LINES = 4_096, 65_536
+_LONGEST_NAME = 255  # bytes of a file's name on every common file system
 _RATIO = re.compile(r"([+-]?[0-9]+)/([0-9]+)\Z")
+_LONGEST_RATIO = 18  # digits of a numerator or a denominator
+
+_URL = re.compile(r"\s*([A-Za-z][A-Za-z0-9+.-]*):(/.*)", re.DOTALL)
 
 
 def _no_number(value: object) -> str:
@@ -22,17 +32,58 @@ def _no_number(value: object) -> str:
     return "is text, not a number." if isinstance(value, str) else "is a list or a mapping, not a number."
 
 
-def _text(*, empty_allowed: bool, also: str = "") -> Callable[[object], object]:
+def _text(*, empty_allowed: bool, also: str = "", most: int = _LONGEST_TEXT) -> Callable[[object], object]:
     def check(value: object) -> object:
         if not isinstance(value, str):
             raise WrongKind("is not text.")
         if not empty_allowed and not value.strip():
             raise WrongKind("must not be empty.")
+        if len(value) > most:
+            raise WrongKind(f"has {len(value):,} characters, more than {most:,}.")
         if not value.translate(dict.fromkeys(map(ord, also))).isprintable():
             raise WrongKind("holds a character that cannot be printed.")
         return value
 
     return check
+
+
+def refuse_url(text: str) -> None:
+    """Refuses what begins with a scheme, as gs://bucket/runs does, and gs:/bucket, which pathlib makes of it.
+
+    A local directory whose name ends in a colon can be written ./gs:/bucket.
+
+    Raises:
+      WrongKind: the message lacks the key's name.
+    """
+    found = _URL.match(text)
+    if found:
+        scheme, rest = found[1], found[2].removeprefix("//")
+        nearest = [rest or "/"] if scheme.lower() == "file" and found[2] != f"//{rest.lstrip('/')}" else []
+        raise WrongKind(f"is a URL ({scheme}:), and only local paths are read and written.", nearest)
+
+
+def _path(*, empty_allowed: bool) -> Callable[[object], object]:
+    """Printable text that can be the path of a local file, or of several with wildcards."""
+    text = _text(empty_allowed=empty_allowed)
+
+    def check(value: object) -> object:
+        checked = text(value)
+        refuse_url(str(checked))
+        longest = max(len(part.encode(errors="surrogatepass")) for part in str(checked).split("/"))
+        if longest > _LONGEST_NAME:
+            raise WrongKind(f"names a file of {longest:,} bytes, more than the {_LONGEST_NAME} that a name may have.")
+        return checked
+
+    return check
+
+
+def path_problem(text: str) -> str | None:
+    """What makes a text no path, or None."""
+    try:
+        _path(empty_allowed=True)(text)
+    except WrongKind as wrong:
+        return str(wrong)
+    return None
 
 
 def _flag(value: object) -> object:
@@ -41,53 +92,57 @@ def _flag(value: object) -> object:
     return value
 
 
-def _whole(minimum: int, special: int | None = None) -> Callable[[object], object]:
+def _whole(minimum: int, special: int | None = None, *, maximum: int = _LARGEST_COUNT) -> Callable[[object], object]:
     """An integer of at least `minimum`, or the one below it that has a meaning of its own."""
     rule = f"must be at least {minimum}" + ("" if special is None else f", or {special}")
 
     def legal(value: int) -> bool:
-        return value >= minimum or value == special
+        return minimum <= value <= maximum or value == special
 
     def check(value: object) -> object:
-        if isinstance(value, float) and math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise WrongKind(_no_number(value))
+        if isinstance(value, float) and not math.isfinite(value):
+            raise WrongKind("is not a finite number.")
+        if value > maximum:
+            raise WrongKind(f"must be at most {maximum}.", [maximum])
+        if isinstance(value, float):
             near = [number for number in dict.fromkeys((math.floor(value), math.ceil(value))) if legal(number)]
             raise WrongKind("is not an integer.", near or [minimum])
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise WrongKind(_no_number(value) if not isinstance(value, float) else "is not a finite number.")
         if not legal(value):
             raise WrongKind(f"{rule}.", [minimum])
-        if value > _LARGEST_COUNT:
-            raise WrongKind("must be below 2**63.", [_LARGEST_COUNT])
         return value
 
     return check
 
 
 def _real(
-    minimum: float = -math.inf,
-    maximum: float = math.inf,
+    minimum: float = -_LARGEST,
+    maximum: float = _LARGEST,
     *,
     above: float = -math.inf,
     below: float = math.inf,
+    smallest: float = _SMALLEST,
     example: float | None = None,
 ) -> Callable[[object], object]:
-    """A finite number in [minimum, maximum] and in (above, below); `example` is what to try instead."""
+    """A number in [minimum, maximum] and in (above, below) that is 0 or at least `smallest`; `example` is one."""
     bounds = ((minimum, "at least"), (above, "above"), (maximum, "at most"), (below, "below"))
-    rule = " and ".join(f"{word} {number_text(bound)}" for bound, word in bounds if math.isfinite(bound))
+    rule = " and ".join(f"{word} {number_text(bound)}" for bound, word in bounds if abs(bound) < _LARGEST)
 
     def check(value: object) -> object:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise WrongKind(_no_number(value))
-        try:
-            number = float(value)
-        except OverflowError:
-            number = math.inf
-        if not math.isfinite(number):
+        if isinstance(value, float) and not math.isfinite(value):
             raise WrongKind("is not a finite number.")
-        if not (minimum <= number <= maximum and above < number < below):
-            bound = minimum if number < minimum else maximum if number > maximum else example
+        if value > maximum == _LARGEST < below:
+            raise WrongKind(f"must be at most {number_text(_LARGEST)}.", [_LARGEST])
+        if not (minimum <= value <= maximum and above < value < below):
+            bound = minimum if value < minimum else maximum if value > maximum and maximum < below else example
             raise WrongKind(f"must be {rule}.", [] if bound is None else [bound])
-        return number
+        if 0 < abs(value) < smallest:
+            or_zero = "" if above >= 0 else ", or 0"
+            raise WrongKind(f"must be at least {number_text(smallest)}{or_zero}.", [smallest])
+        return float(value) + 0.0  # -0.0 is 0
 
     return check
 
@@ -100,8 +155,12 @@ def exact(value: object) -> Fraction:
     """
     if isinstance(value, str):
         ratio = _RATIO.match(value)
-        if ratio is None or int(ratio[2]) == 0:
+        if ratio is None:
             raise WrongKind(_no_number(value))
+        if max(len(ratio[1].lstrip("+-")), len(ratio[2])) > _LONGEST_RATIO:
+            raise WrongKind(f"has more than {_LONGEST_RATIO} digits in its numerator or denominator.")
+        if int(ratio[2]) == 0:
+            raise WrongKind("is divided by 0.")
         return Fraction(int(ratio[1]), int(ratio[2]))
     if isinstance(value, bool) or not isinstance(value, int | float | Fraction):
         raise WrongKind(_no_number(value))
@@ -121,6 +180,10 @@ def _positive(special: int | None = None, meaning: str = "") -> Callable[[object
         number = exact(value)
         if number <= 0 and number != special:
             raise WrongKind(f"{rule}.", [Fraction(1)])
+        if number > _LARGEST_EXACT:
+            raise WrongKind(f"must be at most {number_text(float(_LARGEST_EXACT))}.", [_LARGEST_EXACT])
+        if 0 < number < _SMALLEST_EXACT:
+            raise WrongKind(f"must be at least {number_text(float(_SMALLEST_EXACT))}.", [_SMALLEST_EXACT])
         return number
 
     return check
@@ -138,28 +201,38 @@ Text = Annotated[str, BeforeValidator(_text(empty_allowed=True))]
 """Any printable text, "" included."""
 Name = Annotated[str, BeforeValidator(_text(empty_allowed=False))]
 """Printable text that is not empty."""
-Lines = Annotated[str, BeforeValidator(_text(empty_allowed=False, also="\n\t"))]
+Lines = Annotated[str, BeforeValidator(_text(empty_allowed=False, also="\n\t", most=_LONGEST_LINES))]
 """Text that is not empty: printable, but for line breaks and tabs."""
+PathText = Annotated[str, BeforeValidator(_path(empty_allowed=True))]
+"""A path, whose names have at most 255 bytes each; "" included."""
+PathName = Annotated[str, BeforeValidator(_path(empty_allowed=False))]
+"""A path that is not empty."""
 Flag = Annotated[bool, BeforeValidator(_flag)]
 """true or false; 0, 1, yes and no are not."""
-Integer = Annotated[int, BeforeValidator(_whole(-(2**63)))]
-"""Any integer of 64 bits."""
 Count = Annotated[int, BeforeValidator(_whole(1))]
-"""An integer of at least 1."""
+"""An integer of at least 1 and at most 2**31 - 1, as all that count."""
+Layers = Annotated[int, BeforeValidator(_whole(1, maximum=_MOST_LAYERS))]
+"""A number of layers: at most 10,000."""
+DevicesOrMinusOne = Annotated[int, BeforeValidator(_whole(1, -1, maximum=_MOST_DEVICES))]
+"""A number of devices, at most a million, or -1: those that remain."""
 AtLeastTwo = Annotated[int, BeforeValidator(_whole(2))]
 """An integer of at least 2."""
 CountOrZero = Annotated[int, BeforeValidator(_whole(0))]
 """An integer of at least 0."""
 CountOrMinusOne = Annotated[int, BeforeValidator(_whole(1, -1))]
 """An integer of at least 1, or -1: derived or off."""
-Seed = Annotated[int, BeforeValidator(_whole(0))]
-"""An integer of at least 0."""
-SeedOrMinusOne = Annotated[int, BeforeValidator(_whole(0, -1))]
+Seed = Annotated[int, BeforeValidator(_whole(0, maximum=_LARGEST_SEED))]
+"""An integer of at least 0 and below 2**63."""
+SeedOrMinusOne = Annotated[int, BeforeValidator(_whole(0, -1, maximum=_LARGEST_SEED))]
 """A seed, or -1: none."""
 Positive = Annotated[float, BeforeValidator(_real(above=0.0))]
-"""A finite number above 0."""
+"""A number from 1e-30 to 1e30."""
 NotNegative = Annotated[float, BeforeValidator(_real(0.0))]
-"""A finite number of at least 0."""
+"""0, or a number from 1e-30 to 1e30."""
+Temperature = Annotated[float, BeforeValidator(_real(0.0, 1e6, smallest=1e-6))]
+"""0, or a number from 1e-6 to 1e6 that logits are divided by."""
+Seconds = Annotated[float, BeforeValidator(_real(above=0.0, maximum=1e6, smallest=1e-6, example=30.0))]
+"""A time from a microsecond to a million seconds."""
 Share = Annotated[float, BeforeValidator(_real(0.0, 1.0))]
 """A number in [0, 1]."""
 PositiveShare = Annotated[float, BeforeValidator(_real(above=0.0, maximum=1.0, example=1.0))]
@@ -169,7 +242,7 @@ Decay = Annotated[float, BeforeValidator(_real(0.0, below=1.0, example=0.9))]
 BelowHalf = Annotated[float, BeforeValidator(_real(0.0, below=0.5, example=0.49))]
 """A number in [0, 0.5)."""
 Exact = Annotated[Fraction, BeforeValidator(_positive()), _exactly]
-"""An exact rational above 0."""
+"""An exact rational from 1e-12 to 1e12, as all that are exact."""
 ExactOrDerived = Annotated[Fraction, BeforeValidator(_positive(-1, "derived")), _exactly]
 """An exact rational above 0, or -1: derived."""
 ExactOrSame = Annotated[Fraction, BeforeValidator(_positive(0, "the same as in training")), _exactly]

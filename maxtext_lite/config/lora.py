@@ -2,7 +2,7 @@
 
 from difflib import get_close_matches
 
-from maxtext_lite.config.errors import Refusal, number_text
+from maxtext_lite.config.errors import Refusal, value_text
 from maxtext_lite.config.schema import Config, ModelConfig
 
 ALL_TARGETS = "all"
@@ -49,18 +49,20 @@ def targets_problem(config: Config) -> Refusal | None:
     )
     alike = [name for name in alike[:1] if name not in kept]
     mended = ",".join(kept + alike) or ALL_TARGETS
-    message = f"lora_targets={config.lora_targets} names '{unknown[0]}'; this model has {', '.join(known)}, or all."
+    message = (
+        f"lora_targets={value_text(config.lora_targets)} names '{value_text(unknown[0], 40)}'; this model has "
+        f"{', '.join(known)}, or all."
+    )
     return Refusal("lora_targets", message, (mended,))
 
 
-def unused_problem(config: Config, *, default_alpha: float, default_targets: str) -> Refusal | None:
+def unused_problem(config: Config, defaults: Config) -> Refusal | None:
     """Refuses keys that say something about adapters where there are none."""
     if config.lora_rank:
         return None
-    if config.lora_alpha != default_alpha:
-        message = f"lora_alpha={number_text(config.lora_alpha)} has no use with lora_rank=0, which trains all weights."
-        return Refusal("lora_alpha", message, (default_alpha, "lora_rank=8"))
-    if config.lora_targets != default_targets:
-        message = f"lora_targets={config.lora_targets} has no use with lora_rank=0, which trains all weights."
-        return Refusal("lora_targets", message, (default_targets, "lora_rank=8"))
+    for key in ("lora_alpha", "lora_targets"):
+        value, usual = getattr(config, key), getattr(defaults, key)
+        if value != usual:
+            message = f"{key}={value_text(value)} has no use with lora_rank=0, which trains all weights."
+            return Refusal(key, message, (usual, {"lora_rank": 8}))
     return None

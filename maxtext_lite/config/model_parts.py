@@ -9,6 +9,8 @@ from pydantic import BeforeValidator, PlainSerializer
 
 from maxtext_lite.config.errors import WrongKind, any_of, did_you_mean, value_text
 
+_LARGEST, _LARGEST_COUNT = 1e30, 2**31 - 1
+
 LayerKind = Literal["global", "local", "nope"]
 """What a layer's attention sees: all earlier tokens, those of a window, or all of them without rotation."""
 
@@ -139,22 +141,26 @@ def _refuse_entries(what: str, values: Mapping[str, Any], known: set[str], neede
     for name in values:
         if name not in known:
             others = ", ".join(sorted(known))
-            raise WrongKind(f"has {name}, which {what} does not; it has {others}.{did_you_mean(name, known)}")
+            shown = value_text(name, 40)
+            raise WrongKind(f"has {shown}, which {what} does not; it has {others}.{did_you_mean(name, known)}")
     for name in needed:
         if name not in values:
             raise WrongKind(f"lacks {name}, which {what} needs.")
 
 
 def _number_entry(name: str, value: object, minimum: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or (value != value or abs(value) == math.inf):
         raise WrongKind(f"has {name}={value_text(value)}, which is not a finite number.")
-    if value < minimum:
-        raise WrongKind(f"has {name}={value_text(value)}; it must be at least {value_text(minimum)}.")
+    if not minimum <= value <= _LARGEST:
+        bound = f"at least {value_text(minimum)}" if value < minimum else f"at most {value_text(_LARGEST)}"
+        raise WrongKind(f"has {name}={value_text(value)}; it must be {bound}.")
 
 
 def _whole_entry(name: str, value: object, minimum: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise WrongKind(f"has {name}={value_text(value)}; it must be an integer of at least {minimum}.")
+    if value > _LARGEST_COUNT:
+        raise WrongKind(f"has {name}={value_text(value)}; it must be at most {_LARGEST_COUNT}.")
 
 
 def _mapping_of(kind: type[_Part]) -> Callable[[object], object]:

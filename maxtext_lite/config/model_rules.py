@@ -5,17 +5,9 @@ from typing import get_args
 from maxtext_lite.config.errors import Refusal, value_text
 from maxtext_lite.config.lora import targets_problem
 from maxtext_lite.config.model_parts import LayerKind
+from maxtext_lite.config.problem import divisors, next_to
 from maxtext_lite.config.rule import Rule
 from maxtext_lite.config.schema import Config
-
-
-def nearest_divisors(value: int, whole: int) -> tuple[int, ...]:
-    """The divisors of `whole` next to `value`, below and above; `value` itself where it divides."""
-    if whole % value == 0:
-        return (value,)
-    below = next((number for number in range(min(value, whole), 0, -1) if whole % number == 0), None)
-    above = next((number for number in range(value, whole + 1) if whole % number == 0), None)
-    return tuple(number for number in (below, above) if number is not None)
 
 
 def _kv_heads(config: Config) -> Refusal | None:
@@ -25,7 +17,7 @@ def _kv_heads(config: Config) -> Refusal | None:
     return Refusal(
         "base_num_kv_heads",
         f"base_num_kv_heads={kv_heads} does not divide base_num_query_heads={heads}.",
-        nearest_divisors(kv_heads, heads),
+        next_to(kv_heads, divisors(heads)),
     )
 
 
@@ -65,12 +57,15 @@ def _layer_pattern(config: Config) -> Refusal | None:
     unknown = [kind for kind in config.pattern if kind not in _LAYER_KINDS]
     if unknown:
         mended = ",".join("global" if kind in unknown else kind for kind in config.pattern)
-        message = f"layer_pattern={config.layer_pattern} names '{unknown[0]}', which is none of global, local, nope."
+        message = (
+            f"layer_pattern={value_text(config.layer_pattern)} names '{value_text(unknown[0], 40)}', which is none of "
+            "global, local, nope."
+        )
         return Refusal("layer_pattern", message, (mended,))
     if "nope" in config.pattern and (config.trainable_position_size or config.mla is not None):
         return Refusal(
             "layer_pattern",
-            f"layer_pattern={config.layer_pattern} has layers without rotation beside "
+            f"layer_pattern={value_text(config.layer_pattern)} has layers without rotation beside "
             f"{'mla' if config.mla is not None else 'trainable_position_size'}.",
             (config.layer_pattern.replace("nope", "global"),),
         )
@@ -83,20 +78,20 @@ def _window(config: Config) -> Refusal | None:
     if is_local and window == 0:
         return Refusal(
             "sliding_window_size",
-            f"sliding_window_size=0 with layer_pattern={config.layer_pattern}: local layers see no token.",
-            (f"sliding_window_size={config.max_target_length}",),
+            f"sliding_window_size=0 with layer_pattern={value_text(config.layer_pattern)}: local layers see no token.",
+            (config.max_target_length,),
         )
     if window and not is_local:
         return Refusal(
             "sliding_window_size",
-            f"sliding_window_size={window} has no use with layer_pattern={config.layer_pattern}.",
-            (0, "layer_pattern=local"),
+            f"sliding_window_size={window} has no use with layer_pattern={value_text(config.layer_pattern)}.",
+            (0, {"layer_pattern": "local"}),
         )
     if config.rope_local_max_timescale and not is_local:
         return Refusal(
             "rope_local_max_timescale",
             f"rope_local_max_timescale={config.rope_local_max_timescale:g} has no use with "
-            f"layer_pattern={config.layer_pattern}.",
+            f"layer_pattern={value_text(config.layer_pattern)}.",
             (0,),
         )
     return None
@@ -165,15 +160,11 @@ def _routing_groups(config: Config) -> Refusal | None:
     groups, experts = config.n_routing_groups, config.num_experts
     if groups == 1 or (experts % groups == 0 and experts // groups >= 2):
         return None
-    legal = [number for number in range(1, experts // 2 + 1) if experts % number == 0] or [1]
-    near = [
-        max((number for number in legal if number < groups), default=None),
-        min((number for number in legal if number > groups), default=None),
-    ]
+    legal = [number for number in divisors(experts) if 2 * number <= experts] or [1]
     return Refusal(
         "n_routing_groups",
         f"n_routing_groups={groups} does not cut num_experts={experts} into equal groups of at least 2.",
-        tuple(number for number in near if number is not None),
+        next_to(groups, legal),
     )
 
 

@@ -1,13 +1,12 @@
 """A resolved config for people: the short table of the terminal and config.yml of the run directory."""
 
-import functools
 import re
 from pathlib import Path
 
 import yaml
 
-from maxtext_lite.config.errors import value_text
-from maxtext_lite.config.load import load_config
+from maxtext_lite.config.errors import full_text, value_text
+from maxtext_lite.config.load import defaults_of
 from maxtext_lite.config.schema import Config, RLRunConfig, sections_of
 from maxtext_lite.config.yaml_text import parse_value
 
@@ -36,7 +35,7 @@ def write_resolved(config: Config, path: str | Path) -> None:
 
 def describe(config: Config) -> str:
     """A table of the most important keys and of those that differ from configs/base.yml, with their origins."""
-    base = _base("post_train/rl.yml" if isinstance(config, RLRunConfig) else None)
+    base = defaults_of(type(config))
     shown = set(_ALWAYS_SHOWN)
     if isinstance(config, RLRunConfig):
         shown = shown.difference(_FOLLOW_IN_RL).union(_SHOWN_IN_RL)
@@ -55,15 +54,10 @@ def describe(config: Config) -> str:
     )
 
 
-@functools.cache
-def _base(path: str | None) -> Config:
-    return load_config(path)
-
-
 def _yaml_text(value: object) -> str:
     """A scalar that YAML 1.2 reads back as the same value."""
     if not isinstance(value, str):
-        return value_text(value)
+        return full_text(value)
     if re.fullmatch(r"[A-Za-z_./][\w./-]*", value, flags=re.ASCII) and parse_value(value).value == value:
         return value
     return yaml.dump(value, default_style='"', allow_unicode=True, width=10**9).strip()

@@ -1,10 +1,15 @@
 """Rules between the keys of reinforcement learning, and between them and those of base.yml."""
 
+import functools
 import math
 import re
+import urllib.parse
+import warnings
 from difflib import get_close_matches
+from fractions import Fraction
 
 from maxtext_lite.config.errors import Refusal, number_text, value_text
+from maxtext_lite.config.problem import divisors, next_to
 from maxtext_lite.config.remat import listed
 from maxtext_lite.config.rule import Rule
 from maxtext_lite.config.schema import Config, RewardConfig, RLRunConfig
@@ -16,6 +21,8 @@ SHIPPED_REWARDS = ("exact_answer", "numeric_answer", "format", "math_verify")
 ANSWER_REWARDS = ("exact_answer", "numeric_answer", "math_verify")
 """Those of them that compare a response with the line's answer."""
 _OPERATIONS = "+-*"
+_FRACTIONS = ("trainer_devices_fraction", "sampler_devices_fraction")
+_MOST_HELD_OUT = 100_000
 _MOST_PROBLEMS = 2**62  # a number of an example is a 64-bit integer, of which the order needs one more than there are
 
 
@@ -35,17 +42,15 @@ def reward_weights(config: RewardConfig) -> tuple[float, ...]:
     return tuple(float(text) for text in config.reward_weights.split(","))
 
 
-def unused_arithmetic(config: RLRunConfig, *, default_operations: str, default_largest: int) -> Refusal | None:
+def unused_arithmetic(config: Config, defaults: Config) -> Refusal | None:
     """Refuses keys that say something about generated problems where prompts are read from files."""
-    if config.dataset_type != "prompts":
+    if not isinstance(config, RLRunConfig) or config.dataset_type != "prompts":
         return None
-    for key, value, default in (
-        ("arithmetic_operations", config.arithmetic_operations, default_operations),
-        ("arithmetic_largest", config.arithmetic_largest, default_largest),
-    ):
-        if value != default:
+    for key in ("arithmetic_operations", "arithmetic_largest"):
+        value, usual = getattr(config, key), getattr(defaults, key)
+        if value != usual:
             message = f"{key}={value_text(value)} has no use with dataset_type=prompts, which reads files."
-            return Refusal(key, message, (default, "dataset_type=arithmetic"))
+            return Refusal(key, message, (usual, {"dataset_type": "arithmetic"}))
     return None
 
 
@@ -56,18 +61,13 @@ def _micro_batch(config: Config) -> Refusal | None:
     whole = prompts * group
     if pairs % group == 0 and whole % pairs == 0:
         return None
-    legal = [group * count for count in range(1, prompts + 1) if prompts % count == 0]
-    near = [
-        max((size for size in legal if size < pairs), default=None),
-        min((s for s in legal if s > pairs), default=None),
-    ]
     wrong = (
         f"is not a multiple of num_generations={group}: a group of responses is judged together"
         if pairs % group
         else f"does not divide the {whole} pairs of batch_size={prompts} x num_generations={group}"
     )
-    message = f"micro_batch_size={pairs} {wrong}."
-    return Refusal("micro_batch_size", message, tuple(size for size in near if size is not None))
+    legal = [group * count for count in divisors(prompts) if group * count <= 2**31 - 1]
+    return Refusal("micro_batch_size", f"micro_batch_size={pairs} {wrong}.", next_to(pairs, legal))
 
 
 def _lengths(config: Config) -> Refusal | None:
@@ -99,7 +99,7 @@ def _devices(config: Config) -> Refusal | None:
         return None
     fraction = f"sampler_devices_fraction={value_text(sampler)}"
     rest = 1 - trainer
-    near = f"sampler_devices_fraction={value_text(rest)}" if rest > 0 else "sampler_devices_fraction=1"
+    near = {"sampler_devices_fraction": rest} if rest > 0 else dict.fromkeys(_FRACTIONS, Fraction(1))
     return Refusal(
         "trainer_devices_fraction",
         f"trainer_devices_fraction={value_text(trainer)} and {fraction} are more than all devices, and not both 1.",
@@ -115,7 +115,7 @@ def _dataset(config: Config) -> Refusal | None:
     if is_rl:
         message = f"dataset_type={kind} has no prompts for RL."
         return Refusal("dataset_type", message, RL_DATASETS)
-    near = "sft" if config.objective == "auto" else "dataset_type=sft objective=auto"
+    near = "sft" if config.objective == "auto" else {"dataset_type": "sft", "objective": "auto"}
     message = (
         f"dataset_type={kind} is for RL, and post_train/rl.yml is not among the files of this config: give that file, "
         "or one whose base it is."
@@ -178,7 +178,9 @@ def _operations(config: Config) -> Refusal | None:
         return None
     unknown = [each for each in operations if each not in _OPERATIONS]
     wrong = f"holds '{unknown[0]}', which is none of +, - and *" if unknown else "holds an operation twice"
-    return Refusal("arithmetic_operations", f"arithmetic_operations={operations} {wrong}.", (known or "+-",))
+    return Refusal(
+        "arithmetic_operations", f"arithmetic_operations={value_text(operations)} {wrong}.", (known or "+-",)
+    )
 
 
 def _problems(config: Config) -> Refusal | None:
@@ -192,10 +194,39 @@ def _problems(config: Config) -> Refusal | None:
     return Refusal("arithmetic_largest", message, (most,))
 
 
+def endless_evaluation(config: RLRunConfig, held_out: int) -> Refusal | None:
+    """Refuses an evaluation of all held-out prompts where they are as many as problems that are made may be."""
+    if config.eval_steps != -1 or config.eval_interval == -1 or held_out <= _MOST_HELD_OUT:
+        return None
+    message = (
+        f"eval_steps=-1 would ask for responses to all {held_out:,} held-out prompts at each evaluation, more than "
+        f"{_MOST_HELD_OUT:,}."
+    )
+    return Refusal("eval_steps", message, (max(1, 1000 // config.batch_size),))
+
+
+def _held_out_problems(config: Config) -> Refusal | None:
+    """Of problems that are made, some are trained on, and not too many held out."""
+    if not isinstance(config, RLRunConfig) or config.dataset_type != "arithmetic":
+        return None
+    if config.eval_dataset_path or config.eval_fraction in (0, 1):  # 1 is refused of all data
+        return None
+    total = len(config.arithmetic_operations) * (config.arithmetic_largest + 1) ** 2
+    if total > _MOST_PROBLEMS:  # which is another rule's
+        return None
+    held_out = max(1, int(Fraction(repr(config.eval_fraction)) * total))
+    if held_out < total:
+        return endless_evaluation(config, held_out)
+    message = (
+        f"eval_fraction={value_text(config.eval_fraction)} holds out {held_out} of {total} problems and leaves none."
+    )
+    return Refusal("eval_fraction", message, (0.5,))
+
+
 def _reward_names(config: Config) -> Refusal | None:
     if not isinstance(config, RLRunConfig):
         return None
-    text, names = config.reward_functions, reward_names(config)
+    text, names = value_text(config.reward_functions), reward_names(config)
     if not names:
         return Refusal("reward_functions", f"reward_functions={text} names no function.", ("exact_answer",))
     unknown = [name for name in names if ":" not in name and name not in SHIPPED_REWARDS]
@@ -203,13 +234,13 @@ def _reward_names(config: Config) -> Refusal | None:
         alike = get_close_matches(unknown[0], SHIPPED_REWARDS, n=1, cutoff=0)[0]
         mended = dict.fromkeys(alike if name == unknown[0] else name for name in names)
         message = (
-            f"reward_functions={text} names '{unknown[0]}', which is none of {', '.join(SHIPPED_REWARDS)}, nor of the "
-            "form module:function."
+            f"reward_functions={text} names '{value_text(unknown[0], 40)}', which is none of "
+            f"{', '.join(SHIPPED_REWARDS)}, nor of the form module:function."
         )
         return Refusal("reward_functions", message, (",".join(mended),))
     if len(set(names)) < len(names):
         again = next(name for name in names if names.count(name) > 1)
-        message = f"reward_functions={text} names {again} twice."
+        message = f"reward_functions={text} names {value_text(again, 40)} twice."
         return Refusal("reward_functions", message, (",".join(dict.fromkeys(names)),))
     return None
 
@@ -217,7 +248,7 @@ def _reward_names(config: Config) -> Refusal | None:
 def _reward_weights(config: Config) -> Refusal | None:
     if not isinstance(config, RLRunConfig):
         return None
-    text, count = config.reward_weights, len(reward_names(config))
+    text, count = value_text(config.reward_weights), len(reward_names(config))
     try:
         weights = reward_weights(config)
     except ValueError:
@@ -229,26 +260,39 @@ def _reward_weights(config: Config) -> Refusal | None:
     if len(weights) == count:
         return None
     near = ",".join(number_text(weight) for weight in (*weights, *[1.0] * count)[:count])
-    message = f"reward_weights={text} are {len(weights)} for the {count} of reward_functions={config.reward_functions}."
-    return Refusal("reward_weights", message, (near, "reward_weights="))
+    functions = value_text(config.reward_functions)
+    message = f"reward_weights={text} are {len(weights)} for the {count} of reward_functions={functions}."
+    return Refusal("reward_weights", message, (near, ""))
 
 
 def _reward_format(config: Config) -> Refusal | None:
     if not isinstance(config, RLRunConfig):
         return None
     pattern, is_used = config.reward_format, "format" in reward_names(config)
+    shown = value_text(pattern)
     if not pattern and is_used:
         message = "reward_format is empty, but reward_functions names format, which compares responses with it."
-        return Refusal("reward_format", message, ("reward_format=.*",))
+        return Refusal("reward_format", message, (".*",))
     if pattern and not is_used:
-        message = f"reward_format={pattern} has no use with reward_functions={config.reward_functions}."
+        message = f"reward_format={shown} has no use with reward_functions={value_text(config.reward_functions)}."
         used = ",".join((*reward_names(config), "format"))
-        return Refusal("reward_format", message, ("reward_format=", f"reward_functions={used}"))
+        return Refusal("reward_format", message, ("", {"reward_functions": used}))
+    if wrong := _wrong_pattern(pattern):
+        return Refusal(
+            "reward_format", f"reward_format={shown} is not a regular expression ({wrong}).", (re.escape(pattern),)
+        )
+    return None
+
+
+@functools.lru_cache(maxsize=16)
+def _wrong_pattern(pattern: str) -> str | None:
+    """What is wrong with a regular expression, or None."""
     try:
-        re.compile(pattern, re.DOTALL)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            re.compile(pattern, re.DOTALL)
     except (re.error, OverflowError, RecursionError) as error:
-        message = f"reward_format={pattern} is not a regular expression ({error})."
-        return Refusal("reward_format", message, (re.escape(pattern),))
+        return value_text(str(error))
     return None
 
 
@@ -276,8 +320,16 @@ def _eval_sampling(config: Config) -> Refusal | None:
         "eval_num_generations",
         f"eval_num_generations={config.eval_num_generations} with eval_sampling_temperature=0: all responses to a "
         "prompt would be the same.",
-        (1, "eval_sampling_temperature=1"),
+        (1, {"eval_sampling_temperature": 1.0}),
     )
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urllib.parse.urlsplit(url)
+        return bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:
+        return False
 
 
 def _rollout(config: Config) -> Refusal | None:
@@ -285,15 +337,17 @@ def _rollout(config: Config) -> Refusal | None:
     if not isinstance(config, RLRunConfig):
         return None
     engine, url = config.rollout_engine, config.rollout_url
-    example = "rollout_url=http://127.0.0.1:8000/v1"
+    example, shown = {"rollout_url": "http://127.0.0.1:8000/v1"}, value_text(url)
     if engine == "local":
-        message = f"rollout_url={url} has no use with rollout_engine=local, which samples in this process."
-        return Refusal("rollout_url", message, ("rollout_url=",)) if url else None
+        message = f"rollout_url={shown} has no use with rollout_engine=local, which samples in this process."
+        return Refusal("rollout_url", message, ("",)) if url else None
     if not url:
         message = "rollout_url is empty, but rollout_engine=http asks a server."
-        return Refusal("rollout_url", message, (example, "rollout_engine=local"))
-    if not re.match(r"https?://[^/\s]", url):
-        return Refusal("rollout_url", f"rollout_url={url} does not begin with http:// or https://.", (example,))
+        return Refusal("rollout_url", message, (example, {"rollout_engine": "local"}))
+    if not re.match(r"https?://[^/\s]", url) or not _is_address(url):
+        return Refusal(
+            "rollout_url", f"rollout_url={shown} does not begin with http:// or https:// and a host.", (example,)
+        )
     for key in ("rollout_tensor_parallelism", "rollout_fsdp_parallelism"):
         value = getattr(config, key)
         if value != 1:
@@ -316,6 +370,7 @@ RL_RULES: tuple[Rule, ...] = (
     Rule(("prompt_template",), _template),
     Rule(("arithmetic_operations",), _operations),
     Rule(("arithmetic_operations", "arithmetic_largest"), _problems),
+    Rule(("arithmetic_operations", "arithmetic_largest", "eval_fraction", "eval_steps"), _held_out_problems),
     Rule(("reward_functions",), _reward_names),
     Rule(("reward_functions", "reward_weights"), _reward_weights),
     Rule(("reward_functions", "reward_format"), _reward_format),

@@ -1,13 +1,16 @@
 """Rules between keys that hold on every machine. Those that need devices are `batching`'s."""
 
-from collections.abc import Collection
+from collections.abc import Iterator
 from difflib import get_close_matches
 
-from maxtext_lite.config.errors import Refusal, number_text
-from maxtext_lite.config.model_rules import MODEL_RULES, nearest_divisors
+from maxtext_lite.config.errors import Refusal, number_text, value_text
+from maxtext_lite.config.kernels import kernel_problem
+from maxtext_lite.config.lora import unused_problem
+from maxtext_lite.config.model_rules import MODEL_RULES
+from maxtext_lite.config.problem import Problem, divisors, next_to
 from maxtext_lite.config.remat import REMAT_TENSORS, listed
-from maxtext_lite.config.rl_rules import RL_DATASETS, RL_RULES
-from maxtext_lite.config.rule import Rule
+from maxtext_lite.config.rl_rules import RL_DATASETS, RL_RULES, unused_arithmetic
+from maxtext_lite.config.rule import Rule, RuleOfDefaults
 from maxtext_lite.config.schema import Config, RLRunConfig
 
 _BYTE_TOKENS = 257  # 256 bytes and the end of text
@@ -16,27 +19,25 @@ NOTHING_STATES_THE_LENGTH = "steps=-1 follows from num_epochs, which is 0: nothi
 """Refusal of a config that leaves the number of steps open; without what would work."""
 
 
-def rule_problems(config: Config, known: Collection[str]) -> list[Refusal]:
-    """The refusals of all rules whose keys are all in `known`."""
-    problems = [rule.refusal(config, known) for rule in RULES]
-    return [problem for problem in problems if problem is not None]
+def rule_problems(config: Config, defaults: Config) -> Iterator[Problem]:
+    """Every rule that the config breaks. `defaults` is what base.yml (and post_train/rl.yml) has."""
+    return (problem for rule in RULES if (problem := rule.problem(config, defaults)))
 
 
-def warmup_problem(config: Config, default_warmup_steps: object) -> Refusal | None:
-    """Refuses a warm-up that is longer than the run, unless it is the default one, which a short run may cut off."""
+def _warmup(config: Config, defaults: Config) -> Refusal | None:
+    """A warm-up that is longer than the run, unless it is the default one, which a short run may cut off."""
     warmup, steps = config.warmup_steps, config.steps
-    if config.num_epochs or steps == -1 or warmup <= steps or warmup == default_warmup_steps:
+    if config.num_epochs or steps == -1 or warmup <= steps or warmup == defaults.warmup_steps:
         return None
     return Refusal("warmup_steps", f"warmup_steps={warmup} is more than steps={steps}.", (steps,))
 
 
-def length_problem(config: Config, default_steps: object) -> Refusal | None:
-    """Refuses a length that nothing states, or that is stated twice; the default `steps` states none beside epochs."""
+def _length(config: Config, defaults: Config) -> Refusal | None:
+    """A length that nothing states, or that is stated twice; the default `steps` states none beside epochs."""
     steps, epochs = config.steps, config.num_epochs
     if not epochs and steps == -1:
-        assert isinstance(default_steps, int)
-        return Refusal("steps", NOTHING_STATES_THE_LENGTH, (max(default_steps, config.warmup_steps),))
-    if not epochs or steps in (-1, default_steps):
+        return Refusal("steps", NOTHING_STATES_THE_LENGTH, (max(defaults.steps, config.warmup_steps),))
+    if not epochs or steps in (-1, defaults.steps):
         return None
     return Refusal(
         "steps",
@@ -83,7 +84,7 @@ def _vocab_tiling(config: Config) -> Refusal | None:
     return Refusal(
         "num_vocab_tiling",
         f"num_vocab_tiling={pieces} does not divide max_target_length={tokens}.",
-        nearest_divisors(pieces, tokens),
+        next_to(pieces, divisors(tokens)),
     )
 
 
@@ -101,14 +102,14 @@ def _tokenizer_path(config: Config) -> Refusal | None:
     if config.tokenizer_type == "byte" and config.tokenizer_path:
         return Refusal(
             "tokenizer_path",
-            f"tokenizer_path={config.tokenizer_path} has no use with tokenizer_type=byte. "
-            "Set tokenizer_path= (nothing), or tokenizer_type=huggingface or sentencepiece.",
+            f"tokenizer_path={value_text(config.tokenizer_path)} has no use with tokenizer_type=byte.",
+            ("", {"tokenizer_type": "huggingface"}),
         )
     if config.tokenizer_type != "byte" and not config.tokenizer_path:
         return Refusal(
             "tokenizer_path",
-            f"tokenizer_path is empty, but tokenizer_type={config.tokenizer_type} reads a "
-            "file. Set tokenizer_path to it, or tokenizer_type=byte.",
+            f"tokenizer_path is empty, but tokenizer_type={config.tokenizer_type} reads a file: name it.",
+            ({"tokenizer_type": "byte"},),
         )
     return None
 
@@ -130,7 +131,7 @@ def _objective(config: Config) -> Refusal | None:
         return None
     is_rl = isinstance(config, RLRunConfig)
     possible = [kind for kind in _OBJECTIVE_OF if (kind in RL_DATASETS) == is_rl]
-    others = [f"dataset_type={kind}" for kind in possible if _OBJECTIVE_OF[kind] == config.objective][:1]
+    others = [{"dataset_type": kind} for kind in possible if _OBJECTIVE_OF[kind] == config.objective][:1]
     return Refusal(
         "objective",
         f"objective={config.objective} contradicts dataset_type={config.dataset_type}, whose data are for {due}.",
@@ -155,8 +156,8 @@ def _conversations_only(config: Config) -> Refusal | None:
         return None
     return Refusal(
         "chat_template",
-        f"chat_template={config.chat_template} has no use with dataset_type={config.dataset_type}. Set chat_template= "
-        "(nothing), or dataset_type=sft or dpo.",
+        f"chat_template={value_text(config.chat_template)} has no use with dataset_type={config.dataset_type}.",
+        ("", {"dataset_type": "sft"}),
     )
 
 
@@ -166,8 +167,8 @@ def _dataset_path(config: Config) -> Refusal | None:
     generated = "arithmetic" if isinstance(config, RLRunConfig) else "synthetic"
     return Refusal(
         "dataset_path",
-        f"dataset_path is empty, but dataset_type={config.dataset_type} reads files. Set dataset_path to a "
-        f"file, directory or glob, or dataset_type={generated}.",
+        f"dataset_path is empty, but dataset_type={config.dataset_type} reads a file, directory or glob: name it.",
+        ({"dataset_type": generated},),
     )
 
 
@@ -179,7 +180,7 @@ def _eval_data(config: Config) -> Refusal | None:
         "eval_fraction",
         "eval_fraction=0 and an empty eval_dataset_path leave nothing to evaluate every "
         f"eval_interval={config.eval_interval} steps.",
-        ("eval_interval=-1",),
+        ({"eval_interval": -1},),
     )
 
 
@@ -192,41 +193,31 @@ def _eval_share(config: Config) -> Refusal | None:
 def _run_name(config: Config) -> Refusal | None:
     if "/" not in config.run_name and config.run_name not in (".", ".."):
         return None
-    return Refusal("run_name", f"run_name={config.run_name} is not the name of a directory.", ("default",))
-
-
-def _cudnn_dtype(config: Config) -> Refusal | None:
-    if config.attention != "cudnn_flash" or config.dtype != "float32":
-        return None
-    return Refusal(
-        "attention",
-        f"attention=cudnn_flash does not compute in dtype={config.dtype}.",
-        ("dtype=bfloat16", "attention=dot_product"),
-    )
+    return Refusal("run_name", f"run_name={value_text(config.run_name)} is not the name of a directory.", ("default",))
 
 
 def _remat_lists(config: Config) -> Refusal | None:
     names = {"remat_save": listed(config.remat_save), "remat_offload": listed(config.remat_offload)}
     for key, tensors in names.items():
-        value = getattr(config, key)
+        value = value_text(getattr(config, key))
         if tensors and config.remat_policy != "custom":
             return Refusal(
                 key,
                 f"{key}={value} has no use with remat_policy={config.remat_policy}.",
-                (f"{key}=", "remat_policy=custom"),
+                ("", {"remat_policy": "custom"}),
             )
         unknown = [name for name in tensors if name not in REMAT_TENSORS]
         if unknown:
             alike = get_close_matches(unknown[0], REMAT_TENSORS, n=1, cutoff=0)
             mended = dict.fromkeys(alike[0] if name == unknown[0] else name for name in tensors)
-            message = f"{key}={value} names {unknown[0]}, which is none of {', '.join(REMAT_TENSORS)}."
+            message = f"{key}={value} names {value_text(unknown[0], 40)}, which is none of {', '.join(REMAT_TENSORS)}."
             return Refusal(key, message, (",".join(mended),))
     saved, offloaded = names["remat_save"], names["remat_offload"]
     both = [name for name in offloaded if name in saved]
     if both:
         return Refusal(
             "remat_offload",
-            f"remat_offload={config.remat_offload} names {both[0]}, as remat_save does.",
+            f"remat_offload={value_text(config.remat_offload)} names {both[0]}, as remat_save does.",
             (",".join(name for name in offloaded if name not in saved),),
         )
     return None
@@ -259,7 +250,7 @@ def _loss_scale(config: Config) -> Refusal | None:
     return Refusal(
         "loss_scale",
         f"loss_scale={config.loss_scale:g} has no use with dtype={config.dtype}, whose range is that of float32.",
-        (0, "dtype=float16"),
+        (0, {"dtype": "float16"}),
     )
 
 
@@ -279,9 +270,13 @@ RULES: tuple[Rule, ...] = (
     Rule(("dataset_path", "dataset_type"), _dataset_path),
     Rule(("eval_fraction", "eval_dataset_path", "eval_interval", "dataset_type"), _eval_data),
     Rule(("eval_fraction", "eval_dataset_path"), _eval_share),
-    Rule(("attention", "dtype"), _cudnn_dtype),
+    Rule(("attention", "dtype"), kernel_problem),
     Rule(("run_name",), _run_name),
     Rule(("last_batch", "num_epochs"), _last_batch),
     Rule(("scale_adam_with_batch", "learning_rate_scaling", "optimizer"), _scaled_adam),
+    RuleOfDefaults(("warmup_steps",), _warmup),
+    RuleOfDefaults(("steps",), _length),
+    RuleOfDefaults(("lora_alpha", "lora_targets"), unused_problem),
+    RuleOfDefaults(("arithmetic_operations", "arithmetic_largest"), unused_arithmetic),
 )
-"""Every rule. One about a key of the wrong kind is tried with the legal value that is named in its place."""
+"""Every rule."""

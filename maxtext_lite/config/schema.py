@@ -13,6 +13,7 @@ from maxtext_lite.config.kinds import (
     CountOrMinusOne,
     CountOrZero,
     Decay,
+    DevicesOrMinusOne,
     Exact,
     ExactOrDerived,
     ExactOrOne,
@@ -20,14 +21,19 @@ from maxtext_lite.config.kinds import (
     ExactOrUnlimited,
     ExactOrZero,
     Flag,
+    Layers,
     Lines,
     Name,
     NotNegative,
+    PathName,
+    PathText,
     Positive,
     PositiveShare,
+    Seconds,
     Seed,
     SeedOrMinusOne,
     Share,
+    Temperature,
     Text,
 )
 from maxtext_lite.config.model_parts import LayerKind, MlaOrNone, RopeScalingOrNone
@@ -43,8 +49,8 @@ class Section(BaseModel):
 class RunConfig(Section):
     """The run: its directory, length, checkpoints and what it shows."""
 
-    run_name: Name
-    base_output_directory: Name
+    run_name: PathName
+    base_output_directory: PathName
     steps: CountOrMinusOne
     num_epochs: ExactOrZero
     last_batch: Literal["drop", "train"]
@@ -54,7 +60,7 @@ class RunConfig(Section):
     checkpoint_period: Count
     max_num_checkpoints_to_keep: Count
     async_checkpointing: Flag
-    load_parameters_path: Text
+    load_parameters_path: PathText
     eval_interval: CountOrMinusOne
     eval_steps: CountOrMinusOne
     profiler_steps: CountOrZero
@@ -115,18 +121,18 @@ class LocalUpdatesConfig(Section):
 class MeshConfig(Section):
     """The axes of the mesh, and how layers are dealt to pipeline stages."""
 
-    dcn_data_parallelism: CountOrMinusOne
-    dcn_fsdp_parallelism: CountOrMinusOne
-    dcn_tensor_parallelism: CountOrMinusOne
-    dcn_context_parallelism: CountOrMinusOne
-    dcn_expert_parallelism: CountOrMinusOne
-    dcn_pipeline_parallelism: CountOrMinusOne
-    ici_data_parallelism: CountOrMinusOne
-    ici_fsdp_parallelism: CountOrMinusOne
-    ici_tensor_parallelism: CountOrMinusOne
-    ici_context_parallelism: CountOrMinusOne
-    ici_expert_parallelism: CountOrMinusOne
-    ici_pipeline_parallelism: CountOrMinusOne
+    dcn_data_parallelism: DevicesOrMinusOne
+    dcn_fsdp_parallelism: DevicesOrMinusOne
+    dcn_tensor_parallelism: DevicesOrMinusOne
+    dcn_context_parallelism: DevicesOrMinusOne
+    dcn_expert_parallelism: DevicesOrMinusOne
+    dcn_pipeline_parallelism: DevicesOrMinusOne
+    ici_data_parallelism: DevicesOrMinusOne
+    ici_fsdp_parallelism: DevicesOrMinusOne
+    ici_tensor_parallelism: DevicesOrMinusOne
+    ici_context_parallelism: DevicesOrMinusOne
+    ici_expert_parallelism: DevicesOrMinusOne
+    ici_pipeline_parallelism: DevicesOrMinusOne
     context_parallel_strategy: Literal["all_gather", "ring"]
     shard_optimizer_over_data: Flag
     pipeline_schedule: Literal["gpipe", "1f1b"]
@@ -137,14 +143,14 @@ class MeshConfig(Section):
 class ModelConfig(Section):
     """The architecture."""
 
-    model_name: Name
+    model_name: PathName
     vocab_size: Count
     base_emb_dim: Count
     base_num_query_heads: Count
     base_num_kv_heads: Count
     head_dim: Count
     base_mlp_dim: Count
-    base_num_decoder_layers: Count
+    base_num_decoder_layers: Layers
     normalization: Literal["rms_norm", "rms_norm_plus_one", "layer_norm"]
     norm_placement: Literal["pre", "post", "both"]
     normalization_layer_epsilon: Positive
@@ -220,6 +226,7 @@ class NumericsConfig(Section):
 
     dtype: Literal["float32", "bfloat16", "float16"]
     weight_dtype: Literal["float32", "bfloat16"]
+    master_weights: Flag
     grad_dtype: Literal["float32", "bfloat16"]
     loss_scale: NotNegative
     loss_scale_growth_interval: Count
@@ -248,12 +255,12 @@ class DataConfig(Section):
 
     objective: Literal["auto", "pretrain", "sft", "dpo", "grpo"]
     dataset_type: Literal["text", "synthetic", "sft", "dpo", "prompts", "arithmetic"]
-    dataset_path: Text
-    eval_dataset_path: Text
+    dataset_path: PathText
+    eval_dataset_path: PathText
     eval_fraction: Share
     tokenizer_type: Literal["byte", "huggingface", "sentencepiece"]
-    tokenizer_path: Text
-    chat_template: Text
+    tokenizer_path: PathText
+    chat_template: PathText
     max_target_length: Count
     long_examples: Literal["truncate", "drop", "refuse"]
     packing: Flag
@@ -301,7 +308,7 @@ class RewardConfig(Section):
     reward_weights: Text
     reward_format: Text
     reward_error: Literal["zero", "stop"]
-    reward_timeout_seconds: Positive
+    reward_timeout_seconds: Seconds
 
 
 class PolicyConfig(Section):
@@ -318,11 +325,11 @@ class PolicyConfig(Section):
 class RolloutConfig(Section):
     """How responses are drawn."""
 
-    decode_sampling_temperature: NotNegative
+    decode_sampling_temperature: Temperature
     decode_sampling_top_k: CountOrZero
     decode_sampling_nucleus_p: PositiveShare
     eval_num_generations: Count
-    eval_sampling_temperature: NotNegative
+    eval_sampling_temperature: Temperature
     rollout_slots: CountOrMinusOne
     rollout_tensor_parallelism: Count
     rollout_fsdp_parallelism: Count

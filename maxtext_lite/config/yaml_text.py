@@ -6,9 +6,35 @@ from typing import Any, cast
 
 import yaml
 
-# PyYAML's parser without its YAML 1.1 ideas of what a plain scalar is.
-_CoreLoader: Any = type("_CoreLoader", (yaml.SafeLoader,), {"yaml_implicit_resolvers": {}})
+from maxtext_lite.config.errors import value_text
 
+_DEEPEST = 16
+_MOST_REPEATED = 1_000  # nine levels of nine aliases each would be 400 million values
+_MOST_DIGITS = 4_000  # Python reads and writes no more than 4,300
+
+
+class _ShallowLoader(yaml.SafeLoader):
+    """PyYAML's parser, to a depth that no recursion minds."""
+
+    _depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """The node, as PyYAML has it.
+
+        Raises:
+          ValueError: it is nested too deeply.
+        """
+        if self._depth > _DEEPEST:
+            raise ValueError("is nested too deeply")
+        self._depth += 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+
+# Without its YAML 1.1 ideas of what a plain scalar is.
+_CoreLoader: Any = type("_CoreLoader", (_ShallowLoader,), {"yaml_implicit_resolvers": {}})
+_PATTERNS: dict[str, re.Pattern[str]] = {}
 for _tag, _pattern, _first in (
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
@@ -19,7 +45,8 @@ for _tag, _pattern, _first in (
         list("-+.0123456789"),
     ),
 ):
-    _CoreLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_pattern})\Z"), _first)
+    _PATTERNS[_tag] = re.compile(rf"(?:{_pattern})\Z")
+    _CoreLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", _PATTERNS[_tag], _first)
 
 _TAG_PREFIX = "tag:yaml.org,2002:"
 
@@ -41,17 +68,17 @@ def parse_value(text: str) -> YamlValue:
     """The YAML 1.2 value that `text` is, as on the right of `key=value`; empty text is null.
 
     Raises:
-      ValueError: it is not YAML.
+      ValueError: it is not YAML, or too much of it.
     """
     node = _compose(text)
-    return YamlValue(None, "") if node is None else _value(node)
+    return YamlValue(None, "") if node is None else _value(node, _Read())
 
 
 def parse_mapping(text: str) -> list[tuple[str, YamlValue]]:
     """The entries of a YAML mapping in order, duplicates included; an empty document has none.
 
     Raises:
-      ValueError: it is not YAML, or not a mapping.
+      ValueError: it is not YAML, or too much of it, or not a mapping.
     """
     node = _compose(text)
     if node is None:
@@ -59,18 +86,17 @@ def parse_mapping(text: str) -> list[tuple[str, YamlValue]]:
     if not isinstance(node, yaml.MappingNode):
         raise ValueError("is not a list of `key: value` lines")
     entries: list[tuple[str, YamlValue]] = []
+    read = _Read()
     for key_node, value_node in cast("list[tuple[yaml.Node, yaml.Node]]", node.value):
         if not isinstance(key_node, yaml.ScalarNode):
             raise ValueError(f"has a key that is not a word{_where(key_node)}")
-        entries.append((str(key_node.value), _value(value_node)))
+        entries.append((str(key_node.value), _value(value_node, read)))
     return entries
 
 
 def _compose(text: str) -> yaml.Node | None:
     try:
         return cast("yaml.Node | None", _CoreLoader(text).get_single_node())
-    except RecursionError as error:
-        raise ValueError("is nested too deeply") from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
@@ -83,25 +109,51 @@ def _where(node: yaml.Node) -> str:
     return f" (line {node.start_mark.line + 1})"
 
 
-def _value(node: yaml.Node, inside: tuple[yaml.Node, ...] = ()) -> YamlValue:
+class _Read:
+    """The nodes that have been read, and how many of them again through aliases."""
+
+    def __init__(self) -> None:
+        self._once: set[int] = set()
+        self._repeated = 0
+
+    def add(self, node: yaml.Node) -> None:
+        self._repeated += id(node) in self._once
+        self._once.add(id(node))
+        if self._repeated > _MOST_REPEATED:
+            raise ValueError(f"repeats more than {_MOST_REPEATED:,} values by aliases{_where(node)}")
+
+
+def _value(node: yaml.Node, read: _Read, inside: tuple[yaml.Node, ...] = ()) -> YamlValue:
     if any(node is outer for outer in inside):
         raise ValueError(f"contains itself{_where(node)}")
+    read.add(node)
     if isinstance(node, yaml.ScalarNode):
         return YamlValue(_scalar(node), str(node.value))
+    inside = (*inside, node)
+    if len(inside) > _DEEPEST:  # by aliases
+        raise ValueError(f"is nested too deeply{_where(node)}")
     if isinstance(node, yaml.SequenceNode):
-        return YamlValue([_value(item, (*inside, node)).value for item in cast("list[yaml.Node]", node.value)], None)
+        return YamlValue([_value(item, read, inside).value for item in cast("list[yaml.Node]", node.value)], None)
     pairs = cast("list[tuple[yaml.Node, yaml.Node]]", node.value)
-    return YamlValue({str(key.value): _value(value, (*inside, node)).value for key, value in pairs}, None)
+    for key, _ in pairs:
+        if not isinstance(key, yaml.ScalarNode):
+            raise ValueError(f"has a key that is not a word{_where(key)}")
+    return YamlValue({str(key.value): _value(value, read, inside).value for key, value in pairs}, None)
 
 
 def _scalar(node: yaml.ScalarNode) -> object:
     text, tag = str(node.value), str(node.tag)
-    match tag.removeprefix(_TAG_PREFIX):
+    kind = tag.removeprefix(_TAG_PREFIX)
+    if kind in _PATTERNS and not _PATTERNS[kind].match(text):
+        raise ValueError(f"has the tag !!{kind} before what is none{_where(node)}")
+    match kind:
         case "null":
             return None
         case "bool":
             return text.lower() == "true"
         case "int":
+            if len(text) > _MOST_DIGITS:
+                raise ValueError(f"holds a number of {len(text):,} digits{_where(node)}")
             base = {"0o": 8, "0x": 16}.get(text[:2], 10)
             return int(text, base)
         case "float":
@@ -109,4 +161,4 @@ def _scalar(node: yaml.ScalarNode) -> object:
         case "str":
             return text
         case _:
-            raise ValueError(f"has the tag {tag}, which means nothing here{_where(node)}")
+            raise ValueError(f"has the tag {value_text(tag)}, which means nothing here{_where(node)}")

@@ -11,7 +11,7 @@ import numpy as np
 
 from maxtext_lite.config import DataConfig, UserError
 from maxtext_lite.data.conversations import ANSWERED, COMPARED, Answered, Writer, Written
-from maxtext_lite.data.files import find_files, json_lines, read_text
+from maxtext_lite.data.files import find_files, json_lines
 from maxtext_lite.data.packing import FIELDS, REFERENCE, FilledRows, fill_rows
 from maxtext_lite.data.tokenizer import Tokenizer
 
@@ -230,12 +230,11 @@ def _read_lines(config: DataConfig, writer: Writer, key: str, path: str) -> Iter
     for name, file in find_files(key, path):
         if name.endswith((".txt", ".txt.gz")):
             raise UserError(f"{key}={path!r}: dataset_type={config.dataset_type} reads .jsonl files, not {name!r}.")
-        text = read_text(name, file)
         if config.dataset_type == "sft":
-            for where, value in json_lines(name, text, wanted=ANSWERED):
+            for where, value in json_lines(name, file, wanted=ANSWERED):
                 yield (writer.answered(where, value),)
         else:
-            for where, value in json_lines(name, text, wanted=COMPARED):
+            for where, value in json_lines(name, file, wanted=COMPARED):
                 same = "chosen" in value and value["chosen"] == value.get("rejected")
                 yield None if same else writer.compared(where, value)
 
@@ -317,7 +316,7 @@ def _check_id(example_id: int, num_examples: int) -> None:
 
 
 def _count(targets: np.ndarray, rows: FilledRows, example_ids: np.ndarray) -> int:
-    return sum(int(targets[rows.of(int(example_id))].sum()) for example_id in example_ids)
+    return int(np.add.reduceat(targets[rows.members], rows.starts[:-1])[example_ids].sum())
 
 
 def example_shape(config: DataConfig) -> tuple[int, tuple[str, ...]]:

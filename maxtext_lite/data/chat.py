@@ -2,12 +2,13 @@
 
 import datetime
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from maxtext_lite.config import DataConfig, UserError
-from maxtext_lite.config.hf_config import read_fields
+from maxtext_lite.config.errors import value_text
+from maxtext_lite.config.json_file import is_directory, is_there, read_object, read_text, user_path
 
 Turn = dict[str, str]
 """{"role": "user", "content": ...}; roles are those that the template knows: system, user, assistant."""
@@ -35,39 +36,64 @@ class ChatTemplate:
     def __init__(
         self, directory: Path | None, *, file: Path | None = None, today: datetime.datetime | None = None
     ) -> None:
-        import jinja2
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
+        from maxtext_lite.data.template import BoundedEnvironment
 
-        self._name = str(directory if file is None else file)
         config = {} if directory is None else _fields(directory / "tokenizer_config.json")
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_generation_block(), "jinja2.ext.loopcontrols"]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _refuse
-        environment.globals["strftime_now"] = lambda form: (today or datetime.datetime.now().astimezone()).strftime(
-            form
-        )
+        self._file, source = _source(directory, config) if file is None else (file, _read(file))
+        self._environment = BoundedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        self._environment.add_filter("tojson", _to_json)
+        self._environment.globals["raise_exception"] = _refuse
+        self._environment.globals["strftime_now"] = lambda form: (
+            today or datetime.datetime.now().astimezone()
+        ).strftime(form)
         try:
-            self._template = environment.from_string(_source(directory, config) if file is None else _read(file))
-        except jinja2.TemplateError as error:
-            raise UserError(f"{self._name}: its chat template is not one ({error}).") from None
+            self._template = self._environment.compiled(source)
+        except Exception as error:  # jinja's own, and what Python's compiler makes of a program like this
+            raise UserError(f"{self._file}: its chat template is not one ({_reason(error)}).") from error
         self._special = {name: text for name in _SPECIAL if (text := _content(config.get(name))) is not None}
 
     def render(self, turns: Sequence[Turn], *, answer_follows: bool = True) -> str:
         """The text of these turns, and where an answer follows, what stands before it.
 
         Raises:
-          UserError: the template refuses the turns, or cannot be rendered.
+          UserError: the template refuses the turns, cannot be rendered, or does too much work for them.
         """
-        import jinja2
+        return "".join(self._pieces(turns, answer_follows=answer_follows))
 
+    def turn_starts(self, turns: Sequence[Turn]) -> tuple[str, list[int] | None]:
+        """The text of these turns, and after how many characters of it the template begins to write each.
+
+        None in place of these, where that need not be what it writes when no more turns follow (see `causal`), or where
+        it leaves out others than the first turn.
+        """
+        written, starts, pieces = 0, list[int](), list[str]()
+        self._environment.at_turn = lambda: starts.append(written)
+        for piece in self._pieces(turns, answer_follows=False):
+            pieces.append(piece)
+            written += len(piece)
+        self._environment.at_turn = lambda: None
+        left_out = len(turns) - len(starts)
+        known = self._environment.is_causal and left_out in (0, 1)
+        return "".join(pieces), [0] * left_out + starts if known else None
+
+    def _pieces(self, turns: Sequence[Turn], *, answer_follows: bool) -> Iterator[str]:
+        self._environment.allow(sum(len(text) for turn in turns for text in turn.values()))
         try:
-            return self._template.render(
+            yield from self._template.generate(
                 messages=list(turns), tools=None, documents=None, add_generation_prompt=answer_follows, **self._special
             )
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
-            raise UserError(f"{self._name}: its chat template refuses these turns: {error}.") from None
+        except Exception as error:  # a template is a program, and may raise what any program may
+            raise UserError(f"{self._file}: its chat template refuses these turns: {_reason(error)}.") from error
+
+
+def _reason(error: Exception) -> str:
+    """Why a template failed: its own words and jinja's, and of Python's errors the kind too."""
+    from jinja2 import TemplateError
+
+    from maxtext_lite.data.template import TooMuchWorkError
+
+    text = str(error) if isinstance(error, TemplateError | TooMuchWorkError) else f"{type(error).__name__}: {error}"
+    return value_text(text.rstrip("."))
 
 
 def chat_template(config: DataConfig, *, today: datetime.datetime | None = None) -> ChatTemplate:
@@ -76,43 +102,51 @@ def chat_template(config: DataConfig, *, today: datetime.datetime | None = None)
     Raises:
       UserError: there is none, or it is not a template.
     """
-    path = Path(config.tokenizer_path).expanduser() if config.tokenizer_path else None
-    directory = path.parent if path and path.is_file() else path
-    file = Path(config.chat_template).expanduser() if config.chat_template else None
+    path = user_path(config.tokenizer_path) if config.tokenizer_path else None
+    directory = path.parent if path and not is_directory(path) else path
+    file = user_path(config.chat_template) if config.chat_template else None
     return ChatTemplate(directory, file=file, today=today)
 
 
 def _read(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"chat_template={str(file)!r} cannot be read ({error}).") from None
+        return read_text(file)
+    except UserError as error:
+        raise UserError(f"chat_template='{value_text(str(file))}' cannot be read: {error}") from None
 
 
-def _source(directory: Path | None, config: dict[str, Any]) -> str:
+def _source(directory: Path | None, config: dict[str, Any]) -> tuple[Path, str]:
+    """The file that a directory's template stands in, and the template."""
     if directory is None:
         raise UserError(
             "turns of a conversation need a chat template, and tokenizer_type=byte has none. Set chat_template to a "
             "file that holds one, or give texts."
         )
-    if (directory / "chat_template.jinja").is_file():
-        return (directory / "chat_template.jinja").read_text(encoding="utf-8")
-    stated = config.get("chat_template") or _fields(directory / "chat_template.json").get("chat_template")
+    if is_there(directory / "chat_template.jinja"):
+        return directory / "chat_template.jinja", read_text(directory / "chat_template.jinja")
+    file, stated = directory / "tokenizer_config.json", config.get("chat_template")
+    if not stated:
+        file = directory / "chat_template.json"
+        stated = _fields(file).get("chat_template")
     if isinstance(stated, list):  # several, by name
-        stated = {each["name"]: each["template"] for each in stated}.get("default")
-    if not isinstance(stated, str):
+        named = [each for each in stated if isinstance(each, dict) and each.get("name") == "default"]
+        stated = named[0].get("template") if named else None
+    if stated is not None and not isinstance(stated, str):
+        raise UserError(f"{file}: chat_template={value_text(stated)} is not text, or a list with one named default.")
+    if not stated:
         raise UserError(
             f"{directory} has no chat template. Give whole texts instead of turns, or a file that holds a template."
         )
-    return stated
+    return file, stated
 
 
 def _fields(path: Path) -> dict[str, Any]:
-    return read_fields(path) if path.is_file() else {}
+    return read_object(path) if is_there(path) else {}
 
 
 def _content(token: Any) -> str | None:
-    return token.get("content") if isinstance(token, dict) else token
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **how: Any) -> str:
@@ -124,17 +158,3 @@ def _refuse(message: str) -> NoReturn:
     import jinja2
 
     raise jinja2.TemplateError(message)
-
-
-def _generation_block() -> Any:
-    """`{% generation %}`, by which templates mark the answers that are learned: its content, as it stands."""
-    from jinja2.ext import Extension
-
-    class Generation(Extension):
-        tags = frozenset({"generation"})  # type: ignore[assignment]
-
-        def parse(self, parser: Any) -> Any:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    return Generation

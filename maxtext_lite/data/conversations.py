@@ -7,7 +7,8 @@ come from the whole text at once and are answers where all of their characters a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -165,32 +166,73 @@ class Writer:
         learned = [at for at in range(first_learned, len(turns)) if turns[at]["role"] == "assistant"]
         if not learned:
             raise UserError(f"{where}: there is no answer to learn from: no turn of the assistant.")
-        whole = self._render(where, turns, answer_follows=False)
-        answers = []
-        for at in learned:
-            before = self._render(where, turns[:at], answer_follows=True)
-            after = whole if at == len(turns) - 1 else self._render(where, turns[: at + 1], answer_follows=False)
-            for number, part in ((at, before), (at + 1, after)):
-                if not whole.startswith(part):
-                    same = next(place for place in range(len(part) + 1) if not whole.startswith(part[: place + 1]))
-                    raise UserError(
-                        f"{where}: the chat template writes the first {number} turns otherwise when more follow "
-                        f"(...{whole[max(same - 20, 0) : same + 20]!r}), so that answers cannot be told from the rest. "
-                        "Name a template under chat_template that writes each turn by itself."
-                    )
-            answers.append((len(before), len(after)))
+        whole, starts = self._written(where, turns)
+        answers = None if starts is None else self._places(where, turns, learned, whole, starts)
+        if answers is None:
+            answers = [self._place(where, turns, at, whole) for at in learned]
         return Written(where, whole, tuple(answers), False)
 
+    def _place(self, where: str, turns: list[Turn], at: int, whole: str) -> tuple[int, int]:
+        """Where the answer of a turn stands, by what is written of the turns before it, and with it."""
+        before = self._render(where, turns[:at], answer_follows=True)
+        after = whole if at == len(turns) - 1 else self._render(where, turns[: at + 1], answer_follows=False)
+        for number, part in ((at, before), (at + 1, after)):
+            if not whole.startswith(part):
+                pairs = enumerate(zip(whole, part, strict=False))
+                same = next((place for place, (one, other) in pairs if one != other), len(whole))
+                raise UserError(
+                    f"{where}: the chat template writes the first {number} turns otherwise when more follow "
+                    f"(...{whole[max(same - 20, 0) : same + 20]!r}), so that answers cannot be told from the rest. "
+                    "Name a template under chat_template that writes each turn by itself."
+                )
+        return len(before), len(after)
+
+    def _places(
+        self, where: str, turns: list[Turn], learned: list[int], whole: str, starts: list[int]
+    ) -> list[tuple[int, int]] | None:
+        """`_place` of all of these turns, by where a causal template begins to write each; None where it must be asked.
+
+        What it writes after its last turn is the same after any: that after the first answer is looked for in all
+        other places.
+        """
+        first, ends = learned[0], [*starts[1:], len(whole)]
+        if len(learned) == 1:  # two renderings, either way
+            return None
+        before = self._render(where, turns[:first], answer_follows=True)
+        after = self._render(where, turns[: first + 1], answer_follows=False)
+        if not (before.startswith(whole[: starts[first]]) and after.startswith(whole[: ends[first]])):
+            return None
+        begin, end = before[starts[first] :], after[ends[first] :]
+        places = [(starts[at] + len(begin), min(ends[at] + len(end), len(whole))) for at in learned]
+        written = all(
+            whole.startswith(begin, starts[at]) and (at == len(turns) - 1 or whole.startswith(end, ends[at]))
+            for at in learned
+        )
+        return places if written else None
+
+    def _written(self, where: str, turns: list[Turn]) -> tuple[str, list[int] | None]:
+        """See ChatTemplate.turn_starts."""
+        with self._named(where):
+            return self._found().turn_starts(turns)
+
     def _render(self, where: str, turns: list[Turn], *, answer_follows: bool) -> str:
+        with self._named(where):
+            return self._found().render(turns, answer_follows=answer_follows)
+
+    def _found(self) -> ChatTemplate:
         if self._config.tokenizer_type == "sentencepiece":
             raise UserError(
-                f"{where}: tokenizer_type=sentencepiece does not know the special tokens that a chat template writes. "
+                "tokenizer_type=sentencepiece does not know the special tokens that a chat template writes. "
                 "Save the tokenizer as a tokenizer.json, or give texts."
             )
+        if self._template is None:
+            self._template = chat_template(self._config, today=DATE_OF_TRAINING_DATA)
+        return self._template
+
+    @contextlib.contextmanager
+    def _named(self, where: str) -> Iterator[None]:
         try:
-            if self._template is None:
-                self._template = chat_template(self._config, today=DATE_OF_TRAINING_DATA)
-            return self._template.render(turns, answer_follows=answer_follows)
+            yield
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
 

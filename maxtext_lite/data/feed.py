@@ -34,6 +34,8 @@ from maxtext_lite.data.sources import ExampleSource
 _READ_AHEAD_THREADS = 2
 _READ_AHEAD_STEPS = 4  # of each reading process; host memory: this many steps of this host's rows, 20 bytes a token
 
+_MOST_READS = 2**62  # what is read in one load is an item of a sequence, and Python's end below 2**63
+
 # Bytes from which Grain hands an array over in shared memory: never. It was no faster than a pipe (27 against 26
 # milliseconds for 64 x 4096 tokens), leaves segments behind, and a container's /dev/shm is often only 64 MB.
 _NO_SHARED_MEMORY = 2**62
@@ -81,6 +83,7 @@ def training_batches(
       of which a stage that ramps up the accumulation has fewer in use.
     """
     segments: list[_Segment] = []
+    num_steps = min(num_steps, _MOST_READS // plan.loads_per_step)  # no machine takes as many
     while num_steps > 0 or not segments:
         stage = plan.stage_at(examples_seen)
         step_examples = plan.step_examples(examples_seen)
@@ -233,7 +236,8 @@ class BatchIterator(Iterator[Batch]):
     """
 
     def __init__(self, segments: Sequence[_Segment], *, worker_count: int) -> None:
-        self._segments = iter([segment for segment in segments for _ in range(_num_batches(segment))])
+        # Counted off one by one: a list would have an entry for each step of the run.
+        self._segments = (segment for segment in segments for _ in range(_num_batches(segment)))
         self._reader = _grain_iterator([segment.reads for segment in segments], worker_count)
         # One thread: it reads and transfers in order, and the transfer of the next batch overlaps the current step.
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="next-batch")

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import gzip
-import json
 import pathlib
 import zlib
 from collections.abc import Iterator
 from typing import Any
 
 from maxtext_lite.config import UserError, packaged_directory, packaged_file
+from maxtext_lite.config.json_file import check_file, is_directory, is_there, parse_json, user_path
 
 TEXT_SUFFIXES = (".txt", ".txt.gz", ".jsonl", ".jsonl.gz")
 """Files that are read; a directory's other files are not looked at."""
+
+_LONGEST_LINE = 2**28  # bytes of JSON
+_SMALL = 2**26  # bytes that any .gz may make
+_EXPANSION = 100  # times that a .gz may grow otherwise; texts grow 2 to 20 times, and gzip reaches 1,032
+_PIECE = 2**20
 
 
 def find_files(key: str, path: str) -> list[tuple[str, pathlib.Path]]:
@@ -25,13 +31,13 @@ def find_files(key: str, path: str) -> list[tuple[str, pathlib.Path]]:
       UserError: there is none, or one is of another kind.
     """
     suffixes = ", ".join(TEXT_SUFFIXES)
-    place = pathlib.Path(path).expanduser()
-    if place.is_dir():
+    place = user_path(path)
+    if is_directory(place):
         everything = f"{glob.escape(str(place))}/**"
         files = [(str(file), file) for file in _matches(everything) if file.name.endswith(TEXT_SUFFIXES)]
         if not files:
             raise UserError(f"{key}={path!r} is a directory without a {suffixes} file.")
-    elif place.is_file():
+    elif is_there(place):
         files = [(path, place)]
     elif glob.has_magic(path):
         files = [(str(file), file) for file in _matches(str(place))]
@@ -39,16 +45,17 @@ def find_files(key: str, path: str) -> list[tuple[str, pathlib.Path]]:
             raise UserError(f"{key}={path!r} matches no file.")
     else:
         files = [(path, _packaged_text(key, path))]
-    for name, _ in files:
+    for name, file in files:
         if not name.endswith(TEXT_SUFFIXES):
             raise UserError(f"{key}={path!r}: cannot read {name!r}. The files are {suffixes}.")
+        check_file(file)
     return files
 
 
 def _matches(pattern: str) -> list[pathlib.Path]:
     # Not pathlib's glob: it takes hidden files (.ipynb_checkpoints) for the user's, and no absolute pattern.
     names = sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207
-    return [path for path in map(pathlib.Path, names) if path.is_file()]
+    return [path for path in map(pathlib.Path, names) if not is_directory(path)]
 
 
 def _packaged_text(key: str, path: str) -> pathlib.Path:
@@ -66,37 +73,83 @@ def read_text(name: str, file: pathlib.Path) -> str:
     """The file's UTF-8 text, decompressed, without a byte-order mark; line ends as they are.
 
     Raises:
-      UserError: it cannot be read, or is something else.
+      UserError: it cannot be read, is something else, or is a .gz that grows too much.
     """
+    with _opened(name, file) as pieces:
+        content = b"".join(pieces)
     try:
-        content = file.read_bytes()
-        if name.endswith(".gz"):
-            content = gzip.decompress(content)
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{name}: not UTF-8 text (byte {error.start}: {error.reason}).") from error
+
+
+def _lines(name: str, file: pathlib.Path) -> Iterator[bytes]:
+    """The file's lines, without their ends and its byte-order mark; one of them is in memory at a time."""
+    # At newlines only: str.splitlines would also split at U+2028, which JSON allows inside a string.
+    waiting: list[bytes] = []  # of a line whose end has not come
+    number, size = 1, 0
+    with _opened(name, file) as pieces:
+        for piece in pieces:
+            *lines, rest = piece.split(b"\n")
+            for line in lines:
+                whole = b"".join([*waiting, line])
+                yield whole if number > 1 else whole.removeprefix(_BYTE_ORDER_MARK)
+                waiting, number, size = [], number + 1, 0
+            waiting.append(rest)
+            size += len(rest)
+            if size > _LONGEST_LINE:
+                raise UserError(f"{name}:{number}: the line has more than {_LONGEST_LINE // 2**20} MiB.")
+    whole = b"".join(waiting)
+    yield whole if number > 1 else whole.removeprefix(_BYTE_ORDER_MARK)
+
+
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+@contextlib.contextmanager
+def _opened(name: str, file: pathlib.Path) -> Iterator[Iterator[bytes]]:
+    """Pieces of the file's content, decompressed."""
+    try:
+        with file.open("rb") as stored:
+            if not name.endswith(".gz"):
+                yield iter(lambda: stored.read(_PIECE), b"")
+                return
+            with gzip.open(stored) as opened:
+                yield _expanded(name, opened, max(_SMALL, _EXPANSION * file.stat().st_size))
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{name}: cannot be read ({error}).") from error
 
 
-def json_lines(name: str, text: str, *, wanted: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The JSON object on each line that is not blank, after where it stands, as "file:line".
+def _expanded(name: str, opened: Any, most: int) -> Iterator[bytes]:
+    size = 0
+    while piece := opened.read(_PIECE):
+        size += len(piece)
+        if size > most:
+            raise UserError(
+                f"{name}: grows to more than {most // 2**20} MiB, {_EXPANSION} times what it is, as no text does. "
+                "If that is meant, decompress it."
+            )
+        yield piece
+
+
+def json_lines(name: str, file: pathlib.Path, *, wanted: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The JSON object on each line of a file that is not blank, after where it stands, as "file:line".
 
     Args:
       wanted: what an object has, for messages.
     Raises:
-      UserError: a line is not a JSON object.
+      UserError: the file cannot be read, or a line is not a JSON object in UTF-8, or longer than 256 MiB.
     """
-    # Split at newlines only: str.splitlines would also split at U+2028, which JSON allows inside a string.
-    for line_number, line in enumerate(text.split("\n"), start=1):
+    for line_number, line in enumerate(_lines(name, file), start=1):
         if not line.strip():
             continue
         where = f"{name}:{line_number}"
         try:
-            value = json.loads(line)
+            value = parse_json(line.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise UserError(f"{where}: not UTF-8 text (byte {error.start} of the line: {error.reason}).") from error
         except ValueError as error:
-            reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
-            raise UserError(f"{where}: not JSON ({reason}).") from error
+            raise UserError(f"{where}: not JSON ({error}).") from error
         if not isinstance(value, dict):
             raise UserError(f"{where}: not a JSON object with {wanted}.")
         yield where, value

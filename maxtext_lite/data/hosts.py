@@ -12,7 +12,7 @@ import numpy as np
 from maxtext_lite.config import DataConfig, UserError
 from maxtext_lite.data.order import example_ids
 from maxtext_lite.data.sources import ExampleSource, open_sources
-from maxtext_lite.parallel import exchange
+from maxtext_lite.parallel import exchange, value_of_host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +87,11 @@ def target_tokens_of_run(source: ExampleSource, *, total_examples: int, seed: in
         tokens = epochs * source.num_target_tokens
         if source.num_target_tokens == len(source) * source.num_tokens:  # every row is full
             tokens += part * source.num_tokens
-        else:
-            tokens += source.count_targets(example_ids(epochs * len(source), part, num_examples=len(source), seed=seed))
-    return exchange(tokens)[loading_hosts[0]]
+        elif part:
+            first = epochs * len(source)
+            # Of an epoch's parts before and after this place, the smaller one is counted.
+            before = 2 * part <= len(source)
+            first, count = (first, part) if before else (first + part, len(source) - part)
+            counted = source.count_targets(example_ids(first, count, num_examples=len(source), seed=seed))
+            tokens += counted if before else source.num_target_tokens - counted
+    return value_of_host(loading_hosts[0], tokens)

@@ -65,11 +65,16 @@ class RowLayout:
         """The arrays that the step takes. All hosts call it, in the same order as their other work on devices."""
         if self.load_positions is None:
             return loaded
-        handed_out = _hand_out(self.sharding, self.shape, self.slot_dim, tuple(self.load_positions.tolist()))(loaded)
+        handed_out = self._handing_out(loaded)
         if jax.default_backend() == "cpu":
             # The devices of a CPU share threads: two programs with collectives under way could wait for each other.
             jax.block_until_ready(handed_out)
         return handed_out
+
+    @functools.cached_property
+    def _handing_out(self) -> Callable[..., Any]:
+        assert self.load_positions is not None
+        return _hand_out(self.sharding, self.shape, self.slot_dim, tuple(self.load_positions.tolist()))
 
     def _own_slots(self, rows: np.ndarray, host_slots: np.ndarray) -> jax.Array:
         dim = self.slot_dim

@@ -45,6 +45,14 @@ class PackedRows:
         start = row * self.num_tokens
         return start, min(start + self.num_tokens, int(self.document_starts[-1]))
 
+    def targets_of_rows(self) -> np.ndarray:
+        """Target tokens of each row: all inputs but the last tokens of documents; int64 [rows]."""
+        ends = np.bincount((self.document_starts[1:] - 1) // self.num_tokens, minlength=len(self))[: len(self)]
+        targets = self.num_tokens - ends
+        # Past the stream's end there is nothing; its last token, where it alone is past the rows, is no input.
+        targets[-1:] -= max(len(self) * self.num_tokens - int(self.document_starts[-1]), 0)
+        return targets
+
 
 @dataclasses.dataclass(frozen=True)
 class DocumentRows:
@@ -70,6 +78,13 @@ class DocumentRows:
         document = int(np.searchsorted(self._first_rows, row, side="right")) - 1
         start = int(self.document_starts[document]) + (row - int(self._first_rows[document])) * self.num_tokens
         return start, min(start + self.num_tokens, int(self.document_starts[document + 1]))
+
+    def targets_of_rows(self) -> np.ndarray:
+        """Target tokens of each row: `num_tokens`, but of a document's last row what is left; int64 [rows]."""
+        targets = np.full(len(self), self.num_tokens)  # and every document has a row
+        missing = np.diff(self._first_rows) * self.num_tokens - (np.diff(self.document_starts) - 1)
+        targets[self._first_rows[1:] - 1] -= missing
+        return targets
 
 
 def build_row(

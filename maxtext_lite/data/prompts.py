@@ -6,6 +6,7 @@ import fractions
 import hashlib
 import itertools
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 from maxtext_lite.config import RLRunConfig, UserError
 from maxtext_lite.config.rl_rules import ANSWER_REWARDS, reward_names
 from maxtext_lite.data.conversations import Writer, Written
-from maxtext_lite.data.files import find_files, json_lines, read_text
+from maxtext_lite.data.files import find_files, json_lines
 from maxtext_lite.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 
 ASKED = '"prompt", "question" or "messages"'
@@ -266,7 +267,7 @@ def _read_lines(asking: _Asking, key: str, path: str) -> Iterator[_Line]:
     for name, file in find_files(key, path):
         if name.endswith((".txt", ".txt.gz")):
             raise UserError(f"{key}={path!r}: prompts are read from .jsonl files, not {name!r}.")
-        for where, value in json_lines(name, read_text(name, file), wanted=ASKED):
+        for where, value in json_lines(name, file, wanted=ASKED):
             line = _line(asking, where, value)
             if compared and not isinstance(line.fields.get("answer"), str):
                 raise UserError(
@@ -295,6 +296,8 @@ def _line(asking: _Asking, where: str, value: Mapping[str, Any]) -> _Line:
     elif key == "question" and isinstance(answer, str) and "####" in answer:  # GSM8K's, after how it is found
         fields.setdefault("solution", answer)
         answer = answer.rpartition("####")[2].strip()
+    if isinstance(answer, float) and not math.isfinite(answer):
+        raise UserError(f'{where}: "answer" is too large a number. Give it as text.')
     if isinstance(answer, int | float) and not isinstance(answer, bool):
         answer = json.dumps(answer)
     if answer is not None:

@@ -175,8 +175,7 @@ class TextSource:
 
     def count_targets(self, example_ids: np.ndarray) -> int:
         """Target tokens of these examples, each counted as often as it stands there."""
-        spans = (self.row_layout.span(self.first_row + int(example_id)) for example_id in example_ids)
-        return sum(count_targets(self.document_starts, start=start, stop=stop) for start, stop in spans)
+        return int(self.row_layout.targets_of_rows()[self.first_row + example_ids].sum())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,11 +255,10 @@ def _tokenize(documents: Iterator[str], tokenizer: Tokenizer) -> tuple[np.ndarra
 def _read_documents(files: list[tuple[str, pathlib.Path]]) -> Iterator[str]:
     """Each .txt file as one document, each line of a .jsonl file as one; as they stand, also empty ones."""
     for name, file in files:
-        text = read_text(name, file)
         if name.endswith((".txt", ".txt.gz")):
-            yield text
+            yield read_text(name, file)
             continue
-        for where, value in json_lines(name, text, wanted=_TEXT_FIELD):
+        for where, value in json_lines(name, file, wanted=_TEXT_FIELD):
             if not isinstance(value.get("text"), str):
                 raise UserError(f"{where}: not a JSON object with {_TEXT_FIELD}.")
             check_unicode(where, "text", value["text"])

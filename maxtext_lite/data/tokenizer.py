@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import codecs
 import hashlib
-import json
 import pathlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
@@ -16,6 +15,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from maxtext_lite.config import DataConfig, UserError
+from maxtext_lite.config.errors import value_text
+from maxtext_lite.config.json_file import check_file, is_directory, is_there, read_bytes, read_object, user_path
 
 # The names under which published tokenizers keep their end-of-text token, most specific first.
 END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<|end▁of▁sentence|>", "</s>", "<eos>", "<|im_end|>")
@@ -223,8 +224,10 @@ class HuggingFaceTokenizer:
         try:
             self._tokenizer: Any = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
         except Exception as error:  # the library raises bare Exception
-            raise UserError(f"tokenizer_path={str(path)!r} is not a tokenizer.json ({error}).") from error
-        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+            raise UserError(
+                f"tokenizer_path={str(path)!r} is not a tokenizer.json ({value_text(str(error))})."
+            ) from error
+        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.end_of_text_id = self._find_end_of_text(path)
@@ -233,16 +236,13 @@ class HuggingFaceTokenizer:
     def _find_end_of_text(self, path: pathlib.Path) -> int:
         special_tokens = {t.content: i for i, t in self._tokenizer.get_added_tokens_decoder().items() if t.special}
         config_path = path.parent / "tokenizer_config.json"
-        if config_path.is_file():
-            try:
-                stated = json.loads(_read(config_path)).get("eos_token")
-            except (ValueError, AttributeError) as error:
-                raise UserError(f"{str(config_path)!r} is not a JSON object ({error}).") from error
+        if is_there(config_path):
+            stated = read_object(config_path).get("eos_token")
             name = stated.get("content") if isinstance(stated, dict) else stated
             if name is not None:
-                token_id = self._tokenizer.token_to_id(name)
+                token_id = self._tokenizer.token_to_id(name) if _is_text(name) else None
                 if token_id is None:
-                    raise UserError(f"{str(config_path)!r}: the tokenizer has no token eos_token={name!r}.")
+                    raise UserError(f"{str(config_path)!r}: the tokenizer has no token eos_token='{value_text(name)}'.")
                 return token_id
         for name in END_OF_TEXT_NAMES:
             if name in special_tokens:
@@ -348,16 +348,25 @@ def _without_gaps(starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
 
 def _existing_file(tokenizer_path: str, default_name: str) -> pathlib.Path:
     """`tokenizer_path`, or `default_name` inside it where it is a directory."""
-    path = pathlib.Path(tokenizer_path).expanduser()
-    if path.is_dir():
+    path = user_path(tokenizer_path)
+    if is_directory(path):
         path = path / default_name
-    if not path.is_file():
+    if not is_there(path):
         raise UserError(f"tokenizer_path={tokenizer_path!r}: there is no file {str(path)!r}.")
+    try:
+        check_file(path)
+    except UserError as error:
+        raise UserError(f"tokenizer_path={tokenizer_path!r}: {error}") from None
     return path
 
 
 def _read(path: pathlib.Path) -> bytes:
     try:
-        return path.read_bytes()
-    except OSError as error:
-        raise UserError(f"tokenizer_path={str(path)!r} cannot be read ({error.strerror}).") from error
+        return read_bytes(path)
+    except UserError as error:
+        raise UserError(f"tokenizer_path={str(path)!r} cannot be read ({error}).") from None
+
+
+def _is_text(value: object) -> bool:
+    """Whether a value is text that an encoding can spell: JSON can hold half a surrogate pair."""
+    return isinstance(value, str) and value.encode("utf-8", "replace").decode() == value

@@ -11,14 +11,14 @@ Names of arrays of rank 2 and more end in one letter per dim (global sizes), her
     I ints of a request's key
 """
 
-from maxtext_lite.models.attention import Scoring, resolve_attention
+from maxtext_lite.models.attention import Scoring
 from maxtext_lite.models.decoder import Decoder, Stream, stream_axes
 from maxtext_lite.models.decoding import KVCache, Sampling, sample_token
 from maxtext_lite.models.lora import Adapted, Lora, joined, merged
 from maxtext_lite.models.moe import BALANCE, DROPPED, LOAD, ROUTER_Z, ExpertShape
 from maxtext_lite.models.ops import soft_capped
 from maxtext_lite.models.shape import DecoderShape
-from maxtext_lite.models.weights import is_matrix, num_inputs, unstacked
+from maxtext_lite.models.weights import is_matrix, num_inputs, of_one, unstacked
 
 __all__ = [
     "BALANCE",
@@ -38,7 +38,7 @@ __all__ = [
     "joined",
     "merged",
     "num_inputs",
-    "resolve_attention",
+    "of_one",
     "sample_token",
     "soft_capped",
     "stream_axes",

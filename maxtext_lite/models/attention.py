@@ -1,86 +1,15 @@
 """Causal attention within documents, by a kernel chosen by name."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
+from maxtext_lite.config.kernels import KERNELS, SPLASH_BLOCK, lacking
 from maxtext_lite.models.blockwise import PLAIN, Scoring, block_queries, blockwise_attention, may_see
 from maxtext_lite.models.context_attention import context_attention
 from maxtext_lite.parallel import context_shards, over_shards
-
-KERNELS = ("dot_product", "cudnn_flash", "splash")
-"""Attention kernels: XLA's matmuls in blocks (any platform), cuDNN's (NVIDIA GPUs), Pallas splash (TPU)."""
-
-_SPLASH_BLOCK = 128
-
-
-def resolve_attention(
-    name: str,
-    *,
-    platform: str,
-    dtype: Any,
-    num_tokens: int,
-    num_context_shards: int = 1,
-    scorings: Sequence[Scoring] = (),
-    sinks: bool = False,
-    values_differ: bool = False,
-) -> str:
-    """The kernel that `auto` means; any other name stands for itself.
-
-    Args:
-      platform: "cpu", "gpu" or "tpu".
-      num_tokens: of an example.
-      num_context_shards: devices that an example's tokens are split over; only dot_product works on several.
-      scorings: those of all layers: one kernel works for all.
-      sinks: heads have sinks.
-      values_differ: values are not as wide as keys.
-    Raises:
-      ValueError: the named kernel does not run there, or lacks what the layers need; says what.
-    """
-    runs = {
-        "dot_product": (True, "nothing"),
-        "cudnn_flash": (
-            platform == "gpu" and jnp.dtype(dtype).itemsize == 2 and num_context_shards == 1,
-            "an NVIDIA GPU, dtype=bfloat16 and one context shard",
-        ),
-        "splash": (
-            platform == "tpu" and num_tokens % _SPLASH_BLOCK == 0 and num_context_shards == 1,
-            f"a TPU, a max_target_length that is a multiple of {_SPLASH_BLOCK} and one context shard",
-        ),
-    }
-    lacking = {kernel: _lacking(kernel, scorings, sinks=sinks, values_differ=values_differ) for kernel in KERNELS}
-    if name == "auto":
-        return next(kernel for kernel in reversed(KERNELS) if runs[kernel][0] and not lacking[kernel])
-    if not runs[name][0]:
-        shards = f"{num_context_shards} context shard{'' if num_context_shards == 1 else 's'}"
-        raise ValueError(
-            f"attention={name} needs {runs[name][1]}; here are {platform}, {jnp.dtype(dtype).name}, "
-            f"{num_tokens} tokens and {shards}. Nearest that works: dot_product."
-        )
-    if lacking[name]:
-        raise ValueError(_refusal(name, lacking[name]))
-    return name
-
-
-def _lacking(kernel: str, scorings: Sequence[Scoring], *, sinks: bool, values_differ: bool) -> list[str]:
-    """What these layers need and the kernel does not have, in words; [] for a kernel that suits them."""
-    if kernel != "cudnn_flash":  # the others do everything
-        return []
-    caps = sorted({scoring.soft_cap for scoring in scorings if scoring.soft_cap is not None})
-    needs = {
-        f"a soft cap of scores ({', '.join(map(str, caps))})": bool(caps),
-        "attention sinks": sinks,
-        "values of another width than keys": values_differ,
-    }
-    return [what for what, needed in needs.items() if needed]
-
-
-def _refusal(kernel: str, lacking: Sequence[str]) -> str:
-    return f"attention={kernel} does not know {' or '.join(lacking)}. Nearest that works: dot_product."
 
 
 def attention(
@@ -116,8 +45,9 @@ def attention(
     if q_BTNH.shape[2] % k_BSKH.shape[2]:
         raise ValueError(f"{q_BTNH.shape[2]} query heads are not a multiple of {k_BSKH.shape[2]} kv heads")
     values_differ = v_BSKW.shape[-1] != k_BSKH.shape[-1]
-    if lacking := _lacking(kernel, [scoring], sinks=sink_N is not None, values_differ=values_differ):
-        raise ValueError(_refusal(kernel, lacking))
+    soft_caps = [] if scoring.soft_cap is None else [scoring.soft_cap]
+    if lacks := lacking(kernel, soft_caps=soft_caps, sinks=sink_N is not None, values_differ=values_differ):
+        raise ValueError(f"attention={kernel} does not know {' or '.join(lacks)}. Nearest that works: dot_product.")
     if scoring.window is not None and scoring.window >= q_BTNH.shape[1]:
         scoring = dataclasses.replace(scoring, window=None)  # it reaches every key: no mask, no tile to pass over
     if context_shards() > 1:
@@ -167,8 +97,8 @@ def splash_attention(
       ValueError: T is not a multiple of 128.
     """
     T = q_BTNH.shape[1]
-    if T % _SPLASH_BLOCK:
-        raise ValueError(f"attention=splash needs max_target_length={T} to be a multiple of {_SPLASH_BLOCK}")
+    if T % SPLASH_BLOCK:
+        raise ValueError(f"attention=splash needs max_target_length={T} to be a multiple of {SPLASH_BLOCK}")
 
     def local(
         q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKW: jax.Array, segment_BT: jax.Array, sink_N: Any = None

@@ -11,7 +11,7 @@ from flax import nnx
 
 from maxtext_lite.config import LayerKind
 from maxtext_lite.models.attention import attention
-from maxtext_lite.models.decoding import KVCache, cached_attention
+from maxtext_lite.models.decoding import CachedAttend, KVCache
 from maxtext_lite.models.latent_attention import LatentAttention
 from maxtext_lite.models.layers import RESIDUAL_AXES, Attend, Attention, DecoderLayer, Embedding, Head, Norm
 from maxtext_lite.models.lora import (
@@ -213,17 +213,17 @@ class Decoder:
         """
         if not self.shape.num_dense_layers:
             return stream
-        return self._scan(params["dense_layers"], stream, self._attend_to(stream), None, first=0)[0]
+        return self._scan(params["dense_layers"], stream, self._attend_to(stream), first=0)[0]
 
     def layers(self, layer_params: Params, stream: Stream) -> Stream:
         """The stream after a stack of layers, all of `params["layers"]` or some of them in a row."""
 
-        return self._scan(layer_params, stream, self._attend_to(stream), None, first=self.shape.num_dense_layers)[0]
+        return self._scan(layer_params, stream, self._attend_to(stream), first=self.shape.num_dense_layers)[0]
 
-    def _attend_to(self, stream: Stream) -> Callable[[LayerKind, None], Attend]:
+    def _attend_to(self, stream: Stream) -> Callable[[LayerKind, Any, None], Attend]:
         """The attention of a layer of that kind over the stream's own tokens; keeps nothing."""
 
-        def of_kind(kind: LayerKind, _: None) -> Attend:
+        def of_layer(kind: LayerKind, layer: Any, cache: None) -> Attend:
             options: Any = {
                 "kernel": self.shape.attention,
                 "strategy": self.shape.context_strategy,
@@ -231,7 +231,7 @@ class Decoder:
             }
             return lambda q, k, v, sink: (attention(q, k, v, stream.segment_BT, sink, **options), None)
 
-        return of_kind
+        return of_layer
 
     def final_norm(self, params: Params, x_BTD: jax.Array) -> jax.Array:
         """What the output projection is given: the last layer's hidden states [B, T, D], normed."""
@@ -239,39 +239,54 @@ class Decoder:
 
     def new_cache(self, num_sequences: int, num_positions: int) -> KVCache:
         """An empty cache of all layers, in `dtype`, for sequences of at most so many tokens."""
+        shape = self.shape
+        heads, key_dim, value_dim = shape.num_kv_heads, shape.head_dim, shape.head_dim
+        if shape.latent is not None:
+            heads, key_dim, value_dim = 1, shape.latent.kv_lora_rank + shape.latent.qk_rope_head_dim, None
         return KVCache.empty(
-            num_layers=self.shape.num_layers,
+            num_layers=shape.num_layers,
             num_sequences=num_sequences,
             num_positions=num_positions,
-            num_kv_heads=self.shape.num_kv_heads,
-            key_dim=self.shape.head_dim,
-            value_dim=self.shape.value_dim,
-            dtype=self.shape.dtype,
+            num_kv_heads=heads,
+            key_dim=key_dim,
+            value_dim=value_dim,
+            dtype=shape.dtype,
         )
 
+    @property
+    def cache_axes(self) -> KVCache:
+        """Logical axes of the cache; the one head of latent attention is on all devices that share its queries."""
+        axes: Any = (None, "batch", None if self.shape.latent else "activation_heads", None, None)
+        return KVCache(axes, None if self.shape.latent else axes)
+
     def decode(
-        self, params: Params, token_BT: jax.Array, start_B: jax.Array, cache: KVCache
+        self, params: Params, token_BT: jax.Array, start_B: jax.Array, cache: KVCache, count_B: jax.Array | None = None
     ) -> tuple[jax.Array, KVCache]:
         """Hidden states [B, T, D] of T more tokens of B sequences, of which `start_B` are in the cache already.
 
-        Tokens past a sequence's true length may stand at the end of `token_BT`: what they write is overwritten
-        by the tokens that come in their place, and no earlier token looks at it.
-        """
-        position_BT = start_B[:, None] + jnp.arange(token_BT.shape[1])[None, :]
+        Where rotation follows the length, these are rotated by that of now; keys in the cache stay as they are.
 
-        def of_kind(kind: LayerKind, layer_cache: KVCache) -> Attend:
+        Args:
+          count_B: those of the T that are tokens; None: all. What stands behind them is padding: what it writes is
+            overwritten by the tokens that come in its place, and no earlier token looks at it.
+        """
+        place_1T = jnp.arange(token_BT.shape[1])[None, :]
+        position_BT = start_B[:, None] + place_1T
+
+        def of_layer(kind: LayerKind, layer: jax.Array, cache: KVCache) -> Attend:
             scoring = self.shape.scoring(kind)
-            return lambda q, k, v, sink: cached_attention(q, k, v, position_BT, layer_cache, sink, scoring=scoring)
+            scoring = dataclasses.replace(scoring, scale=scoring.scale_of(self.shape.head_dim))
+            return CachedAttend(position_BT, cache, layer, scoring)
 
         assert self.pipeline is None, "a cache belongs to all layers, a stage has some"
-        one_document_BT, first = jnp.ones_like(token_BT), self.shape.num_dense_layers
-        stream = Stream(self.embed(params, token_BT, position_BT), one_document_BT, position_BT, {})
-        dense_cache, cache = jax.tree.map(lambda x: x[:first], cache), jax.tree.map(lambda x: x[first:], cache)
+        first = self.shape.num_dense_layers
+        segment_BT = jnp.ones_like(token_BT) if count_B is None else (place_1T < count_B[:, None]).astype(jnp.int32)
+        stream = Stream(self.embed(params, token_BT, position_BT), segment_BT, position_BT, {})
         if first:
-            stream, dense_cache = self._scan(params["dense_layers"], stream, of_kind, dense_cache, first=0)
+            stream, cache = self._scan(params["dense_layers"], stream, of_layer, first=0, cache=cache)
         # A capacity is for training: with one, a token's output would depend on how many are decoded at once.
-        stream, cache = self._scan(params["layers"], stream, of_kind, cache, first=first, drop=False)
-        return self.final_norm(params, stream.x_BTD), jax.tree.map(lambda *x: jnp.concatenate(x), dense_cache, cache)
+        stream, cache = self._scan(params["layers"], stream, of_layer, first=first, cache=cache, drop=False)
+        return self.final_norm(params, stream.x_BTD), cache
 
     def head(self, params: Params) -> jax.Array:
         """The output projection [D, V]."""
@@ -287,16 +302,16 @@ class Decoder:
         self,
         layer_params: Params,
         stream: Stream,
-        attend_of: Callable[[LayerKind, Any], Attend],
-        cache: Any,
+        attend_of: Callable[[LayerKind, Any, Any], Attend],
         *,
         first: int,
+        cache: KVCache | None = None,
         drop: bool = True,
     ) -> tuple[Stream, Any]:
-        """A stack of layers, a whole pattern of kinds at a time and then what is left of it.
+        """A stack of layers, a whole pattern of kinds at a time and then what is left of it; and the cache after them.
 
         Args:
-          attend_of: from a layer's kind and its slice of the cache, its attention.
+          attend_of: from a layer's kind, its number and the cache, its attention.
           first: number of a layer of the model that has the kind of the stack's first.
         """
         shape = self.shape
@@ -304,14 +319,17 @@ class Decoder:
         real_BT = stream.segment_BT > 0
         is_dense = "router" not in layer_params["mlp"]
         graph = self._dense_layer_graph if is_dense else self._layer_graph
+        # Only a cache asks for a layer's number.
+        numbers = None if cache is None else first + jnp.arange(jax.tree.leaves(layer_params)[0].shape[0])
 
-        def layer(kind: LayerKind, place: int | None, carry: Any, stack: Any) -> tuple[Any, Any]:
+        def layer(kind: LayerKind, place: int | None, carry: Any, stack: Any) -> Any:
             # Taken here, the backward pass takes a layer's weights from the stack again instead of having copies kept.
-            (x_BTD, aux), (params, layer_cache) = carry, jax.tree.map(lambda x: x if place is None else x[place], stack)
-            attend = attend_of(kind, layer_cache)
+            params, number = jax.tree.map(lambda x: x if place is None else x[place], stack)
+            x_BTD, aux, cache = carry
+            attend = attend_of(kind, number, cache)
             module = nnx.merge(graph, with_merged_experts(params))
-            x_BTD, kept, more = module(x_BTD, rotations[kind], attend, real_BT, drop=drop)
-            return (x_BTD, {name: aux[name] + more.get(name, 0) for name in aux}), kept
+            x_BTD, cache, more = module(x_BTD, rotations[kind], attend, real_BT, drop=drop)
+            return x_BTD, {name: aux[name] + more.get(name, 0) for name in aux}, cache
 
         if shape.saved is not None:
             policy = jax.checkpoint_policies.save_and_offload_only_these_names(
@@ -321,43 +339,34 @@ class Decoder:
                 offload_dst="pinned_host",
             )
             layer = jax.checkpoint(layer, policy=policy, prevent_cse=False, static_argnums=(0, 1))
-        carry, kept = _scan_pattern(layer, shape.kinds_from(first), (stream.x_BTD, stream.aux), (layer_params, cache))
-        return stream._replace(x_BTD=carry[0], aux=carry[1]), kept
+        carry = (stream.x_BTD, stream.aux, cache)
+        x_BTD, aux, cache = _scan_pattern(layer, shape.kinds_from(first), carry, (layer_params, numbers))
+        return stream._replace(x_BTD=x_BTD, aux=aux), cache
 
     def _rotation(self, stream: Stream, kind: LayerKind) -> Rotation | None:
         rope = self.shape.rope(kind)
-        return None if rope is None else rotary_angles(stream.position_BT, rope)
+        return None if rope is None else rotary_angles(stream.position_BT, rope, stream.segment_BT)
 
 
 def _scan_pattern(
-    layer: Callable[[LayerKind, int | None, Any, Any], tuple[Any, Any]],
-    kinds: tuple[LayerKind, ...],
-    carry: Any,
-    stack: Any,
-) -> tuple[Any, Any]:
-    """`scan` over a stack of layers whose kinds take turns.
+    layer: Callable[[LayerKind, int | None, Any, Any], Any], kinds: tuple[LayerKind, ...], carry: Any, stack: Any
+) -> Any:
+    """What is carried through a stack of layers whose kinds take turns.
 
     Args:
-      layer: (kind, place, carry, stack) -> (carry, what is kept), of the stack's entry at that place; None: the stack
-        is the entry.
+      layer: (kind, place, carry, stack) -> carry, of the stack's entry at that place; None: the stack is the entry.
       stack: leaves [L, ...]; the layers after the last whole round of kinds run by themselves.
     """
     period, num_layers = len(kinds), jax.tree.leaves(stack)[0].shape[0]
     whole = num_layers - num_layers % period
     if period == 1:
-        return jax.lax.scan(functools.partial(layer, kinds[0], None), carry, stack)
+        return jax.lax.scan(lambda carry, stack: (layer(kinds[0], None, carry, stack), None), carry, stack)[0]
 
-    def some(carry: Any, stack: Any, count: int) -> tuple[Any, Any]:
-        kept = []
+    def some(carry: Any, stack: Any, count: int) -> Any:
         for place, kind in enumerate(kinds[:count]):
-            carry, one = layer(kind, place, carry, stack)
-            kept.append(one)
-        return carry, jax.tree.map(lambda *x: jnp.stack(x), *kept)
+            carry = layer(kind, place, carry, stack)
+        return carry
 
     rounds = jax.tree.map(lambda x: x[:whole].reshape(whole // period, period, *x.shape[1:]), stack)
-    carry, kept = jax.lax.scan(functools.partial(some, count=period), carry, rounds)
-    kept = jax.tree.map(lambda x: x.reshape(whole, *x.shape[2:]), kept)
-    if whole == num_layers:
-        return carry, kept
-    carry, rest = some(carry, jax.tree.map(lambda x: x[whole:], stack), num_layers - whole)
-    return carry, jax.tree.map(lambda *x: jnp.concatenate(x), kept, rest)
+    carry, _ = jax.lax.scan(lambda carry, stack: (some(carry, stack, period), None), carry, rounds)
+    return some(carry, jax.tree.map(lambda x: x[whole:], stack), num_layers - whole)

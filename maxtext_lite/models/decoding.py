@@ -10,10 +10,14 @@ from maxtext_lite.models.blockwise import PLAIN, Scoring
 
 
 class KVCache(NamedTuple):
-    """Keys [L, B, S, K, H] and values [L, B, S, K, W] of the tokens seen so far; without the L within a layer."""
+    """Keys [L, B, K, S, H] and values [L, B, K, S, W] of the tokens seen so far.
+
+    A head's positions lie together, as its attention reads them. Latent attention has one head for all queries, of
+    which the first dims of a key are its value too: `value` is None.
+    """
 
     key: jax.Array
-    value: jax.Array
+    value: jax.Array | None
 
     @staticmethod
     def empty(
@@ -23,51 +27,74 @@ class KVCache(NamedTuple):
         num_positions: int,
         num_kv_heads: int,
         key_dim: int,
-        value_dim: int,
+        value_dim: int | None,
         dtype: Any,
     ) -> "KVCache":
         """A cache for `num_sequences` of at most `num_positions` tokens."""
-        sizes = (num_layers, num_sequences, num_positions, num_kv_heads)
-        return KVCache(jnp.zeros((*sizes, key_dim), dtype), jnp.zeros((*sizes, value_dim), dtype))
+        sizes = (num_layers, num_sequences, num_kv_heads, num_positions)
+        value = None if value_dim is None else jnp.zeros((*sizes, value_dim), dtype)
+        return KVCache(jnp.zeros((*sizes, key_dim), dtype), value)
 
 
-def cached_attention(
-    q_BTNH: jax.Array,
-    k_BTKH: jax.Array,
-    v_BTKW: jax.Array,
-    position_BT: jax.Array,
-    cache: KVCache,
-    sink_N: jax.Array | None = None,
-    *,
-    scoring: Scoring = PLAIN,
-) -> tuple[jax.Array, KVCache]:
-    """Attention of new tokens over the cache, into which their keys and values are written at `position_BT`.
+@dataclasses.dataclass(frozen=True)
+class CachedAttend:
+    """The attention of new tokens over a layer of the cache, into which their keys and values are written first.
 
-    Args:
-      sink_N: each head's learned score of nothing, which takes part in the softmax; None: no sinks.
-      scoring: how queries score keys, and how many they see.
-    Returns:
-      Context [B, T, N, W] in the dtype of q_BTNH, and the cache with the new tokens; the softmax is float32.
+    The cache is that of all layers, carried from one to the next: what a token writes is all that is written of it.
+
+    Attributes:
+      position_BT: where the new tokens stand, each below the cache's S.
+      layer: number of the layer in the cache.
+      scoring: how queries score keys, and how many they see; with a scale, as keys may be wider in the cache.
     """
-    B, T, N, H = q_BTNH.shape
-    row_B1 = jnp.arange(B)[:, None]
-    key_BSKH = cache.key.at[row_B1, position_BT].set(k_BTKH.astype(cache.key.dtype))
-    value_BSKW = cache.value.at[row_B1, position_BT].set(v_BTKW.astype(cache.value.dtype))
-    q_BTKGH = q_BTNH.reshape(B, T, key_BSKH.shape[2], -1, H)
-    product_BKGTS = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, key_BSKH, preferred_element_type=jnp.float32)
-    score_BKGTS = scoring.score(product_BKGTS, H)
-    key_11S, query_BT1 = jnp.arange(key_BSKH.shape[1])[None, None, :], position_BT[:, :, None]
-    seen_BTS = key_11S <= query_BT1
-    if scoring.window is not None:
-        seen_BTS &= query_BT1 - key_11S < scoring.window
-    score_BKGTS = jnp.where(seen_BTS[:, None, None], score_BKGTS, -jnp.inf)
-    if sink_N is not None:  # scored like one more key, whose weight then goes nowhere
-        sink_KG11 = sink_N.astype(jnp.float32).reshape(*score_BKGTS.shape[1:3], 1, 1)
-        sink_BKGT1 = jnp.broadcast_to(sink_KG11, (*score_BKGTS.shape[:-1], 1))
-        score_BKGTS = jnp.concatenate([score_BKGTS, sink_BKGT1], axis=-1)
-    weight_BKGTS = jax.nn.softmax(score_BKGTS, axis=-1).astype(value_BSKW.dtype)[..., : value_BSKW.shape[1]]
-    context_BTKGW = jnp.einsum("BKGTS,BSKW->BTKGW", weight_BKGTS, value_BSKW)
-    return context_BTKGW.reshape(B, T, N, -1).astype(q_BTNH.dtype), KVCache(key_BSKH, value_BSKW)
+
+    position_BT: jax.Array
+    cache: KVCache
+    layer: jax.Array
+    scoring: Scoring = PLAIN
+
+    def __call__(
+        self, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKW: jax.Array | None, sink_N: jax.Array | None
+    ) -> tuple[jax.Array, KVCache]:
+        """Context [B, T, N, W] in the dtype of q_BTNH, and the cache with the new tokens; the softmax is float32.
+
+        Args:
+          v_BTKW: None where the cache has no values: the keys are the values then, and W is H.
+          sink_N: each head's learned score of nothing, which takes part in the softmax; None: no sinks.
+        """
+        B, T, N, H = q_BTNH.shape
+        key_LBKSH, key_BKSH = self._written(self.cache.key, k_BTKH)
+        value_LBKSW, value_BKSW = None, key_BKSH
+        if self.cache.value is not None:
+            assert v_BTKW is not None
+            value_LBKSW, value_BKSW = self._written(self.cache.value, v_BTKW)
+        num_kv_heads = key_BKSH.shape[1]
+        q_BKTGH = q_BTNH.reshape(B, T, num_kv_heads, -1, H).swapaxes(1, 2)
+        # The keys come first, as they lie: as a second factor, some compilers would transpose all of them.
+        product_BKSTG = jax.lax.dot_general(
+            key_BKSH, q_BKTGH, (((3,), (4,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32
+        )
+        product_BKGTS = jnp.transpose(product_BKSTG, (0, 1, 4, 3, 2))
+        score_BKGTS = self.scoring.score(product_BKGTS, H)
+        key_11S, query_BT1 = jnp.arange(key_BKSH.shape[2])[None, None, :], self.position_BT[:, :, None]
+        seen_BTS = key_11S <= query_BT1
+        if self.scoring.window is not None:
+            seen_BTS &= query_BT1 - key_11S < self.scoring.window
+        score_BKGTS = jnp.where(seen_BTS[:, None, None], score_BKGTS, -jnp.inf)
+        if sink_N is not None:  # scored like one more key, whose weight then goes nowhere
+            sink_KG11 = sink_N.astype(jnp.float32).reshape(*score_BKGTS.shape[1:3], 1, 1)
+            sink_BKGT1 = jnp.broadcast_to(sink_KG11, (*score_BKGTS.shape[:-1], 1))
+            score_BKGTS = jnp.concatenate([score_BKGTS, sink_BKGT1], axis=-1)
+        weight_BKGTS = jax.nn.softmax(score_BKGTS, axis=-1).astype(value_BKSW.dtype)[..., : value_BKSW.shape[2]]
+        context_BKGTW = jax.lax.dot_general(weight_BKGTS, value_BKSW, (((4,), (2,)), ((0, 1), (0, 1))))
+        context_BTNW = jnp.transpose(context_BKGTW, (0, 3, 1, 2, 4)).reshape(B, T, N, -1)
+        return context_BTNW.astype(q_BTNH.dtype), KVCache(key_LBKSH, value_LBKSW)
+
+    def _written(self, all_LBKSH: jax.Array, new_BTKH: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """All layers with the new tokens, and of them this one."""
+        row_B1 = jnp.arange(new_BTKH.shape[0])[:, None]
+        all_LBKSH = all_LBKSH.at[self.layer, row_B1, :, self.position_BT].set(new_BTKH.astype(all_LBKSH.dtype))
+        return all_LBKSH, jax.lax.dynamic_index_in_dim(all_LBKSH, self.layer, keepdims=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,12 +135,11 @@ def sample_token(
         token_B = jnp.argmax(logits_BV, axis=-1)
     else:
         scaled_BV = logits_BV / sampling.temperature
-        ordered_BV = -jnp.sort(-scaled_BV, axis=-1)
         if sampling.top_k:
-            kth_B1 = ordered_BV[:, min(sampling.top_k, logits_BV.shape[-1]) - 1, None]
+            kth_B1 = jax.lax.top_k(scaled_BV, min(sampling.top_k, logits_BV.shape[-1]))[0][:, -1:]
             scaled_BV = jnp.where(scaled_BV < kth_B1, -jnp.inf, scaled_BV)
-            ordered_BV = jnp.where(ordered_BV < kth_B1, -jnp.inf, ordered_BV)
-        if sampling.top_p < 1:
+        if sampling.top_p < 1:  # which alone takes all tokens in order
+            ordered_BV = -jnp.sort(-scaled_BV, axis=-1)
             probability_BV = jax.nn.softmax(ordered_BV, axis=-1)
             before_BV = jnp.cumsum(probability_BV, axis=-1) - probability_BV
             least_B1 = jnp.min(jnp.where(before_BV < sampling.top_p, ordered_BV, jnp.inf), axis=-1, keepdims=True)

@@ -1,5 +1,7 @@
 """Multi-head latent attention: keys and values of all heads are made of one narrow vector of each token.
 
+A cache holds that vector, and the keys' part that all heads share: attention over it is one head's for all queries.
+
 Source: DeepSeek-AI 2024, arXiv:2405.04434, section 2.1 and appendix C.
 """
 
@@ -10,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from maxtext_lite.models.decoding import CachedAttend
 from maxtext_lite.models.layers import HEADS_AXES, Attend, attention_output, weight
 from maxtext_lite.models.ops import Rotation, project, rms_norm, rotate
 from maxtext_lite.models.shape import DecoderShape
@@ -62,10 +65,20 @@ class LatentAttention(nnx.Module):
             q_BTNH = heads(self.query_down_norm(project(x_BTD, self.query_down[...])), self.query_up, "query_proj")
         latent_BTD, shared_BTD = jnp.split(project(x_BTD, self.kv_down[...]), (self.rank,), axis=-1)
         latent_BTD = self.kv_down_norm(latent_BTD)
-        own_BTNH, v_BTNH = heads(latent_BTD, self.key_up, "key_proj"), heads(latent_BTD, self.value_up, "value_proj")
-        shared_BTNH = jnp.broadcast_to(rotate(shared_BTD[:, :, None], rotation), (*own_BTNH.shape[:3], self.rotated))
-        k_BTNH = constrain(jnp.concatenate([own_BTNH, shared_BTNH], axis=-1), HEADS_AXES)
         plain_BTNH, turned_BTNH = jnp.split(q_BTNH, (self.plain,), axis=-1)
-        q_BTNH = jnp.concatenate([plain_BTNH, rotate(turned_BTNH, rotation)], axis=-1)
+        turned_BTNH, shared_BT1H = rotate(turned_BTNH, rotation), rotate(shared_BTD[:, :, None], rotation)
+        if isinstance(attend, CachedAttend):
+            # As its keys are linear in the latent vectors, a query can be brought to them instead; and so the context.
+            asked_BTNH = jnp.einsum("BTNH,DNH->BTND", plain_BTNH, self.key_up[...].astype(x_BTD.dtype))
+            q_BTNH = constrain(jnp.concatenate([asked_BTNH, turned_BTNH], axis=-1), HEADS_AXES)
+            k_BT1H = jnp.concatenate([latent_BTD[:, :, None], shared_BT1H], axis=-1)
+            found_BTNH, kept = attend(q_BTNH, k_BT1H, None, None)
+            value_up_DNH = self.value_up[...].astype(x_BTD.dtype)
+            context_BTNH = jnp.einsum("BTND,DNH->BTNH", found_BTNH[..., : self.rank], value_up_DNH)
+            return attention_output(context_BTNH, self.out), kept
+        own_BTNH, v_BTNH = heads(latent_BTD, self.key_up, "key_proj"), heads(latent_BTD, self.value_up, "value_proj")
+        shared_BTNH = jnp.broadcast_to(shared_BT1H, (*own_BTNH.shape[:3], self.rotated))
+        k_BTNH = constrain(jnp.concatenate([own_BTNH, shared_BTNH], axis=-1), HEADS_AXES)
+        q_BTNH = jnp.concatenate([plain_BTNH, turned_BTNH], axis=-1)
         context_BTNH, kept = attend(constrain(q_BTNH, HEADS_AXES), k_BTNH, v_BTNH, None)
         return attention_output(context_BTNH, self.out), kept

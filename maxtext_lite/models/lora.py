@@ -15,7 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxtext_lite.models.weights import num_inputs, unstacked
+from maxtext_lite.models.weights import num_inputs, of_one
+
+_OWN_KEY = int.from_bytes(b"LoRA")  # parameters' own keys are of their number, from 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +107,7 @@ def adapters_for(lora: Lora, axes: Any, make: Callable[..., tuple[Any, Any]], *t
 
 def _halves(axes: tuple[str, ...], dims: tuple[Any, ...], between: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """What `dims` has for a weight's dims, as a's dims have it and as b's do."""
-    matrix = tuple(axis for axis in unstacked(axes) if axis != "experts")
+    matrix = of_one(axes)
     first = len(axes) - len(matrix)
     cut = first + num_inputs(matrix)
     return (*dims[:cut], between), (*dims[:first], between, *dims[cut:])
@@ -123,9 +125,10 @@ def new_adapters(lora: Lora, axes: Any, abstract: Any, key: jax.Array) -> Any:
 
     Args:
       abstract: shapes of all parameters.
+      key: may be the one that those were drawn with; what is drawn here has nothing to do with them.
     Source: b is Hu et al.'s; a as in their code and in PEFT, He et al. 2015, arXiv:1502.01852, with a = sqrt(5).
     """
-    number = iter(range(10**6))
+    key, number = jax.random.fold_in(key, _OWN_KEY), iter(range(10**6))
 
     def make(axes: tuple[str, ...], weight: Any) -> tuple[jax.Array, jax.Array]:
         a_shape, b_shape = _halves(axes, weight.shape, lora.rank)

@@ -24,12 +24,21 @@ class Rope:
     max_timescale: float
     scaling: RopeScaling | None = None
 
+    @property
+    def follows_length(self) -> bool:
+        """Whether a token's rotation depends on how many tokens its document has."""
+        return self.scaling is not None and self.scaling.rope_type == "dynamic"
 
-def rotary_angles(position_BT: jax.Array, rope: Rope) -> Rotation:
-    """Cosines and sines [B, T, dim / 2], float32, of each position in each plane."""
+
+def rotary_angles(position_BT: jax.Array, rope: Rope, segment_BT: jax.Array | None = None) -> Rotation:
+    """Cosines and sines [B, T, dim / 2], float32, of each position in each plane.
+
+    Args:
+      segment_BT: document number of each token, from 0 to T; None: each row is a document.
+    """
     position_BT1 = position_BT[..., None].astype(jnp.float32)
-    if rope.scaling is not None and rope.scaling.rope_type == "dynamic":
-        angle_BTH = position_BT1 * _dynamic_frequencies(position_BT, rope, rope.scaling)[:, None]
+    if rope.follows_length:
+        angle_BTH = position_BT1 * _dynamic_frequencies(position_BT, rope, segment_BT)
     else:
         angle_BTH = position_BT1 * jnp.asarray(_frequencies(rope), jnp.float32)
     factor = _rotation_factor(rope.scaling)
@@ -93,14 +102,22 @@ def _yarn(plain: np.ndarray, rope: Rope, scaling: RopeScaling) -> np.ndarray:
     return (1 - slowed) * plain + slowed * plain / scaling.factor
 
 
-def _dynamic_frequencies(position_BT: jax.Array, rope: Rope, scaling: RopeScaling) -> jax.Array:
-    """Frequencies [B, H], float32: the base grows with the longest position of each row, once that is new."""
+def _dynamic_frequencies(position_BT: jax.Array, rope: Rope, segment_BT: jax.Array | None) -> jax.Array:
+    """Frequencies [B, T, H], float32: the base grows with the last position of each document, once that is new.
+
+    Tokens may be in any order, as they are where the context axis deals them out.
+    """
+    scaling = rope.scaling
+    assert scaling is not None
     original, factor = scaling.original_max_position_embeddings, scaling.factor
     assert original is not None and factor is not None  # noqa: PT018
-    length_B1 = jnp.maximum(jnp.max(position_BT, axis=1, keepdims=True) + 1, original).astype(jnp.float32)
-    growth_B1 = (factor * length_B1 / original - (factor - 1)) ** _ntk_exponent(rope.dim)
+    B, T = position_BT.shape
+    segment_BT = jnp.zeros_like(position_BT) if segment_BT is None else segment_BT
+    last_BS = jnp.zeros((B, T + 1), position_BT.dtype).at[jnp.arange(B)[:, None], segment_BT].max(position_BT)
+    length_BT = jnp.maximum(jnp.take_along_axis(last_BS, segment_BT, axis=1) + 1, original).astype(jnp.float32)
+    growth_BT1 = (factor * length_BT[..., None] / original - (factor - 1)) ** _ntk_exponent(rope.dim)
     exponent_H = jnp.arange(0, rope.dim, 2, dtype=jnp.float32) / rope.dim
-    return (rope.max_timescale * growth_B1) ** -exponent_H
+    return (rope.max_timescale * growth_BT1) ** -exponent_H
 
 
 def _growth(factor: float, multiplier: float) -> float:

@@ -113,6 +113,11 @@ class DecoderShape:
             return Rope(dim, self.rope_local_max_timescale)
         return Rope(dim, self.rope_max_timescale, self.rope_scaling)
 
+    @property
+    def follows_length(self) -> bool:
+        """Whether what a token comes to depends on how many tokens follow it in its document."""
+        return any(rope is not None and rope.follows_length for rope in map(self.rope, self.pattern))
+
     def scoring(self, kind: LayerKind) -> Scoring:
         """How queries score keys in layers of this kind."""
         factor = 1.0 if self.latent is None else score_factor(self.rope_scaling)

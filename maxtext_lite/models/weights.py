@@ -6,6 +6,14 @@ def unstacked(axes: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(axis for axis in axes if axis not in ("repeats", "layers", "dense_layers"))
 
 
+def of_one(axes: tuple[str, ...]) -> tuple[str, ...]:
+    """The logical axes of one tensor, from those of a stack: of one layer's, and of experts' weights of one expert's.
+
+    Dims of stacks stand before all others.
+    """
+    return tuple(axis for axis in unstacked(axes) if axis != "experts")
+
+
 def is_matrix(axes: tuple[str, ...]) -> bool:
     """Whether a parameter multiplies vectors: not one of a norm, a bias or a table that is looked up in."""
     axes = unstacked(axes)

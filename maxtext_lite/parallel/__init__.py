@@ -26,7 +26,7 @@ from maxtext_lite.parallel.context import (
     to_next_shard,
 )
 from maxtext_lite.parallel.distributed import end_soon, simulated_devices, start_devices, topology_devices
-from maxtext_lite.parallel.hosts import exchange, make_any_host
+from maxtext_lite.parallel.hosts import bytes_of_host, exchange, make_any_host, value_of_host
 from maxtext_lite.parallel.mesh import MESH_AXES, make_mesh
 from maxtext_lite.parallel.pipeline import Flight, Pipeline
 
@@ -36,6 +36,7 @@ __all__ = [
     "Flight",
     "Pipeline",
     "also_over_data",
+    "bytes_of_host",
     "constrain",
     "context_order",
     "context_shards",
@@ -64,5 +65,6 @@ __all__ = [
     "to_next_shard",
     "topology_devices",
     "tree_shardings",
+    "value_of_host",
     "with_dims",
 ]

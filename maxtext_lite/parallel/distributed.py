@@ -12,6 +12,7 @@ from jax.experimental import topologies
 
 from maxtext_lite.config import UserError
 from maxtext_lite.parallel.cluster import Place, place
+from maxtext_lite.process.signals import command_signals
 
 _SIMULATED = "--xla_force_host_platform_device_count="
 _EXIT_SECONDS = 5.0
@@ -107,6 +108,7 @@ def _join_the_others(found: Place, timeout_seconds: float) -> None:
         raise UserError(f"{found.told_by} cannot be used: {str(error).splitlines()[0]}") from None
     finally:
         watch.cancel()
+        command_signals.handle()  # jax's preemption service has taken SIGTERM, of which nobody asks it
     sys.excepthook = _report_and_end_soon
 
 

@@ -1,5 +1,6 @@
 """What the hosts of a run tell each other outside the train step."""
 
+import hashlib
 import json
 from collections.abc import Callable
 from typing import Any
@@ -12,17 +13,54 @@ from jax.sharding import Mesh
 
 from maxtext_lite.parallel.axes import over_all_devices, sharding
 
+_FIRST_BYTES = 2**10  # of every message, its length among them: most are no longer
+_MOST_BYTES = 2**26  # sent at a time, as they pass through the devices' memory
+
 
 def exchange(value: Any) -> list[Any]:
-    """Every host's value, by host number. All hosts call it, in the same order; values are JSON."""
+    """Every host's value, by host number. All hosts call it, in the same order; values are JSON.
+
+    Values that are the same on all hosts are not sent, and others once each.
+    """
     if jax.process_count() == 1:
         return [value]
-    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    longest = int(np.max(multihost_utils.process_allgather(np.array([len(text)], np.int32))))
-    padded = np.full(longest, ord(" "), np.uint8)
-    padded[: len(text)] = text
-    texts = np.asarray(multihost_utils.process_allgather(padded)).reshape(jax.process_count(), longest)
-    return [json.loads(row.tobytes()) for row in texts]
+    text = json.dumps(value).encode()
+    digest = np.frombuffer(hashlib.sha256(text).digest(), np.uint8)
+    digests = [each.tobytes() for each in np.asarray(multihost_utils.process_allgather(digest))]
+    texts = {digest.tobytes(): text}
+    if len(set(digests)) > 1:
+        texts = {each: bytes_of_host(digests.index(each), text) for each in dict.fromkeys(digests)}
+    return [json.loads(texts[each]) for each in digests]
+
+
+def value_of_host(host: int, value: Any) -> Any:
+    """The value of one host, on every host. All hosts call it, in the same order; the value is JSON, others' any."""
+    if jax.process_count() == 1:
+        return value
+    return json.loads(bytes_of_host(host, json.dumps(value).encode() if jax.process_index() == host else b""))
+
+
+def bytes_of_host(host: int, data: bytes) -> bytes:
+    """The bytes of one host, on every host. All hosts call it, in the same order; the others' `data` is not sent.
+
+    They travel in pieces of which a power of two is on the devices, so that few programs are compiled.
+    """
+    if jax.process_count() == 1:
+        return data
+    is_source = jax.process_index() == host
+    message = len(data).to_bytes(8, "big") + data if is_source else b""
+    found = _piece_of_host(message[:_FIRST_BYTES], _FIRST_BYTES, is_source)
+    length = 8 + int.from_bytes(found[:8], "big")
+    for start in range(_FIRST_BYTES, length, _MOST_BYTES):
+        here = min(length - start, _MOST_BYTES)
+        found += _piece_of_host(message[start : start + here], here, is_source)
+    return found[8:length]
+
+
+def _piece_of_host(piece: bytes, num_bytes: int, is_source: bool) -> bytes:
+    padded = np.zeros(1 << (num_bytes - 1).bit_length(), np.uint8)
+    padded[: len(piece)] = np.frombuffer(piece, np.uint8)
+    return np.asarray(multihost_utils.broadcast_one_to_all(padded, is_source)).tobytes()[:num_bytes]
 
 
 def make_any_host(mesh: Mesh) -> Callable[[bool], jax.Array]:

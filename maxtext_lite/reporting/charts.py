@@ -6,7 +6,7 @@ from typing import Any
 
 from maxtext_lite.reporting.run_data import EVALUATION_METRICS, Column, Run
 from maxtext_lite.reporting.scales import Scale, short_number, value_scale
-from maxtext_lite.reporting.thinning import Bucket, Points, at_middles, changes, make_buckets, thin
+from maxtext_lite.reporting.thinning import Bucket, Points, at_middles, changes, make_buckets, running_median, thin
 
 LEFT, RIGHT, TOP, BOTTOM = 52, 468, 12, 206
 """The frame that lines are drawn in, in the pixels of svg.py."""
@@ -17,6 +17,8 @@ AXES = {"step": "steps", "examples_seen": "examples", "tokens_seen": "tokens"}
 _MOST_BUCKETS = 500  # of one run; each is drawn with two extremes and a mean
 _MOST_BUCKETS_OF_ALL = 1500
 _FEWEST_BUCKETS = 40
+_BEYOND = 1e3
+_FEWEST_SMOOTHED = 20
 _MOST_LABELLED_STAGES = 8
 _MOST_MARKED_STAGES = 32
 
@@ -27,14 +29,18 @@ class LineSpec:
 
     Attributes:
       metric: a column of the steps or of the evaluations.
-      error: the column of its relative standard error, drawn as a band.
+      bounds: the columns of an interval's ends, drawn as a band; a high end of None has no bound.
+      error: the column of its relative standard error, drawn as a band where there are no bounds.
+      is_noisy: a running median is drawn over the values, which are drawn faintly.
       stepped: a value holds for the whole step that it stands at, and changes at once.
     """
 
     metric: str
     label: str
+    bounds: tuple[str, str] | None = None
     error: str | None = None
     stepped: bool = False
+    is_noisy: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,11 @@ CHARTS = (
         "reward",
         "Reward",
         "mean over responses; training draws them, the held-out ones may be the likeliest",
-        (LineSpec("reward", "training"), LineSpec("eval_reward", "held out"), LineSpec("reward_std", "within groups")),
+        (
+            LineSpec("reward", "training", is_noisy=True),
+            LineSpec("eval_reward", "held out"),
+            LineSpec("reward_std", "within groups"),
+        ),
     ),
     ChartSpec(
         "responses",
@@ -145,28 +155,46 @@ CHARTS = (
         "Gradient noise scale and batch",
         "examples",
         (
-            LineSpec("gradient_noise_scale", "noise scale ± standard error", error="gradient_noise_scale_error"),
+            LineSpec(
+                "gradient_noise_scale",
+                "noise scale, and where it lies in 68 of 100 runs",
+                bounds=("gradient_noise_scale_low", "gradient_noise_scale_high"),
+                error="gradient_noise_scale_error",  # of runs that have no bounds yet
+            ),
             LineSpec("global_batch_to_train", "global batch", stepped=True),
         ),
         may_be_log=True,
         needs=("gradient_noise_scale",),
     ),
     ChartSpec("learning-rate", "Learning rate", "", (LineSpec("learning_rate", "learning rate"),)),
-    ChartSpec("throughput", "Throughput", "target tokens per second", (LineSpec("tokens_per_second", "tokens/s"),)),
-    ChartSpec("mfu", "Model FLOP utilisation", "fraction of the devices' peak", (LineSpec("mfu", "MFU"),)),
-    ChartSpec("tflops", "Model FLOPs", "TFLOP/s per device", (LineSpec("tflops_per_device", "TFLOP/s"),), unless="mfu"),
+    ChartSpec(
+        "throughput",
+        "Throughput",
+        "target tokens per second; of each step, and the median of those around it",
+        (LineSpec("tokens_per_second", "tokens/s", is_noisy=True),),
+    ),
+    ChartSpec(
+        "mfu", "Model FLOP utilisation", "fraction of the devices' peak", (LineSpec("mfu", "MFU", is_noisy=True),)
+    ),
+    ChartSpec(
+        "tflops",
+        "Model FLOPs",
+        "TFLOP/s per device",
+        (LineSpec("tflops_per_device", "TFLOP/s", is_noisy=True),),
+        unless="mfu",
+    ),
     ChartSpec(
         "seconds",
         "Time of a step",
         "seconds",
-        (LineSpec("step_seconds", "whole step"), LineSpec("data_seconds", "waiting for data")),
+        (LineSpec("step_seconds", "whole step", is_noisy=True), LineSpec("data_seconds", "waiting for data")),
         may_be_log=True,
     ),
     ChartSpec(
         "grad-norm",
         "Gradient norm",
         "before clipping",
-        (LineSpec("grad_norm", "gradient norm"),),
+        (LineSpec("grad_norm", "gradient norm", is_noisy=True),),
         may_be_log=True,
         marks=("stages", "skipped"),
     ),
@@ -223,7 +251,17 @@ class Line:
             {} if self.points.is_exact else {"low": _rounded(self.points.low), "high": _rounded(self.points.high)}
         )
         plain = {"name": self.name, "grid": self.grid, "mean": _rounded(self.points.mean), **extremes}
+        if self.smooth is not None:
+            plain["smooth"] = _rounded(self.smooth)
+        if self.spec.bounds:
+            plain["open"] = _BEYOND / 10  # so far above the line an end is none
         return plain | ({"stepped": True} if self.spec.stepped else {})
+
+    @property
+    def smooth(self) -> Column | None:
+        """The line that is drawn over the values; None where they are the line."""
+        is_long = len(self.points.mean) >= _FEWEST_SMOOTHED
+        return running_median(self.points.mean) if self.spec.is_noisy and is_long else None
 
 
 @dataclass(frozen=True)
@@ -336,7 +374,15 @@ def _chart(spec: ChartSpec, runs: Sequence[Run], grids: Sequence[Grid]) -> Chart
 
 def _points(line: LineSpec, run: Run, column: Column, buckets: Sequence[Bucket]) -> Points:
     low = high = None
-    if line.error and line.error in run.steps:
+    if line.bounds and line.bounds[0] in run.steps:
+        low = run.steps[line.bounds[0]]
+        ends = run.steps.get(line.bounds[1], [None] * len(low))
+        # One without a bound leaves the chart.
+        high = [
+            _BEYOND * value if end is None and at is not None and value is not None else end
+            for at, end, value in zip(low, ends, column, strict=True)
+        ]
+    elif line.error and line.error in run.steps:
         errors = run.steps[line.error]
         low = [_with_error(value, error, -1) for value, error in zip(column, errors, strict=True)]
         high = [_with_error(value, error, 1) for value, error in zip(column, errors, strict=True)]
@@ -357,7 +403,7 @@ def _value_scale(spec: ChartSpec, lines: Sequence[Line]) -> Scale:
     for line in lines:
         means = [value for value in line.points.mean if value is not None]
         ends = [value for column in (line.points.low, line.points.high) for value in column if value is not None]
-        if line.spec.error:
+        if line.spec.error or line.spec.bounds:
             ends = [value for value in ends if min(means) / 2 <= value <= max(means) * 2]
         values += means + ends
     return value_scale(values, start=BOTTOM, end=TOP, from_zero=spec.from_zero, may_be_log=spec.may_be_log)

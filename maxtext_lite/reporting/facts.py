@@ -10,6 +10,7 @@ from maxtext_lite.reporting.plan_view import plain
 from maxtext_lite.reporting.run_data import Run, last_value
 from maxtext_lite.reporting.scales import long_number, short_number
 
+_REWARD_STEPS = 20  # the reward of one step's responses is mostly chance
 NONE = "–"
 """What stands for a value that is not there."""
 
@@ -40,8 +41,20 @@ def _steps(run: Run) -> tuple[str, str]:
 
 
 def _loss(run: Run) -> tuple[str, str]:
+    if "reward" in run.steps:  # a policy's loss is about 0 whatever it has learned
+        return NONE, ""
     rows = [row for row, value in enumerate(run.steps.get("loss", ())) if value is not None]
     return _number(run.last("loss")), f"training, at step {run.steps['step'][rows[-1]]:,}" if rows else ""
+
+
+def _reward(run: Run) -> tuple[str, str]:
+    rewards = zip(run.steps.get("reward", ()), run.steps.get("step", ()), strict=False)
+    found = [(value, step) for value, step in rewards if value is not None]
+    if not found:
+        return NONE, ""
+    last = found[-_REWARD_STEPS:]
+    steps = f"steps {last[0][1]:,} to {last[-1][1]:,}" if len(last) > 1 else f"step {last[0][1]:,}"
+    return long_number(statistics.fmean(value for value, _ in last)), f"training, mean of {steps}"
 
 
 def _evaluation(metric: str, best_word: str, best_of: Callable[..., Any]) -> Callable[[Run], tuple[str, str]]:
@@ -108,9 +121,10 @@ def _parameters(run: Run) -> tuple[str, str]:
 
 _FACTS: dict[str, Callable[[Run], tuple[str, str]]] = {
     "Steps": _steps,
+    "Held-out accuracy": _evaluation("eval_accuracy", "highest", max),
+    "Reward": _reward,
     "Loss": _loss,
     "Held-out loss": _evaluation("eval_loss", "lowest", min),
-    "Held-out accuracy": _evaluation("eval_accuracy", "highest", max),
     "Tokens seen": _tokens,
     "Examples seen": _examples,
     "Epochs": _epochs,

@@ -32,15 +32,16 @@
     return found;
   };
   const alone = (stretch) => (stretch.length === 1 ? "h0" : "");
+  const trace = (xs, values, line, y) =>
+    stretches(xs, values).map((stretch) => {
+      const at = ([x, value]) => `${px(x)},${px(yPixel(y, value))}`;
+      if (!line.stepped) return "M" + stretch.map(at).join("L") + alone(stretch);
+      const rest = stretch.slice(1).map(([x, value]) => `V${px(yPixel(y, value))}H${px(x)}`);
+      return "M" + at(stretch[0]) + rest.join("") + alone(stretch);
+    }).join("");
   const paths = {
-    line(xs, line, y) {
-      return stretches(xs, line.mean).map((stretch) => {
-        const at = ([x, value]) => `${px(x)},${px(yPixel(y, value))}`;
-        if (!line.stepped) return "M" + stretch.map(at).join("L") + alone(stretch);
-        const rest = stretch.slice(1).map(([x, value]) => `V${px(yPixel(y, value))}H${px(x)}`);
-        return "M" + at(stretch[0]) + rest.join("") + alone(stretch);
-      }).join("");
-    },
+    line: (xs, line, y) => trace(xs, line.smooth || line.mean, line, y),
+    raw: (xs, line, y) => trace(xs, line.mean, line, y),
     dots: (xs, line, y) =>
       stretches(xs, line.mean).flat().map(([x, value]) => `M${px(x)},${px(yPixel(y, value))}h0`).join(""),
     band(xs, line, y) {
@@ -126,8 +127,10 @@
       swatch.append(element("path", { class: drawn.getAttribute("class"), d: "M1,4H21" }));
       row.append(swatch, `${line.name} `);
       add(row, "b", "", line.mean[i] === null ? "–" : number(line.mean[i]));
-      if (line.low && line.low[i] !== null && line.low[i] !== line.high[i])
-        add(row, "span", "range", ` (${number(line.low[i])} to ${number(line.high[i])})`);
+      if (line.low && line.low[i] !== null && line.low[i] !== line.high[i]) {
+        const end = line.open && line.high[i] >= line.open * line.mean[i] ? "or more" : `to ${number(line.high[i])}`;
+        add(row, "span", "range", ` (${number(line.low[i])} ${end})`);
+      }
       if (steps(line.grid, i) !== said) add(row, "span", "range", ` at ${steps(line.grid, i)}`);
     });
     if (said === null) { hide(); return; }

@@ -3,21 +3,23 @@
 import datetime
 import json
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from maxtext_lite.batching import count_parameters
 from maxtext_lite.config import ConfigError, UserError, load_config
-from maxtext_lite.config.errors import nearest_clause, value_text
-from maxtext_lite.config.load import packaged_directory
+from maxtext_lite.config.errors import full_text, nearest_clause
+from maxtext_lite.config.files import packaged_directory
 from maxtext_lite.config.yaml_text import parse_mapping
+from maxtext_lite.reporting.records import Records
 
 STEP_METRICS = (
     "loss", "grad_norm", "param_norm", "learning_rate", "examples_seen", "tokens_seen", "epoch",
     "global_batch_to_train", "step_seconds", "data_seconds", "tokens_per_second", "tflops_per_device", "mfu",
     "moe_balance_loss", "z_loss", "gradient_noise_scale", "gradient_noise_scale_ratio", "gradient_noise_scale_error",
+    "gradient_noise_scale_low", "gradient_noise_scale_high",
     "loss_scale", "reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy",
     "reward", "reward_std", "equal_reward_groups", "response_tokens", "truncated_responses", "kl", "token_nll",
     "clip_fraction_low", "clip_fraction_high", "rollout_seconds", "reward_seconds", "train_seconds", "overlap_fraction",
@@ -28,7 +30,6 @@ EVALUATION_METRICS = ("eval_loss", "eval_target_tokens", "eval_accuracy", "eval_
 """The numbers of an evaluation's line that a report shows."""
 
 _FILES = ("config.yml", "plan.json", "metrics.jsonl")
-_MOST_NOTES_ON_LINES = 5
 _TIMELINE_STEPS = 3
 _LARGEST = 1e300  # beyond it sums overflow; no metric of a run that goes on is there
 
@@ -183,6 +184,7 @@ def _read_run(directory: Path, label: str) -> Run:
 def _read_object(path: Path, notes: list[str]) -> dict[str, Any] | None:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
+        shown = _showable(value)
     except FileNotFoundError:
         notes.append(f"{path.name} is not there.")
         return None
@@ -192,6 +194,19 @@ def _read_object(path: Path, notes: list[str]) -> dict[str, Any] | None:
     if not isinstance(value, dict):
         notes.append(f"{path.name} is not a JSON object.")
         return None
+    if shown != value:
+        notes.append(f"{path.name} holds numbers beyond any that a run writes; they are left out.")
+    return shown
+
+
+def _showable(value: Any) -> Any:
+    """JSON without the numbers that cannot be computed with, which become null."""
+    if isinstance(value, dict):
+        return {name: _showable(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_showable(each) for each in value]
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return _number(value)
     return value
 
 
@@ -254,38 +269,16 @@ def _is_phase(value: object) -> bool:
     return isinstance(name, str) and type(chunk) is int and len(times) == 2 and 0 <= times[0] <= times[1]
 
 
-def _records(path: Path, notes: list[str]) -> Iterable[dict[str, Any]]:
-    """The lines of metrics.jsonl that are objects with a step; the others are noted."""
-    bad: list[int] = []
-    number = 0
+def _records(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
+    """The objects of a file; what is wrong with it is noted."""
+    records = Records(path)
     try:
-        with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
-            for number, line in enumerate(file, start=1):
-                record = _record(line)
-                if record is not None:
-                    yield record
-                elif line.strip():
-                    if line.endswith("\n"):
-                        bad.append(number)
-                    else:
-                        notes.append(f"{path.name} ends in a line cut short: the run was writing it, or was killed.")
-    except FileNotFoundError:
-        notes.append(f"{path.name} is not there.")
+        yield from records
     except OSError as error:
         notes.append(f"{path.name} cannot be read: {error.strerror}.")
-    if bad:
-        shown = ", ".join(map(str, bad[:_MOST_NOTES_ON_LINES])) + (" ..." if len(bad) > _MOST_NOTES_ON_LINES else "")
-        notes.append(f"{path.name}: {len(bad)} of {number} lines are left out, as they hold no step: {shown}.")
-
-
-def _record(line: str) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(record, dict) or type(record.get("step")) is not int:
-        return None
-    return record
+    if records.is_missing:
+        notes.append(f"{path.name} is not there.")
+    notes += records.notes
 
 
 def _read_settings(path: Path, notes: list[str]) -> dict[str, Setting] | None:
@@ -300,10 +293,10 @@ def _read_settings(path: Path, notes: list[str]) -> dict[str, Setting] | None:
         notes.append(f"config.yml cannot be read: {error}.")
         return None
     base_text = (packaged_directory("configs") / "base.yml").read_text(encoding="utf-8")
-    base = {key: value_text(entry.value) for key, entry in parse_mapping(base_text)}
+    base = {key: full_text(entry.value) for key, entry in parse_mapping(base_text)}
     # The origin of a value is the comment that ends its line.
     origins = {line.partition(":")[0]: line.rpartition(" # ")[2] for line in text.splitlines() if " # " in line}
-    return {key: Setting(value_text(entry.value), base.get(key), origins.get(key, "")) for key, entry in entries}
+    return {key: Setting(full_text(entry.value), base.get(key), origins.get(key, "")) for key, entry in entries}
 
 
 def _num_parameters(path: Path) -> int | None:

@@ -47,7 +47,11 @@ def chart_svg(chart: Chart, board: Board, axis: str = "step") -> str:
             parts.append(f'<path class="band {classes}" data-line="{index}" d="{band_path(positions, low, high)}"/>')
         make = stepped_path if line.spec.stepped else line_path
         width = _width(line, board.num_runs)
-        parts.append(f'<path class="line {classes}" data-line="{index}"{width} d="{make(positions, mean)}"/>')
+        raw = "raw" if line.smooth is not None else "line"
+        parts.append(f'<path class="{raw} {classes}" data-line="{index}"{width} d="{make(positions, mean)}"/>')
+        if line.smooth is not None:
+            smooth = _pixels(line.smooth, chart.y.pixel)
+            parts.append(f'<path class="line {classes}" data-line="{index}" d="{line_path(positions, smooth)}"/>')
         if line.spec.metric in EVALUATION_METRICS and len(mean) <= _MOST_DOTS:
             parts.append(f'<path class="dots {classes}" data-line="{index}" d="{dots_path(positions, mean)}"/>')
     skips = [_mark_svg(mark, board, axis) for mark in chart.marks if mark.kind == "skip"]

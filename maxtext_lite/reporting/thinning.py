@@ -1,5 +1,6 @@
 """Long columns to few points: equal runs of rows, each with its mean, lowest and highest value."""
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -81,3 +82,13 @@ def changes(columns: Mapping[str, Column], metric: str) -> list[int]:
             found.append(row)
         last = value
     return found
+
+
+def running_median(column: Column) -> list[float | None]:
+    """The median of the values around each: a twentieth of them, at least 5; None where there is no value."""
+    reach = max(len(column) // 40, 2)
+    smooth: list[float | None] = []
+    for place, value in enumerate(column):
+        around = [near for near in column[max(place - reach, 0) : place + reach + 1] if near is not None]
+        smooth.append(None if value is None else statistics.median(around))
+    return smooth

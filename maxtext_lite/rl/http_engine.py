@@ -1,51 +1,38 @@
 """Rollouts from a server beside the run: a client of the OpenAI-compatible servers of inference engines.
 
-The standard library's HTTP is all that it takes. What a server must do is what vLLM and SGLang do: go on from prompts
+What a server must do is what vLLM and SGLang do: go on from prompts
 that are lists of tokens, return the tokens it drew and their log-probabilities; and, as SGLang does at
 /update_weights_from_disk, take new parameters from a directory that it can read too.
 """
 
 import hashlib
-import http.client
 import json
 import shutil
 import threading
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
 import jax
-from pydantic import BaseModel, Field, ValidationError
 
 from maxtext_lite.config import Config, UserError
+from maxtext_lite.config.errors import value_text, writing
 from maxtext_lite.config.hf_config import run_config_json
 from maxtext_lite.interop import export_model
 from maxtext_lite.models import Adapted, Sampling, merged
-from maxtext_lite.parallel import exchange
+from maxtext_lite.parallel import value_of_host
+from maxtext_lite.rl.http_client import Server
 from maxtext_lite.rl.rollout import Request, Response
 
 WEIGHTS = "rollout_weights"
 """In the run directory: the Hugging Face directories, two in turn, that the server reads parameters from."""
 
 
-class _LogProbabilities(BaseModel):
-    token_logprobs: list[float]
-
-
-class _Choice(BaseModel):
-    token_ids: list[int] = Field(min_length=1)
-    logprobs: _LogProbabilities
-    finish_reason: str | None
-
-
-class _Answer(BaseModel):
-    """What is read of a completion; servers say more."""
-
-    choices: list[_Choice] = Field(min_length=1)
+_LEAST, _MOST = -1000.0, 1e-4  # log-probability of a token that was drawn, with what float32 rounds above 0
+_TOKEN_BYTES = 2**10  # of an answer: id, text, log-probability, and as much again for the likeliest token there
+_SHOWN = 80  # letters of a value
+_MORE_BYTES = 2**20  # of whatever else an answer says
 
 
 class HttpEngine:
@@ -64,7 +51,7 @@ class HttpEngine:
       requests_in_flight: at most, as threads.
       attempts: times that a request is made, when the server does not answer or answers that it failed.
       wait_seconds: before the second attempt; it doubles with each.
-      timeout_seconds: for one answer.
+      timeout_seconds: for a request, until all of its answer is there.
     Raises:
       UserError: the url is none; or no Hugging Face family expresses the model.
     """
@@ -82,16 +69,16 @@ class HttpEngine:
         wait_seconds: float = 0.5,
         timeout_seconds: float = 1800,
     ):
-        if urllib.parse.urlsplit(url).scheme not in ("http", "https") or not urllib.parse.urlsplit(url).netloc:
-            raise UserError(f"rollout_url={url} is not the address of a server. One that works: http://HOST:8000/v1.")
-        self._url, self._root = url.rstrip("/"), url.rstrip("/").removesuffix("/v1")
+        self._server = Server(
+            "rollout_url", url, attempts=attempts, wait_seconds=wait_seconds, timeout_seconds=timeout_seconds
+        )
         self._dtype = "bfloat16" if config.dtype == "bfloat16" else "float32"
         # What the model came with: at its first start the run has not taken that over yet.
         origin = Path(config.load_parameters_path) if config.load_parameters_path else run_directory
         self._fields = run_config_json(origin, config, num_positions=config.max_target_length, dtype=self._dtype)
         self._directory, self._turn = (run_directory / WEIGHTS).absolute(), 0
         self._stop_token_ids, self._seed = list(stop_token_ids), seed
-        self._attempts, self._wait_seconds, self._timeout_seconds = attempts, wait_seconds, timeout_seconds
+        self._vocab_size = config.vocab_size
         self._pool = ThreadPoolExecutor(requests_in_flight, thread_name_prefix="rollout")
         self._is_current = False
 
@@ -99,13 +86,14 @@ class HttpEngine:
         """Writes the parameters where the server can read them, and returns once it has.
 
         Raises:
-          UserError: the server did not take them; `generate` then refuses, as it would sample from others.
+          UserError: they cannot be written, or the server did not take them; `generate` then refuses, as it would
+            sample from others.
         """
         self._is_current = False
         unfinished = self._directory / f".{self._turn}.unfinished"
-        if jax.process_index() == 0 and unfinished.exists():
-            shutil.rmtree(unfinished)
-        export_model(unfinished, _merged_where_they_are(params), self._fields, dtype=self._dtype)
+        _on_first_host(lambda: _remove(unfinished))
+        with writing(unfinished):
+            export_model(unfinished, _merged_where_they_are(params), self._fields, dtype=self._dtype)
         directory = unfinished.with_name(str(self._turn))
         self._turn = 1 - self._turn  # never the one that the server has read last
         _on_first_host(lambda: self._offer(unfinished, directory, step))
@@ -119,7 +107,7 @@ class HttpEngine:
             parameters of the last `update`.
         """
         if not self._is_current:
-            raise UserError(f"rollout_url={self._url} has not taken the parameters of the last update: it has others.")
+            raise UserError(f"{self._server.name} has not taken the parameters of the last update: it has others.")
         answers = _on_first_host(lambda: self._responses(requests, sampling, max_new_tokens))
         return [Response(*answer) for answer in answers]
 
@@ -129,22 +117,24 @@ class HttpEngine:
 
     def _offer(self, written: Path, directory: Path, step: int) -> None:
         """Gives a directory its name, and the server what is in it."""
-        if directory.exists():
-            shutil.rmtree(directory)
+        _remove(directory)
         written.rename(directory)
-        path = "/update_weights_from_disk"
-        answer = self._post(self._root + path, {"model_path": str(directory)}, threading.Event())
+        path = self._server.path.removesuffix("/v1") + "/update_weights_from_disk"
+        body = {"model_path": str(directory)}
+        answer = self._server.post(path, body, most_bytes=_MORE_BYTES, ends=threading.Event())
         if answer.get("success") is not True:
             raise UserError(
-                f"rollout_url={self._url}: the server did not take the parameters of step {step} from {directory}: "
-                f"{answer.get('message', answer)}. It must answer {path} as SGLang does, and see that directory."
+                f"{self._server.name}: the server did not take the parameters of step {step} from {directory}: "
+                f"{_shown(answer.get('message', answer), 500)}. It must answer {path} as SGLang does, and see that "
+                "directory."
             )
 
     def _responses(self, requests: Sequence[Request], sampling: Sampling, max_new_tokens: int) -> list[Response]:
-        ends = threading.Event()  # set when one has failed: the others wait no longer for their next attempt
+        ends = threading.Event()  # set when one has failed: the others are given up
         futures = [self._pool.submit(self._response, request, sampling, max_new_tokens, ends) for request in requests]
         try:
-            return [future.result() for future in futures]
+            done = wait(futures, return_when=FIRST_EXCEPTION).done
+            return [future.result() for future in futures if future in done]
         finally:
             ends.set()
             for future in futures:
@@ -166,52 +156,100 @@ class HttpEngine:
             "stop_token_ids": self._stop_token_ids,
             "return_token_ids": True,
         }
-        return self._read(self._post(f"{self._url}/completions", body, ends))
-
-    def _read(self, answer: Mapping[str, Any]) -> Response:
-        try:
-            choice = _Answer.model_validate(answer).choices[0]
-        except ValidationError as error:
-            wrong = "; ".join(f"{'.'.join(map(str, at['loc']))}: {at['msg']}" for at in error.errors())
-        else:
-            if len(choice.token_ids) == len(choice.logprobs.token_logprobs):
-                return Response(choice.token_ids, choice.logprobs.token_logprobs, choice.finish_reason == "stop")
-            wrong = f"{len(choice.token_ids)} token_ids with {len(choice.logprobs.token_logprobs)} token_logprobs"
-        raise UserError(
-            f"rollout_url={self._url} answers without what it drew ({wrong}). The server must return, in each of "
-            "choices, token_ids with the ids of all new tokens where it is asked return_token_ids=true, as vLLM and "
-            "SGLang do from some version on, and logprobs.token_logprobs with a log-probability of each."
+        answer = self._server.post(
+            f"{self._server.path}/completions",
+            body,
+            most_bytes=_MORE_BYTES + _TOKEN_BYTES * (len(body["prompt"]) + max_new_tokens),
+            ends=ends,
         )
-
-    def _post(self, url: str, body: Mapping[str, Any], ends: threading.Event) -> dict[str, Any]:
-        """The server's answer, when it has one, or says of the request that it is wrong."""
-        data, failure = json.dumps(body).encode(), ""
-        for attempt in range(self._attempts):
-            if attempt and ends.wait(self._wait_seconds * 2 ** (attempt - 1)):
-                break
-            request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-            try:
-                with urllib.request.urlopen(request, timeout=self._timeout_seconds) as answered:
-                    return self._object(url, answered.read())
-            except urllib.error.HTTPError as error:
-                failure = f"HTTP {error.code}: {error.read().decode(errors='replace')[:500]}"
-                if error.code < 500 and error.code != http.client.TOO_MANY_REQUESTS:  # again it would say the same
-                    raise UserError(f"{self._asked(url)} refuses a request ({failure}).") from None
-            except (OSError, http.client.HTTPException) as error:
-                failure = str(getattr(error, "reason", None) or error or type(error).__name__)
-        raise UserError(f"{self._asked(url)} gives no answer after {self._attempts} attempts ({failure}).")
-
-    def _object(self, url: str, text: bytes) -> dict[str, Any]:
         try:
-            answer = json.loads(text)
-        except ValueError:
-            answer = None
-        if not isinstance(answer, dict):
-            raise UserError(f"{self._asked(url)} answers what is not a JSON object: {text[:200]!r}.")
-        return answer
+            return read_completion(
+                answer,
+                prompt=body["prompt"],
+                max_new_tokens=max_new_tokens,
+                vocab_size=self._vocab_size,
+                stop_token_ids=self._stop_token_ids,
+            )
+        except ValueError as error:
+            raise UserError(f"{self._server.name} gives a completion that cannot be used: {error}.") from None
 
-    def _asked(self, url: str) -> str:
-        return f"rollout_url={self._url}: {url}"
+
+def read_completion(
+    answer: Mapping[str, Any],
+    *,
+    prompt: list[int],
+    max_new_tokens: int,
+    vocab_size: int,
+    stop_token_ids: Sequence[int],
+) -> Response:
+    """The response in a server's answer, of which nothing is believed that can be checked.
+
+    Raises:
+      ValueError: it is not a completion of the prompt by tokens of the vocabulary, each with a log-probability; says
+        what is wrong, as the rest of a sentence.
+    """
+    choices = _entry(answer, "choices", list, "")
+    if len(choices) != 1 or not isinstance(choices[0], dict):
+        raise ValueError(f"choices={_shown(choices)} is not a list of the one choice that was asked for")
+    choice, at = choices[0], "choices[0]."
+    if "index" in choice and (type(choice["index"]) is not int or choice["index"] != 0):
+        raise ValueError(f"{at}index={_shown(choice['index'])}, where the only choice has 0")
+    for place, echo in (("", answer.get("prompt_token_ids")), (at, choice.get("prompt_token_ids"))):
+        if echo is not None and (echo != prompt or any(type(token_id) is not int for token_id in echo)):
+            raise ValueError(
+                f"{place}prompt_token_ids={_shown(echo)} is not the prompt that was sent, {_shown(prompt)}"
+            )
+    token_ids = _entry(choice, "token_ids", list, at)
+    values = _entry(_entry(choice, "logprobs", dict, at), "token_logprobs", list, f"{at}logprobs.")
+    if not 1 <= len(token_ids) <= max_new_tokens:
+        raise ValueError(f"{at}token_ids has {len(token_ids):,} tokens, where 1 to {max_new_tokens:,} were asked for")
+    if len(token_ids) != len(values):
+        raise ValueError(f"{len(token_ids):,} token_ids with {len(values):,} token_logprobs")
+    for number, (token_id, value) in enumerate(zip(token_ids, values, strict=True)):
+        if type(token_id) is not int or not 0 <= token_id < vocab_size:
+            raise ValueError(f"{at}token_ids[{number}]={_shown(token_id)} is not an id from 0 to {vocab_size - 1}")
+        if type(value) not in (int, float) or not _LEAST <= value <= _MOST:  # which NaN is not
+            raise ValueError(
+                f"{at}logprobs.token_logprobs[{number}]={_shown(value)} is not the log-probability of a token that "
+                f"was drawn, from {_LEAST:g} to 0"
+            )
+    reason, stopped = choice.get("finish_reason"), token_ids[-1] in stop_token_ids
+    if reason not in ("stop", "length"):
+        raise ValueError(f"{at}finish_reason={_shown(reason)} is neither stop nor length")
+    if any(token_id in stop_token_ids for token_id in token_ids[:-1]):
+        raise ValueError(f"{at}token_ids goes on after one of stop_token_ids={_shown(list(stop_token_ids))}")
+    if reason == "length" and not stopped and len(token_ids) < max_new_tokens:
+        raise ValueError(
+            f"{at}finish_reason=length after {len(token_ids):,} tokens, where max_tokens={max_new_tokens} were asked "
+            "for: the server has a limit of its own, which must be raised"
+        )
+    return Response(token_ids, [float(value) for value in values], reason == "stop" or stopped)
+
+
+def _entry(of: Mapping[str, Any], name: str, kind: type, place: str) -> Any:
+    """An entry that must be there and of that kind."""
+    if isinstance(of.get(name), kind):
+        return of[name]
+    wrong = f"={_shown(of[name])} is not {'an object' if kind is dict else 'a list'}" if name in of else " is missing"
+    raise ValueError(
+        f"{place}{name}{wrong}. The server must return, in each of choices, token_ids with the ids of all new tokens "
+        "where it is asked return_token_ids=true, as vLLM and SGLang do from some version on, and "
+        "logprobs.token_logprobs with a log-probability of each"
+    )
+
+
+def _shown(value: Any, most: int = _SHOWN) -> str:
+    """The beginning of a value of JSON, as it stood there."""
+    try:
+        text = json.dumps(value)
+    except RecursionError:
+        return "(something nested too deeply)"
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
+def _remove(directory: Path) -> None:
+    if directory.exists():
+        shutil.rmtree(directory)
 
 
 def _on_first_host(work: Callable[[], Any]) -> Any:
@@ -222,7 +260,9 @@ def _on_first_host(work: Callable[[], Any]) -> Any:
             given = work()
         except UserError as error:
             problems = list(error.problems)
-    told = exchange({"given": given, "problems": problems})[0]
+        except OSError as error:
+            problems = [f"{value_text(error.filename or WEIGHTS)} cannot be written: {error.strerror}."]
+    told = value_of_host(0, {"given": given, "problems": problems})
     if told["problems"]:
         raise UserError(told["problems"])
     return told["given"]

@@ -12,7 +12,7 @@ import numpy as np
 from maxtext_lite.config import RLRunConfig
 from maxtext_lite.data import Prompt, example_ids
 from maxtext_lite.models import Sampling
-from maxtext_lite.parallel import exchange, sharding
+from maxtext_lite.parallel import sharding, value_of_host
 from maxtext_lite.rl.held_out import held_out_record, held_out_text
 from maxtext_lite.rl.log_probabilities import make_log_probabilities
 from maxtext_lite.rl.pairs import Chunk, batch_record
@@ -23,6 +23,7 @@ from maxtext_lite.rl.run import RLRun, open_rl_run
 from maxtext_lite.rl.timeline import Timeline
 from maxtext_lite.training import RunResult
 from maxtext_lite.training.checkpoint import Counts
+from maxtext_lite.training.failures import Failures
 from maxtext_lite.training.gradients import TRAIN_BATCH_AXES, accumulate_gradients
 from maxtext_lite.training.ledger import Consumed, Ledger
 from maxtext_lite.training.metrics import JsonLines, MetricsLog, Terminal
@@ -68,17 +69,15 @@ def _train(rl: RLRun, signals: Signals) -> RunResult:
     terminal = Terminal(log_period=run.config.log_period, quiet=not run.is_first)
     with contextlib.ExitStack() as open_things:
         open_things.callback(terminal.close)
-        if run.checkpointer:
-            open_things.callback(run.checkpointer.close)
+        open_things.enter_context(run.opened(terminal.say))
         state, counts = run.restore_or_init()
         if counts.step >= run.plan.steps:
             terminal.say(f"nothing to do: {run.directory} has {counts.step} steps already, which is all")
             return RunResult(run.directory, counts.step, None, None, False, run.is_first, state)
         run.introduce(terminal, counts)
-        logs = None
-        if run.is_first:
-            # Before the first step there is an evaluation, which stands at step 0.
-            logs = _Logs(run.directory, counts.step or -1)
+        # Before the first step there is an evaluation, which stands at step 0.
+        logs = run.open_log(lambda: _Logs(run.directory, counts.step or -1, run.failures), terminal.say)
+        if logs:
             open_things.enter_context(contextlib.closing(logs))
         terminal.start(counts.step, run.plan.steps)
         return _Loop(rl, terminal, logs, state, counts).train(state, signals)
@@ -87,10 +86,15 @@ def _train(rl: RLRun, signals: Signals) -> RunResult:
 class _Logs:
     """The files that a run's lines go to: metrics.jsonl, rollouts.jsonl and timeline.jsonl."""
 
-    def __init__(self, directory: Path, after_step: int):
-        self.metrics = MetricsLog(directory, after_step)
-        self.rollouts = JsonLines(directory / "rollouts.jsonl", after_step)
-        self.timeline = JsonLines(directory / "timeline.jsonl", after_step)
+    def __init__(self, directory: Path, after_step: int, failures: Failures):
+        self.metrics = MetricsLog(directory, after_step, failures)
+        self.rollouts = JsonLines(directory / "rollouts.jsonl", after_step, failures)
+        self.timeline = JsonLines(directory / "timeline.jsonl", after_step, failures)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was found in the files that is not as it should be."""
+        return (*self.metrics.notes, *self.rollouts.notes, *self.timeline.notes)
 
     def close(self) -> None:
         """Closes all."""
@@ -118,7 +122,8 @@ class _Loop:
             self.old = make_log_probabilities(
                 run.decoder, run.mesh, config=run.config, temperature=config.decode_sampling_temperature
             )
-        self.profile = Profile(run.directory / "tensorboard", config.profiler_steps if run.is_first else 0)
+        num_traced = config.profiler_steps if run.is_first else 0
+        self.profile = Profile(run.directory / "tensorboard", num_traced, run.failures)
         self._numbers = self._prompt_numbers()  # of the prompts of the batch that is next, or under way
         # Devices of its own, or another machine, sample at any time; those that also train, in turns with it.
         # Several hosts sample in their main threads, where what they do together is in one order.
@@ -129,7 +134,7 @@ class _Loop:
         """The steps after those of the ledger, until the last or a signal."""
         run, config, ledger = self.run, self.config, self.ledger
         last_step, each = run.plan.steps, config.num_iterations
-        stopping = Stop(run.mesh, signals)
+        stopping = Stop(run.mesh, signals, run.failures)
         if ledger.counts.step == 0 and config.eval_interval > 0:
             self._evaluate(state)
         chunks: list[Rows] = []
@@ -149,7 +154,9 @@ class _Loop:
                 state, metrics = jax.block_until_ready(self.update(state, sums))
             del sums  # or there would be two while the next batch begins
             self._record(step, state, metrics, chunks, timeline, about)
-            stops = stopping.after_this_step()
+            signals.take_requests()
+            if stops := stopping.after_this_step():
+                run.failures.raise_together()
             last = step == last_step or stops
             saves = run.checkpointer and (step % config.checkpoint_period == 0 or last)
             evaluates = config.eval_interval > 0 and (step % config.eval_interval == 0 or step == last_step)
@@ -164,8 +171,8 @@ class _Loop:
             if last:
                 break
         self.profile.close()
-        if run.checkpointer:
-            run.checkpointer.wait()
+        ledger.flush()
+        run.wait()
         interrupted = ledger.counts.step < last_step
         if interrupted:
             saved = "saved" if run.checkpointer else "not saved (enable_checkpointing=false)"
@@ -175,9 +182,8 @@ class _Loop:
 
     def _save(self, state: TrainState, chunks: Sequence[Rows]) -> None:
         """A checkpoint of the step that is done, unless there is one; amid a batch, with the batch."""
-        assert self.run.checkpointer is not None
         amid = self.ledger.counts.step % self.config.num_iterations != 0
-        self.run.checkpointer.save(state, self.ledger.counts, _stacked(chunks) if amid else None)
+        self.run.save(state, self.ledger.counts, _stacked(chunks) if amid else None)
 
     def _sample_and_add(
         self, state: TrainState, step: int, timeline: Timeline
@@ -294,7 +300,7 @@ class _Loop:
         Raises:
           RewardError: the first host's.
         """
-        told = exchange(None if verdict is None else _told(verdict))[0]
+        told = value_of_host(0, None if verdict is None else _told(verdict))
         found = _understood(told) if verdict is None else verdict
         if isinstance(found, RewardError):
             raise found

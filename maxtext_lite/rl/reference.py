@@ -9,7 +9,7 @@ from maxtext_lite.config import RLRunConfig, UserError
 from maxtext_lite.models import Decoder
 from maxtext_lite.parallel import tree_shardings
 from maxtext_lite.rl.log_probabilities import make_log_probabilities
-from maxtext_lite.training.checkpoint import load_parameters, save_parameters
+from maxtext_lite.training.parameters import load_parameters, save_parameters
 from maxtext_lite.training.run import Run
 from maxtext_lite.training.state import TrainState, make_decoder
 
@@ -37,7 +37,7 @@ class Reference:
         elif step == 0:
             plain = state.params
             if run.checkpointer:
-                save_parameters(where, plain)
+                save_parameters(where, plain, run.failures)
         elif (where / "checkpoints").is_dir():
             plain = load_parameters(where, run.abstract_state.plain_params, "run_name")
         else:

@@ -98,7 +98,7 @@ class _Slots(NamedTuple):
     Inside `over_replicas` they are one replica's, without the R.
 
     Attributes:
-      cache: [R, L, B, S, K, H].
+      cache: [R, L, B, K, S, H].
       token_RB: the last token of each, not in the cache yet.
       length_RB: tokens in the cache.
       key_RB: of its draws.
@@ -118,10 +118,10 @@ class _Slots(NamedTuple):
     log_probability_RBT: jax.Array
 
 
-def _slots_shardings(mesh: Mesh) -> Any:
-    cache = sharding(mesh, ("replica", None, "batch", None, "activation_heads", None))
+def _slots_shardings(mesh: Mesh, cache_axes: KVCache) -> Any:
+    cache: Any = [axes and sharding(mesh, ("replica", *axes)) for axes in cache_axes]
     rows, new = sharding(mesh, ("replica", "batch")), sharding(mesh, ("replica", "batch", None))
-    return _Slots(KVCache(cache, cache), rows, rows, rows, rows, rows, new, new)  # type: ignore[arg-type]
+    return _Slots(KVCache(*cache), rows, rows, rows, rows, rows, new, new)  # type: ignore[arg-type]
 
 
 class _Prompts(NamedTuple):
@@ -190,7 +190,7 @@ class LocalEngine:
         self._num_positions = _round_up(max_prompt_tokens + max_new_tokens)
         self._transfer = Transfer(decoder, mesh)
         self._params: Any = None
-        where = _slots_shardings(mesh)
+        where = _slots_shardings(mesh, decoder.cache_axes)
         reported = (where, sharding(mesh))
         self._empty = jax.jit(self._empty_slots, out_shardings=where)
         how: Any = {"donate_argnums": 1, "static_argnames": ("sampling",)}
@@ -329,8 +329,8 @@ class LocalEngine:
             def put(all_B: jax.Array, x_B: jax.Array) -> jax.Array:
                 return all_B.at[slot_B].set(x_B.astype(all_B.dtype), mode="drop")
 
-            def put_tokens(all_LBSKH: jax.Array, x_LBSKH: jax.Array) -> jax.Array:
-                return all_LBSKH.at[:, slot_B, : x_LBSKH.shape[2]].set(x_LBSKH, mode="drop")
+            def put_tokens(all_LBKSH: jax.Array, x_LBKSH: jax.Array) -> jax.Array:
+                return all_LBKSH.at[:, slot_B, :, : x_LBKSH.shape[3]].set(x_LBKSH, mode="drop")
 
             return _Slots(
                 jax.tree.map(put_tokens, slots.cache, cache),

@@ -9,7 +9,8 @@ import jax
 from maxtext_lite.batching import RLBatch, make_plan
 from maxtext_lite.config import RLRunConfig, UserError
 from maxtext_lite.config.hf_config import hf_directory
-from maxtext_lite.data import PromptSource, Tokenizer, check_vocabulary, load_tokenizer, open_prompts
+from maxtext_lite.config.rl_rules import endless_evaluation
+from maxtext_lite.data import Tokenizer, check_vocabulary, load_tokenizer, open_prompts
 from maxtext_lite.interop import stop_ids_of
 from maxtext_lite.models import Sampling
 from maxtext_lite.parallel import start_devices
@@ -20,8 +21,6 @@ from maxtext_lite.rl.rollout import LocalEngine, Response, RolloutEngine
 from maxtext_lite.rl.transfer import sampling_mesh
 from maxtext_lite.training.run import Run, comes_from_elsewhere, run_directory
 from maxtext_lite.training.state import make_plain_decoder
-
-_MOST_HELD_OUT = 100_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,20 +77,18 @@ def open_rl_run(config: RLRunConfig) -> RLRun:
         directory.
     """
     devices = start_devices()
-    num_hosts = jax.process_count()
-    plan = make_plan(config, num_devices=len(devices), num_hosts=num_hosts)
+    machine: Any = {
+        "num_devices": len(devices), "num_hosts": jax.process_count(), "platform": jax.default_backend()
+    }  # fmt: skip
+    plan = make_plan(config, **machine)
     assert plan.rl is not None, "a config of reinforcement learning has a plan of it"
-    if num_hosts > 1 and not plan.rl.takes_turns:
-        raise UserError(
-            f"trainer_devices_fraction and sampler_devices_fraction below 1 need all devices on one host, not "
-            f"{num_hosts}. Nearest that works: trainer_devices_fraction=1 sampler_devices_fraction=1."
-        )
     tokenizer = load_tokenizer(config)
     check_vocabulary(tokenizer, config.vocab_size)
     prompts = open_prompts(config, vocab_size=config.vocab_size, begins_as_elsewhere=comes_from_elsewhere(config))
     source, eval_source = prompts
-    _refuse_endless_evaluation(config, eval_source)
-    plan = make_plan(config, num_devices=len(devices), num_hosts=num_hosts, num_examples=len(source))
+    if eval_source is not None and (refusal := endless_evaluation(config, len(eval_source))):
+        raise UserError(str(refusal))
+    plan = make_plan(config, **machine, num_examples=len(source))
     assert plan.rl is not None
     stop_token_ids = _stop_token_ids(config, tokenizer)
     rewards = Rewards(config)
@@ -113,17 +110,6 @@ def open_rl_run(config: RLRunConfig) -> RLRun:
         rewards.close()
         raise
     return RLRun(run, config, plan.rl, policy, engine, rewards, tokenizer, stop_token_ids)
-
-
-def _refuse_endless_evaluation(config: RLRunConfig, eval_source: PromptSource | None) -> None:
-    """Problems that are made may be as many as one likes, and so are those of them that are held out."""
-    count = 0 if eval_source is None or config.eval_interval == -1 else len(eval_source)
-    if config.eval_steps == -1 and count > _MOST_HELD_OUT:
-        steps = max(1, 1000 // config.batch_size)
-        raise UserError(
-            f"eval_steps=-1 would ask for responses to all {count:,} held-out prompts at each evaluation, more than "
-            f"{_MOST_HELD_OUT:,}. One that works: eval_steps={steps}, which are {steps * config.batch_size:,}."
-        )
 
 
 def policy_of(config: RLRunConfig, batch: RLBatch) -> Policy:

@@ -3,12 +3,16 @@
 import contextlib
 import importlib.metadata
 import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import jax
+
+_COMMIT = re.compile(rb"[0-9a-f]{40}|[0-9a-f]{64}")
+_SECONDS_FOR_GIT = 10.0
 
 
 def environment() -> dict[str, Any]:
@@ -18,14 +22,40 @@ def environment() -> dict[str, Any]:
     for package in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-    )
     return {
         "python": sys.version.split()[0],
         "platform": platform.platform(),
         "packages": versions,
         "devices": [device.device_kind for device in jax.devices()],
         "num_processes": jax.process_count(),
-        "git_commit": commit.stdout.strip() or None,
+        "git_commit": _git_commit(),
     }
+
+
+def _git_commit() -> str | None:
+    """The commit of the checkout that this file is part of.
+
+    None where there is no git that answers, and for an installed package, though its environment may stand, ignored,
+    inside a checkout of something else.
+    """
+    own = Path(__file__)
+    commit = _git("rev-parse", "HEAD", directory=own.parent)
+    if not _COMMIT.fullmatch(commit) or _git("check-ignore", own.name, directory=own.parent):
+        return None
+    return commit.decode()
+
+
+def _git(*words: str, directory: Path) -> bytes:
+    """What git prints; nothing where it is not installed, fails or does not answer."""
+    try:
+        done = subprocess.run(
+            ["git", *words],
+            cwd=directory,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            check=True,
+            timeout=_SECONDS_FOR_GIT,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return b""
+    return done.stdout.strip()

@@ -126,6 +126,11 @@ class Ledger:
         if self._log:
             self._log.write(record)
 
+    def flush(self) -> None:
+        """Writes what is only in memory yet."""
+        if self._log:
+            self._log.flush()
+
     def _may_be_the_scale(self, metrics: dict[str, Any]) -> bool:
         scaling = self._run.optimizer.loss_scaling
         return scaling is not None and scaling.may_shrink(metrics["loss_scale"])

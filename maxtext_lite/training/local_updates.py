@@ -20,10 +20,12 @@ class OuterState:
 
     Attributes:
       momentum: float32, shaped as the parameters; None where diloco_outer_momentum is 0.
+      master: the parameters in float32, where the replicas have such masters; otherwise None.
     """
 
     params: Any
     momentum: Any
+    master: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,31 +48,39 @@ class LocalUpdates:
         """One copy for each replica: leaves [R, ...]."""
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (self.num_replicas, *x.shape)), tree)
 
-    def synchronised(self, params_R: Any, outer: OuterState) -> tuple[Any, OuterState]:
+    def synchronised(self, params_R: Any, outer: OuterState, masters_R: Any = None) -> tuple[Any, OuterState]:
         """The replicas' parameters [R, ...] and the shared state after they have met.
+
+        Where there are masters, it is they that meet: parameters are the rounding of what comes of it, and the
+        replicas' masters are then copies of `OuterState.master`.
 
         The outer gradient is outer - mean(replicas); its step is written as (1 - lr) outer + lr mean, so that a single
         replica with lr = 1 and no momentum keeps its parameters to the bit. Computed in float32.
+
+        Args:
+          masters_R: None where there are none.
         """
         lr, momentum = self.outer_lr, self.outer_momentum
 
         def wide(tree: Any) -> Any:
             return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
 
-        before = wide(outer.params)
-        mean = jax.tree.map(lambda p: jnp.mean(p, axis=0), wide(params_R))
+        has_masters = outer.master is not None
+        before = outer.master if has_masters else wide(outer.params)
+        mean = jax.tree.map(lambda p: jnp.mean(p, axis=0), masters_R if has_masters else wide(params_R))
         after, velocity = jax.tree.map(lambda b, m: (1 - lr) * b + lr * m, before, mean), None
         if momentum:
             velocity = jax.tree.map(lambda v, b, m: momentum * v + (b - m), outer.momentum, before, mean)
             after = jax.tree.map(lambda a, v: a - lr * momentum * v, after, velocity)
-        after = jax.tree.map(lambda new, old: new.astype(old.dtype), after, outer.params)
-        return self.copies(after), OuterState(after, velocity)
+        params = jax.tree.map(lambda new, old: new.astype(old.dtype), after, outer.params)
+        return self.copies(params), OuterState(params, velocity, after if has_masters else None)
 
-    def outer_state(self, params: Any) -> OuterState:
-        """The shared state before the first step."""
-        if not self.outer_momentum:
-            return OuterState(params, None)
-        return OuterState(params, jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params))
+    def outer_state(self, params: Any, master: Any = None) -> OuterState:
+        """The shared state before the first step; `master` is None where there are no masters."""
+        momentum = None
+        if self.outer_momentum:
+            momentum = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+        return OuterState(params, momentum, master)
 
 
 def local_updates(config: LocalUpdatesConfig, num_replicas: int | None) -> LocalUpdates | None:

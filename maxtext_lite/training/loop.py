@@ -86,8 +86,9 @@ def train(config: Config) -> RunResult:
 
 def _train(run: Run, signals: Signals) -> RunResult:
     terminal = Terminal(log_period=run.config.log_period, quiet=not run.is_first)
-    log = None
-    try:
+    with contextlib.ExitStack() as open_things:
+        open_things.callback(terminal.close)
+        open_things.enter_context(run.opened(terminal.say))
         state, counts = run.restore_or_init()
         left = run.plan.steps_left(counts.step, counts.examples_seen)
         if not left:
@@ -95,26 +96,23 @@ def _train(run: Run, signals: Signals) -> RunResult:
             return RunResult(run.directory, counts.step, None, None, False, run.is_first, state)
         run.introduce(terminal, counts)
         add_reference(run, state, counts, terminal)
-        log = MetricsLog(run.directory, counts.step) if run.is_first else None
-        terminal.start(counts.step, counts.step + left)
-        return _Loop(run, terminal, log, counts).train_from(state, signals)
-    finally:
-        terminal.close()
+        log = run.open_log(lambda: MetricsLog(run.directory, counts.step, run.failures), terminal.say)
         if log:
-            log.close()
-        if run.checkpointer:
-            run.checkpointer.close()
+            open_things.enter_context(contextlib.closing(log))
+        terminal.start(counts.step, counts.step + left)
+        return _Loop(run, terminal, log, counts, signals).train_from(state)
 
 
 class _Loop:
     """The steps: one is always on its way while the one before is logged, so that devices never wait for the host."""
 
-    def __init__(self, run: Run, terminal: Terminal, log: MetricsLog | None, counts: Counts):
+    def __init__(self, run: Run, terminal: Terminal, log: MetricsLog | None, counts: Counts, signals: Signals):
         self.run, self.config, self.plan = run, run.config, run.plan
         self.terminal = terminal
         self.ledger = Ledger(run, terminal, log, counts)
         self.eval_loss: float | None = None
-        self.profile = Profile(run.directory / "tensorboard", run.config.profiler_steps if run.is_first else 0)
+        num_traced = run.config.profiler_steps if run.is_first else 0
+        self.profile = Profile(run.directory / "tensorboard", num_traced, run.failures)
         # The simulated devices of a CPU share a few threads: with two steps under way, a collective of one can wait
         # for ever for a device whose thread the other holds. There, a step is finished before the next begins.
         self.one_at_a_time = jax.default_backend() == "cpu" and jax.device_count() > 1
@@ -129,16 +127,17 @@ class _Loop:
         )
         self.executables = Executables(train_step, run.abstract_state, run.plan, run.mesh, config=run.config)
         self.stage: BatchStage | None = None
+        self.signals = signals
         if run.local:
             self.synchronise = make_synchronise(run.decoder, run.optimizer, run.mesh, run.local)
             self.summarise = make_summarise(run.mesh)
 
-    def train_from(self, state: TrainState, signals: Signals) -> RunResult:
+    def train_from(self, state: TrainState) -> RunResult:
         """The steps after those of the ledger, until the last or a signal."""
         run, config, plan, counts = self.run, self.config, self.plan, self.ledger.counts
         steps_left = plan.steps_left(counts.step, counts.examples_seen)
         last_step = counts.step + steps_left
-        stopping = Stop(run.mesh, signals)
+        stopping = Stop(run.mesh, self.signals, run.failures)
         with (
             contextlib.closing(self.executables),
             training_batches(
@@ -183,26 +182,26 @@ class _Loop:
                     # Everything up to this step is on record before its checkpoint is: a restart adds what follows.
                     self._finish(in_flight, state)
                     in_flight = None
+                    if stops:
+                        run.failures.raise_together()
                     # A checkpoint after its evaluation: a kill between them repeats both. Asked to stop, save first.
-                    if stops and run.checkpointer:
-                        run.checkpointer.save(state, self.ledger.counts)
+                    if stops:
+                        run.save(state, self.ledger.counts)
                     if evaluates:
                         self._evaluate(eval_step, state, run.eval_source)
-                    if saves and run.checkpointer:
-                        run.checkpointer.save(state, self.ledger.counts)
+                    if saves:
+                        run.save(state, self.ledger.counts)
                     self.ledger.restart_clock()
                 if last:
                     break
             self.profile.close()
-            if run.checkpointer:
-                run.checkpointer.wait()
+            self.ledger.flush()
+            run.wait()
         interrupted = self.ledger.counts.step < last_step
         if interrupted:
             saved = "saved" if run.checkpointer else "not saved (enable_checkpointing=false)"
-            self.terminal.say(
-                f"stopped by {signals.received.name if signals.received else 'another host'} after step "
-                f"{self.ledger.counts.step}, {saved}"
-            )
+            by = self.signals.received.name if self.signals.received else "another host"
+            self.terminal.say(f"stopped by {by} after step {self.ledger.counts.step}, {saved}")
         self.ledger.advise()
         done = self.ledger
         return RunResult(run.directory, done.counts.step, done.loss, self.eval_loss, interrupted, run.is_first, state)
@@ -229,6 +228,7 @@ class _Loop:
         state, metrics = train_step(state, batch.arrays, number)
         if self.run.local:
             metrics = self._alone(self.summarise, metrics)
+            state = dataclasses.replace(state, skipped_in_a_row=metrics.pop("skipped_in_a_row"))
             if step % self.run.local.sync_period == 0:
                 state = self._alone(self.synchronise, state)
         return state, metrics
@@ -244,9 +244,10 @@ class _Loop:
         batch = done.batch
         consumed = Consumed(batch.example_ids, batch.num_examples, batch.data_seconds)
         self.ledger.add(done.step, done.metrics, consumed, find_cause=lambda: self._find_cause(done, state))
+        self.signals.take_requests()
 
     def _find_cause(self, done: _InFlight, state: TrainState) -> Any:
-        """Where a step's gradient stops being finite."""
+        """Where a step's gradient stops being finite: the state, of a later step, still has that one's parameters."""
         run = self.run
         if self.one_at_a_time:
             jax.block_until_ready(state)

@@ -1,15 +1,26 @@
 """What a run shows: metrics.jsonl, TensorBoard, lines or a progress bar on the terminal, and the FLOPs behind MFU."""
 
 import dataclasses
-import json
 import math
+import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import rich.console
 import rich.progress
+
+from maxtext_lite.process.signals import command_signals
+from maxtext_lite.reporting.records import Records, record_text
+from maxtext_lite.training.failures import Failures
+
+_FLUSH_SECONDS = 30.0
+_SHOW_CURSOR = b"\x1b[?25h\n"  # rich hides it while it shows a bar
+_BESIDE_THE_BAR = 60  # columns
+_DISPENSABLE = ("TFLOP/s/device", "ETA ", "batch ", "grad ", "margin ", "lr ", "MFU ", "tokens/s")
+"""The parts of a step's line, by what they hold, from the one that is least missed; ETA stands beside the bar."""
 
 PEAK_TFLOPS: dict[str, dict[str, float]] = {
     "NVIDIA B200": {"bfloat16": 2250.0, "float32": 1125.0},
@@ -44,49 +55,65 @@ class JsonLines:
     """A file of JSON objects, each with the step that it is of.
 
     Args:
-      after_step: the step the run goes on from; lines of later steps, and a line cut short by a kill, are removed.
+      after_step: the step the run goes on from; lines of later steps, and those that cannot be read, are removed.
+      failures: are told what cannot be written.
+    Attributes:
+      notes: sentences on what was wrong with the lines that were there.
+    Raises:
+      OSError: the file cannot be read or written.
     """
 
-    def __init__(self, path: Path, after_step: int):
-        kept = _lines_up_to(path, after_step)
+    def __init__(self, path: Path, after_step: int, failures: Failures):
+        self._path, self._failures = path, failures
+        records = Records(path)
         scratch = path.with_suffix(".jsonl.tmp")
-        scratch.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        with scratch.open("w", encoding="utf-8") as kept:
+            last = 0
+            for record in records:
+                if record["step"] <= after_step:
+                    kept.write(record_text(record))
+                    last = max(last, record["step"])
         scratch.replace(path)
+        self.notes = tuple(note for note in records.notes if "cut short" not in note)  # as any kill leaves it
+        self.last_step = last
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: dict[str, Any]) -> None:
         """Appends a record."""
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        with self._failures.of_writing(self._path):
+            self._file.write(record_text(record))
+            self._file.flush()
 
     def close(self) -> None:
         """Flushes and closes the file."""
-        self._file.close()
+        with self._failures.of_writing(self._path):
+            self._file.close()
 
 
 class MetricsLog:
     """metrics.jsonl, in which each step stands once, and TensorBoard's copy of it.
 
     Args:
-      after_step: see `JsonLines`.
+      after_step, failures: see `JsonLines`.
+    Attributes:
+      notes: see `JsonLines`.
     """
 
-    def __init__(self, run_directory: Path, after_step: int):
-        import tensorboardX  # here, because it imports torch, for seconds, wherever that is installed
-
-        self._lines = JsonLines(run_directory / "metrics.jsonl", after_step)
-        self._board = tensorboardX.SummaryWriter(str(run_directory / "tensorboard"), purge_step=max(after_step + 1, 0))
+    def __init__(self, run_directory: Path, after_step: int, failures: Failures):
+        self._lines = JsonLines(run_directory / "metrics.jsonl", after_step, failures)
+        self._board = _Board(run_directory / "tensorboard", max(after_step + 1, 0), failures)
+        self.notes = self._lines.notes
+        if self._lines.last_step < after_step:
+            self.notes += (f"metrics.jsonl holds no step from {self._lines.last_step + 1} to {after_step} any more.",)
 
     def write(self, record: dict[str, Any]) -> None:
-        """Appends a record; non-finite numbers become null, as JSON has none."""
-        finite = {
-            key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in record.items()
-        }
-        self._lines.write(finite)
-        for key, value in finite.items():
-            if key != "step" and isinstance(value, int | float) and not isinstance(value, bool):
-                self._board.add_scalar(key, value, record["step"])
+        """Appends a record; non-finite numbers become null."""
+        self._lines.write(record)
+        self._board.write(record)
+
+    def flush(self) -> None:
+        """Writes what is only in memory yet."""
+        self._board.flush()
 
     def close(self) -> None:
         """Flushes and closes both."""
@@ -94,18 +121,57 @@ class MetricsLog:
         self._board.close()
 
 
-def _lines_up_to(path: Path, step: int) -> list[str]:
-    if not path.exists():
-        return []
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            break  # the last line of a killed process
-        if record["step"] <= step:
-            kept.append(line)
-    return kept
+class _Board:
+    """TensorBoard's event file. It is written where it is called: a thread could not say that the disk is full.
+
+    Args:
+      purge_step: from which on TensorBoard hides what earlier event files hold.
+    """
+
+    def __init__(self, directory: Path, purge_step: int, failures: Failures):
+        # Here, because it imports torch, for seconds, wherever that is installed.
+        from tensorboardX import event_file_writer
+        from tensorboardX.proto import event_pb2, summary_pb2
+
+        self._directory, self._failures = directory, failures
+        self._events: Any = event_pb2
+        self._summaries: Any = summary_pb2
+        directory.mkdir(exist_ok=True)
+        self._file = event_file_writer.EventsWriter(str(directory / "events"), f".{os.getpid()}")
+        start = self._events.SessionLog(status=self._events.SessionLog.START)
+        self._add(self._events.Event(step=purge_step, session_log=start))
+        self._flushed = time.monotonic()
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Appends the finite numbers of a record."""
+        numbers = {
+            key: float(value)
+            for key, value in record.items()
+            if key != "step" and isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        }
+        summary = self._summaries.Summary
+        values = [summary.Value(tag=key, simple_value=value) for key, value in numbers.items()]
+        self._add(self._events.Event(step=record["step"], summary=summary(value=values)))
+        if time.monotonic() - self._flushed > _FLUSH_SECONDS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Writes what is only in memory yet."""
+        self._flushed = time.monotonic()
+        if not self._failures.found:
+            with self._failures.of_writing(self._directory):
+                self._file.flush()
+
+    def close(self) -> None:
+        """Flushes and closes the file."""
+        with self._failures.of_writing(self._directory):
+            self._file.close()
+
+    def _add(self, event: Any) -> None:
+        event.wall_time = time.time()
+        if not self._failures.found:
+            with self._failures.of_writing(self._directory):
+                self._file.write_event(event)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +198,7 @@ class Speed:
 
 
 class Terminal:
-    """Plain lines, on a terminal above a progress bar; silent on all processes but the first."""
+    """Plain lines, on a terminal as wide as it and above a progress bar; silent on all processes but the first."""
 
     def __init__(self, *, log_period: int, quiet: bool):
         self._log_period, self._quiet = log_period, quiet
@@ -144,14 +210,16 @@ class Terminal:
         """Shows the bar, on a terminal: of `last_step` steps, `first_step` are done already."""
         self._first_step, self.last_step = first_step, last_step
         if sys.stdout.isatty() and not self._quiet:
+            console = rich.console.Console()
             self._bar = rich.progress.Progress(
                 rich.progress.TextColumn("step {task.completed}/{task.total}"),
-                rich.progress.BarColumn(bar_width=20),
+                rich.progress.BarColumn(bar_width=max(4, min(20, console.width - _BESIDE_THE_BAR))),
                 rich.progress.TextColumn("loss {task.fields[loss]}"),
-                rich.progress.TimeRemainingColumn(),
-                console=rich.console.Console(),
+                rich.progress.TextColumn("ETA {task.fields[left]}"),
+                console=console,
             )
-            self._task = self._bar.add_task("train", total=self.last_step, completed=first_step, loss="-")
+            self._task = self._bar.add_task("train", total=last_step, completed=first_step, loss="-", left="-")
+            command_signals.say_at_the_end(_SHOW_CURSOR)
             self._bar.start()
 
     def say(self, text: str) -> None:
@@ -159,7 +227,7 @@ class Terminal:
         if self._quiet:
             return
         if self._bar:
-            self._bar.console.print(text, markup=False, highlight=False)
+            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
             print(text, flush=True)
 
@@ -168,16 +236,18 @@ class Terminal:
         step = record["step"]
         now = time.perf_counter()
         started = self._started = self._started or now - record["step_seconds"]  # compiling does not count
+        left = _duration((now - started) / (step - self._first_step) * (self.last_step - step))
         if self._bar:
-            self._bar.update(self._task, completed=step, loss=f"{record['loss']:.4f}")
+            self._bar.update(self._task, completed=step, loss=f"{_shown_loss(record):.4f}", left=left)
         if step % self._log_period == 0 or step == self.last_step:
-            left = (now - started) / (step - self._first_step) * (self.last_step - step)
-            self.say(f"step {step}/{self.last_step}  {_step_line(record)}  ETA {_duration(left)}")
+            parts = [f"step {step}/{self.last_step}", *_step_parts(record), f"ETA {left}"]
+            self.say(_fitting(parts, self._bar.console.width) if self._bar else "  ".join(parts))
 
     def close(self) -> None:
         """Leaves the terminal as it was."""
         if self._bar:
             self._bar.stop()
+            command_signals.say_at_the_end(b"")
 
 
 def evaluation_text(record: dict[str, Any]) -> str:
@@ -191,19 +261,38 @@ def evaluation_text(record: dict[str, Any]) -> str:
     )
 
 
-def _step_line(record: dict[str, Any]) -> str:
-    mfu = "" if record["mfu"] is None else f"  MFU {record['mfu']:.1%}"
-    reward = ""
+def _shown_loss(record: dict[str, Any]) -> float:
+    """A policy's is about 0, which is not to be shown as minus 0."""
+    return round(record["loss"], 4) + 0.0
+
+
+def _step_parts(record: dict[str, Any]) -> list[str]:
+    mfu = [] if record["mfu"] is None else [f"MFU {record['mfu']:.1%}"]
+    reward = []
     if "reward" in record:
-        reward = f"reward {record['reward']:.3f}  "
+        reward = [f"reward {record['reward']:.3f}"]
     elif "pairs" in record:
-        reward = f"accuracy {record['reward_accuracy']:.1%}  margin {record['reward_margin']:.3g}  "
-    loss = round(record["loss"], 4) + 0.0  # a policy's is about 0, which is not to be shown as minus 0
-    return (
-        f"loss {loss:.4f}  {reward}{record['tokens_per_second']:,.0f} tokens/s  "
-        f"{record['tflops_per_device']:.3g} TFLOP/s/device{mfu}  lr {record['learning_rate']:.3g}  "
-        f"grad {record['grad_norm']:.3g}  batch {record['global_batch_to_train']}"
-    )
+        reward = [f"accuracy {record['reward_accuracy']:.1%}", f"margin {record['reward_margin']:.3g}"]
+    return [
+        f"loss {_shown_loss(record):.4f}",
+        *reward,
+        f"{record['tokens_per_second']:,.0f} tokens/s",
+        f"{record['tflops_per_device']:.3g} TFLOP/s/device",
+        *mfu,
+        f"lr {record['learning_rate']:.3g}",
+        f"grad {record['grad_norm']:.3g}",
+        f"batch {record['global_batch_to_train']}",
+    ]
+
+
+def _fitting(parts: Sequence[str], width: int) -> str:
+    """The parts as one line of at most `width` characters; what a terminal can best do without is left out first."""
+    left = list(parts)
+    for dispensable in _DISPENSABLE:
+        if len("  ".join(left)) <= width:
+            break
+        left = [part for part in left if dispensable not in part]
+    return "  ".join(left)
 
 
 def _duration(seconds: float) -> str:

@@ -78,22 +78,55 @@ class NoiseScale:
         """Standard error of `examples` over itself, to first order; None before the second step.
 
         Steps count as independent. What changes during the run counts as scatter, so that it errs on the large side.
+        After few steps it is wider, as Student's t has it for a scatter that is itself estimated.
         """
         if self.examples is None or self.weight_squares >= 1:
             return None
-        noise = (self.noise_squared - self.noise**2) / self.noise**2
-        signal = (self.signal_squared - self.signal**2) / self.signal**2
-        both = (self.product - self.noise * self.signal) / (self.noise * self.signal)
-        scatter = max(noise + signal - 2 * both, 0.0)
-        return math.sqrt(scatter * self.weight_squares / (1 - self.weight_squares))
+        noise, signal, both = self._scatter
+        scatter = noise / self.noise**2 + signal / self.signal**2 - 2 * both / (self.noise * self.signal)
+        return math.sqrt(max(scatter, 0.0))
+
+    @property
+    def interval(self) -> tuple[float, float | None] | None:
+        """Where the noise scale lies in about 68 of 100 runs; None where `relative_error` is.
+
+        Those r for which noise - r signal is within one standard error of 0. Its end is None where it has none: while
+        the gradient is within one standard error of 0, the noise scale can be as large as one likes.
+
+        Source: Fieller 1954, "Some Problems in Interval Estimation", J. R. Stat. Soc. B 16(2).
+        """
+        if self.examples is None or self.weight_squares >= 1:
+            return None
+        noise, signal, both = self._scatter
+        a, b, c = self.signal**2 - signal, self.noise * self.signal - both, self.noise**2 - noise
+        root = math.sqrt(max(b * b - a * c, 0.0))
+        if a > 0:
+            return max((b - root) / a, 0.0), (b + root) / a
+        low = (b - root) / a if a < 0 else 0.0  # else it is all numbers but those between the roots
+        return max(low, 0.0) if c > 0 else 0.0, None
+
+    @property
+    def _scatter(self) -> tuple[float, float, float]:
+        """Squared standard errors of `noise` and `signal`, and the covariance of the two errors."""
+        freedom = 1 / self.weight_squares - 1
+        student = 1 + 0.5 / freedom + 0.25 / freedom**2 + 0.0625 / freedom**3  # t at one standard deviation, expanded
+        factor = student**2 / freedom
+        return (
+            factor * (self.noise_squared - self.noise**2),
+            factor * (self.signal_squared - self.signal**2),
+            factor * (self.product - self.noise * self.signal),
+        )
 
     def record(self, global_batch: int) -> dict[str, float | None]:
         """What a line of metrics.jsonl says of it."""
         examples = self.examples
+        low, high = self.interval or (None, None)
         return {
             "gradient_noise_scale": examples,
             "gradient_noise_scale_ratio": None if examples is None else examples / global_batch,
             "gradient_noise_scale_error": self.relative_error,
+            "gradient_noise_scale_low": low,
+            "gradient_noise_scale_high": high,
         }
 
 

@@ -48,7 +48,7 @@ def find_nonfinite(
 
     Args:
       step_gradients: as `gradients.accumulate_gradients` makes it.
-      params: the parameters that the step had (a skipped step leaves them).
+      params: the parameters that the step had; it leaves them, and so do those after it (`state.TrainState`).
       batch: [A, B, T], as the step had it.
       example_ids: of the whole step; example j is in micro-batch j % micro_batches, slot j // micro_batches.
       micro_batches: those of the A that are in use.

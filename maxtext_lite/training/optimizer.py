@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from maxtext_lite.config import Config, OptimizerConfig
-from maxtext_lite.models import is_matrix, num_inputs, unstacked
+from maxtext_lite.models import is_matrix, num_inputs, of_one, unstacked
 from maxtext_lite.training.accumulate import GradientAccumulation
 from maxtext_lite.training.loss_scale import loss_scaling
 
@@ -70,7 +70,7 @@ def learning_rate_schedule(config: OptimizerConfig, *, last: float, units_per_st
     Source: wsd is Hu et al. 2024, arXiv:2404.06395, section 4, with a linear decay.
     """
     peak, final = config.learning_rate, config.learning_rate_final_fraction
-    warmup = config.warmup_steps
+    warmup, last = float(config.warmup_steps), float(last)  # a whole number above 2**31 is none that jax takes
 
     def shape(u: jax.Array) -> jax.Array:
         decay_steps = max(last - warmup, 1)
@@ -105,13 +105,53 @@ def _direction(config: OptimizerConfig, axes: Any) -> optax.GradientTransformati
         case "lion":
             return optax.scale_by_lion(config.adam_b1, config.adam_b2)
         case "adafactor":
-            return optax.chain(
-                optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0), optax.scale_by_param_block_rms()
+            return _of_each_tensor(
+                optax.chain(
+                    optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0), optax.scale_by_param_block_rms()
+                ),
+                axes,
             )
         case "muon":
             return _muon(config, axes)
         case name:
             raise AssertionError(f"optimizer {name!r} passed the config")
+
+
+def _of_each_tensor(inner: optax.GradientTransformation, axes: Any) -> optax.GradientTransformation:
+    """`inner` of every tensor by itself, each layer's in a stack and each expert's, as if there were no stacks.
+
+    Its state is a tree like the parameters, of `inner`'s states of each: their arrays have the stack's dims before
+    their own, their scalars, which are counts, are the stack's.
+    """
+    num_stacked = {
+        path: len(leaf) - len(of_one(leaf))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(axes, is_leaf=lambda node: isinstance(node, tuple))
+    }
+
+    def over(tree: Any) -> Any:
+        return jax.tree.map(lambda x: 0 if x.ndim else None, tree)
+
+    def init(params: Any) -> Any:
+        def of_stack(path: Any, p: Any) -> Any:
+            one, of_one_tensor = jax.ShapeDtypeStruct(p.shape[num_stacked[path] :], p.dtype), inner.init
+            for _ in range(num_stacked[path]):
+                of_one_tensor = jax.vmap(of_one_tensor, out_axes=over(jax.eval_shape(inner.init, one)))
+            return of_one_tensor(p)
+
+        return jax.tree_util.tree_map_with_path(of_stack, params)
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        def of_stack(path: Any, update: Any, state: Any, p: Any) -> Any:
+            of_one_tensor = inner.update
+            for _ in range(num_stacked[path]):
+                of_one_tensor = jax.vmap(of_one_tensor, in_axes=(0, over(state), 0), out_axes=(0, over(state)))
+            return of_one_tensor(update, state, p)
+
+        tree = jax.tree.structure(updates)
+        found = tree.flatten_up_to(jax.tree_util.tree_map_with_path(of_stack, updates, state, params))
+        return tuple(tree.unflatten(part) for part in zip(*found, strict=True))
+
+    return optax.GradientTransformation(init, update)
 
 
 def _muon(config: OptimizerConfig, axes: Any) -> optax.GradientTransformation:
@@ -123,10 +163,9 @@ def _muon(config: OptimizerConfig, axes: Any) -> optax.GradientTransformation:
 
     def dimension_numbers(leaf: tuple[str, ...]) -> Any:
         """Which dims of a stacked projection are its rows: those it contracts, and the others but for the stack's."""
-        matrix = unstacked(leaf)
-        if matrix == leaf or not is_matrix(leaf):
+        matrix = of_one(leaf)
+        if unstacked(leaf) == leaf or not is_matrix(leaf):
             return None
-        matrix = tuple(axis for axis in matrix if axis != "experts")
         dims = range(len(leaf) - len(matrix), len(leaf))
         split = num_inputs(matrix)
         inputs, outputs = tuple(dims[:split]), tuple(dims[split:])
@@ -170,8 +209,10 @@ def make_optimizer(config: Config, axes: Any) -> GradientAccumulation:
             optax.add_decayed_weights(config.weight_decay, decayed),  # also at 0: the state keeps its shape
         ),
         loss_scaling(config),
+        max_skipped=config.max_skipped_updates if config.skip_nonfinite_updates else 1,
         loads=loads if any(jax.tree.leaves(loads)) else None,
         load_rate=config.routed_bias_update_rate,
+        masters=config.master_weights,
         over_data=config.shard_optimizer_over_data,
         on_host=config.optimizer_memory_host_offload,
     )

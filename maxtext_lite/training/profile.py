@@ -4,6 +4,8 @@ from pathlib import Path
 
 import jax
 
+from maxtext_lite.training.failures import Failures
+
 FIRST_STEP = 3
 """The first that is traced, of those that this process makes: the two before it compile and fill caches."""
 
@@ -13,10 +15,11 @@ class Profile:
 
     Args:
       directory: of TensorBoard's files.
+      failures: are told of a trace that cannot be written.
     """
 
-    def __init__(self, directory: Path, num_steps: int):
-        self._directory, self._num_steps = directory, num_steps
+    def __init__(self, directory: Path, num_steps: int, failures: Failures):
+        self._directory, self._num_steps, self._failures = directory, num_steps, failures
         self._is_tracing = False
 
     def before_step(self, steps_here: int) -> None:
@@ -31,4 +34,5 @@ class Profile:
         """Ends a trace that is under way and writes it."""
         if self._is_tracing:
             self._is_tracing = False
-            jax.profiler.stop_trace()
+            with self._failures.of_writing(self._directory):
+                jax.profiler.stop_trace()

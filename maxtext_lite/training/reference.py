@@ -5,7 +5,10 @@ second copy of the parameters, with a forward pass in every step, would come to 
 devices, leaves the step as it is on every mesh and schedule, and after a restart the numbers are the same to the bit.
 """
 
+import io
 import time
+import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from maxtext_lite.config import UserError
+from maxtext_lite.config.errors import value_text
 from maxtext_lite.data import ExampleSource, PairSource, evaluation_batches
-from maxtext_lite.parallel import exchange, sharding
+from maxtext_lite.parallel import bytes_of_host, sharding, value_of_host
 from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.evaluate import scores_of
 from maxtext_lite.training.metrics import Terminal
@@ -44,8 +48,7 @@ def add_reference(run: Run, state: TrainState, counts: Counts, terminal: Termina
         eval_step = make_eval_step(run.decoder, run.mesh, run.config, objective_of(run.config))
         params = run.decoder.joined(state.model_params, state.frozen)  # new adapters add nothing
         tables = {source.fingerprint: _find(run, eval_step, params, source) for source in sources}
-        if run.is_first:
-            _write(run.directory / FILE, tables)
+        run.failures.on_first_host(run.directory / FILE, lambda: _write(run.directory / FILE, tables))
         terminal.say(
             f"log-probabilities of the reference, of {sum(map(len, tables.values())):,} pairs, in "
             f"{time.perf_counter() - started:.1f} s"
@@ -81,14 +84,17 @@ def _write(path: Path, tables: Mapping[str, np.ndarray]) -> None:
 def _read(run: Run, sources: Sequence[ExampleSource]) -> dict[str, np.ndarray]:
     """What the first host has written, on every host."""
     path = run.directory / FILE
-    found: dict[str, Any] | None = None
-    if run.is_first and path.is_file():
-        with np.load(path) as tables:
-            found = {name: table.tolist() for name, table in tables.items()}  # float32 in JSON comes back as it was
-    found = exchange(found)[0]
+    found, state = None, "gone"
+    if value_of_host(0, run.is_first and path.is_file()):
+        content = bytes_of_host(0, _content(path) if run.is_first else b"")
+        try:
+            with np.load(io.BytesIO(content), allow_pickle=False) as tables:
+                found = dict(tables.items())  # each table has a CRC-32, which reading it checks
+        except (OSError, ValueError, EOFError, KeyError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
+            state = f"damaged ({value_text(error)})"
     if found is None:
         raise UserError(
-            f"{path} is gone, which holds the reference of the run. Use another run_name, with "
+            f"{path} is {state}, which holds the reference of the run. Use another run_name, with "
             f"load_parameters_path={run.directory} to go on from its parameters as a new reference."
         )
     if any(source.fingerprint not in found for source in sources):
@@ -96,4 +102,11 @@ def _read(run: Run, sources: Sequence[ExampleSource]) -> dict[str, np.ndarray]:
             f"{path} holds the reference of other pairs than dataset_path and eval_dataset_path have now. Use those "
             "that the run began with, or another run_name."
         )
-    return {name: np.array(table, np.float32).reshape(-1, 2) for name, table in found.items()}
+    return found
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:  # no host may be left waiting: all find that nothing is no table
+        return b""

@@ -1,10 +1,12 @@
 """What a run is made of before its first step: plan, data, mesh, decoder, optimizer, directory and checkpoints."""
 
+import contextlib
+import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import jax
 
@@ -16,6 +18,7 @@ from maxtext_lite.batching import (
     scaled_optimizer,
 )
 from maxtext_lite.config import Config, RunConfig, UserError, describe, write_resolved
+from maxtext_lite.config.errors import value_text, writing
 from maxtext_lite.config.hf_config import CARRIED, has_hf_weights, hf_directory, tokenizer_keys
 from maxtext_lite.data import (
     open_sources_on_hosts,
@@ -23,14 +26,25 @@ from maxtext_lite.data import (
 )
 from maxtext_lite.interop import carry_files
 from maxtext_lite.parallel import make_mesh, start_devices
-from maxtext_lite.training.checkpoint import Checkpointer, Counts, checkpoint_directory, fingerprint, load_parameters
+from maxtext_lite.training.checkpoint import Checkpointer, Counts, fingerprint
 from maxtext_lite.training.environment import environment
+from maxtext_lite.training.failures import Failures
+from maxtext_lite.training.lease import Lease, hold
 from maxtext_lite.training.local_updates import local_updates
 from maxtext_lite.training.metrics import Speed, Terminal, peak_tflops
 from maxtext_lite.training.noise import why_unknown
 from maxtext_lite.training.objective import Objective, objective_of
 from maxtext_lite.training.optimizer import Schedule, learning_rate_schedule, make_optimizer
+from maxtext_lite.training.parameters import checkpoints_in, load_parameters
 from maxtext_lite.training.state import TrainState, abstract_state, init_state, make_decoder, state_from
+
+
+class _HasNotes(Protocol):
+    @property
+    def notes(self) -> tuple[str, ...]: ...
+
+
+Log = TypeVar("Log", bound=_HasNotes)
 
 
 def run_directory(config: RunConfig) -> Path:
@@ -47,7 +61,8 @@ class Run:
       local: the local updates, or None.
       objective: what a step minimises.
       is_first: this process writes the run directory.
-      checkpointer: None where enable_checkpointing is false.
+      failures: what could not be written.
+      checkpointer: None where enable_checkpointing is false, and before `opened`.
     Args:
       devices: those that train; None: all.
       examples_of_entry: how often an entry of the source counts as an example in one epoch.
@@ -77,22 +92,73 @@ class Run:
         self.is_first = jax.process_index() == 0
         self.directory = run_directory(config)
         if config.load_parameters_path and not has_hf_weights(config.load_parameters_path):
-            checkpoint_directory(config.load_parameters_path, "load_parameters_path")
+            checkpoints_in(config.load_parameters_path, "load_parameters_path")
         if not config.enable_checkpointing and any((self.directory / "checkpoints").glob("*")):
             raise UserError(
                 f"enable_checkpointing=false would start {self.directory} over, which holds checkpoints. "
                 "Nearest that work: enable_checkpointing=true, or another run_name."
             )
+        self.failures = Failures()
+        self.checkpointer: Checkpointer | None = None
+        self._lease: Lease | None = None
+
+    @contextlib.contextmanager
+    def opened(self, say: Callable[[str], None]) -> Iterator[None]:
+        """Makes the run directory and holds its lease, so that no other run writes there; opens its checkpoints.
+
+        Args:
+          say: takes sentences on the checkpoints, some from a background thread.
+        Raises:
+          UserError: another run has the directory, it cannot be written, or all of its checkpoints are damaged.
+        """
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
+            if self.is_first:
+                self.directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(
-                f"base_output_directory={config.base_output_directory} with run_name={config.run_name} cannot be made "
-                f"a directory: {error.strerror}."
-            ) from None
-        self.checkpointer = None
-        if config.enable_checkpointing:
-            self.checkpointer = Checkpointer(self.directory, config, self._fingerprint)
+            self.failures.add(
+                f"base_output_directory={value_text(self.config.base_output_directory)} with "
+                f"run_name={value_text(self.config.run_name)} cannot be made a directory: {error.strerror}."
+            )
+        self._lease = hold(self.directory, self.failures, say)
+        try:
+            if self.config.enable_checkpointing:
+                holds = self._lease.check if self._lease else lambda: True
+                about = self.config, self._fingerprint
+                self.checkpointer = Checkpointer(self.directory, *about, self.failures, say, holds)
+            yield
+        finally:
+            if self.checkpointer:
+                self.checkpointer.close()
+            if self._lease:
+                self._lease.release()
+
+    def save(self, state: TrainState, counts: Counts, unfinished: Any = None) -> None:
+        """A checkpoint, where checkpoints are on, by the run that still has the directory; see `Checkpointer.save`."""
+        if self._lease:
+            self._lease.check()
+        if self.checkpointer:
+            self.checkpointer.save(state, counts, unfinished)
+
+    def open_log(self, open_it: Callable[[], Log], say: Callable[[str], None]) -> Log | None:
+        """A log in the run directory, on the first host, and what was wrong with the lines there; None on the others.
+
+        Raises:
+          UserError: it cannot be read or written; on all hosts.
+        """
+        log = self.failures.on_first_host(self.directory, open_it)
+        for note in () if log is None else log.notes:
+            say(note)
+        return log
+
+    def wait(self) -> None:
+        """Returns once all that the run wrote is safe. All hosts call it.
+
+        Raises:
+          UserError: a host could not write something; on all hosts.
+        """
+        self.failures.raise_together()
+        if self.checkpointer:
+            self.checkpointer.wait()
 
     @property
     def _fingerprint(self) -> dict[str, Any]:
@@ -125,7 +191,11 @@ class Run:
         """The state and counts of the newest checkpoint, or those of a new run."""
         abstract = self.abstract_state
         if self.checkpointer and self.checkpointer.latest_step() is not None:
-            return self.checkpointer.restore(abstract)
+            state, counts = self.checkpointer.restore(abstract)
+            if self.optimizer.has_ended(counts.skipped_in_a_row):  # by a limit that is lower than it was
+                none = jax.device_put(jax.numpy.int32(0), abstract.skipped_in_a_row.sharding)
+                state = dataclasses.replace(state, skipped_in_a_row=none)
+            return state, counts
         path = self.config.load_parameters_path
         if path:  # before anything is compiled: it may not be there, or not fit
             params = load_parameters(path, abstract.plain_params, "load_parameters_path")
@@ -134,16 +204,14 @@ class Run:
         return init_state(self.decoder, self.optimizer, self.mesh, self.config.seed, self.local), Counts()
 
     def introduce(self, terminal: Terminal, counts: Counts) -> None:
-        """Prints the config and the plan, and writes them into the run directory."""
+        """Prints the config and the plan, and writes them into the run directory. All hosts call it.
+
+        Raises:
+          UserError: they cannot be written; on all hosts.
+        """
+        self.failures.on_first_host(self.directory, self._write_about)
         if not self.is_first:
             return
-        write_resolved(self.stated_config, self.directory / "config.yml")
-        path = self.config.load_parameters_path
-        if carried := hf_directory(path) if path else None:  # so that the run can be exported and talked to
-            own = self.config.tokenizer_path == tokenizer_keys(carried).get("tokenizer_path", "")
-            carry_files(carried, self.directory / "hf", but=() if own else CARRIED[1:])
-        _write_json(self.directory / "plan.json", self.plan.to_json())
-        _write_json(self.directory / "environment.json", environment())
         terminal.say(describe(self.stated_config))
         terminal.say("")
         terminal.say(format_plan(self.plan))
@@ -173,6 +241,17 @@ class Run:
         if counts.step:
             terminal.say(f"resuming {self.directory} after step {counts.step}")
 
+    def _write_about(self) -> None:
+        """Config, plan and environment, and what came with the parameters."""
+        with writing(self.directory / "config.yml"):
+            write_resolved(self.stated_config, self.directory / "config.yml")
+        path = self.config.load_parameters_path
+        if carried := hf_directory(path) if path else None:  # so that the run can be exported and talked to
+            own = self.config.tokenizer_path == tokenizer_keys(carried).get("tokenizer_path", "")
+            carry_files(carried, self.directory / "hf", but=() if own else CARRIED[1:])
+        _write_json(self.directory / "plan.json", self.plan.to_json())
+        _write_json(self.directory / "environment.json", environment())
+
     @property
     def speed(self) -> Speed:
         """What steps are timed against."""
@@ -191,15 +270,17 @@ def open_run(config: Config) -> Run:
       UserError: the config cannot be trained on these devices or this data, or contradicts the run directory.
     """
     start_devices()
-    num_devices, num_hosts = jax.device_count(), jax.process_count()
-    plan = make_plan(_before_data(config), num_devices=num_devices, num_hosts=num_hosts)
+    machine: Any = {
+        "num_devices": jax.device_count(), "num_hosts": jax.process_count(), "platform": jax.default_backend()
+    }  # fmt: skip
+    plan = make_plan(_before_data(config), **machine)
     source, eval_source = open_sources_on_hosts(
         config,
         vocab_size=config.vocab_size,
         loading_hosts=plan.loading_hosts,
         begins_as_elsewhere=comes_from_elsewhere(config),
     )
-    plan = make_plan(config, num_devices=num_devices, num_hosts=num_hosts, num_examples=len(source))
+    plan = make_plan(config, **machine, num_examples=len(source))
     return Run(config, plan, source=source, eval_source=eval_source, objective=objective_of(config))
 
 
@@ -227,4 +308,5 @@ def _peak_sentence(speed: Speed) -> str:
 
 
 def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    with writing(path):
+        path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

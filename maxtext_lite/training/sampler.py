@@ -13,7 +13,7 @@ import numpy as np
 from maxtext_lite.config import Config
 from maxtext_lite.models import Decoder, KVCache, Sampling, sample_token
 from maxtext_lite.parallel import MESH_AXES, make_mesh, tree_shardings
-from maxtext_lite.training.checkpoint import load_parameters
+from maxtext_lite.training.parameters import load_parameters
 from maxtext_lite.training.state import make_plain_decoder
 
 _PADDED_TO = 64  # prompts and caches are padded to a multiple of this, so that few shapes are compiled
@@ -135,7 +135,7 @@ def first_token(
       cache: empty.
       key_B: of all draws for a sequence; each is made of it and of the token's position.
     """
-    x_BTD, cache = decoder.decode(params, token_BT, jnp.zeros_like(length_B), cache)
+    x_BTD, cache = decoder.decode(params, token_BT, jnp.zeros_like(length_B), cache, length_B)
     last_BTD = jnp.take_along_axis(x_BTD, (length_B - 1)[:, None, None], axis=1)
     return *_draw(decoder, params, last_BTD, length_B, key_B, sampling, scored_at), cache
 

@@ -52,6 +52,8 @@ class Scorer:
         shards = mesh.shape["fsdp"]
         self._rows = -(-rows_at_once // shards) * shards
         self._score = jax.jit(functools.partial(_row_scores, decoder))
+        # The last token has no target. Where rotation follows the length it counts all the same, and must be there.
+        self._unseen = 0 if decoder.shape.follows_length else 1
 
     def score(self, spans: Sequence[Span]) -> list[Scored]:
         """Of each span, in their order. Rows of about the same length go together."""
@@ -64,7 +66,7 @@ class Scorer:
         return [scored for scored in found if scored is not None]
 
     def _batch(self, spans: list[Span]) -> Iterator[Scored]:
-        length = _padded(max(len(span.tokens) for span in spans) - 1)
+        length = _padded(max(len(span.tokens) for span in spans) - self._unseen)
         token_BT, target_BT, first_B, end_B = (
             np.zeros((self._rows, length), np.int32),
             np.zeros((self._rows, length), np.int32),
@@ -74,7 +76,8 @@ class Scorer:
         for row, span in enumerate(spans):
             assert 1 <= span.first < len(span.tokens), "a span scores at least one token, after at least one"
             end_B[row], first_B[row] = len(span.tokens) - 1, span.first - 1
-            token_BT[row, : end_B[row]], target_BT[row, : end_B[row]] = span.tokens[:-1], span.tokens[1:]
+            seen = span.tokens[: len(span.tokens) - self._unseen]
+            token_BT[row, : len(seen)], target_BT[row, : end_B[row]] = seen, span.tokens[1:]
         with jax.set_mesh(self._mesh):
             likelihood_B, is_greedy_B = jax.device_get(
                 self._score(self._params, token_BT, target_BT, jnp.asarray(first_B), jnp.asarray(end_B))
@@ -89,12 +92,12 @@ def _row_scores(
     """Log-likelihood [B] of the targets at positions first_B ... end_B - 1, and whether each is the likeliest."""
     B, T = token_BT.shape
     position_BT = jnp.broadcast_to(jnp.arange(T), (B, T))
-    is_real_BT = position_BT < end_B[:, None]
+    is_real_BT = position_BT < end_B[:, None] + decoder.shape.follows_length
     x_BTD = decoder.hidden(params, token_BT, is_real_BT.astype(jnp.int32), position_BT)
     head_DV = decoder.head(params).astype(x_BTD.dtype)
     tiles = T // _TILE_TOKENS
     nll_BT = token_losses(x_BTD, head_DV, target_BT, tiles, decoder.shape.final_soft_cap)
-    is_scored_BT = is_real_BT & (position_BT >= first_B[:, None])
+    is_scored_BT = (position_BT >= first_B[:, None]) & (position_BT < end_B[:, None])
     is_likeliest_BT = likeliest_tokens(x_BTD, head_DV, tiles) == target_BT  # a soft cap keeps their order
     return -jnp.sum(jnp.where(is_scored_BT, nll_BT, 0), axis=1), jnp.all(is_likeliest_BT | ~is_scored_BT, axis=1)
 

@@ -10,9 +10,10 @@ from jax.sharding import Mesh, NamedSharding
 
 from maxtext_lite.batching import BatchPlan
 from maxtext_lite.config import Config, ModelConfig, UserError, adapted_weights, remat_of
-from maxtext_lite.models import Decoder, DecoderShape, ExpertShape, Lora, resolve_attention
-from maxtext_lite.parallel import Pipeline, also_over_data, per_replica, sharding, tree_shardings
-from maxtext_lite.training.accumulate import GradientAccumulation
+from maxtext_lite.config.kernels import attention_kernel
+from maxtext_lite.models import Decoder, DecoderShape, ExpertShape, Lora
+from maxtext_lite.parallel import Pipeline, also_over_data, per_replica, sharding, tree_shardings, with_dims
+from maxtext_lite.training.accumulate import GradientAccumulation, master_of
 from maxtext_lite.training.local_updates import LocalUpdates, OuterState
 from maxtext_lite.training.optimizer import Progress
 
@@ -26,9 +27,13 @@ class TrainState:
 
     Attributes:
       params: the parameters that are trained: the decoder's, in `weight_dtype`, or with LoRA its adapters, in float32.
-      opt_state: the optimizer's state; its `gradient_step` counts updates. Never a gradient accumulator.
+      opt_state: the optimizer's state, with float32 masters where `params` are narrower; its `gradient_step` counts
+        updates. Never a gradient accumulator.
       progress: examples and target tokens of the updates.
       step: int32 number of steps done; skipped ones count.
+      skipped_in_a_row: int32 number of steps up to this one that were skipped for a gradient that was not finite. Once
+        it is the optimizer's `max_skipped`, no step changes parameters any more: the run is to end, and until the host
+        knows, they stay as the failing step had them.
       outer: with local updates, what the replicas share; otherwise None.
       frozen: with LoRA, the decoder's parameters but for the adapters, which a step leaves as they are; otherwise None.
     """
@@ -37,6 +42,7 @@ class TrainState:
     opt_state: optax.MultiStepsState
     progress: Progress
     step: jax.Array
+    skipped_in_a_row: jax.Array
     outer: OuterState | None = None
     frozen: Any = None
 
@@ -61,15 +67,8 @@ def make_decoder(config: Config, platform: str, plan: BatchPlan | None = None) -
     """
     shape = decoder_shape(config)
     try:
-        kernel = resolve_attention(
-            config.attention,
-            platform=platform,
-            dtype=shape.dtype,
-            num_tokens=config.max_target_length,
-            num_context_shards=1 if plan is None else plan.mesh["context"],
-            scorings=[shape.scoring(kind) for kind in shape.pattern],
-            sinks=shape.sinks,
-            values_differ=shape.value_dim != shape.head_dim,
+        kernel = attention_kernel(
+            config, platform=platform, num_context_shards=1 if plan is None else plan.mesh["context"]
         )
     except ValueError as error:
         raise UserError(str(error)) from None
@@ -170,15 +169,16 @@ def _state_of(
 ) -> TrainState:
     """The state before the first step of a run that starts from these parameters, adapters included."""
     params, frozen = decoder.trained(all_params), decoder.frozen(all_params)
-    opt_state, step = optimizer.init(params), jnp.zeros([], jnp.int32)
+    opt_state, zero = optimizer.init(params), jnp.zeros([], jnp.int32)
     if local is None:
-        return TrainState(params, opt_state, Progress.start(), step, frozen=frozen)
+        return TrainState(params, opt_state, Progress.start(), zero, zero, frozen=frozen)
     return TrainState(
         local.copies(params),
         local.copies(opt_state),
         local.copies(Progress.start()),
-        step,
-        local.outer_state(params),
+        zero,
+        zero,
+        local.outer_state(params, master_of(opt_state)),
         frozen,
     )
 
@@ -197,8 +197,8 @@ def state_shardings(
 ) -> TrainState:
     """Where each leaf of the state lives: optimizer state that is shaped as a parameter lies as its gradient does.
 
-    State of another shape (counts, adafactor's row and column sums) is small and stands on every device that has the
-    parameters it belongs to.
+    State that lacks one dim of its parameter (adafactor's means over it) lies so too, but for that dim; what is left,
+    counts, stands on every device.
     """
     everywhere: Any = sharding(mesh)
     params = tree_shardings(mesh, decoder.trained(decoder.axes))
@@ -213,9 +213,12 @@ def state_shardings(
     def lay_out(path: Any, leaf: jax.ShapeDtypeStruct) -> Any:
         names = _names(path)
         for first in range(len(names)):  # an optimizer's state repeats the parameters' tree below its own names
-            shape, where = where_of.get(names[first:], (None, everywhere))
+            shape, where = where_of.get(names[first:], ((), everywhere))
             if shape == leaf.shape:
                 return where
+            for dim in reversed(range(len(shape))):
+                if (*shape[:dim], *shape[dim + 1 :]) == leaf.shape:
+                    return with_dims(where, len(shape), dim, dim + 1, 0)
         return everywhere
 
     opt_state = jax.tree_util.tree_map_with_path(lay_out, jax.eval_shape(optimizer.init, trained))
@@ -225,14 +228,17 @@ def state_shardings(
     if optimizer.on_host:
         opt_state = jax.tree.map(_on_host, opt_state, jax.eval_shape(optimizer.init, trained))
     if local is None:
-        return TrainState(params, opt_state, progress, everywhere, frozen=frozen)
+        return TrainState(params, opt_state, progress, everywhere, everywhere, frozen=frozen)
     replica_params, replica_progress = (jax.tree.map(per_replica, tree) for tree in (params, progress))
     return TrainState(
         replica_params,
         opt_state,
         replica_progress,
         everywhere,
-        OuterState(params, params if local.outer_momentum else None),
+        everywhere,
+        OuterState(
+            params, params if local.outer_momentum else None, params if optimizer.has_masters(trained) else None
+        ),
         frozen,
     )
 

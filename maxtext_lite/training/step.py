@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from maxtext_lite.config import NumericsConfig
 from maxtext_lite.models import Decoder
 from maxtext_lite.parallel import in_context_order, over_replicas, per_replica, sharding, tree_shardings
-from maxtext_lite.training.accumulate import GradientAccumulation
+from maxtext_lite.training.accumulate import GradientAccumulation, master_of, with_master
 from maxtext_lite.training.gradients import (
     TRAIN_BATCH_AXES,
     GradientLoop,
@@ -47,12 +47,13 @@ def make_train_step(
 
     `batch` holds tokens, targets, segments, positions (int32) and weights (float32), each [A, B, T], and what else the
     objective needs. A step whose gradient is not finite, or that has no target, leaves parameters, optimizer state and
-    schedule as they are: it is `skipped`.
+    schedule as they are: it is `skipped`. So does every step after one that ends the run (`TrainState`).
 
     Metrics are replicated scalars: loss, target_tokens, grad_norm (before clipping), param_norm (of what is trained,
     after the update), learning_rate, skipped, groups and group_squares (see `noise`) and, where there are any, z_loss,
     loss_scale and the objective's own. With local updates each is [R], one value for each replica, which also skips for
-    itself, and nothing crosses the data axis: `summarise` and `make_synchronise` do.
+    itself, and nothing crosses the data axis: `summarise` and `make_synchronise` do. Of skipped_in_a_row, which is then
+    a metric too, it is the caller who gives the state what `summarise` makes of it.
     """
     step_gradients = accumulate_gradients(decoder, optimizer, mesh, config, local, objective)
     shardings = state_shardings(decoder, optimizer, mesh, local)
@@ -88,10 +89,13 @@ def _applied(
 ) -> Any:
     """The function (state, StepGradients) -> (state, metrics) of `make_train_step`; `shardings` are the state's."""
 
-    def update(params: Any, opt_state: optax.MultiStepsState, progress: Progress, step: StepGradients) -> Any:
+    def update(
+        params: Any, opt_state: optax.MultiStepsState, progress: Progress, step: StepGradients, skipped_in_a_row: Any
+    ) -> Any:
         grad_norm = optax.tree.norm(optimizer.slopes(step.gradients))
         finite = jnp.isfinite(grad_norm) & jnp.isfinite(step.loss)
-        applied = finite & (step.num_counted > 0)
+        has_ended = optimizer.has_ended(skipped_in_a_row)
+        applied = finite & (step.num_counted > 0) & ~has_ended
         new_progress = progress.plus(step.examples, step.target_tokens)
         learning_rate = schedule(opt_state.gradient_step + 1, new_progress)
         if optimizer.over_data:
@@ -114,10 +118,13 @@ def _applied(
         if config.z_loss_multiplier:
             metrics["z_loss"] = config.z_loss_multiplier * step.z_loss
         metrics |= objective.metrics(step.aux, step.num_counted, config)
+        metrics["skipped_in_a_row"] = optimizer.skipped_after(skipped_in_a_row, finite, optimizer.loss_scale(opt_state))
         if optimizer.loss_scaling:
             metrics["loss_scale"] = optimizer.loss_scale(opt_state)
             skip_state: Any = opt_state.skip_state
-            opt_state = opt_state._replace(skip_state=optimizer.loss_scaling.next(skip_state, finite))
+            following = optimizer.loss_scaling.next(skip_state, finite)
+            following = jax.tree.map(lambda new, old: jnp.where(has_ended, old, new), following, skip_state)
+            opt_state = opt_state._replace(skip_state=following)
         return params, opt_state, progress, metrics
 
     if local:
@@ -126,13 +133,22 @@ def _applied(
     def apply(state: TrainState, step: StepGradients) -> tuple[TrainState, dict[str, jax.Array]]:
         here, on_host = state.opt_state, shardings.opt_state
         if optimizer.on_host:
-            here = jax.tree.map(lambda x, where: jax.device_put(x, where.with_memory_kind("device")), here, on_host)
-        params, opt_state, progress, metrics = update(state.params, here, state.progress, step)
+            here = _on_devices(here, on_host)
+        skipped_in_a_row = state.skipped_in_a_row
+        params, opt_state, progress, metrics = update(state.params, here, state.progress, step, skipped_in_a_row)
+        if not local:
+            skipped_in_a_row = metrics.pop("skipped_in_a_row")
         if optimizer.on_host:
             opt_state = jax.device_put(opt_state, on_host)
-        return TrainState(params, opt_state, progress, state.step + 1, state.outer, state.frozen), metrics
+        steps = state.step + 1, skipped_in_a_row
+        return TrainState(params, opt_state, progress, *steps, state.outer, state.frozen), metrics
 
     return apply
+
+
+def _on_devices(tree: Any, on_host: Any) -> Any:
+    """What lies in pinned host memory, as these shardings say, on the devices."""
+    return jax.tree.map(lambda x, where: jax.device_put(x, where.with_memory_kind("device")), tree, on_host)
 
 
 def make_zero_sums(
@@ -229,14 +245,28 @@ def make_update(
 
 
 def make_synchronise(decoder: Decoder, optimizer: GradientAccumulation, mesh: Mesh, local: LocalUpdates) -> Any:
-    """The jitted function state -> state in which the replicas meet; the state passed in is given up."""
+    """The jitted function state -> state in which the replicas meet, unless the run has ended (`TrainState`); the state
+    passed in is given up.
+    """
+
+    shardings = state_shardings(decoder, optimizer, mesh, local)
+    on_host = master_of(shardings.opt_state)  # of optimizer_memory_host_offload; otherwise on the devices
 
     def synchronise(state: TrainState) -> TrainState:
         assert state.outer is not None
-        params, outer = local.synchronised(state.params, state.outer)
-        return dataclasses.replace(state, params=params, outer=outer)
+        masters = master_of(state.opt_state)
+        if optimizer.on_host:
+            masters = _on_devices(masters, on_host)
+        params, outer = local.synchronised(state.params, state.outer, masters)
+        met = params, outer, None if outer.master is None else local.copies(outer.master)
+        has_ended = optimizer.has_ended(state.skipped_in_a_row)
+        params, outer, masters = jax.tree.map(
+            lambda new, old: jnp.where(has_ended, old, new), met, (state.params, state.outer, masters)
+        )
+        if optimizer.on_host:
+            masters = jax.device_put(masters, on_host)
+        return dataclasses.replace(state, params=params, opt_state=with_master(state.opt_state, masters), outer=outer)
 
-    shardings = state_shardings(decoder, optimizer, mesh, local)
     return jax.jit(synchronise, donate_argnums=0, in_shardings=(shardings,), out_shardings=shardings)
 
 
@@ -244,7 +274,8 @@ def make_summarise(mesh: Mesh) -> Any:
     """The jitted function of a step's metrics, each [R], to scalars for the whole step.
 
     Losses are means over what is counted in all replicas, target tokens or pairs; norms and the learning rate are means
-    over replicas; the step counts as skipped where any replica skipped it; the loss scale is the least.
+    over replicas; the step counts as skipped where any replica skipped it; the loss scale is the least, and
+    skipped_in_a_row the most.
     """
 
     def summarise(metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -261,6 +292,8 @@ def make_summarise(mesh: Mesh) -> Any:
                 whole[name] = jnp.sum(share_R * x_R)
             elif name == "loss_scale":
                 whole[name] = jnp.min(x_R)
+            elif name == "skipped_in_a_row":
+                whole[name] = jnp.max(x_R)
             elif name not in whole:
                 whole[name] = jnp.mean(x_R)
         return whole

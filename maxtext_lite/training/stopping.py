@@ -9,10 +9,16 @@ import jax
 from jax.sharding import Mesh
 
 from maxtext_lite.parallel import make_any_host
+from maxtext_lite.process.signals import NUMBERS, command_signals
+from maxtext_lite.training.failures import Failures
 
 
 class Signals:
-    """Turns the first SIGTERM or SIGINT into a request to stop after the step; the second acts as usual."""
+    """Turns the first SIGTERM or SIGINT into a request to stop after the step; the second acts as usual.
+
+    In a command, signals end the process with exit code 130 until `take_requests`, and so does a second one after that:
+    see `process.signals`.
+    """
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
@@ -20,16 +26,31 @@ class Signals:
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Handles a signal."""
         del frame
-        self.received = signal.Signals(number)
+        self.request(number)
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+    def request(self, number: int) -> None:
+        """Takes a request to stop."""
+        self.received = signal.Signals(number)
+
+    def take_requests(self) -> None:
+        """From here on there is something to save: in a command, too, a signal is a request."""
+        if command_signals.installed:
+            command_signals.ask(self.request)
 
 
 @contextlib.contextmanager
 def watch_signals() -> Iterator[Signals]:
-    """Handles SIGTERM and SIGINT as `Signals` does, and hands them back at the end."""
+    """Handles SIGTERM and SIGINT as `Signals` does, and hands them back at the end.
+
+    A command's stay as they are at the end: once all is saved, one that comes is of no account.
+    """
     signals = Signals()
+    if command_signals.installed:
+        yield signals
+        return
     try:
-        previous = {number: signal.signal(number, signals) for number in (signal.SIGTERM, signal.SIGINT)}
+        previous = {number: signal.signal(number, signals) for number in NUMBERS}
     except ValueError:  # not the main thread: whoever runs us there handles signals
         previous = {}
     try:
@@ -40,19 +61,19 @@ def watch_signals() -> Iterator[Signals]:
 
 
 class Stop:
-    """Whether to stop after a step: all hosts answer alike, though a signal may reach only one.
+    """Whether to stop after a step: all hosts answer alike, though a signal, or a failure to write, may reach only one.
 
     With several hosts the answer is one step late: waiting for this step's would leave the devices without work.
     """
 
-    def __init__(self, mesh: Mesh, signals: Signals):
-        self._signals = signals
+    def __init__(self, mesh: Mesh, signals: Signals, failures: Failures):
+        self._signals, self._failures = signals, failures
         self._any_host = make_any_host(mesh) if jax.process_count() > 1 else None
         self._asked: jax.Array | None = None
 
     def after_this_step(self) -> bool:
         """All hosts call it, once a step."""
-        received = self._signals.received is not None
+        received = self._signals.received is not None or self._failures.found
         if self._any_host is None:
             return received
         before, self._asked = self._asked, self._any_host(received)

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maxtext_lite.batching.batch import Batch, derive_batch, not_whole, stated_batch
-from maxtext_lite.batching.problem import Problem
 from maxtext_lite.config import load_config
+from maxtext_lite.config.problem import Problem
 
 BASE = load_config()
 

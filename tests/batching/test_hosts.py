@@ -3,8 +3,8 @@ from fractions import Fraction
 import pytest
 
 from maxtext_lite.batching.hosts import Loading, loading_hosts
-from maxtext_lite.batching.problem import Problem
 from maxtext_lite.config import load_config
+from maxtext_lite.config.problem import Problem
 
 BASE = load_config()
 

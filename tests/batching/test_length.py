@@ -148,7 +148,7 @@ def test_epochs_without_a_step_are_refused_with_what_works(overrides, num_exampl
 
 def test_a_length_that_nothing_states_is_refused_also_without_load_config():
     config = load_config().model_copy(update={"steps": -1})
-    with pytest.raises(UserError, match=r"nothing states the length of the run\. Nearest that works: 20"):
+    with pytest.raises(UserError, match=r"nothing states the length of the run\. Nearest that works: 250"):
         make_plan(config, num_devices=1)
 
 

@@ -173,3 +173,32 @@ def test_a_sharded_optimizer_state_is_divided_by_the_data_axis():
     assert estimate(["shard_optimizer_over_data=true"], four).optimizer_state == whole // 4
     narrow = estimate(["shard_optimizer_over_data=true", "weight_dtype=bfloat16"], four)
     assert narrow.optimizer_state == (whole + whole // 2) // 4  # two moments and a master copy, each float32
+
+
+def test_scores_are_counted_where_the_kernel_that_runs_holds_them():
+    """gemma2-9b caps its scores, which cuDNN's attention cannot: 3 float32 copies of half the square of 16 heads."""
+    keys = ["model_name=gemma2-9b", "dtype=bfloat16", "tokenizer_type=huggingface", "tokenizer_path=x"]
+
+    def activations(*overrides, platform="gpu"):
+        config = load_config(None, [*keys, *overrides])
+        return estimate_memory(config, ONE_DEVICE, 1, 1, 1, None, platform=platform).activations
+
+    flash = activations("attn_logits_soft_cap=0")
+    assert activations() - flash == 3 * 4 * 16 * 256**2 // 2
+    assert activations("attn_logits_soft_cap=0", platform="cpu") == activations(platform="cpu") == activations()
+    assert activations(platform="tpu") == flash  # splash attention knows caps
+    assert activations("attention=dot_product", platform="tpu") == activations()
+
+
+def test_narrow_weights_have_masters_wherever_their_state_lies():
+    narrow = ["weight_dtype=bfloat16", "optimizer=sgd"]
+    for more, mesh, copies in (([], {}, 1), ([], {"data": 4}, 1), (["shard_optimizer_over_data=true"], {"data": 4}, 4)):
+        memory = estimate([*narrow, *more], mesh)
+        assert (memory.params, memory.optimizer_state) == (2 * ALL, 4 * ALL // copies)
+        without = estimate([*narrow, *more, "master_weights=false"], mesh)
+        assert (without.params, without.optimizer_state) == (2 * ALL, 0)
+    local = estimate_memory(load_config(None, narrow), ONE_DEVICE | {"data": 2}, 16, 1, 1, None, 4)
+    assert local.params == (2 + 1) * 2 * ALL
+    assert local.optimizer_state == (2 + 1) * 4 * ALL + 4 * ALL  # masters, those of all, the outer momentum
+    there = estimate([*narrow, "optimizer_memory_host_offload=true"])
+    assert there.offloaded == 4 * ALL

@@ -1,5 +1,4 @@
 import random
-import re
 from fractions import Fraction
 
 import pytest
@@ -10,6 +9,7 @@ from maxtext_lite.batching.sizes import Sizes, work_out
 from maxtext_lite.batching.topology import Topology
 from maxtext_lite.config import UserError, load_config, parse_value
 from maxtext_lite.config.schema import Config
+from tests.refusals import RL_FILE, changes, random_words
 
 BASE = load_config()
 
@@ -62,15 +62,6 @@ def draw(rng):
     return values, {"num_devices": num_devices, "num_hosts": hosts}, rng.choice([1, 7, 100, 1000, 2**31 - 1])
 
 
-def alternatives(problem):
-    """The changes that a message names, as a reader understands them."""
-    clause = re.search(r" Nearest that works?: (.*)\.$", problem)
-    assert clause, f"no value that works in: {problem}"
-    key = re.match(r"(\w+)=", problem)
-    for text in re.split(", | or ", clause[1]):
-        yield dict(pair.split("=") for pair in text.split()) if "=" in text else {key[1]: text}
-
-
 def changed(values, machine, edit):
     machine_edit = {key: int(value) for key, value in edit.items() if key in machine}
     return values | {key: value for key, value in edit.items() if key not in machine}, machine | machine_edit
@@ -90,11 +81,11 @@ def test_random_configs_plan_or_name_values_that_work(seed):
         except UserError as error:
             problems = error.problems
         if len(problems) == 1:
-            for edit in alternatives(problems[0]):
+            for edit in changes(problems[0]):
                 edited, on = changed(values, machine, edit)
                 make_plan(configured(edited), **on, num_examples=examples)
         for problem in problems:
-            values, machine = changed(values, machine, next(alternatives(problem)))
+            values, machine = changed(values, machine, changes(problem)[0])
         make_plan(configured(values), **machine, num_examples=examples)
     assert planned > 5
 
@@ -119,11 +110,11 @@ def test_shards_of_the_tokens_plan_or_name_values_that_work():
             problems = error.problems
         refused += 1
         if len(problems) == 1:
-            for edit in alternatives(problems[0]):
+            for edit in changes(problems[0]):
                 edited, on = changed(values, machine, edit)
                 make_plan(configured(edited), **on)
         for problem in problems:
-            values, machine = changed(values, machine, next(alternatives(problem)))
+            values, machine = changed(values, machine, changes(problem)[0])
         make_plan(configured(values), **machine)
     assert 100 < refused < 250
 
@@ -141,8 +132,46 @@ def test_values_of_the_wrong_kind_are_mended_along_with_the_rest():
         with pytest.raises(UserError) as refused:
             load_plan(None, [f"{key}={value}" for key, value in values.items()], **machine, num_examples=examples)
         for problem in refused.value.problems:
-            values, machine = changed(values, machine, next(alternatives(problem)))
+            values, machine = changed(values, machine, changes(problem)[0])
         load_plan(None, [f"{key}={value}" for key, value in values.items()], **machine, num_examples=examples)
+
+
+def planned(file, words, machine, edit=()):
+    """The problems of a config with changes, as a user makes them; none where it can be planned."""
+    keys = {key: value for key, value in dict(edit).items() if key not in machine}
+    machine = machine | {key: int(value) for key, value in dict(edit).items() if key in machine}
+    try:
+        load_plan(file, [*words, *(f"{key}={value}" for key, value in keys.items())], **machine, num_examples=1000)
+    except UserError as error:
+        return error.problems
+    return ()
+
+
+def test_the_lines_of_a_refusal_agree_and_what_they_name_works_together():
+    rng = random.Random(5)
+    refused = further = 0
+    for _ in range(50):
+        is_rl = rng.random() < 0.4
+        file, words = RL_FILE if is_rl else None, random_words(rng, is_rl=is_rl)
+        machine = {"num_devices": rng.choice([1, 6, 8, 64, 0, 10**12]), "num_hosts": rng.choice([1, 1, 2, 3])}
+        for problem in planned(file, words, machine):
+            if "Nearest" not in problem:  # nothing but to remove it
+                assert " has no use in RL, " in problem or problem.startswith("model_name="), problem
+                words = [word for word in words if not word.startswith(problem.partition("=")[0] + "=")]
+        named = [changes(problem) for problem in planned(file, words, machine)]
+        refused += bool(named)
+        together = {}
+        for first, *_ in named:
+            for key, value in first.items():
+                assert together.setdefault(key, value) == value, (words, named)
+        assert not planned(file, words, machine, together), (file, words, machine, together)
+        for at, (_, *others) in enumerate(named):
+            rest = {key: value for line in (*named[:at], *named[at + 1 :]) for key, value in line[0].items()}
+            for other in others:
+                further += 1
+                assert not planned(file, words, machine, rest | other), (file, words, machine, rest, other)
+    assert refused > 33
+    assert further > 8
 
 
 def check_arithmetic(plan, values, machine):

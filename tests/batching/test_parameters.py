@@ -6,11 +6,19 @@ import math
 import jax
 import pytest
 
-from maxtext_lite.batching.parameters import active_parameters, count_parameters, flops_per_example
+from maxtext_lite.batching.parameters import (
+    active_parameters,
+    count_factored,
+    count_parameters,
+    flops_per_example,
+)
 from maxtext_lite.config import load_config, packaged_directory
 from maxtext_lite.models import Decoder
+from maxtext_lite.parallel import MESH_AXES, Pipeline, make_mesh
 from maxtext_lite.parallel.axes import partition_spec
-from maxtext_lite.training.state import decoder_shape
+from maxtext_lite.training.optimizer import make_optimizer
+from maxtext_lite.training.program import bytes_per_device
+from maxtext_lite.training.state import abstract_state, decoder_shape
 
 # V 320, D 128, N 8, K 4, H 16, F 384, L 4, by hand: tables 2VD, attention 2DNH + 2DKH, mlp 3DF, norms (2L + 1)D.
 TABLES = 2 * 320 * 128
@@ -54,6 +62,31 @@ EVERYTHING = {
     "DeepSeek V2 Lite": ["base_num_kv_heads=8", "mla={q_lora_rank: 0, kv_lora_rank: 12, qk_nope_head_dim: 8, "
                          "qk_rope_head_dim: 8, v_head_dim: 8}"],
 }  # fmt: skip
+
+
+def test_adafactors_second_moments_are_counted_by_hand():
+    """D 128, F 384, V 320 and nothing else reaches 128: the mlp and the tables have means, the rest has all."""
+    config = load_config()
+    attention, mlp = MATRICES // 4 - 3 * 128 * 384, 3 * (128 + 384)
+    assert count_factored(config) == 4 * (attention + mlp) + NORMS + 2 * (320 + 128)
+    split = {"fsdp": 4, "tensor": 2, "stage": 2}
+    part = 2 * (attention // 8 + 3 * (128 // 4 + 384 // 2)) + 5 * 128 + 2 * (320 // 2 + 128 // 4)
+    assert count_factored(config, **split) == part
+
+
+@pytest.mark.parametrize("keys", [
+    [], ["lora_rank=4"], ["base_num_query_heads=128", "base_num_kv_heads=2", "head_dim=128"],
+    ["num_experts=128", "num_experts_per_tok=2", "base_moe_mlp_dim=128", "expert_bias=true", "shared_experts=1"],
+], ids=str)  # fmt: skip
+def test_adafactors_state_on_a_device_is_as_counted(keys):
+    """But for its counts, and the one zero that Optax has in the place of what a tensor does not need."""
+    config = load_config(None, [*keys, "optimizer=adafactor"])
+    sizes = {"fsdp": 2, "tensor": 2, "stage": 2}
+    mesh = make_mesh(dict.fromkeys(MESH_AXES, 1) | sizes, dict.fromkeys(MESH_AXES, 1), jax.devices())
+    decoder = Decoder(decoder_shape(config), Pipeline(2, 2, 2))
+    state = abstract_state(decoder, make_optimizer(config, decoder.trained(decoder.axes)), mesh).opt_state
+    leaves = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim and leaf.shape[-1] > 1]
+    assert 4 * count_factored(config, **sizes) == sum(map(bytes_per_device, leaves))
 
 
 @pytest.mark.parametrize("name", EVERYTHING)

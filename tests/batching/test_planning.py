@@ -3,6 +3,7 @@
 import pytest
 
 from maxtext_lite.batching import BatchPlan, load_plan, make_plan
+from maxtext_lite.batching.memory import bytes_text
 from maxtext_lite.config import UserError, load_config
 
 DILOCO = ("enable_diloco=true", "ici_data_parallelism=2", "steps=240")
@@ -55,6 +56,17 @@ def test_what_is_probably_not_meant_is_said():
     uneven = plan_of("ici_tensor_parallelism=4", "max_target_length=250")
     assert uneven.warnings[0].startswith("max_target_length=250 is not a multiple of 1 context x 4 tensor shards: ")
     assert uneven.memory.activations > plan_of("ici_tensor_parallelism=4", "max_target_length=248").memory.activations
+
+
+def test_giving_the_masters_up_says_what_is_lost_and_what_is_saved():
+    keys = ("weight_dtype=bfloat16", "master_weights=false", "steps=100")
+    plan, whole = plan_of(*keys), plan_of(*keys[:1], *keys[2:])
+    saved = whole.memory.total - plan.memory.total
+    assert saved == whole.memory.optimizer_state - plan.memory.optimizer_state == 2 * plan.memory.params
+    assert whole.warnings == plan_of(keys[1], keys[2]).warnings == plan_of(*keys, "lora_rank=2").warnings == ()
+    (warning,) = plan.warnings
+    assert warning.startswith("master_weights=false with weight_dtype=bfloat16: an update smaller than 2^-9 of its ")
+    assert warning.endswith(f"that saves 4 bytes per parameter, {bytes_text(saved)} per device.")
 
 
 @pytest.mark.parametrize(("stated", "replicas", "shards", "slots"), [(-1, 2, 8, 8), (2, 2, 8, 8), (6, 6, 24, 24)])

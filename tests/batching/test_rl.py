@@ -6,6 +6,7 @@ import pytest
 
 from maxtext_lite.batching import load_plan, make_plan
 from maxtext_lite.batching.rl import rl_batch
+from maxtext_lite.batching.topology import Topology
 from maxtext_lite.config import Config, RLRunConfig, UserError, load_config, write_resolved
 
 FILE = "configs/post_train/rl.yml"
@@ -19,7 +20,7 @@ def test_the_seeds_words():
     """6 prompts with 4 responses each, in chunks of 8: three chunks of two prompts, on 4 of 8 devices."""
     apart = ("trainer_devices_fraction=0.5", "sampler_devices_fraction=0.5")
     asked = config("batch_size=6", "num_generations=4", "micro_batch_size=8", "num_iterations=2", "steps=10", *apart)
-    rl = rl_batch(asked, 8)
+    rl = rl_batch(asked, Topology(8))
     assert (rl.prompts_per_batch, rl.pairs_per_batch, rl.pairs_per_micro_batch, rl.micro_batches) == (6, 24, 8, 3)
     assert (rl.updates_per_batch, rl.batches) == (2, 5)
     assert (rl.trainer_devices, rl.sampler_devices, rl.overlap_fraction) == (4, 4, Fraction(2, 3))
@@ -35,10 +36,10 @@ def test_the_seeds_words():
 
 
 def test_without_a_split_there_is_one_chunk_and_no_overlap():
-    rl = rl_batch(config(), 8)
+    rl = rl_batch(config(), Topology(8))
     assert (rl.pairs_per_micro_batch, rl.micro_batches, rl.overlap_fraction) == (32 * 8, 1, 0)
     assert rl.takes_turns
-    assert rl_batch(config("micro_batch_size=8"), 8).overlap_fraction == 0  # in turns, nothing runs at once
+    assert rl_batch(config("micro_batch_size=8"), Topology(8)).overlap_fraction == 0  # in turns, nothing runs at once
 
 
 @pytest.mark.parametrize(("prompts", "group"), [(1, 2), (6, 4), (7, 3), (12, 2)])
@@ -47,7 +48,7 @@ def test_a_chunk_is_whole_groups_that_divide_the_batch_and_others_are_refused_wi
     for pairs in range(1, prompts * group + 2):
         words = [f"batch_size={prompts}", f"num_generations={group}", f"micro_batch_size={pairs}"]
         if pairs in legal:
-            rl = rl_batch(config(*words), 2)
+            rl = rl_batch(config(*words), Topology(2))
             assert rl.pairs_per_micro_batch * rl.micro_batches == rl.pairs_per_batch == prompts * group
             continue
         with pytest.raises(UserError) as refusal:
@@ -65,7 +66,7 @@ def test_a_chunk_is_whole_groups_that_divide_the_batch_and_others_are_refused_wi
     (["max_prefill_predict_length=256"], "leaves no token of max_target_length=24 for a response."),
     (["trainer_devices_fraction=0.5"], "Nearest that works: sampler_devices_fraction=0.5."),
     (["trainer_devices_fraction=0.3", "sampler_devices_fraction=0.5"],
-     "trainer_devices_fraction=0.3 x 8 devices = 2.4 devices, not a whole number. Nearest that work: 0.25 or 0.375."),
+     "trainer_devices_fraction=0.3 x 8 devices = 2.4 devices, not a whole number. Nearest that work: 0.25 or 0.5."),
 ])  # fmt: skip
 def test_what_contradicts_itself_is_refused(words, message):
     with pytest.raises(UserError) as refusal:
@@ -73,11 +74,21 @@ def test_what_contradicts_itself_is_refused(words, message):
     assert message in str(refusal.value)
 
 
-def test_hosts_have_one_task_or_both():
-    apart = ("trainer_devices_fraction=0.25", "sampler_devices_fraction=0.75")
-    assert make_plan(config(*apart), num_devices=8, num_hosts=4).num_hosts == 1
-    with pytest.raises(UserError, match=r"trainer_devices_fraction=0.25 x 2 hosts is not a whole number of them"):
-        make_plan(config(*apart), num_devices=8, num_hosts=2)
+def test_devices_that_have_one_task_are_those_of_one_host():
+    words = ("trainer_devices_fraction=0.5", "sampler_devices_fraction=0.5")
+    with pytest.raises(UserError) as refusal:
+        make_plan(config(*words), num_devices=8, num_hosts=2)
+    assert refusal.value.problems == (
+        "trainer_devices_fraction=0.5 and sampler_devices_fraction=0.5 need all devices on one host, not 2. Nearest "
+        "that work: trainer_devices_fraction=1 sampler_devices_fraction=1 or num_hosts=1.",)  # fmt: skip
+    assert make_plan(config(*words), num_devices=8).num_hosts == 1
+    assert make_plan(config(), num_devices=8, num_hosts=2).num_hosts == 2
+
+
+@pytest.mark.parametrize("devices", [0, -3, 10**12])
+def test_devices_that_cannot_be_are_refused(devices):
+    with pytest.raises(UserError, match=rf"num_devices={devices} must be at (least 1|most 1000000)\. Nearest.*: 1\.$"):
+        load_plan(FILE, num_devices=devices)
 
 
 def test_its_keys_are_those_of_its_file_alone(tmp_path):

@@ -4,13 +4,14 @@ import pytest
 
 from maxtext_lite.batching import load_plan
 from maxtext_lite.batching.rl import rl_batch
+from maxtext_lite.batching.topology import Topology
 from maxtext_lite.config import UserError, load_config
 
 FILE = "configs/post_train/rl.yml"
 
 
 def mesh(devices, *overrides):
-    return rl_batch(load_config(FILE, overrides), devices).rollout.mesh
+    return rl_batch(load_config(FILE, overrides), Topology(devices)).rollout.mesh
 
 
 def test_the_devices_that_generate_have_a_mesh_of_their_own():
@@ -24,7 +25,9 @@ def test_the_devices_that_generate_have_a_mesh_of_their_own():
 
 def test_slots_are_those_of_a_chunk_filled_up_to_whole_shards():
     def slots(devices, *overrides):
-        return rl_batch(load_config(FILE, ["batch_size=3", "num_generations=4", *overrides]), devices).rollout.slots
+        return rl_batch(
+            load_config(FILE, ["batch_size=3", "num_generations=4", *overrides]), Topology(devices)
+        ).rollout.slots
 
     assert slots(1) == 12
     assert slots(8) == 16
@@ -37,13 +40,13 @@ def test_memory_by_hand():
     """Llama 3 8B in bfloat16, 8 devices of which two share a copy of the parameters: 32 layers, 8 kv heads of 128."""
     words = ["model_name=llama3-8b", "dtype=bfloat16", "rollout_tensor_parallelism=2", "max_target_length=1024",
              "batch_size=16", "num_generations=8", "tokenizer_type=huggingface", "tokenizer_path=x"]  # fmt: skip
-    rollout = rl_batch(load_config(FILE, words), 8).rollout
+    rollout = rl_batch(load_config(FILE, words), Topology(8)).rollout
     assert rollout.slots == 128
     assert rollout.params == 8_030_261_248 // 2 * 2
     assert rollout.cache == (128 // 4) * 1024 * 32 * 8 * (128 + 128) // 2 * 2
     assert str(rollout).startswith("128 slots on data 4 x tensor 2; ")
     server = ["rollout_engine=http", "rollout_url=http://here:8000/v1"]
-    assert rl_batch(load_config(FILE, [*words[:2], *words[3:], *server]), 8).rollout is None
+    assert rl_batch(load_config(FILE, [*words[:2], *words[3:], *server]), Topology(8)).rollout is None
 
 
 @pytest.mark.parametrize(("devices", "overrides", "messages"), [
@@ -70,9 +73,9 @@ def test_memory_by_hand():
       "that works: rollout_tensor_parallelism=2."]),
     (8, ["rollout_tensor_parallelism=3", "rollout_fsdp_parallelism=5"],
      ["rollout_tensor_parallelism=3 does not divide both the model's heads, mlp and vocabulary and the 8 devices that "
-      "generate. Nearest that work: 2 or 4.",
+      "generate. Nearest that works: 2.",
       "rollout_fsdp_parallelism=5 does not divide both the model's embedding and the 8 devices that generate. Nearest "
-      "that work: 4 or 8."]),
+      "that works: 4."]),
 ])  # fmt: skip
 def test_what_the_model_or_the_devices_cannot_be_divided_into_is_refused_by_the_plan(devices, overrides, messages):
     with pytest.raises(UserError) as refusal:

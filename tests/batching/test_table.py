@@ -1,3 +1,5 @@
+import pytest
+
 from maxtext_lite.batching import format_plan, make_plan
 from maxtext_lite.config import load_config
 
@@ -36,6 +38,14 @@ def test_a_pipeline_a_ramp_and_loading_hosts_are_shown():
     assert "from step 1: 3 steps of 32 = 4 per device x 8 x 1" in table
     assert row(table, "epochs").endswith("steps_per_epoch 7.8125")
     assert "MB per device are needed, more than the 1.0 MB it has: lower per_device_batch_size" in table
+
+
+@pytest.mark.parametrize(
+    ("steps", "num_examples", "epochs"), [(6, 76538, "0.0003136"), (1, 7, "0.5714"), (7, 4, "7"), (3, 8, "1.5")]
+)
+def test_epochs_are_decimals(steps, num_examples, epochs):
+    table = table_of([f"steps={steps}", "per_device_batch_size=4"], num_devices=1, num_examples=num_examples)
+    assert row(table, "epochs").startswith(f"{epochs};")
 
 
 def test_both_schedules_of_a_pipeline_are_weighed():

@@ -3,7 +3,6 @@ import math
 
 import pytest
 
-from maxtext_lite.batching.problem import Problem
 from maxtext_lite.batching.topology import (
     MESH_AXES,
     MESH_KEYS,
@@ -16,6 +15,7 @@ from maxtext_lite.batching.topology import (
     topology_problems,
 )
 from maxtext_lite.config import load_config
+from maxtext_lite.config.problem import Problem
 
 BASE = load_config()
 

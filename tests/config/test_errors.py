@@ -1,3 +1,5 @@
+import errno
+import os
 import pickle
 from fractions import Fraction
 
@@ -5,7 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maxtext_lite.config.errors import Refusal, UserError, WrongKind, did_you_mean, nearest_clause, number_text
+from maxtext_lite.config.errors import (
+    Refusal,
+    UserError,
+    WrongKind,
+    did_you_mean,
+    echoed,
+    nearest_clause,
+    number_text,
+    value_text,
+    writing,
+)
 
 
 @pytest.mark.parametrize(
@@ -23,6 +35,22 @@ def test_numbers_are_shown_as_a_config_holds_them(value, text):
 @given(st.fractions())
 def test_the_text_of_a_fraction_is_exact(value):
     assert Fraction(number_text(value)) == value
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("a\nb\x1b[31m\x00", "a\\nb\\x1b[31m\\x00"), ("\udc80", "\\udc80"), ("a" * 120, "a" * 120),
+        ("a" * 5000, "a" * 60 + "... (5,000 characters)"), ("\x07" * 90, "\\x07" * 15 + "... (90 characters)"),
+        (10**400, "1.000000e+400"), (int("f" * 4000, 16), "3.019469e+4816"), (-(10**90), "-1.000000e+90"),
+        ([1, None, "x"], "[1, null, x]"), ({"a\n": {"b": True}}, "{a\\n: {b: true}}"), (["x"] * 2000,
+         "[x" + ", x" * 19 + ",... (6,000 characters)"),
+    ],
+    ids=range(11),
+)  # fmt: skip
+def test_a_value_is_shown_on_one_line_of_bounded_length_without_control_characters(value, text):
+    assert value_text(value) == text
+    assert len(text) < 160
 
 
 def test_the_clause_of_values_that_work():
@@ -49,3 +77,24 @@ def test_a_user_error_holds_all_problems_and_pickles():
 
 def test_a_wrong_kind_says_what_would_be_right():
     assert WrongKind("must be at least 1.", [1]).nearest == (1,)
+
+
+def test_a_message_is_one_line_without_control_characters_and_without_endless_words():
+    assert echoed("a\nb") == "a b"
+    assert echoed("steps\x1b[31m=\r5\u202e\x00\udc80") == r"steps\x1b[31m=\r5\u202e\x00\udc80"
+    assert echoed(f"steps={'a' * 5000} is text") == f"steps={'a' * 54}[4,916 characters]{'a' * 30} is text"
+    assert len(echoed("word " * 10_000)) < 4100
+    sentence = (
+        "per_device_batch_size=0.3 x 8 devices = 2.4 examples, not a whole number. Nearest that work: 0.25 or 0.375."
+    )
+    assert echoed(sentence) == sentence
+
+
+def test_what_cannot_be_written_is_named_with_the_reason(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(UserError, match=r"file/inside cannot be written: Not a directory\.$"), writing(tmp_path):
+        (tmp_path / "file" / "inside").write_text("x")
+    with pytest.raises(UserError, match=r"^run cannot be written: No space left on device\.$"), writing("run"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as of a file that is open already
+    with pytest.raises(UserError, match=r"^to cannot be written: Input/output error\.$"), writing("run"):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), "from", None, "to")

@@ -1,7 +1,9 @@
 """config.json of published models by hand, both ways of writing it, and what is refused."""
 
 import copy
+import itertools
 import json
+import re
 
 import pytest
 from huggingface_hub.errors import StrictDataclassError
@@ -15,7 +17,6 @@ from maxtext_lite.config.hf_config import (
     has_hf_weights,
     hf_directory,
     model_keys,
-    read_fields,
     stored_dtype,
     tokenizer_keys,
 )
@@ -172,7 +173,37 @@ def test_a_published_model_is_the_file_of_configs_models(name, fields):
 @pytest.mark.parametrize(("fields", "changed", "message"), [
     (LLAMA3_8B, {"model_type": "lama"}, "model_type=lama is not one that maxtext_lite knows. Did you mean 'llama'?"),
     (LLAMA3_8B, {"model_type": None}, "model_type=null is not one that maxtext_lite knows."),
+    (LLAMA3_8B, {"model_type": "llama4_text"}, "model_type=llama4_text is not one that maxtext_lite knows. It knows"),
+    (LLAMA3_8B, {"model_type": "olmo3"}, "model_type=olmo3 is not one that maxtext_lite knows. It knows"),
+    (LLAMA3_8B, {"model_type": ["llama"]}, "is not one that maxtext_lite knows. It knows"),
     (LLAMA3_8B, {"hidden_size": None}, "hidden_size is missing."),
+    (LLAMA3_8B, {"hidden_size": "64"}, "hidden_size=64 is text, not a number."),
+    (LLAMA3_8B, {"hidden_size": 2}, "num_attention_heads=32 is more than hidden_size=2."),
+    (LLAMA3_8B, {"vocab_size": 10**12}, "vocab_size=1000000000000 must be below 2**31."),
+    (LLAMA3_8B, {"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 is more than 10,000."),
+    (SMOLLM3, {"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 is more than 10,000."),
+    (LLAMA3_8B, {"rms_norm_eps": "1e-5"}, "rms_norm_eps=1e-5 is text, not a number."),
+    (LLAMA3_8B, {"tie_word_embeddings": "no"}, "tie_word_embeddings=no is not true or false."),
+    (LLAMA3_8B, {"rope_theta": float("nan")}, "rope_theta=nan is not a finite number."),
+    (LLAMA3_8B, {"rope_theta": float("nan"), "rope_parameters": {"rope_theta": 5e5}},
+     "rope_theta=nan contradicts rope_parameters, in which it is 500000."),
+    (LLAMA3_8B, {"rope_scaling": "linear"}, "rope_scaling=linear is not an object with entries such as rope_type."),
+    (LLAMA3_8B, {"rope_scaling": ["linear"]}, "is not an object with entries such as rope_type."),
+    (LLAMA3_8B, {"rope_scaling": {"type": "linear"}}, "rope_scaling={rope_type: linear} lacks factor"),
+    (LLAMA3_8B, {"rope_scaling": {"type": "linear", "factor": float("nan")}}, "factor=nan, which is not a finite"),
+    (LLAMA3_8B, {"rope_scaling": {"type": "linear", "factor": -2}}, "has factor=-2; it must be at least 1."),
+    (LLAMA3_8B, {"rope_scaling": LLAMA32_ROPE, "rope_parameters": LLAMA32_ROPE | {"factor": 2.0}},
+     "contradicts rope_parameters in factor."),
+    (LLAMA3_8B, {"torch_dtype": "int4"}, "torch_dtype=int4 is none of float32, bfloat16, float16 or float64"),
+    (LLAMA3_8B, {"dtype": "float32"}, "torch_dtype=bfloat16 contradicts dtype=float32."),
+    (LLAMA3_8B, {"auto_map": {"AutoModelForCausalLM": "modeling_x.MyForCausalLM"}},
+     "auto_map=modeling_x.MyForCausalLM is code of its author's, which is not run"),
+    (LLAMA3_8B, {"attention_multiplier": 0}, "attention_multiplier=0 is not a field of llama that maxtext_lite"),
+    (GEMMA3_1B, {"rope_parameters": {"full_attention": 3}}, "rope_parameters={full_attention: 3} is not an object"),
+    (GEMMA2_2B, {"layer_types": "full_attention"}, "layer_types=full_attention is not a list."),
+    (SMOLLM3, {"no_rope_layers": [1, 2] * 18}, "is not a list of 1 or 0 for each of the 36 layers."),
+    (DEEPSEEK_V3, {"head_dim": 7}, "head_dim=7 contradicts the other widths of a head, by which it is 192."),
+    (MIXTRAL, {"num_local_experts": 2.5}, "num_local_experts=2.5 is not an integer."),
     (LLAMA3_8B, {"num_attention_heads": "many"}, "num_attention_heads=many is not an integer of at least 1."),
     (LLAMA3_8B, {"attention_multiplier": 0.5}, "attention_multiplier=0.5 is not a field of llama that maxtext_lite"),
     (LLAMA3_8B, {"hidden_act": "relu"}, "hidden_act=relu is none of silu, swish, gelu,"),
@@ -198,6 +229,30 @@ def test_what_cannot_be_expressed_is_refused_by_name(fields, changed, message):
     with pytest.raises(UserError) as refusal:
         model_keys(fields | changed, "there/config.json")
     assert any(message in problem and problem.startswith("there/config.json: ") for problem in refusal.value.problems)
+
+
+_WRONG = (
+    "x", "", "4", "\x1b[31m\n", float("nan"), float("inf"), -1, 0, 1, 2.5, 10**18, 10**400, True, False, [], [1],
+    [None], [[["a"]]], {}, {"a": 1}, {"rope_type": [1]}, {"full_attention": 3}, {"type": "yarn", "factor": -3},
+    ["full_attention"] * 3,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", [each for each, _ in PUBLISHED], ids=lambda value: value["model_type"])
+def test_a_value_of_any_kind_in_any_field_is_read_or_named_by_its_field(fields):
+    """Never an exception, and never the name of a key that is not a field."""
+    keys = set(ModelConfig.model_fields) - set(fields) - {"rope_scaling"}
+    refused = 0
+    for field, wrong in itertools.product([*fields, "rope_scaling", "rope_parameters", "torch_dtype"], _WRONG):
+        try:
+            model_keys(fields | {field: wrong}, "F")
+        except UserError as error:
+            refused += 1
+            for problem in error.problems:
+                assert problem.startswith("F: ")
+                assert problem.isprintable()
+                assert not set(re.findall(r"\w+", problem.partition("=")[0])) & (keys - {field}), problem
+    assert refused > 100
 
 
 def test_every_problem_is_named_at_once():
@@ -232,7 +287,10 @@ def test_a_field_that_is_not_there_or_null_is_what_transformers_takes_it_for(nam
 
 def test_what_is_off_or_empty_or_about_other_things_changes_nothing():
     plain = model_keys(LLAMA3_8B, "x")
-    more = {"use_zeta": False, "zeta": None, "zetas": [], "id2label": {"0": "a"}, "temperature": 0.7}
+    more = {
+        "use_zeta": False, "zeta": None, "zetas": [], "id2label": {"0": "a"}, "temperature": 0.7,
+        "quantization_config": {}, "auto_map": {"AutoModelForCausalLM": "modeling_llama.LlamaForCausalLM"},
+    }  # fmt: skip
     assert model_keys(LLAMA3_8B | more, "x") == plain
 
 
@@ -277,6 +335,31 @@ def test_the_defaults_are_those_of_base_yml_and_cover_every_key():
             for key in DEFAULTS} == dict(DEFAULTS)  # fmt: skip
 
 
+def test_an_adapter_is_not_taken_for_a_model(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    with pytest.raises(UserError, match=r"adapter_model\.safetensors belongs to an adapter in PEFT's layout"):
+        has_hf_weights(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"adapter_config\.json belongs to an adapter"):
+        has_hf_weights(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.safetensors.index.json"])
+def test_what_is_no_file_is_not_overlooked(name, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).symlink_to(tmp_path / "gone")
+    with pytest.raises(UserError, match=rf"{name} is a link to .*gone, which is not there"):
+        has_hf_weights(tmp_path)
+    (tmp_path / name).unlink()
+    (tmp_path / name).mkdir()
+    with pytest.raises(UserError, match=rf"{name} is a directory, not a file"):
+        has_hf_weights(tmp_path)
+
+
 def test_directories_and_their_files(tmp_path):
     assert hf_directory(tmp_path) is None
     assert has_hf_weights(tmp_path) is False
@@ -300,15 +383,6 @@ def test_directories_and_their_files(tmp_path):
     assert hf_directory(tmp_path / "run") == tmp_path / "run" / "hf"
     assert has_hf_weights(tmp_path / "run") is False
     assert CARRIED[0] == "config.json"
-
-
-def test_a_config_json_that_cannot_be_read_is_named(tmp_path):
-    with pytest.raises(UserError, match="No such file"):
-        read_fields(tmp_path / "config.json")
-    for text in ("{", "[]"):
-        (tmp_path / "config.json").write_text(text)
-        with pytest.raises(UserError, match=r"config\.json is not"):
-            read_fields(tmp_path / "config.json")
 
 
 @pytest.mark.parametrize(("fields", "expected"), [

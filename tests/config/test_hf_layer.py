@@ -97,3 +97,15 @@ def test_problems_of_the_directory_are_problems_of_the_config(directory):
     (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
     with pytest.raises(UserError, match=r"pytorch_model\.bin is pickled"):
         load(directory)
+
+
+def test_rules_between_fields_name_them_and_their_file(directory):
+    (directory / "config.json").write_text(json.dumps(LLAMA | {"num_key_value_heads": 3, "head_dim": 7}))
+    with pytest.raises(UserError) as refusal:
+        load(directory, "steps=0")
+    origin = directory / "config.json"
+    assert refusal.value.problems == (
+        "steps=0 must be at least 1, or -1. Nearest that works: 1.",
+        f"{origin}: num_key_value_heads=3 does not divide num_attention_heads=32. Nearest that work: 2 or 4.",
+        f"{origin}: head_dim=7 must be even for rotary positions. Nearest that work: 6 or 8.",
+    )

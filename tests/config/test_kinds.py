@@ -2,7 +2,7 @@ from fractions import Fraction
 
 import pytest
 
-from maxtext_lite.config import UserError, load_config
+from maxtext_lite.config import KEYS, ConfigError, UserError, load_config
 from maxtext_lite.config.errors import WrongKind
 from maxtext_lite.config.kinds import exact
 
@@ -18,7 +18,7 @@ REFUSED = {
     "steps=.nan": "steps=nan is not a finite number. Nearest that works: 250.",
     "steps=[5]": "steps=[5] is a list or a mapping, not a number. Nearest that works: 250.",
     "steps=9223372036854775808":
-        "steps=9223372036854775808 must be below 2**63. Nearest that works: 9223372036854775807.",
+        "steps=9223372036854775808 must be at most 2147483647. Nearest that works: 2147483647.",
     "eval_interval=0": "eval_interval=0 must be at least 1, or -1. Nearest that works: 1.",
     "profiler_steps=-1": "profiler_steps=-1 must be at least 0. Nearest that works: 0.",
     "packing=1": "packing=1 is not true or false. Nearest that work: true or false.",
@@ -32,7 +32,11 @@ REFUSED = {
     "per_device_batch_size=0": "per_device_batch_size=0 must be above 0, or -1 (derived). Nearest that works: 1.",
     "per_device_batch_size=-0.5": "per_device_batch_size=-0.5 must be above 0, or -1 (derived). Nearest that works: 1.",
     "per_device_batch_size='0.5'": "per_device_batch_size=0.5 is text, not a number. Nearest that works: 16.",
-    "per_device_batch_size=1/0": "per_device_batch_size=1/0 is text, not a number. Nearest that works: 16.",
+    "per_device_batch_size=1/0": "per_device_batch_size=1/0 is divided by 0. Nearest that works: 16.",
+    "per_device_batch_size=1/1234567890123456789": (
+        "per_device_batch_size=1/1234567890123456789 has more than 18 digits in its numerator or denominator. "
+        "Nearest that works: 16."
+    ),
     "per_device_batch_size_increment=-1": "per_device_batch_size_increment=-1 must be above 0. Nearest that works: 1.",
     "expansion_factor_real_data=0":
         "expansion_factor_real_data=0 must be above 0, or -1 (which means 1). Nearest that works: 1.",
@@ -68,3 +72,46 @@ def test_batch_numbers_are_what_the_user_wrote(value, fraction):
 def test_what_is_no_number_is_no_batch_number(value):
     with pytest.raises(WrongKind):
         exact(value)
+
+
+PATH_KEYS = [
+    "base_output_directory", "load_parameters_path", "dataset_path", "eval_dataset_path", "tokenizer_path",
+    "chat_template",
+]  # fmt: skip
+
+
+def test_these_are_all_keys_that_are_paths():
+    assert [key for key in KEYS if key.endswith(("_path", "_directory"))] == PATH_KEYS[:-1]
+
+
+@pytest.mark.parametrize("key", PATH_KEYS)
+@pytest.mark.parametrize(
+    "value",
+    [
+        "gs://bucket/runs",
+        "gs:/bucket",
+        "s3://b",
+        "hdfs://h:9/x",
+        "abfs://c@a/x",
+        "hf://u/m",
+        "HTTPS://x/y",
+        "a+b.c-d:/",
+    ],
+)
+def test_a_path_with_a_scheme_is_refused_by_its_name(key, value):
+    with pytest.raises(ConfigError) as error:
+        load_config(None, [f"{key}={value}"])
+    (problem,) = error.value.problems
+    scheme = value.partition(":")[0]
+    assert problem.startswith(f"{key}={value} is a URL ({scheme}:), and only local paths are read and written. Nearest")
+
+
+@pytest.mark.parametrize(("url", "path"), [("file:/" + "//a/b", "/a/b"), ("file:/a/b", "/a/b")])
+def test_the_path_of_a_file_url_is_named(url, path):
+    with pytest.raises(ConfigError, match=rf"Nearest that works: {path}\."):
+        load_config(None, [f"base_output_directory={url}"])
+
+
+@pytest.mark.parametrize("value", ["./gs:/bucket", "/a/b:/c", "gs:bucket", "a b:/c", "1:/x", "runs/2026-01-01T10:00"])
+def test_a_local_path_may_hold_colons(value):
+    assert load_config(None, [f"base_output_directory={value}"]).base_output_directory == value

@@ -3,16 +3,18 @@
 import pytest
 
 from maxtext_lite.config import UserError, load_config
-from maxtext_lite.config.model_rules import nearest_divisors
 
 
-@pytest.mark.parametrize("whole", [1, 7, 12, 30, 256])
-@pytest.mark.parametrize("value", [1, 2, 5, 13, 300])
-def test_nearest_divisors_are_next_to_the_value(value, whole):
-    every = [number for number in range(1, whole + 1) if whole % number == 0]
-    below = [number for number in every if number < value]
-    above = [number for number in every if number > value]
-    assert list(nearest_divisors(value, whole)) == ([value] if value in every else [*below[-1:], *above[:1]])
+@pytest.mark.parametrize(("overrides", "works"), [
+    # A search number by number would take hours.
+    (["base_num_query_heads=1000000007", "base_num_kv_heads=500000000"], "1 or 1000000007"),
+    (["base_num_query_heads=2147483646", "base_num_kv_heads=2147483645"], "1073741823 or 2147483646"),
+    (["num_experts=2147483646", "n_routing_groups=65537"], "65534 or 65538"),
+])  # fmt: skip
+def test_divisors_of_large_numbers_are_found_at_once(overrides, works):
+    with pytest.raises(UserError) as refused:
+        load_config(None, overrides)
+    assert refused.value.problems[0].endswith(f" Nearest that work: {works}.")
 
 
 def test_routing_groups_have_equal_shares_and_enough_experts():

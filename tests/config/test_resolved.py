@@ -3,6 +3,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from maxtext_lite.config import KEYS, describe, load_config, write_resolved
+from maxtext_lite.config.kinds import exact
 
 
 def test_config_yml_says_where_each_value_came_from(tmp_path):
@@ -26,8 +27,10 @@ texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    per_device=st.fractions(min_value="1/1000", max_value=1000),
-    rate=st.floats(min_value=0, allow_infinity=False),
+    # What `exact` takes: a ratio of two numbers of at most 18 digits, or what a float writes down.
+    per_device=st.fractions(min_value="1/1000", max_value=1000, max_denominator=10**15)
+    | st.floats(1e-12, 1e12).map(exact),
+    rate=st.just(0.0) | st.floats(1e-30, 1e30),
     name=texts.filter(lambda text: "/" not in text and text not in (".", "..")),
     path=texts,
     seed=st.integers(0, 2**63 - 1),

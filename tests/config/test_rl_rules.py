@@ -20,8 +20,8 @@ REFUSED = {
     "dataset_type=sft": "dataset_type=sft has no prompts for RL. Nearest that work: prompts or arithmetic.",
     "dataset_type=prompt": "dataset_type=prompt is not one of text, synthetic, sft, dpo, prompts, arithmetic. Nearest "
                            "that works: prompts.",
-    "dataset_path=": "dataset_path is empty, but dataset_type=prompts reads files. Set dataset_path to a file, "
-                     "directory or glob, or dataset_type=arithmetic.",
+    "dataset_path=": "dataset_path is empty, but dataset_type=prompts reads a file, directory or "
+                     "glob: name it. Nearest that works: dataset_type=arithmetic.",
     "objective=sft": "objective=sft contradicts dataset_type=prompts, whose data are for grpo. Nearest that works: "
                      "grpo.",
     "long_examples=truncate": "long_examples=truncate has no use in RL: a question that is cut short has another "
@@ -35,11 +35,11 @@ REFUSED = {
     "prompt_template=Answer: ": "prompt_template=Answer:  holds {prompt} nowhere: each prompt stands in it once. "
                                 "Nearest that works: Answer: {prompt}.",
     "prompt_template={prompt}, {prompt}!": "prompt_template={prompt}, {prompt}! holds {prompt} 2 times: each prompt "
-                                           "stands in it once. Nearest that works: {prompt}, !.",
+                                           "stands in it once. Nearest that works: \"{prompt}, !\".",
     "arithmetic_operations=+": "arithmetic_operations=+ has no use with dataset_type=prompts, which reads files. "
-                               "Nearest that work: +- or dataset_type=arithmetic.",
+                               "Nearest that work: arithmetic_operations=+- or dataset_type=arithmetic.",
     "arithmetic_largest=12": "arithmetic_largest=12 has no use with dataset_type=prompts, which reads files. Nearest "
-                             "that work: 99 or dataset_type=arithmetic.",
+                             "that work: arithmetic_largest=99 or dataset_type=arithmetic.",
     "reward_functions=,": "reward_functions=, names no function. Nearest that works: exact_answer.",
     "reward_functions=exact_answer,numeric": "reward_functions=exact_answer,numeric names 'numeric', which is none of "
                                              f"{SHIPPED}, nor of the form module:function. Nearest that works: "
@@ -60,7 +60,8 @@ REFUSED = {
                                "responses to a prompt would all be the same. Nearest that work: 0 or 2.",
     "decode_sampling_top_k=321": "decode_sampling_top_k=321 is more than vocab_size=320. Nearest that work: 320 or 0.",
     "eval_num_generations=2": "eval_num_generations=2 with eval_sampling_temperature=0: all responses to a prompt "
-                              "would be the same. Nearest that work: 1 or eval_sampling_temperature=1.",
+                              "would be the same. Nearest that work: eval_num_generations=1 or "
+                              "eval_sampling_temperature=1.",
     "rollout_engine=http": "rollout_url is empty, but rollout_engine=http asks a server. Nearest that work: "
                            "rollout_url=http://127.0.0.1:8000/v1 or rollout_engine=local.",
     "rollout_url=http://x": "rollout_url=http://x has no use with rollout_engine=local, which samples in this process. "
@@ -80,7 +81,7 @@ def test_a_contradiction_is_refused_and_what_is_named_works(override):
 
 
 @pytest.mark.parametrize(("overrides", "message"), [
-    (["dataset_type=arithmetic", "arithmetic_largest=2147483647"],
+    (["dataset_type=arithmetic", "arithmetic_largest=2147483647", "eval_steps=4"],
      "arithmetic_largest=2147483647 gives more than 2**62 problems, which have no numbers. Nearest that works: "
      "1518500248."),
     (["dataset_type=arithmetic", "arithmetic_operations=+/"],
@@ -94,22 +95,21 @@ def test_a_contradiction_is_refused_and_what_is_named_works(override):
      "reward_weights=0.5 are 1 for the 2 of reward_functions=exact_answer,m:f. Nearest that work: 0.5,1 or "
      "reward_weights=."),
     (["rollout_engine=http", "rollout_url=127.0.0.1:8000"],
-     "rollout_url=127.0.0.1:8000 does not begin with http:// or https://. Nearest that works: "
-     "rollout_url=http://127.0.0.1:8000/v1."),
+     "rollout_url=127.0.0.1:8000 does not begin with http:// or https:// and a host. Nearest that works: "
+     "http://127.0.0.1:8000/v1."),
     (["rollout_engine=http", "rollout_url=https://x/v1", "rollout_fsdp_parallelism=2"],
      "rollout_fsdp_parallelism=2 has no use with rollout_engine=http, whose server has devices of its own. Nearest "
      "that works: 1."),
     (['prompt_template="Q:\\nA:"'],
      r"prompt_template=Q:\nA: holds {prompt} nowhere: each prompt stands in it once. Nearest that works: "
-     r"Q:\nA:{prompt}."),
+     r'"Q:\nA:{prompt}".'),
 ])  # fmt: skip
 def test_keys_that_do_not_go_together_are_refused(overrides, message):
     with pytest.raises(UserError) as refused:
         load_config(FILE, overrides)
     assert refused.value.problems == (message,)
     works = message.partition("Nearest that work")[2].partition(": ")[2].removesuffix(".").split(" or ")[0]
-    works = works.replace("Q:\\nA:{prompt}", '"Q:\\nA:{prompt}"')
-    load_config(FILE, [*overrides, works if works.startswith("rollout") else f"{message.partition('=')[0]}={works}"])
+    load_config(FILE, [*overrides, works if "_" in works.partition("=")[0] else f"{message.partition('=')[0]}={works}"])
 
 
 def test_prompts_are_for_rl_alone():
@@ -131,7 +131,7 @@ def test_prompts_are_for_rl_alone():
 
 def test_generated_problems_need_no_files_and_say_what_they_are():
     config = load_config(FILE, ["dataset_type=arithmetic", "dataset_path=", "arithmetic_operations=*",
-                                "arithmetic_largest=1000000", "objective=grpo"])  # fmt: skip
+                                "eval_steps=4", "arithmetic_largest=1000000", "objective=grpo"])  # fmt: skip
     assert (config.arithmetic_operations, config.arithmetic_largest) == ("*", 10**6)
 
 

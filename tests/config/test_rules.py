@@ -9,16 +9,16 @@ REFUSED = {
     "head_dim=15": "head_dim=15 must be even for rotary positions. Nearest that work: 14 or 16.",
     "num_vocab_tiling=3": "num_vocab_tiling=3 does not divide max_target_length=256. Nearest that work: 2 or 4.",
     "vocab_size=256": "vocab_size=256 is less than the 257 tokens of tokenizer_type=byte. Nearest that works: 257.",
-    "tokenizer_path=x.json": "tokenizer_path=x.json has no use with tokenizer_type=byte. Set tokenizer_path= "
-                             "(nothing), or tokenizer_type=huggingface or sentencepiece.",
-    "tokenizer_type=huggingface": "tokenizer_path is empty, but tokenizer_type=huggingface reads a file. Set "
-                                  "tokenizer_path to it, or tokenizer_type=byte.",
-    "dataset_path=": "dataset_path is empty, but dataset_type=text reads files. Set dataset_path to a file, directory "
-                     "or glob, or dataset_type=synthetic.",
+    "tokenizer_path=x.json": "tokenizer_path=x.json has no use with tokenizer_type=byte. Nearest that work: "
+                              "tokenizer_path= or tokenizer_type=huggingface.",
+    "tokenizer_type=huggingface": "tokenizer_path is empty, but tokenizer_type=huggingface reads a file: name "
+                                  "it. Nearest that works: tokenizer_type=byte.",
+    "dataset_path=": "dataset_path is empty, but dataset_type=text reads a file, directory or glob: name it. "
+                     "Nearest that works: dataset_type=synthetic.",
     "objective=sft": "objective=sft contradicts dataset_type=text, whose data are for pretrain. Nearest that work: "
-                     "pretrain or dataset_type=sft.",
-    "chat_template=x.jinja": "chat_template=x.jinja has no use with dataset_type=text. Set chat_template= (nothing), "
-                             "or dataset_type=sft or dpo.",
+                     "objective=pretrain or dataset_type=sft.",
+    "chat_template=x.jinja": "chat_template=x.jinja has no use with dataset_type=text. Nearest that work: "
+                             "chat_template= or dataset_type=sft.",
     "dpo_label_smoothing=0.5": "dpo_label_smoothing=0.5 must be at least 0 and below 0.5. Nearest that works: 0.49.",
     "eval_fraction=0": "eval_fraction=0 and an empty eval_dataset_path leave nothing to evaluate every "
                        "eval_interval=100 steps. Nearest that works: eval_interval=-1.",
@@ -46,9 +46,9 @@ REFUSED = {
     "layer_pattern=global,lokal": "layer_pattern=global,lokal names 'lokal', which is none of global, local, nope. "
                                   "Nearest that works: global,global.",
     "layer_pattern=local,global": "sliding_window_size=0 with layer_pattern=local,global: local layers see no token. "
-                                  "Nearest that works: sliding_window_size=256.",
-    "sliding_window_size=16": "sliding_window_size=16 has no use with layer_pattern=global. Nearest that work: 0 or "
-                              "layer_pattern=local.",
+                                  "Nearest that works: 256.",
+    "sliding_window_size=16": "sliding_window_size=16 has no use with layer_pattern=global. Nearest that work: "
+                              "sliding_window_size=0 or layer_pattern=local.",
     "rope_local_max_timescale=100": "rope_local_max_timescale=100 has no use with layer_pattern=global. Nearest that "
                                     "works: 0.",
     "partial_rotary_factor=0.2": "partial_rotary_factor=0.2 x head_dim=16 rotates 3 dims, not an even number. Nearest "
@@ -67,7 +67,7 @@ def test_a_contradiction_is_refused_and_what_is_named_works(override):
     assert refused.value.problems == (REFUSED[override],)
     clause = REFUSED[override].partition("Nearest that work")[2].partition(": ")[2].removesuffix(".")
     for works in clause.split(" or ") if clause else ():
-        load_config(None, [override, works if "=" in works else f"{override.split('=')[0]}={works}"])
+        load_config(None, [override, works if "=" in works else f"{REFUSED[override].split('=')[0]}={works}"])
 
 
 def test_a_short_run_may_cut_the_default_warm_up_off():
@@ -132,8 +132,8 @@ def test_lists_of_tensors_name_tensors_once_and_only_where_they_are_asked_for(ov
 
 @pytest.mark.parametrize(("overrides", "message"), [
     (["dataset_type=dpo", "objective=pretrain"],
-     "objective=pretrain contradicts dataset_type=dpo, whose data are for dpo. Nearest that work: dpo or "
-     "dataset_type=text."),
+     "objective=pretrain contradicts dataset_type=dpo, whose data are for dpo. Nearest that work: "
+     "objective=dpo or dataset_type=text."),
     (["dataset_type=dpo", "z_loss_multiplier=0.1"],
      "z_loss_multiplier=0.1 has no use with dataset_type=dpo, whose loss is one of pairs, not of tokens. "
      "Nearest that works: 0."),

@@ -86,6 +86,38 @@ def test_what_cannot_be_rendered_is_refused(template, message, tmp_path):
         ChatTemplate(directory(tmp_path, template)).render(TURNS)
 
 
+@pytest.mark.parametrize(("template", "reason"), [
+    ("{{ 1/0 }}", "ZeroDivisionError: division by zero"),
+    ("{{ '{5}'.format(1) }}", "IndexError: "),
+    ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError: "),
+    ("{{ [1, 2]|slice(0)|list }}", "ZeroDivisionError: "),
+    ("{{ range(10**9) }}", "OverflowError: Range too big"),
+    ("{{ 'a' * 10**11 }}", "it does more work than any chat needs"),
+    ("{{ 2.0**100000 }}", "OverflowError: "),
+    ("{% include 'other' %}", "TypeError: no loader"),
+    ("{{ strftime_now(3) }}", "TypeError: "),
+])  # fmt: skip
+def test_whatever_a_template_raises_is_one_line_that_names_its_file(template, reason, tmp_path):
+    with pytest.raises(UserError) as refused:
+        ChatTemplate(directory(tmp_path, template)).render(TURNS)
+    file = tmp_path / "tokenizer_config.json"
+    assert str(refused.value).startswith(f"{file}: its chat template refuses these turns: {reason}")
+    assert str(refused.value).isprintable()
+
+
+@pytest.mark.parametrize("template", ["{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "{% for m in messages %}" * 60])
+def test_what_is_no_template_is_named_with_its_file(template, tmp_path):
+    (tmp_path / "chat_template.jinja").write_text(template)
+    with pytest.raises(UserError, match=r"chat_template\.jinja: its chat template is not one"):
+        ChatTemplate(tmp_path)
+
+
+@pytest.mark.parametrize("value", [3, [3], [{"name": "default"}], [{"name": "other", "template": "x"}], {"a": "b"}])
+def test_a_template_that_is_no_text_is_refused(value, tmp_path):
+    with pytest.raises(UserError, match=r"(tokenizer_config\.json: chat_template=|has no chat template)"):
+        ChatTemplate(directory(tmp_path, value))
+
+
 def test_a_file_goes_before_the_directory_and_may_be_without_one(tmp_path):
     directory(tmp_path, "of the directory")
     file = tmp_path / "own.jinja"

@@ -7,6 +7,7 @@ import pytest
 import tokenizers
 
 from maxtext_lite.config import UserError, load_config
+from maxtext_lite.data.chat import ChatTemplate
 from maxtext_lite.data.conversations import Writer
 from maxtext_lite.data.tokenizer import load_tokenizer
 
@@ -110,6 +111,43 @@ def test_answers_are_what_the_assistant_says(template, answers, tokenizer_path, 
         chosen, rejected = it.compared("d:1", value)
         assert learned(it, chosen, plain)[:2] == (answers[1:], whole)
         assert learned(it, rejected, plain)[0] == [answers[1].replace("No.", "Yes.")]
+
+
+GEMMA = (
+    "{% if messages[0]['role'] == 'system' %}{% set first = messages[0]['content'] + '\n' %}"
+    "{% set rest = messages[1:] %}{% else %}{% set first = '' %}{% set rest = messages %}{% endif %}"
+    "{% for m in rest %}{{ '<' + m.role + '>' + (first if loop.first else '') + m['content'] | trim + '</>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+LENGTH = "{% if messages|length %}" + CHATML + "{% endif %}"  # writes the same, which nothing proves
+
+
+@pytest.mark.parametrize("system", [0, 1])
+@pytest.mark.parametrize("template", [CHATML, LLAMA3, INSTRUCT, GEMMA, LENGTH, "{% for m in messages %}{% endfor %}"])
+def test_the_places_of_answers_are_those_of_renderings_up_to_each_turn(
+    template, system, tokenizer_path, tmp_path, monkeypatch
+):
+    it = writer(tokenizer_path, template, tmp_path)
+    answers = [{"role": "assistant", "content": f" {'x' * number} "} for number in range(1, 30)]
+    asked = [{"role": "user", "content": f"{'y' * (number % 3)}?"} for number in range(1, 30)]
+    turns = [*TURNS[:system], *(turn for pair in zip(asked, answers, strict=True) for turn in pair)]
+    characters = 0
+    pieces = ChatTemplate._pieces
+
+    def counted(*args, **kwargs):
+        nonlocal characters
+        for piece in pieces(*args, **kwargs):
+            characters += len(piece)
+            yield piece
+
+    monkeypatch.setattr(ChatTemplate, "_pieces", counted)
+    written = it.answered("d:1", {"messages": turns})
+    in_one, characters = characters, 0
+    monkeypatch.setattr(Writer, "_places", lambda *_: None)
+    assert it.answered("d:1", {"messages": turns}) == written
+    if template not in (LENGTH, "{% for m in messages %}{% endfor %}"):
+        assert in_one < 2 * len(written.text)
+        assert characters > 25 * len(written.text)
 
 
 def test_a_token_that_an_answer_begins_inside_is_no_answer(tokenizer_path, plain, tmp_path):

@@ -371,6 +371,28 @@ def test_an_error_of_the_source_reaches_the_consumer_once():
             next(iterator)
 
 
+@pytest.mark.parametrize("num_steps", [10**12, 2**63 - 1])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"per_device_batch_size": 2, "expansion_factor_real_data": 0.5},
+        {"per_device_batch_size": 4, "per_device_batch_size_start": 2, "per_device_batch_size_increment": 2,
+         "enable_rampup_batch_size": "true", "global_rampup_samples": 2**31 - 1},
+    ],
+)  # fmt: skip
+def test_a_run_of_any_length_begins_at_once_wherever_it_resumes(keys, num_steps):
+    """A list of a run's steps, or a walk to the step that is next, would not end."""
+    for examples_seen in (0, 10**9):
+        layout = {"sharding": row_sharding(1), "seed": 0, "worker_count": 0}
+        source = NumberedSource(50)
+        with training_batches(
+            source, plan_for(1, **keys), examples_seen=examples_seen, num_steps=num_steps, **layout
+        ) as iterator:
+            for first in (examples_seen, examples_seen + 2):
+                expected = example_ids(first, 2, num_examples=50, seed=0)
+                np.testing.assert_array_equal(next(iterator).example_ids, expected)
+
+
 PROGRAM = """
 import multiprocessing, signal
 import jax

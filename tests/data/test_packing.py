@@ -146,6 +146,14 @@ def test_count_targets_is_the_sum_of_the_weights(start):
 
 
 @pytest.mark.parametrize("layout_type", LAYOUTS)
+@pytest.mark.parametrize("num_tokens", range(1, 14))
+def test_targets_of_rows_are_the_sums_of_the_weights(num_tokens, layout_type):
+    layout = layout_type(STARTS, num_tokens)
+    weights = [int(row["weights"].sum()) for row in all_rows(layout, STREAM, STARTS)]
+    assert layout.targets_of_rows().tolist() == weights
+
+
+@pytest.mark.parametrize("layout_type", LAYOUTS)
 def test_no_documents_make_no_rows(layout_type):
     assert len(layout_type(np.zeros(1, np.int64), 8)) == 0
 

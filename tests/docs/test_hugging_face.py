@@ -31,6 +31,7 @@ def test_the_commands_run(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "imported" / "config.yml").is_file()
 
 
+@pytest.mark.fast
 def test_the_families():
     named = re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE)
     assert named[1:] == list(FAMILIES)  # below the heading

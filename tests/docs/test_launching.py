@@ -31,6 +31,7 @@ def test_a_command_runs_and_prints_what_the_page_says(block):
     assert result.stdout.replace(str(REPOSITORY), "REPOSITORY") == block.output
 
 
+@pytest.mark.fast
 def test_the_page_has_the_commands_it_should():
     assert len(blocks(PAGE)) == 4
 

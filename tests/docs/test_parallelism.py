@@ -37,6 +37,7 @@ def test_every_command_is_run():
     assert len(COMMANDS) == PAGE.count("```bash") == 7
 
 
+@pytest.mark.fast
 def test_the_axes():
     rows = re.findall(r"^\| `(\w+)` \| `\{ici,dcn\}(_\w+)` \|", PAGE, re.MULTILINE)
     assert sorted(axis for axis, _ in rows) == sorted(MESH_AXES)

@@ -44,6 +44,7 @@ def test_every_line_of_the_tables_is_read(tmp_path):
             assert text.text[slice(*answer)] in ("5", "05", "assistant:Hello.;", "assistant:No.;")
 
 
+@pytest.mark.fast
 def test_the_plan_prints_what_the_page_says(capsys):
     ((command, output),) = re.findall(
         r"```bash\npython -m maxtext_lite.plan ([^\n]*)\n```\n<!-- output.*?```text\n(.*?)```", PAGE, re.DOTALL

@@ -108,6 +108,7 @@ def test_eight_simulated_devices_give_the_losses_of_one_as_the_readme_says(ran: 
     assert losses_of_eight == pytest.approx(losses_of_one, rel=1e-4)
 
 
+@pytest.mark.fast
 def test_every_link_of_the_readme_leads_to_a_file():
     links = re.findall(r"\]\(([^)#]+)\)", README)
     missing = [link for link in links if "://" not in link and not (REPOSITORY / link).exists()]

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from maxtext_lite.config import UserError
 from maxtext_lite.interop import carry_files, stop_ids_of
 
 
@@ -27,3 +28,19 @@ def test_stop_tokens_are_those_of_both_files(generation, config, expected, tmp_p
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert stop_ids_of(tmp_path) == expected
+
+
+@pytest.mark.parametrize("value", ["x", -1, 2.5, True, [[2]], [None], {"a": 1}, float("nan")])
+def test_what_is_no_token_is_named_with_its_file(value, tmp_path):
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(UserError, match=r"generation_config\.json: eos_token_id=.* is not a token's number"):
+        stop_ids_of(tmp_path)
+
+
+def test_a_link_to_nothing_is_not_passed_over(tmp_path):
+    (tmp_path / "tokenizer.json").symlink_to(tmp_path / "gone")
+    with pytest.raises(UserError, match=r"tokenizer\.json is a link to"):
+        carry_files(tmp_path, tmp_path / "out")
+    (tmp_path / "generation_config.json").mkdir()
+    with pytest.raises(UserError, match=r"generation_config\.json is a directory"):
+        stop_ids_of(tmp_path)

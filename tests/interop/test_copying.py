@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext_lite.interop.copying import as_bits, assign, assign_cast
+from maxtext_lite.interop.copying import as_bits, assign, assign_cast, is_finite
 
 X = np.random.default_rng(0).normal(size=(5, 70, 3)).astype(np.float32)
 
@@ -32,3 +32,16 @@ def test_bits_are_a_view():
     as_bits(x)[0] = 0
     assert x.tolist() == [0, 1, 1]
     assert as_bits(X) is X
+
+
+@pytest.mark.parametrize("format", [np.float64, np.float32, np.float16, jnp.bfloat16])
+def test_a_number_that_is_none_is_found_wherever_it_stands(format):
+    x = np.random.default_rng(0).normal(size=(3, 70_000)).astype(format)
+    x[0, :4] = [0, -0.0, jnp.finfo(format).max, jnp.finfo(format).tiny / 2]
+    assert is_finite(x)
+    assert is_finite(x[:0])
+    for place in (0, 65_535, 65_536, x.size - 1):
+        for value in (np.nan, -np.nan, np.inf, -np.inf):
+            damaged = x.copy()
+            damaged.reshape(-1)[place] = value
+            assert not is_finite(damaged)

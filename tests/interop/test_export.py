@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from maxtext_lite.config.hf_config import config_json, model_keys, read_fields
+from maxtext_lite.config.hf_config import config_json, model_keys
+from maxtext_lite.config.json_file import read_object
 from maxtext_lite.convert import hf_config
 from maxtext_lite.interop import export_parameters
 from tests.hf_models import MODELS, logits, model, save
@@ -30,7 +31,7 @@ def export(source, out, params, *, original, **how):
 def test_transformers_reads_an_exported_model_with_the_same_logits(name, tmp_path):
     source = save(name, tmp_path / "source", old=name in ("gemma3_text", "phi3"))
     _, params = load(source)
-    original = read_fields(source / "config.json")
+    original = read_object(source / "config.json")
     export(source, tmp_path / "carried", params, original=original)
     fresh = export(source, tmp_path / "fresh", params, original={"model_type": original["model_type"]})
     assert fresh["model_type"] == original["model_type"]
@@ -47,7 +48,7 @@ def test_transformers_reads_an_exported_model_with_the_same_logits(name, tmp_pat
 def test_tensors_are_those_that_were_imported_from_any_mesh_and_in_several_files(name, tmp_path):
     source = save(name, tmp_path / "source")
     _, params = load(source, fsdp=2, tensor=2, data=2)
-    export(source, tmp_path / "out", params, original=read_fields(source / "config.json"), file_bytes=30_000)
+    export(source, tmp_path / "out", params, original=read_object(source / "config.json"), file_bytes=30_000)
     imported = safetensors.numpy.load_file(source / "model.safetensors")
     files = sorted((tmp_path / "out").glob("*.safetensors"))
     assert len(files) > 3
@@ -61,7 +62,7 @@ def test_tensors_are_those_that_were_imported_from_any_mesh_and_in_several_files
 def test_experts_biases_stay_float32_in_a_model_in_bfloat16(tmp_path):
     source = save("deepseek_v3", tmp_path / "source")
     _, params = load(source)
-    fields = read_fields(source / "config.json")
+    fields = read_object(source / "config.json")
     (tmp_path / "out").mkdir()
     export_parameters(tmp_path / "out", params, "deepseek_v3", model_keys(fields, ""), dtype="bfloat16")
     exported = safetensors.numpy.load_file(tmp_path / "out" / "model.safetensors")
@@ -75,7 +76,7 @@ def test_layers_dealt_to_pipeline_stages_are_exported_in_their_order(tmp_path):
     source = save("llama", tmp_path / "source")
     _, params = load(source)
     dealt = params | {"layers": jax.tree.map(lambda x: x.reshape(3, 1, *x.shape[1:]), params["layers"])}
-    fields = read_fields(source / "config.json")
+    fields = read_object(source / "config.json")
     for name, tree in (("plain", params), ("dealt", dealt)):
         (tmp_path / name).mkdir()
         export_parameters(tmp_path / name, tree, "llama", model_keys(fields, ""), dtype="float32")

@@ -10,13 +10,14 @@ import pytest
 import safetensors.numpy
 
 from maxtext_lite.config import UserError
-from maxtext_lite.config.hf_config import model_keys, read_fields
+from maxtext_lite.config.hf_config import model_keys
 from maxtext_lite.config.hf_fields import same_architecture
+from maxtext_lite.config.json_file import read_object
 from maxtext_lite.convert import hf_config
 from maxtext_lite.interop import load_hf_parameters
 from maxtext_lite.parallel import MESH_AXES, make_mesh, sharding, tree_shardings
 from maxtext_lite.training.state import make_decoder
-from tests.hf_models import MODELS, logits, model, save
+from tests.hf_models import MODELS, logits, model, save, transformers
 
 TOKENS = [int(token) for token in np.random.default_rng(0).integers(3, 96, 16)]
 # One row is a document; the other has two, of 9 and 4 tokens, and then padding.
@@ -54,14 +55,14 @@ def test_an_imported_model_has_the_logits_of_transformers(name, tmp_path):
     theirs = model(name)
     largest = np.abs(logits(theirs, TOKENS)).max()
     documents = [(ours[0], TOKENS), (ours[1, :9], TOKENS[:9]), (ours[1, 9:13], TOKENS[3:7])]
-    # Dynamic rotation depends on the longest position of a row, and in transformers on what it has seen before.
-    for got, document in documents[:1] if name == "llama-dynamic" else documents:
+    for got, document in documents:
+        logits(theirs, TOKENS[:1])  # dynamic rotation forgets what it has seen when it sees a short text
         np.testing.assert_allclose(got, logits(theirs, document), atol=1e-5 * largest)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_config_json_of_transformers_4_and_5_is_the_same_model(name, tmp_path):
-    new, old = (read_fields(save(name, tmp_path / str(old), old=old) / "config.json") for old in (False, True))
+    new, old = (read_object(save(name, tmp_path / str(old), old=old) / "config.json") for old in (False, True))
     assert "rope_parameters" in new or name == "gpt2"
     assert "rope_parameters" not in old
     assert same_architecture(model_keys(new, "new"), model_keys(old, "old")) == []
@@ -193,6 +194,64 @@ def test_a_tied_model_may_store_its_table_twice_but_not_another_one(tmp_path):
     rewrite(directory, lambda tensors: tensors | {"lm_head.weight": table + 1})
     with pytest.raises(UserError, match=r"lm_head\.weight is not model\.embed_tokens\.weight"):
         load(directory)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt2"])
+def test_a_tied_model_that_stores_only_its_head_is_read_as_transformers_reads_it(name, tmp_path):
+    whole, headed = save(name, tmp_path / "whole"), save(name, tmp_path / "headed")
+    table = "transformer.wte.weight" if name == "gpt2" else "model.embed_tokens.weight"
+    rewrite(headed, lambda tensors: tensors | {"lm_head.weight": tensors.pop(table)})
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(headed, attn_implementation="eager").eval()
+    np.testing.assert_array_equal(logits(theirs, TOKENS), logits(model(name), TOKENS))
+    for one, other in zip(jax.tree.leaves(load(whole)[1]), jax.tree.leaves(load(headed)[1]), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(("value", "dtype", "kind"), [
+    (np.nan, np.float32, "NaN or infinite numbers"), (-np.inf, np.float32, "NaN or infinite numbers"),
+    (np.nan, jnp.bfloat16, "NaN or infinite numbers"), (np.inf, np.float16, "NaN or infinite numbers"),
+    (1e300, np.float64, "numbers beyond those of float32"),
+])  # fmt: skip
+def test_numbers_that_are_none_are_refused_with_their_tensor_and_file(value, dtype, kind, llama):
+    damaged = ("model.layers.1.mlp.down_proj.weight", "model.norm.weight")
+
+    def change(tensors):
+        changed = {name: tensors[name].astype(dtype) for name in damaged}
+        for x in changed.values():
+            x.reshape(-1)[-3] = value
+        return tensors | changed
+
+    rewrite(llama, change)
+    with pytest.raises(UserError) as refusal:
+        load(llama, fsdp=2, tensor=2)
+    assert sorted(refusal.value.problems) == [
+        f"{llama / 'model.safetensors'}: {name} holds {kind}: it is damaged, or was saved from a run that had diverged."
+        for name in sorted(damaged)
+    ]
+
+
+def test_what_one_host_refuses_all_refuse(llama, monkeypatch):
+    told = []
+
+    def exchange(problems):
+        told.append(problems)
+        return [problems, ["there/model.safetensors: x holds NaN or infinite numbers."]]
+
+    monkeypatch.setattr("maxtext_lite.interop.load.exchange", exchange)
+    with pytest.raises(UserError, match=r"^there/model"):
+        load(llama)
+    (llama / "model.safetensors").write_bytes(b"")
+    with pytest.raises(UserError) as refusal:
+        load(llama)
+    assert len(refusal.value.problems) == 2
+    assert told[0] == []
+
+
+def test_a_model_far_larger_than_its_files_is_refused_before_its_tensors_are_named(llama):
+    fields = json.loads((llama / "config.json").read_text()) | {"num_hidden_layers": 9_999}
+    (llama / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(UserError, match=r"has 30 tensors, where the model of its config\.json has 89,994\."):
+        load(llama)
 
 
 def test_the_heads_for_further_tokens_of_deepseek_are_passed_over_with_a_message(tmp_path, capsys):

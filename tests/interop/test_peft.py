@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from maxtext_lite.config import UserError
-from maxtext_lite.config.hf_config import model_keys, read_fields
+from maxtext_lite.config.hf_config import model_keys
+from maxtext_lite.config.json_file import read_object
 from maxtext_lite.interop import export_adapters, flat
 from maxtext_lite.models import Decoder, Lora, merged
 from maxtext_lite.models.decoder import DecoderShape
@@ -42,7 +43,7 @@ def adapted(directory, targets):
 
 
 def export(directory, out, decoder, adapters):
-    fields = read_fields(directory / "config.json")
+    fields = read_object(directory / "config.json")
     kind, keys = fields["model_type"], model_keys(fields, "")
     shapes = {path: leaf.shape for path, leaf in flat(decoder.frozen(decoder.abstract_params)).items()}
     export_adapters(out, adapters, decoder.shape.lora, kind, keys, shapes=shapes, base=str(directory))

@@ -76,39 +76,79 @@ def test_a_tensor_is_made_when_its_turn_comes_and_cast(tmp_path):
     assert read(tmp_path)["b"].dtype == np.float32
 
 
+def whole_file(header, num_bytes):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + bytes(num_bytes)
+
+
+def entry(start, end, shape=(4,), dtype="F32"):
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+
+
 def broken(tmp_path, kind):
-    whole = tmp_path / "model.safetensors"
+    whole, index = tmp_path / "model.safetensors", tmp_path / "model.safetensors.index.json"
     safetensors.numpy.save_file(TENSORS, whole)
     content = whole.read_bytes()
     match kind:
         case "cut off":
             whole.write_bytes(content[:-4])
+        case "longer":
+            whole.write_bytes(content + b"more")
         case "no header":
             whole.write_bytes(b"PK\x03\x04")
+        case "empty":
+            whole.write_bytes(b"")
         case "not json":
             whole.write_bytes((10).to_bytes(8, "little") + b"not a JSON")
+        case "deep":
+            whole.write_bytes(whole_file(b'{"a":' * 200_000, 0))
+        case "long header":
+            whole.write_bytes((2**40).to_bytes(8, "little") + content[8:])
         case "wrong size":
             whole.write_bytes(content.replace(b'"shape":[3,4]', b'"shape":[3,5]'))
+        case "overlap":
+            whole.write_bytes(whole_file({"a": entry(0, 16), "b": entry(8, 24)}, 24))
+        case "gap":
+            whole.write_bytes(whole_file({"a": entry(0, 16), "b": entry(20, 36)}, 36))
+        case "huge":
+            whole.write_bytes(whole_file({"a": entry(0, 16, [2**62, 8])}, 16))
         case "missing file":
-            (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1.safetensors"}}')
+            index.write_text('{"weight_map": {"a": "model-1.safetensors"}}')
         case "elsewhere":
-            (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../x.safetensors"}}')
+            index.write_text('{"weight_map": {"a": "../x.safetensors"}}')
+        case "another":
+            index.write_text('{"weight_map": {"a": "model.safetensors", "c": "model.safetensors"}}')
         case "no index":
-            (tmp_path / "model.safetensors.index.json").write_text("[]")
+            index.write_text("[]")
         case "twice":
             whole.rename(tmp_path / "one.safetensors")
             (tmp_path / "two.safetensors").write_bytes(content)
+        case "directory":
+            whole.unlink()
+            whole.mkdir()
+
+
+_DAMAGED = r"model\.safetensors is not a safetensors file, or is damaged or cut off "
 
 
 @pytest.mark.parametrize(("kind", "message"), [
-    ("cut off", r"model\.safetensors is cut off: \S+ ends after it\."),
-    ("no header", "is not a safetensors file, or is cut off"),
-    ("not json", "is not a safetensors file"),
-    ("wrong size", r"a has 48 bytes, which are not F32 of shape \[3, 5\]"),
+    ("cut off", _DAMAGED + r"\(incomplete metadata, file not fully covered\)\."),
+    ("longer", _DAMAGED + r"\(incomplete metadata, file not fully covered\)\."),
+    ("no header", _DAMAGED + r"\(header too small\)"),
+    ("empty", _DAMAGED + r"\(header too small\)"),
+    ("not json", _DAMAGED + r"\(invalid JSON in header"),
+    ("deep", _DAMAGED + r"\(invalid JSON in header"),
+    ("long header", _DAMAGED + r"\(header too large\)"),
+    ("wrong size", _DAMAGED + r"\(invalid shape, data type, or offset for tensor"),
+    ("overlap", _DAMAGED + r"\(invalid offset for tensor `b`\)"),
+    ("gap", _DAMAGED + r"\(invalid offset for tensor `b`\)"),
+    ("huge", _DAMAGED + r"\(overflow"),
     ("missing file", r"lacks model-1\.safetensors, which model\.safetensors\.index\.json names"),
-    ("elsewhere", r"names \.\./x\.safetensors, which is not a file of the directory"),
-    ("no index", "is not an index of safetensors files"),
+    ("elsewhere", r"names \.\./x\.safetensors for a, which is not a file of the directory"),
+    ("another", r"index\.json says that c stands in model\.safetensors, which it does not"),
+    ("no index", r"index\.json is not a JSON object"),
     ("twice", r"stands in one\.safetensors and in two\.safetensors"),
+    ("directory", r"model\.safetensors is a directory, not a file"),
 ])  # fmt: skip
 def test_what_is_broken_is_named(kind, message, tmp_path):
     broken(tmp_path, kind)

@@ -21,7 +21,7 @@ def ramp(mode, per_device):
 
 
 def rows_of_documents(*overrides):
-    return ["packing=false", "optimizer=sgd", *overrides]
+    return ["packing=false", "optimizer=sgd", "schedule_unit=tokens", *overrides]
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +110,18 @@ def test_parameters_after_5_steps_of_sgd_agree(one, several, runs):
     whole = np.linalg.norm(list(norms.values()))
     for path, difference in jax.tree.leaves_with_path(jax.tree.map(lambda a, b: a.astype(float) - b, got, want)):
         assert np.linalg.norm(difference) <= 1e-5 * norms[path] + 1e-7 * whole, path
+
+
+@pytest.mark.parametrize(("name", "processes"), [("rows-2", 2), ("rows-4", 4)])
+def test_each_process_writes_the_checksums_of_what_it_saved(name, processes, runs):
+    run, _ = runs
+    checkpoint = run(name).directory / "checkpoints" / "5"
+    parts = [checkpoint / f"sha256.{process}-of-{processes}" for process in range(processes)]
+    assert sorted(checkpoint.glob("sha256.*")) == parts
+    for process, part in enumerate(parts):
+        named = [line.split("  ")[1] for line in part.read_text().splitlines()[:-1]]
+        assert any(f"process_{process}/" in name for name in named)
+        assert not any(f"process_{other}/" in name for name in named for other in range(processes) if other != process)
 
 
 def test_only_hosts_that_load_open_the_data(runs, documents):

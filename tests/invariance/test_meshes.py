@@ -1,5 +1,6 @@
 """Ways to arrange 1, 2, 4 and 8 devices along the six axes, dense and with experts: the gradients of one device."""
 
+import functools
 import itertools
 import math
 import os
@@ -43,20 +44,23 @@ def test_there_are_as_many_as_there_should_be():
 
 @pytest.fixture(scope="module")
 def on_one_device(setup, rows):
-    """For each model, the step of all rows at once."""
-    found = {}
-    for keys in (MODEL, (*MODEL, *EXPERTS)):
+    """For a model, the step of all rows at once."""
+
+    @functools.cache
+    def of(keys):
         it = setup(*keys)
-        found[keys] = it.gradients(it.initial.params, it.batch(rows, 1, 16))
-    return found
+        return it.gradients(it.initial.params, it.batch(rows, 1, 16))
+
+    return of
 
 
 @pytest.mark.parametrize("number", range(len(MESHES)), ids=lambda number: str(MESHES[number] or "one device"))
+@pytest.mark.fast
 def test_the_step_is_that_of_one_device(number, setup, rows, agrees, on_one_device):
     """Experts wherever their axis is, and every other time; one or two micro-batches and both schedules in turn."""
     mesh = MESHES[number]
     keys = (*MODEL, *EXPERTS) if "expert" in mesh or number % 2 else MODEL
-    want = on_one_device[keys]
+    want = on_one_device(keys)
     pipeline = None
     if "stage" in mesh:
         stages = mesh["stage"]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from maxtext_lite.models import Scoring
-from maxtext_lite.models.attention import attention, blockwise_attention, resolve_attention, splash_attention
+from maxtext_lite.models.attention import attention, blockwise_attention, splash_attention
 
 B, T, N, K, H = 2, 128, 4, 2, 16
 
@@ -193,48 +193,7 @@ def test_heads_that_do_not_group_are_refused():
         attention(x, x[:, :, :2], x[:, :, :2], jnp.ones((1, 4), jnp.int32), kernel="dot_product", strategy="ring")
 
 
-@pytest.mark.parametrize(("name", "platform", "dtype", "num_tokens", "shards", "kernel"), [
-    ("auto", "cpu", jnp.bfloat16, 256, 1, "dot_product"),
-    ("auto", "gpu", jnp.bfloat16, 256, 1, "cudnn_flash"),
-    ("auto", "gpu", jnp.float32, 256, 1, "dot_product"),  # cuDNN's has no float32
-    ("auto", "tpu", jnp.bfloat16, 256, 1, "splash"),
-    ("auto", "tpu", jnp.bfloat16, 100, 1, "dot_product"),  # splash works in blocks of 128
-    ("auto", "gpu", jnp.bfloat16, 256, 2, "dot_product"),  # the others take whole examples
-    ("auto", "tpu", jnp.bfloat16, 256, 2, "dot_product"),
-    ("dot_product", "tpu", jnp.bfloat16, 256, 1, "dot_product"),
-])  # fmt: skip
-def test_auto_names_a_kernel_that_runs(name, platform, dtype, num_tokens, shards, kernel):
-    where = {"platform": platform, "dtype": dtype, "num_tokens": num_tokens}
-    assert resolve_attention(name, **where, num_context_shards=shards) == kernel
-
-
-def test_a_kernel_that_does_not_run_here_is_refused():
-    with pytest.raises(ValueError, match=r"attention=splash needs a TPU, .* Nearest that works: dot_product."):
-        resolve_attention("splash", platform="cpu", dtype=jnp.float32, num_tokens=256)
-    with pytest.raises(ValueError, match=r"one context shard; here are gpu, bfloat16, 256 tokens and 2 context shards"):
-        resolve_attention("cudnn_flash", platform="gpu", dtype=jnp.bfloat16, num_tokens=256, num_context_shards=2)
-
-
-@pytest.mark.parametrize(("needs", "platform", "kernel"), [
-    ({"scorings": [Scoring(), Scoring(window=8)]}, "gpu", "cudnn_flash"),
-    ({"scorings": [Scoring(scale=0.1), Scoring(soft_cap=50.0)]}, "gpu", "dot_product"),
-    ({"sinks": True}, "gpu", "dot_product"),
-    ({"values_differ": True}, "gpu", "dot_product"),
-    ({"scorings": [Scoring(window=8, soft_cap=50.0)], "sinks": True, "values_differ": True}, "tpu", "splash"),
-])  # fmt: skip
-def test_auto_names_a_kernel_that_does_what_the_layers_need(needs, platform, kernel):
-    assert resolve_attention("auto", platform=platform, dtype=jnp.bfloat16, num_tokens=256, **needs) == kernel
-
-
-def test_a_kernel_that_lacks_what_the_layers_need_is_refused():
-    where = {"platform": "gpu", "dtype": jnp.bfloat16, "num_tokens": 256}
-    needs = {"scorings": [Scoring(soft_cap=50.0)], "sinks": True, "values_differ": True}
-    with pytest.raises(ValueError) as refusal:
-        resolve_attention("cudnn_flash", **where, **needs)
-    assert str(refusal.value) == (
-        "attention=cudnn_flash does not know a soft cap of scores (50.0) or attention sinks or values of another width "
-        "than keys. Nearest that works: dot_product."
-    )
+def test_a_kernel_that_lacks_what_it_is_asked_for_is_refused():
     q, k, v, segment = inputs()
     for values, sink, soft_cap, what in (
         (v, SINK, None, "attention sinks"),

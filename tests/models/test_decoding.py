@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxtext_lite.config import Mla
 from maxtext_lite.models import Decoder, DecoderShape, ExpertShape, KVCache, Sampling, Scoring, sample_token
-from maxtext_lite.models.decoding import cached_attention
+from maxtext_lite.models.decoding import CachedAttend
+from tests.models.in_place import rewritten
 from tests.models.test_attention import SINK, by_loops, inputs
 
 SHAPE = DecoderShape(vocab_size=31, emb_dim=16, num_query_heads=4, num_kv_heads=2, head_dim=4, mlp_dim=24, num_layers=2)
@@ -57,16 +59,40 @@ def test_cached_attention_knows_windows_soft_caps_sinks_and_values_of_another_wi
     q, k, v, _ = inputs(12)
     v = v[..., :6]
     want = by_loops(q, k, v, np.ones((2, 12), np.int32), sink, scoring)
-    empty = KVCache.empty(
-        num_layers=1, num_sequences=2, num_positions=20, num_kv_heads=2, key_dim=16, value_dim=6, dtype=jnp.float32
+    cache = KVCache.empty(
+        num_layers=3, num_sequences=2, num_positions=20, num_kv_heads=2, key_dim=16, value_dim=6, dtype=jnp.float32
     )
-    cache = jax.tree.map(lambda x: x[0], empty)
-    assert (cache.key.shape, cache.value.shape) == ((2, 20, 2, 16), (2, 20, 2, 6))
-    run = jax.jit(lambda *x: cached_attention(*x, sink, scoring=scoring))
+    assert (cache.key.shape, cache.value.shape) == ((3, 2, 2, 20, 16), (3, 2, 2, 20, 6))
+    run = jax.jit(lambda q, k, v, position, cache: CachedAttend(position, cache, 1, scoring)(q, k, v, sink))
     for first, end in ((0, 6), *((t, t + 1) for t in range(6, 12))):
         position = jnp.tile(jnp.arange(first, end), (2, 1))
         context, cache = run(*(x[:, first:end] for x in (q, k, v)), position, cache)
         np.testing.assert_allclose(context, want[:, first:end], rtol=1e-5, atol=1e-6)
+    for layers in cache:  # the others are as they were
+        assert not np.asarray(layers)[[0, 2]].any()
+        assert np.asarray(layers)[1, :, :, :12].all()
+
+
+@pytest.mark.parametrize("shape", [
+    dataclasses.replace(SHAPE, num_layers=7, pattern=("local", "local", "global"), window=3),
+    dataclasses.replace(
+        SHAPE, num_layers=6, num_dense_layers=1, head_dim=6, rotary_dim=2, experts=ExpertShape(4, 2, 10),
+        latent=Mla(q_lora_rank=0, kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=5),
+    ),
+], ids=["windows", "latent"])  # fmt: skip
+def test_a_token_is_written_into_the_cache_and_nothing_else_of_it_is(shape):
+    decoder = Decoder(shape)
+    cache = jax.eval_shape(lambda: decoder.new_cache(3, 512))
+    number, one_each = jax.ShapeDtypeStruct((3,), jnp.int32), jax.ShapeDtypeStruct((3, 1), jnp.int32)
+    decode = jax.jit(decoder.decode, donate_argnums=3).lower(decoder.abstract_params, one_each, number, cache).compile()
+    layer = min(x.size for x in jax.tree.leaves(cache)) // shape.num_layers
+    # What one layer's attention reads is the most that is taken out of the cache, once each for keys and values.
+    assert {line.split()[0] for line in rewritten(decode.as_text(), layer)} <= {"dynamic-slice", "slice"}
+    assert not rewritten(decode.as_text(), 2 * layer)
+    memory = decode.memory_analysis()
+    cache_bytes = sum(x.nbytes for x in jax.tree.leaves(decoder.new_cache(3, 512)))
+    assert memory.alias_size_in_bytes >= cache_bytes
+    assert memory.temp_size_in_bytes < cache_bytes / 2
 
 
 LOGITS = np.log(np.array([0.5, 0.25, 0.15, 0.1]))

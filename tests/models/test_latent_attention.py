@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from maxtext_lite.config import Mla
-from maxtext_lite.models import Decoder, DecoderShape, KVCache, Scoring
+from maxtext_lite.models import Decoder, DecoderShape, Scoring
 from maxtext_lite.models.attention import attention
 from maxtext_lite.models.latent_attention import LatentAttention
 from maxtext_lite.models.rotary import Rope, rotary_angles
@@ -84,9 +84,9 @@ def test_decoding_token_by_token_equals_the_whole():
     params = jax.jit(decoder.init)(jax.random.key(0))
     token = jnp.asarray(np.random.default_rng(1).integers(0, 31, (B, T)))
     whole = decoder.hidden(params, token, jnp.ones_like(token), jnp.tile(jnp.arange(T), (B, 1)))
-    cache = KVCache.empty(
-        num_layers=2, num_sequences=B, num_positions=16, num_kv_heads=N, key_dim=9, value_dim=6, dtype=jnp.float32
-    )
+    cache = decoder.new_cache(B, 16)
+    assert cache.value is None
+    assert cache.key.shape == (2, B, 1, 16, 7 + 4)  # the latent vector and what is rotated, whatever the heads
     decode = jax.jit(decoder.decode)
     first, cache = decode(params, token[:, :4], jnp.zeros(B, jnp.int32), cache)
     parts = [first]

@@ -1,11 +1,13 @@
 """Adapters: what they add, by hand and by the merged formula; where they are, how they begin, how trees are parted."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.scipy.special import erf
 
 from maxtext_lite.config import load_config
 from maxtext_lite.models import Adapted, Decoder, Lora, merged
@@ -178,3 +180,20 @@ def test_a_tree_is_the_join_of_its_parts_and_without_lora_is_trained_whole():
     assert plain.trained(base) is base
     assert plain.frozen(base) is None
     assert plain.joined(base, None) is base
+
+
+def test_adapters_are_drawn_by_themselves_and_frozen_weights_as_without_them():
+    """The uniform draws behind a weight are erf of its normal ones: no adapter begins as any of them does."""
+    base = jax.device_get(jax.jit(without(decoder_of()).init)(jax.random.key(0)))
+    drawn = [np.ravel(leaf) for leaf in jax.tree.leaves(base) if leaf.std()]
+    drawn += [np.ravel(layer) for leaf in jax.tree.leaves(base["layers"]) if leaf.std() for layer in leaf]
+    for rank in (3, 5):
+        decoder = decoder_of(f"lora_rank={rank}")
+        params = jax.device_get(jax.jit(decoder.init)(jax.random.key(0)))
+        jax.tree.map(np.testing.assert_array_equal, decoder.frozen(params), base)
+        firsts = [np.ravel(leaf) for leaf in jax.tree.leaves(decoder.trained(params)) if leaf.std()]
+        assert len(firsts) == 7  # every b is zero
+        for a, weight in itertools.product(firsts, drawn):
+            size = min(len(a), len(weight))
+            same = np.corrcoef(a[:size], np.asarray(erf(weight[:size] / (0.2 * np.sqrt(2)))))[0, 1]
+            assert abs(same) < 0.6  # of 64 numbers and more, by chance never

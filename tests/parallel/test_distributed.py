@@ -52,6 +52,7 @@ def launch(program: str, *, grace: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.fast
 def test_two_processes_of_two_devices_are_four_devices_and_sum_over_all():
     result = launch(
         """

@@ -101,6 +101,39 @@ def test_a_wild_error_bar_does_not_flatten_the_line(tmp_path):
     assert chart(board_of(tmp_path, [step_line(1, **noise)]), "noise").y.high < 100
 
 
+def test_an_interval_takes_the_place_of_the_error_and_may_have_no_end(tmp_path):
+    noise = {"gradient_noise_scale": 40.0, "gradient_noise_scale_error": 0.25}
+    known = noise | {"gradient_noise_scale_low": 20.0, "gradient_noise_scale_high": 90.0}
+    endless = noise | {"gradient_noise_scale_low": 20.0, "gradient_noise_scale_high": None}
+    neither = noise | {"gradient_noise_scale_low": None, "gradient_noise_scale_high": None}
+    lines = [step_line(step, **values) for step, values in enumerate((known, endless, neither), start=1)]
+    found = chart(board_of(tmp_path, lines), "noise")
+    points = found.lines[0].points
+    assert points.low[:2] == [20.0, 20.0]
+    assert points.high[0] == 90.0
+    assert points.high[1] > 10 * found.y.high
+    assert points.low[2] is points.high[2] is None
+    said = found.lines[0].to_json()
+    assert [said["high"][row] >= said["open"] * said["mean"][row] for row in (0, 1)] == [False, True]
+
+
+def test_throughput_is_drawn_with_a_median_that_a_pause_does_not_move(tmp_path):
+    speeds = [1000.0 + (step % 3) for step in range(200)]
+    speeds[100] = 3.0
+    lines = [step_line(step, tokens_per_second=speed) for step, speed in enumerate(speeds, start=1)]
+    (line,) = chart(board_of(tmp_path, lines), "throughput").lines
+    assert line.points.mean == speeds
+    assert len(line.smooth) == 200
+    assert all(1000 <= value <= 1002 for value in line.smooth)
+    assert line.to_json()["smooth"] == line.smooth
+
+
+def test_a_short_run_and_a_metric_without_noise_are_not_smoothed(tmp_path):
+    lines = [step_line(step) for step in range(1, 60)]
+    assert "smooth" not in chart(board_of(tmp_path, lines), "learning-rate").lines[0].to_json()
+    assert "smooth" not in chart(board_of(tmp_path, lines[:10]), "throughput").lines[0].to_json()
+
+
 def test_a_run_without_a_noise_scale_is_not_in_its_chart(tmp_path):
     found = chart(board_of(tmp_path, [step_line(1, gradient_noise_scale=9.0)], [step_line(1)]), "noise")
     assert {line.run for line in found.lines} == {0}

@@ -41,6 +41,15 @@ def test_the_facts_of_a_run(tmp_path):
     assert found["Parameters"] == ("869.5k", "869,504")
 
 
+def test_a_run_of_reinforcement_learning_leads_with_accuracy_and_reward_and_has_no_loss(tmp_path):
+    lines = [step_line(step, reward=step / 10, loss=-2e-9) for step in range(1, 31)]
+    run = write_metrics(tmp_path / "r", [*lines, {"step": 30, "eval_accuracy": 0.75}])
+    shown = [(name, value, remark) for name, value, remark in facts(read(run)) if value != NONE]
+    assert [name for name, _, _ in shown[:3]] == ["Steps", "Held-out accuracy", "Reward"]
+    assert shown[2][1:] == ("2.05", "training, mean of steps 11 to 30")
+    assert "Loss" not in [name for name, _, _ in shown]
+
+
 def test_what_is_not_known_is_none(tmp_path):
     found = facts_of(write_metrics(tmp_path / "r", []))
     assert found.pop("Steps") == ("0", "")

@@ -103,6 +103,14 @@ def test_files_that_are_missing_or_damaged_are_noted(tmp_path):
     assert {"plan.json is not a JSON object.", "metrics.jsonl is not there."} < set(read(directory).notes)
 
 
+@pytest.mark.parametrize("number", ["1" + "0" * 400, "-1e308", "Infinity", "NaN", "1e999"])
+def test_numbers_that_nothing_can_be_computed_with_are_left_out_and_noted(number, tmp_path):
+    (tmp_path / "plan.json").write_text(f'{{"steps": {number}, "memory": {{"total": 5, "params": [{number}]}}}}')
+    (run,) = read_runs([tmp_path])
+    assert run.plan == {"steps": None, "memory": {"total": 5, "params": [None]}}
+    assert "plan.json holds numbers beyond any that a run writes; they are left out." in run.notes
+
+
 def test_settings_have_value_base_and_origin(tmp_path):
     directory = write_run(tmp_path / "r", [], ["steps=7", "dataset_path='a # b.txt'", "per_device_batch_size=16"])
     settings = read(directory).settings

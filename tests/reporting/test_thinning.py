@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from maxtext_lite.reporting.thinning import Bucket, at_middles, changes, make_buckets, thin
+from maxtext_lite.reporting.thinning import Bucket, at_middles, changes, make_buckets, running_median, thin
 
 
 @pytest.mark.parametrize(("num_rows", "most"), [(0, 5), (1, 5), (5, 5), (6, 5), (17, 5), (200_000, 500), (999, 500)])
@@ -50,3 +50,10 @@ def test_the_middle_row_stands_for_a_bucket():
 def test_changes_are_found_across_missing_values():
     assert changes({"a": [None, 8, 8, None, 16, 16, 8]}, "a") == [4, 6]
     assert changes({}, "a") == []
+
+
+def test_a_running_median_takes_five_values_or_a_twentieth_and_leaves_gaps():
+    assert running_median([1.0, 9.0, 2.0, None, 3.0]) == [2.0, 2.0, 2.5, None, 2.5]
+    column = [float(place % 2) for place in range(200)]
+    assert running_median(column)[100] == 1.0  # of places 95 to 105, six are odd
+    assert running_median([]) == []

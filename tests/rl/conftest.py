@@ -11,13 +11,8 @@ RUN = (
     *TINY, "warmup_steps=0", "steps=6", "learning_rate=3e-3", "learning_rate_schedule=constant",
     "dataset_type=arithmetic", "arithmetic_largest=9", "arithmetic_operations=+", "eval_fraction=0.1",
     "max_target_length=16", "max_prefill_predict_length=6", "batch_size=4", "num_generations=4", "micro_batch_size=8",
-    "eval_interval=3", "checkpoint_period=1", "log_period=1", "reward_functions=tests.rl.conftest:low_bytes",
+    "eval_interval=3", "checkpoint_period=1", "log_period=1", "reward_functions=tests.rl.low_bytes:low_bytes",
 )  # fmt: skip
-
-
-def low_bytes(completions):
-    """A reward that a model without a clue can raise: the share of a response's characters below '@'."""
-    return [sum(character < "@" for character in text) / max(len(text), 1) for text in completions]
 
 
 @pytest.fixture(scope="session")

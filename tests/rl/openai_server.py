@@ -1,7 +1,8 @@
 """A server that answers as vLLM and SGLang do, of a Hugging Face directory and our own engine: python FILE DIR STOP_ID.
 
 It prints its port, then serves until it is ended. POST /misbehave {"status": 500, "times": 2} makes it fail so many
-times, {"without": "token_ids"} leaves that out of its answers, {} makes it behave. GET /requests counts completions.
+times, {"without": "token_ids"} leaves that out of its answers, {"choice": {"token_ids": [-5]}} puts that into them, {}
+makes it behave. GET /requests counts completions.
 """
 
 import json
@@ -47,6 +48,8 @@ class Served:
             "finish_reason": "stop" if response.ended else "length",
             "logprobs": {"token_logprobs": response.log_probabilities},
             "token_ids": response.token_ids if body["return_token_ids"] else None,
+            "prompt_token_ids": body["prompt"] if body["return_token_ids"] else None,
+            **self.misbehaviour.get("choice", {}),
         }
         choice.pop(self.misbehaviour.get("without", ""), None)
         return {"object": "text_completion", "choices": [choice]}
@@ -86,6 +89,7 @@ class Handler(BaseHTTPRequestHandler):
     def answer(self, status: int, body: dict) -> None:
         text = json.dumps(body).encode()
         self.send_response(status)
+        self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()
         self.wfile.write(text)

@@ -1,6 +1,8 @@
 """Rollouts over HTTP, from a server that is a process of its own."""
 
 import json
+import math
+import re
 import socket
 import subprocess
 import sys
@@ -15,10 +17,11 @@ from maxtext_lite.config.hf_config import run_config_json
 from maxtext_lite.interop import export_model
 from maxtext_lite.models import Decoder, Lora, Sampling
 from maxtext_lite.parallel import tree_shardings
-from maxtext_lite.rl.http_engine import WEIGHTS, HttpEngine
+from maxtext_lite.rl.http_engine import WEIGHTS, HttpEngine, _on_first_host, read_completion
 from maxtext_lite.rl.rollout import LocalEngine, Request
 from maxtext_lite.rl.transfer import sampling_mesh
 from maxtext_lite.training.state import decoder_shape, make_plain_decoder
+from tests.parallel.wire import joined_hosts
 from tests.processes import environment
 from tests.source_tree import REPOSITORY
 from tests.training.conftest import TINY
@@ -130,14 +133,121 @@ def test_failures_that_pass_are_tried_again_and_others_are_told(engine, server):
     with pytest.raises(UserError, match=r"refuses a request \(HTTP 422: .*as asked"):
         generate(engine, requests=REQUESTS[:1])
     misbehave(server, status=200, times=1)  # and no completion in the answer
-    with pytest.raises(UserError, match=r"answers without what it drew \(choices: Field required\)"):
+    with pytest.raises(UserError, match=r"cannot be used: choices is missing\. The server must"):
         generate(engine, requests=REQUESTS[:1])
     for field in ("token_ids", "logprobs"):
         misbehave(server, without=field)
-        with pytest.raises(UserError, match=rf"choices.0.{field}: Field required.*return_token_ids=true"):
+        with pytest.raises(UserError, match=rf"choices\[0\]\.{field} is missing\..*return_token_ids=true"):
             generate(engine)
 
 
+def test_a_completion_that_cannot_be_right_ends_the_run_in_one_line(engine, server):
+    """All that is checked is in test_what_cannot_be_right_is_refused; here, that it is."""
+    engine.update(parameters(make_plain_decoder(CONFIG), 0), 0)
+    misbehave(server, choice={"token_ids": [1, -5], "logprobs": {"token_logprobs": [-1, -1]}})
+    with pytest.raises(UserError) as refused:
+        generate(engine)
+    (problem,) = refused.value.problems
+    assert problem == (
+        f"rollout_url={server}/v1 gives a completion that cannot be used: "
+        "choices[0].token_ids[1]=-5 is not an id from 0 to 47."
+    )
+
+
+PROMPT = [5, 40, 7]
+
+
+def choice(*token_ids, **other):
+    """What a server says of these tokens, but for what is given."""
+    made = {"index": 0, "text": "", "finish_reason": "length", "token_ids": list(token_ids)}
+    return made | {"logprobs": {"token_logprobs": [-0.5] * len(token_ids)}} | other
+
+
+def logprobs(*values):
+    return {"token_logprobs": list(values)}
+
+
+def read(answer):
+    return read_completion(answer, prompt=PROMPT, max_new_tokens=4, vocab_size=48, stop_token_ids=[STOP, 47])
+
+
+@pytest.mark.parametrize(("said", "response"), [
+    (choice(1, 0, 46, 5), ([1, 0, 46, 5], [-0.5] * 4, False)),
+    (choice(1, STOP, finish_reason="stop"), ([1, STOP], [-0.5] * 2, True)),
+    (choice(9, finish_reason="stop"), ([9], [-0.5], True)),  # after a token that the server itself knows
+    (choice(1, 1, 1, 47), ([1, 1, 1, 47], [-0.5] * 4, True)),  # both, as an engine of ours says too
+    (choice(1, 2, 4, 5, logprobs=logprobs(0, -3, 1e-7, -999.5)), ([1, 2, 4, 5], [0.0, -3.0, 1e-7, -999.5], False)),
+    (choice(1, 2, 4, 5, prompt_token_ids=PROMPT, stop_reason=None), ([1, 2, 4, 5], [-0.5] * 4, False)),
+])  # fmt: skip
+def test_what_can_be_right_is_taken_as_it_is(said, response):
+    for answer in ({"choices": [said]}, {"choices": [said], "prompt_token_ids": PROMPT, "usage": {}}):
+        found = read(json.loads(json.dumps(answer)))
+        assert found == response
+        assert {type(value) for value in found.log_probabilities} == {float}
+
+
+ONE = choice(1, 2, 4, 5)
+
+
+@pytest.mark.parametrize(("answer", "wrong"), [
+    ({}, "choices is missing"),
+    ({"choices": None}, "choices=null is not a list"),
+    ({"choices": {"0": ONE}}, 'choices={"0": {"index": 0'),
+    ({"choices": []}, "choices=[] is not a list of the one choice"),
+    ({"choices": [ONE, ONE]}, "is not a list of the one choice that was asked for"),
+    ({"choices": ["text"]}, 'choices=["text"] is not a list of the one choice'),
+    ({"choices": [choice(1, 2, 4, 5, index=1)]}, "choices[0].index=1, where the only choice has 0"),
+    ({"choices": [choice(1, 2, 4, 5, index=False)]}, "choices[0].index=false"),
+    ({"choices": [choice(1, 2, 4, 5, prompt_token_ids=[5, 40])]}, "prompt_token_ids=[5, 40] is not the prompt"),
+    ({"choices": [choice(1, 2, 4, 5, prompt_token_ids=[5, 40, 7.0])]}, "prompt_token_ids=[5, 40, 7.0] is not"),
+    ({"choices": [ONE], "prompt_token_ids": "5 40 7"}, 'prompt_token_ids="5 40 7" is not the prompt that was sent'),
+    ({"choices": [ONE | {"token_ids": None}]}, "choices[0].token_ids=null is not a list"),
+    ({"choices": [choice(finish_reason="stop")]}, "token_ids has 0 tokens, where 1 to 4 were asked for"),
+    ({"choices": [choice(*[1] * 1000)]}, "token_ids has 1,000 tokens, where 1 to 4 were asked for"),
+    *(({"choices": [choice(1, wrong, 4, 5)]}, f"token_ids[1]={json.dumps(wrong)[:80]}")
+      for wrong in (-1, 48, -5, 10**30, 10**4000, "2", 2.0, True, None, [2], {})),
+    *(({"choices": [choice(1, 2, logprobs=logprobs(-1, wrong))]}, f"token_logprobs[1]={json.dumps(wrong)}")
+      for wrong in (math.nan, math.inf, -math.inf, 7, 7.0, 0.01, -9999.0, -1e300, "-1", True, None, [])),
+    ({"choices": [choice(1, 2, logprobs=logprobs(-1))]}, "2 token_ids with 1 token_logprobs"),
+    ({"choices": [choice(1, 2, logprobs=[-1, -1])]}, "choices[0].logprobs=[-1, -1] is not an object"),
+    ({"choices": [choice(1, 2, logprobs=None)]}, "choices[0].logprobs=null is not an object"),
+    ({"choices": [choice(1, 2, logprobs={})]}, "choices[0].logprobs.token_logprobs is missing"),
+    *(({"choices": [choice(1, 2, finish_reason=wrong)]}, "is neither stop nor length")
+      for wrong in (None, "abort", "", 1, ["stop"])),
+    ({"choices": [choice(1, STOP, 4, 5)]}, "goes on after one of stop_token_ids=[3, 47]"),
+    ({"choices": [choice(1, 2)]}, "finish_reason=length after 2 tokens, where max_tokens=4"),
+])  # fmt: skip
+def test_what_cannot_be_right_is_refused(answer, wrong):
+    with pytest.raises(ValueError, match=re.escape(wrong)) as refused:
+        read(answer)
+    assert len(str(refused.value)) < 500
+    assert str(refused.value).isprintable()
+
+
+def test_all_hosts_have_what_the_first_one_was_answered_or_its_problems(monkeypatch):
+    wire = joined_hosts(monkeypatch)
+
+    def outcome(work):
+        def on(_):
+            try:
+                return _on_first_host(work)
+            except UserError as error:
+                return error.problems
+
+        return wire.on_all(on)
+
+    def refused():
+        raise UserError(["it refuses", "twice"])
+
+    def full():
+        raise OSError(28, "No space left on device", "/runs/rollout_weights/0")
+
+    assert outcome(lambda: [[[1, 2], [-0.5, -1e-300], True]]) == [[[[1, 2], [-0.5, -1e-300], True]]] * 3
+    assert outcome(refused) == [("it refuses", "twice")] * 3
+    assert outcome(full) == [("/runs/rollout_weights/0 cannot be written: No space left on device.",)] * 3
+
+
+@pytest.mark.fast
 def test_no_server_is_one_clear_error(tmp_path):
     with socket.socket() as held:  # a port that nothing listens on
         held.bind(("127.0.0.1", 0))

@@ -150,6 +150,7 @@ def test_gradients_of_log_probabilities_are_finite_differences_of_the_formula(al
         assert is_target[pair, t] or gradient[pair, t] == 0
 
 
+@pytest.mark.fast
 def test_a_ratio_that_is_clipped_or_has_no_advantage_may_be_infinite():
     batch = rows()
     batch["advantages"][:] = np.array([1, 0] * 4)[:, None]

@@ -14,7 +14,7 @@ from maxtext_lite.rl.run import open_rl_run
 def test_a_copy_is_kept_in_the_run_directory_and_found_after_a_restart(tmp_path, config_of):
     config = config_of(tmp_path, "grpo_beta=0.1", "ici_fsdp_parallelism=8")
     with contextlib.closing(open_rl_run(config)) as rl:
-        with jax.set_mesh(rl.run.mesh):
+        with jax.set_mesh(rl.run.mesh), rl.run.opened(print):
             state, _ = rl.run.restore_or_init()
             Reference(rl.run, config, state, 0)
             begun = Reference(rl.run, config, state, 0)  # again, as where a run is killed before its first checkpoint
@@ -25,4 +25,3 @@ def test_a_copy_is_kept_in_the_run_directory_and_found_after_a_restart(tmp_path,
             (tmp_path / "rl" / "reference").rename(tmp_path / "elsewhere")
             with pytest.raises(UserError, match=r"reference is not there.*grpo_beta=0\.1"):
                 Reference(rl.run, config, state, 5)
-        rl.run.checkpointer.close()

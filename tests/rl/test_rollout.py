@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext_lite.config import Mla, UserError
+from maxtext_lite.config import Mla, RopeScaling, UserError
 from maxtext_lite.models import Decoder, DecoderShape, ExpertShape, Sampling
 from maxtext_lite.parallel import tree_shardings
 from maxtext_lite.rl.rollout import LocalEngine, Request
 from maxtext_lite.rl.transfer import sampling_mesh
 from maxtext_lite.training.sampler import Sampler
+from tests.models.in_place import rewritten
 
 LLAMA = DecoderShape(
     vocab_size=32, emb_dim=16, num_query_heads=4, num_kv_heads=2, head_dim=4, mlp_dim=24, num_layers=2,
@@ -67,6 +68,16 @@ def engine():
 @pytest.fixture(scope="module")
 def free_responses(engine):
     return engine.generate(REQUESTS, sampling=FREE, max_new_tokens=MOST_NEW)
+
+
+def test_the_loop_over_tokens_writes_them_into_the_slots_and_nothing_else(engine, free_responses):
+    assert free_responses
+    slots = engine._empty()
+    loop = engine._decode.lower(engine._params, slots, 0, MOST_NEW, sampling=FREE).compile()
+    key = slots.cache.key
+    assert not rewritten(loop.as_text(), key.size)
+    memory = loop.memory_analysis()
+    assert memory.alias_size_in_bytes >= 2 * key.nbytes
 
 
 def tokens(responses):
@@ -135,6 +146,19 @@ def test_experts_answer_a_request_alike_among_any_neighbours_whatever_their_capa
     how = {"sampling": FREE, "max_new_tokens": MOST_NEW}
     one, other = (make_engine(shape, params=params, num_slots=slots) for slots in (2, 13))
     assert tokens(one.generate(REQUESTS, **how)) == tokens(other.generate(REQUESTS, **how))
+
+
+def test_dynamic_rotation_follows_the_length_of_each_sequence_by_itself():
+    """As `generate` does with each prompt alone, which is compared with transformers; here prompts share slots."""
+    shape = dataclasses.replace(LLAMA, rope_scaling=RopeScaling("dynamic", 4.0, original_max_position_embeddings=6))
+    made = make_engine(shape, num_slots=2)
+    sampler = Sampler(Decoder(shape), parameters(Decoder(shape)), made._mesh)
+    responses = made.generate(REQUESTS[:4], sampling=Sampling(temperature=0), max_new_tokens=MOST_NEW)
+    assert len({len(request.token_ids) for request in REQUESTS[:4]}) > 2
+    for request, response in zip(REQUESTS[:4], responses, strict=True):
+        alone = list(sampler.stream([request.token_ids], max_new_tokens=MOST_NEW, temperature=0))
+        assert response.token_ids == [token for _, token, _ in alone]
+        np.testing.assert_allclose(response.log_probabilities, [p for *_, p in alone], rtol=1e-5, atol=1e-5)
 
 
 def test_a_response_depends_on_its_prompt_its_key_and_the_seed_only(engine, free_responses):

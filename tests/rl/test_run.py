@@ -56,7 +56,7 @@ def test_devices_of_their_own_need_one_host(tmp_path, config_of, monkeypatch):
 
 def test_an_evaluation_without_end_is_refused(tmp_path, config_of):
     words = ["arithmetic_largest=1000", "max_prefill_predict_length=10"]
-    with pytest.raises(UserError, match=r"all 100,200 held-out prompts .* One that works: eval_steps=250"):
+    with pytest.raises(UserError, match=r"all 100,200 held-out prompts .* Nearest that works: 250\."):
         open_rl_run(config_of(tmp_path, *words))
     for works in ("eval_steps=2", "eval_interval=-1"):
         open_rl_run(config_of(tmp_path, *words, works)).close()

@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.source_tree import REPOSITORY
 from tests.training.conftest import TINY
 
@@ -28,6 +30,7 @@ def test_accumulation_over_a_pipeline():
     assert noise[0].startswith("| wall-clock time")
 
 
+@pytest.mark.fast
 def test_import_stays_within_its_memory():
     done = subprocess.run(
         [sys.executable, "scripts/bench_import.py", "--model", "smollm2-135m", "--layers", "4", "--mesh",

@@ -154,6 +154,22 @@ def test_a_signal_reaches_every_process_once_and_their_75_comes_back_however_lon
     assert sorted(output.splitlines()) == [b"[0] got it", b"[1] got it"]
 
 
+def test_130_in_answer_to_a_signal_is_that_of_the_run_and_no_failure_of_its_own():
+    answer = (
+        "import os, signal, time\n"
+        "signal.signal(signal.SIGINT, lambda *_: os._exit(130)); print('ready')\n"
+        "time.sleep(60)"
+    )
+    process = start(command=[sys.executable, "-c", answer])
+    assert process.stdout is not None
+    assert sorted(process.stdout.readline() for _ in range(2)) == [b"[0] ready\n", b"[1] ready\n"]
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    assert process.returncode == 130
+    # One that fails, and another that we end: it had nothing to save, and the failure counts.
+    assert run(command=by_process("trap 'exit 130' TERM; while :; do sleep 0.1; done", "sleep 0.3; exit 3"))[0] == 3
+
+
 def test_a_second_signal_ends_what_does_not_answer():
     process = start(command=shell("trap '' TERM; echo ready; while :; do sleep 0.1; done"))
     assert process.stdout is not None

@@ -152,11 +152,12 @@ def test_a_job_that_is_cancelled_is_not_queued_again_though_its_run_saves(cluste
     assert [call[0] for call in cluster.calls] == ["srun"]
 
 
+@pytest.mark.parametrize("interrupted", [75, 130])
 @pytest.mark.parametrize(("restarts", "queued"), [("1", True), ("2", False)])
-def test_the_number_of_restarts_is_limited(cluster: Cluster, restarts: str, queued: bool):
-    cluster.trains("exit 75")
+def test_the_number_of_restarts_is_limited(cluster: Cluster, restarts: str, queued: bool, interrupted: int):
+    cluster.trains(f"exit {interrupted}")
     code, output = cluster.run(SLURM_RESTART_COUNT=restarts, MAXTEXT_LITE_MAX_RESTARTS="2")
-    assert code == 75
+    assert code == interrupted
     assert (["scontrol", "requeue", "77"] in cluster.calls) == queued
     assert ("not queued again after 2 restarts" in output) == (not queued)
 

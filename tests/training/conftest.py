@@ -12,12 +12,14 @@ import pytest
 
 from maxtext_lite.config import load_config
 from maxtext_lite.models import Decoder
-from maxtext_lite.parallel import MESH_AXES, make_mesh, sharding
+from maxtext_lite.parallel import MESH_AXES, make_mesh, sharding, tree_shardings
 from maxtext_lite.training.accumulate import GradientAccumulation
+from maxtext_lite.training.checkpoint import Checkpointer, Counts, fingerprint
 from maxtext_lite.training.local_updates import LocalUpdates, local_updates
+from maxtext_lite.training.noise import NoiseScale
 from maxtext_lite.training.objective import objective_of
 from maxtext_lite.training.optimizer import learning_rate_schedule, make_optimizer
-from maxtext_lite.training.state import abstract_state, init_state, make_decoder, state_shardings
+from maxtext_lite.training.state import abstract_state, init_state, make_decoder, state_from, state_shardings
 from maxtext_lite.training.step import TRAIN_BATCH_AXES, accumulate_gradients, make_train_step
 
 TINY = (
@@ -26,6 +28,18 @@ TINY = (
     "matmul_precision=highest", "learning_rate=1e-2",
 )  # fmt: skip
 ROWS, LENGTH = 16, 32
+
+
+ONE_DEVICE = make_mesh(dict.fromkeys(MESH_AXES, 1), dict.fromkeys(MESH_AXES, 1), jax.devices()[:1])
+NOT_OF_PARAMETERS = {"attention": "dot_product", "context_strategy": "all_gather", "saved": None, "offloaded": ()}
+"""What a decoder's shape says besides its parameters, as all setups have it while these are drawn."""
+
+
+@functools.cache
+def plain_parameters(shape):
+    """The parameters of seed 0, drawn once for each shape, on the host, without adapters or pipeline."""
+    with jax.set_mesh(ONE_DEVICE):
+        return jax.device_get(jax.jit(Decoder(shape).init)(jax.random.key(0)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,10 +57,21 @@ class Setup:
         """Shapes and shardings of the state."""
         return abstract_state(self.decoder, self.optimizer, self.mesh, self.local)
 
+    def created(self):
+        """The state before the first step, made on the mesh as a run makes it, which takes long to compile."""
+        return init_state(self.decoder, self.optimizer, self.mesh, 0, self.local)
+
     @functools.cached_property
     def initial(self):
-        """The state before the first step, on the host."""
-        return jax.device_get(init_state(self.decoder, self.optimizer, self.mesh, 0, self.local))
+        """The same state, on the host: from parameters that all setups of a shape share, as it is that of any mesh."""
+        without_adapters = Decoder(dataclasses.replace(self.decoder.shape, lora=None), self.decoder.pipeline)
+        params = jax.tree.map(
+            lambda x, like, where: jax.device_put(x.reshape(like.shape), where),
+            plain_parameters(dataclasses.replace(without_adapters.shape, **NOT_OF_PARAMETERS)),
+            without_adapters.abstract_params,
+            tree_shardings(ONE_DEVICE, without_adapters.axes),
+        )
+        return jax.device_get(state_from(params, self.decoder, self.optimizer, ONE_DEVICE, 0, self.local))
 
     def state(self):
         """A new copy of the initial state, on the mesh: a step gives up the one that it is passed."""
@@ -106,6 +131,30 @@ def make_setup(*overrides, replicas=None, pipeline=None, **mesh_sizes):
 @pytest.fixture(scope="session")
 def setup():
     return make_setup
+
+
+NOISE = NoiseScale().after(group_squares=1.5, groups=2, grad_norm=1.0, examples=4)
+COUNTS = Counts(step=7, examples_seen=112, tokens_seen=3_000_000_000, skipped_in_a_row=1, noise=NOISE)
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory, setup):
+    """A run directory with checkpoints of steps 5, 6 and 7, of which two are kept, and the setup it was saved from.
+
+    The parameters of step 7 are the initial ones, those of step 6 twice them. To change the directory, copy it.
+    """
+    directory = tmp_path_factory.mktemp("run")
+    it = setup("optimizer=adamw", data=2, fsdp=2, tensor=2)
+    config = load_config(None, [*TINY, "optimizer=adamw", "max_num_checkpoints_to_keep=2"])
+    checkpointer = Checkpointer(directory, config, fingerprint(config, "text", None))
+    assert checkpointer.latest_step() is None
+    for step in (5, 6, 7):
+        state = it.state()
+        if step == 6:
+            state = dataclasses.replace(state, params=jax.tree.map(lambda x: x * 2, state.params))
+        checkpointer.save(state, dataclasses.replace(COUNTS, step=step))
+    checkpointer.close()
+    return directory, it
 
 
 @pytest.fixture(scope="session")

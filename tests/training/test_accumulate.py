@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from maxtext_lite.training.accumulate import GradientAccumulation
+from maxtext_lite.training.accumulate import GradientAccumulation, master_of
 
 PARAMS = {"w": jnp.array([1.0, -2.0]), "b": jnp.array(3.0)}
 
@@ -75,10 +75,12 @@ def test_the_number_of_micro_batches_may_change_from_step_to_step(count):
 
 
 def test_a_master_copy_keeps_what_bfloat16_parameters_would_lose():
-    """A thousand steps of 1e-3 from 1: bfloat16 alone stays at 1, as 1 - 1e-3 rounds to 1."""
+    """A thousand steps of 1e-3 from 1: bfloat16 alone stays at 1, as 1 - 1e-3 rounds to 1. Placement has no say."""
     ones = {"w": jnp.ones(3, jnp.bfloat16)}
-    for over_data, expected in ((False, 1.0), (True, 0.0)):
-        accumulation = GradientAccumulation(optax.identity(), over_data=over_data)
+    for over_data, masters, expected in (
+        (False, False, 1.0), (True, False, 1.0), (True, True, 0.0), (False, True, 0.0),
+    ):  # fmt: skip
+        accumulation = GradientAccumulation(optax.identity(), over_data=over_data, masters=masters)
         state, params = accumulation.init(ones), ones
 
         def step(carry, _, accumulation=accumulation):
@@ -88,4 +90,63 @@ def test_a_master_copy_keeps_what_bfloat16_parameters_would_lose():
         (params, state), _ = jax.lax.scan(step, (params, state), length=1000)
         assert params["w"].dtype == jnp.bfloat16
         np.testing.assert_allclose(params["w"].astype(jnp.float32), expected, atol=1e-3)
-    assert state.inner_opt_state.master["w"].dtype == jnp.float32
+    assert master_of(state)["w"].dtype == jnp.float32
+    np.testing.assert_allclose(master_of(state)["w"], 0, atol=1e-4)  # each of its thousand sums is rounded to 2^-24
+
+
+def test_three_steps_of_a_narrow_weight_by_hand():
+    """From 1 with momentum 0.5, rate 2^-10 and gradients 1, 2, 0: the trace is 1, 2.5, 1.25."""
+    accumulation = GradientAccumulation(optax.trace(0.5))
+    params = {"w": jnp.ones((), jnp.bfloat16)}
+    state = accumulation.init(params)
+    for gradient, master, weight in (
+        (1.0, 1 - 1 / 1024, 1.0),  # half of bfloat16's step below 1, 2^-8, is 2^-9
+        (2.0, 1 - 3.5 / 1024, 1 - 4 / 1024),
+        (0.0, 1 - 4.75 / 1024, 1 - 4 / 1024),
+    ):
+        params, state = accumulation.finish({"w": jnp.float32(gradient)}, state, params, 2.0**-10)
+        assert (float(master_of(state)["w"]), float(params["w"])) == (master, weight)
+
+
+def test_only_narrow_parameters_have_masters():
+    accumulation = GradientAccumulation(optax.identity())
+    assert master_of(accumulation.init(PARAMS)) is None
+
+
+def _driven(multi_steps, stream):
+    """Parameters after a stream of micro-batches' gradients, by nothing but what `optax.MultiSteps` offers to all."""
+    transformation = multi_steps.gradient_transformation()
+    params, state = PARAMS, transformation.init(PARAMS)
+
+    def micro_step(carry, gradients):
+        params, state = carry
+        updates, state = transformation.update(gradients, state, params)
+        about = (multi_steps.has_updated(state), state.gradient_step, state.mini_step)
+        return (optax.apply_updates(params, updates), state), about
+
+    (params, _), about = jax.lax.scan(micro_step, (params, state), stream)
+    return params, about
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_driven_as_any_multisteps_it_does_what_the_original_does_and_the_train_steps_way_ends_there_too(k):
+    """Three steps of k equal micro-batches; the train step's gradients are divided by k before they are added up."""
+    rng = np.random.default_rng(k)
+    stream = {"w": jnp.asarray(rng.normal(size=(3 * k, 2))), "b": jnp.asarray(rng.normal(size=3 * k))}
+    inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1))
+    want, want_about = _driven(optax.MultiSteps(inner, k, use_grad_mean=False), stream)
+    got, about = _driven(GradientAccumulation(inner, every_k_schedule=k), stream)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, want)
+    jax.tree.map(np.testing.assert_array_equal, about, want_about)
+    assert about[1].tolist() == [(i + 1) // k for i in range(3 * k)]
+
+    mean, _ = _driven(optax.MultiSteps(inner, k), stream)
+    ours = GradientAccumulation(optax.chain(inner, optax.scale(-1.0)))
+    params, state = PARAMS, ours.init(PARAMS)
+    for step in range(3):
+        accumulator = ours.accumulator(params)
+        for micro in range(k):
+            gradients = jax.tree.map(lambda g, at=step * k + micro: g[at] / k, stream)
+            accumulator = ours.accumulate(accumulator, gradients)
+        params, state = ours.finish(accumulator, state, params, 1.0)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), params, mean)

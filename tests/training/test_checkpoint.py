@@ -1,7 +1,11 @@
 """Checkpoints come back to the bit on any mesh; another run's are refused with what differs."""
 
 import dataclasses
+import itertools
+import re
+import resource
 import shutil
+import threading
 
 import jax
 import numpy as np
@@ -9,45 +13,21 @@ import pytest
 
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.parallel import Pipeline
-from maxtext_lite.training.checkpoint import (
-    Checkpointer,
-    Counts,
-    checkpoint_directory,
-    fingerprint,
-    load_adapters,
-    load_parameters,
-)
-from maxtext_lite.training.noise import NoiseScale
+from maxtext_lite.training import manifest, saving
+from maxtext_lite.training.checkpoint import Checkpointer, fingerprint
 from maxtext_lite.training.optimizer import make_optimizer
+from maxtext_lite.training.parameters import load_adapters, load_parameters
 from maxtext_lite.training.state import abstract_state
-from tests.training.conftest import TINY
+from tests.training.conftest import COUNTS, TINY
 
-NOISE = NoiseScale().after(group_squares=1.5, groups=2, grad_norm=1.0, examples=4)
-COUNTS = Counts(step=7, examples_seen=112, tokens_seen=3_000_000_000, skipped_in_a_row=1, noise=NOISE)
+
+def _open(directory, *overrides, data="text", **more):
+    config = _config(*overrides)
+    return Checkpointer(directory, config, fingerprint(config, data, None), **more)
 
 
 def _config(*overrides):
     return load_config(None, [*TINY, "optimizer=adamw", *overrides])
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory, setup):
-    """A run directory with checkpoints of steps 5, 6 and 7, of which two are kept."""
-    directory = tmp_path_factory.mktemp("run")
-    it = setup("optimizer=adamw", data=2, fsdp=2, tensor=2)
-    checkpointer = Checkpointer(
-        directory, _config("max_num_checkpoints_to_keep=2"), fingerprint(_config(), "text", None)
-    )
-    assert checkpointer.latest_step() is None
-    for step in (5, 6, 7):
-        checkpointer.save(it.state(), dataclasses.replace(COUNTS, step=step))
-    checkpointer.close()
-    return directory, it
-
-
-def _open(directory, *overrides, data="text"):
-    config = _config(*overrides)
-    return Checkpointer(directory, config, fingerprint(config, data, None))
 
 
 @pytest.mark.parametrize("mesh", [{}, {"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 8}], ids=str)
@@ -103,38 +83,127 @@ def test_what_does_not_change_the_model_may_change(override, saved, setup):
     checkpointer.close()
 
 
-def test_parameters_load_into_a_new_run(saved, setup):
-    directory, it = saved
-    wanted = abstract_state(it.decoder, it.optimizer, it.mesh).params
-    renamed = shutil.copytree(directory / "checkpoints" / "6", directory / "copy")
-    for path in (directory, directory / "checkpoints" / "6", renamed):
-        jax.tree.map(
-            np.testing.assert_array_equal, jax.device_get(load_parameters(path, wanted, "key")), it.initial.params
-        )
+def _copy(saved, tmp_path):
+    return shutil.copytree(saved[0] / "checkpoints", tmp_path / "run" / "checkpoints").parent
 
 
-def test_parameters_of_another_shape_are_refused_by_name(saved, setup):
-    other = setup("optimizer=adamw", "base_mlp_dim=48")
-    with pytest.raises(
-        UserError,
-        match=r"load_parameters_path=.*\['layers'\]\['mlp'\]\['up'\] is \(2, 16, 24\) there and "
-        r"\(2, 16, 48\) here",
-    ):
-        load_parameters(
-            saved[0], abstract_state(other.decoder, other.optimizer, other.mesh).params, "load_parameters_path"
-        )
-
-
-def test_no_checkpoint_is_refused_by_key(tmp_path):
-    with pytest.raises(UserError, match=r"load_parameters_path=.* is neither a run directory with a checkpoint nor"):
-        checkpoint_directory(tmp_path, "load_parameters_path")
-
-
-def test_a_half_written_checkpoint_is_not_seen(saved):
-    directory, _ = saved
-    (directory / "checkpoints" / "9.orbax-checkpoint-tmp").mkdir()
-    checkpointer = _open(directory)
+def test_what_a_killed_process_left_is_not_seen_and_goes(saved, tmp_path):
+    run = _copy(saved, tmp_path)
+    for name in ("9.orbax-checkpoint-tmp", "unfinished-9", "unfinished-9.orbax-checkpoint-tmp", "deleted-4"):
+        (run / "checkpoints" / name / "params").mkdir(parents=True)
+    checkpointer = _open(run)
     assert checkpointer.latest_step() == 7
+    checkpointer.close()
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["6", "7"]
+
+
+DAMAGES = {
+    "a flipped bit": lambda path: path.write_bytes(bytes([path.read_bytes()[0] ^ 4]) + path.read_bytes()[1:]),
+    "cut short": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
+    "gone": lambda path: path.unlink(),
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b"x"),
+    "a directory": lambda path: (path.unlink(), path.mkdir()),
+}
+
+
+def test_whichever_file_of_the_newest_is_damaged_it_is_named_and_the_one_before_is_taken(saved, tmp_path):
+    files = [path.relative_to(saved[0]) for path in sorted((saved[0] / "checkpoints" / "7").rglob("*"))
+             if path.is_file()]  # fmt: skip
+    assert len(files) > 20
+    for number, (file, (how, damage)) in enumerate(zip(files, itertools.cycle(DAMAGES.items()), strict=False)):
+        run = _copy(saved, tmp_path / str(number))
+        damage(run / file)
+        said = []
+        checkpointer = _open(run, say=said.append)
+        assert checkpointer.latest_step() == 6, (file, how)
+        checkpointer.close()
+        name = str(file.relative_to("checkpoints/7"))
+        assert f"the checkpoint of step 7 is damaged: {name}" in said[0] or (how, name) == ("gone", "sha256.0-of-1")
+        assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["6", "damaged-7"]
+        shutil.rmtree(run)
+
+
+def test_after_a_damaged_checkpoint_the_one_before_comes_back_to_the_bit(saved, tmp_path):
+    run, it = _copy(saved, tmp_path), saved[1]
+    data = max((run / "checkpoints" / "7" / "params").rglob("d/*"), key=lambda path: path.stat().st_size)
+    DAMAGES["a flipped bit"](data)
+    checkpointer = _open(run, "max_num_checkpoints_to_keep=1")
+    state, counts = checkpointer.restore(it.abstract)
+    assert counts.step == 6
+    doubled = jax.tree.map(lambda x: x * 2, it.initial.params)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), doubled)
+    checkpointer.save(state, dataclasses.replace(counts, step=7))  # the name is free
+    checkpointer.close()
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["7", "damaged-7"]
+
+
+def test_where_all_are_damaged_nothing_is_renamed_and_the_run_does_not_start_over(saved, tmp_path):
+    run = _copy(saved, tmp_path)
+    for step in ("6", "7"):
+        DAMAGES["cut short"](run / "checkpoints" / step / "about" / "metadata")
+    with pytest.raises(UserError, match=r"no checkpoint in .* is whole: about/metadata .* step 7; about/metadata"):
+        _open(run)
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["6", "7"]
+
+
+def test_the_older_checkpoint_stays_until_the_newer_one_has_its_checksums(saved, tmp_path, monkeypatch):
+    run, it = _copy(saved, tmp_path), saved[1]
+    hashes, may_hash = threading.Event(), threading.Event()
+
+    def write_part(*arguments):
+        hashes.set()
+        assert may_hash.wait(60)
+        return manifest.write_part(*arguments)
+
+    monkeypatch.setattr(saving, "write_part", write_part)
+    checkpointer = _open(run, "max_num_checkpoints_to_keep=1")
+    checkpointer.save(it.state(), dataclasses.replace(COUNTS, step=8))
+    assert hashes.wait(60)
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["6", "7", "unfinished-8"]
+    may_hash.set()
+    checkpointer.close()
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["8"]
+
+
+def test_a_checkpoint_that_cannot_be_written_is_one_sentence_with_what_is_safe(saved, tmp_path, capfd):
+    """A limit on the size of files stands for a full disk: Orbax's own threads meet it."""
+    run, it = _copy(saved, tmp_path), saved[1]
+    checkpointer = _open(run)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2_000, before[1]))
+        checkpointer.save(it.state(), dataclasses.replace(COUNTS, step=8))
+        with pytest.raises(UserError) as refusal:
+            checkpointer.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    checkpointer.close()
+    (problem,) = refusal.value.problems
+    what, safe = problem.split(" What is safe: ")
+    assert re.search(r"unfinished-8\S* cannot be written: File too large\.$", what)
+    assert safe.startswith("the checkpoint of step 7,")
+    assert "Traceback" not in capfd.readouterr().err
+    assert {path.name for path in (run / "checkpoints").iterdir() if path.name.isdigit()} == {"6", "7"}
+
+
+def test_checkpoints_of_earlier_versions_are_read_with_a_note(saved, tmp_path):
+    run, it = _copy(saved, tmp_path), saved[1]
+    older = run / "checkpoints" / "7"
+    (older / "sha256.0-of-1").unlink()
+    about = older / "about" / "metadata"
+    about.write_text(about.read_text().replace('"format": 3', '"format": 2'))
+    said = []
+    checkpointer = _open(run, say=said.append)
+    assert said == ["checkpoint of step 7: no checksums, as an earlier version wrote it; it is taken as it is"]
+    state, counts = checkpointer.restore(it.abstract)
+    assert counts == COUNTS
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), it.initial.params)
+    checkpointer.close()
+    DAMAGES["zeros"](older / "params" / "_METADATA")
+    checkpointer = _open(run)
+    with pytest.raises(UserError, match=r"7 cannot be read .* It has no checksums"):
+        checkpointer.restore(it.abstract)
     checkpointer.close()
 
 
@@ -158,6 +227,63 @@ def test_replicas_and_their_outer_state_come_back_to_the_bit(tmp_path, setup):
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(loaded), want.outer.params)
     with pytest.raises(UserError, match=r"diloco_num_replicas=None contradicts .* which has diloco_num_replicas=4"):
         _open(tmp_path).restore(plain.abstract)
+
+
+NARROW = "weight_dtype=bfloat16"
+
+
+def test_masters_stay_while_their_placement_changes(tmp_path, setup):
+    """Saved with ZeRO-1 as older versions have it in their fingerprint, restored without it."""
+    it, other = (
+        setup("optimizer=adamw", NARROW, "shard_optimizer_over_data=true", data=4),
+        setup("optimizer=adamw", NARROW),
+    )
+    older = fingerprint(_config(NARROW), "text", None) | {"shard_optimizer_over_data": True}
+    older.pop("master_weights")
+    checkpointer = Checkpointer(tmp_path, _config(NARROW), older)
+    checkpointer.save(it.state(), COUNTS)
+    checkpointer.close()
+    checkpointer = _open(tmp_path, NARROW)
+    state, _ = checkpointer.restore(other.abstract)
+    checkpointer.close()
+    for part in ("params", "opt_state"):
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(getattr(state, part)), getattr(it.initial, part))
+    assert fingerprint(_config(NARROW, "shard_optimizer_over_data=true"), "text", None) == fingerprint(
+        _config(NARROW), "text", None
+    )
+
+
+def test_a_run_without_masters_goes_on_without_them(tmp_path, setup):
+    """As older versions wrote it without ZeRO-1: refused with the key that continues it, and continued with it."""
+    it = setup("optimizer=adamw", NARROW, "master_weights=false")
+    older = fingerprint(_config(NARROW), "text", None) | {"shard_optimizer_over_data": False}
+    older.pop("master_weights")
+    checkpointer = Checkpointer(tmp_path, _config(NARROW), older)
+    checkpointer.save(it.state(), COUNTS)
+    checkpointer.close()
+    checkpointer = _open(tmp_path, NARROW)
+    with pytest.raises(UserError, match=r"has master_weights=False\. Use master_weights=False, or another"):
+        checkpointer.restore(setup("optimizer=adamw", NARROW).abstract)
+    checkpointer.close()
+    checkpointer = _open(tmp_path, NARROW, "master_weights=false")
+    assert checkpointer.restore(it.abstract)[1] == COUNTS
+    checkpointer.close()
+
+
+def test_adafactors_state_of_whole_stacks_is_refused(tmp_path, setup):
+    it = setup("optimizer=adafactor")
+    config = _config("optimizer=adafactor")
+    now = fingerprint(config, "text", None)
+    older = {key: value for key, value in now.items() if not key.startswith("adafactor")}
+    assert older != now
+    checkpointer = Checkpointer(tmp_path, config, older)
+    checkpointer.save(it.state(), COUNTS)
+    checkpointer.close()
+    checkpointer = _open(tmp_path, "optimizer=adafactor")
+    with pytest.raises(UserError, match=r"of step 7 in .* has adafactor's state of whole stacks") as refusal:
+        checkpointer.restore(it.abstract)
+    checkpointer.close()
+    assert f"with load_parameters_path={tmp_path} for its parameters." in str(refusal.value)
 
 
 LORA = ("optimizer=adamw", "lora_rank=2", "lora_alpha=6", "lora_targets=query,down")
@@ -202,10 +328,20 @@ def test_frozen_parameters_are_saved_once_and_adapters_come_back_beside_them(tmp
 
 
 def test_a_checkpoint_of_another_format_is_refused(saved, tmp_path):
-    shutil.copytree(saved[0] / "checkpoints" / "7", tmp_path / "checkpoints" / "7")
-    about = tmp_path / "checkpoints" / "7" / "about" / "metadata"
-    about.write_text(about.read_text().replace('"format": 2', '"format": 1'))
-    checkpointer = _open(tmp_path)
-    with pytest.raises(UserError, match="has format 1; this version reads 2"):
+    run = _copy(saved, tmp_path)
+    (run / "checkpoints" / "7" / "sha256.0-of-1").unlink()
+    about = run / "checkpoints" / "7" / "about" / "metadata"
+    about.write_text(about.read_text().replace('"format": 3', '"format": 1'))
+    checkpointer = _open(run)
+    with pytest.raises(UserError, match="has format 1; this version reads 2 to 3"):
         checkpointer.restore(saved[1].abstract)
     checkpointer.close()
+
+
+@pytest.mark.parametrize("make", [lambda path: path.write_text("x"), lambda path: path.symlink_to("nowhere")],
+                         ids=["a file", "a dangling link"])  # fmt: skip
+def test_checkpoints_of_the_wrong_kind_are_refused_in_a_sentence(make, tmp_path):
+    make(tmp_path / "checkpoints")
+    with pytest.raises(UserError, match=r"checkpoints cannot be written: File exists") as refusal:
+        _open(tmp_path)
+    assert len(refusal.value.problems) == 1

@@ -10,6 +10,7 @@ import flax
 import jax
 import numpy as np
 import optax
+import pytest
 
 from maxtext_lite.training import environment as module
 from maxtext_lite.training.environment import environment
@@ -53,6 +54,40 @@ def test_the_commit_is_that_of_the_source_not_of_the_working_directory(tmp_path,
     commit = environment()["git_commit"]
     assert re.fullmatch(r"[0-9a-f]{40}", commit)
     assert commit == git("-C", str(source.parent), "rev-parse", "HEAD")
+
+
+@pytest.mark.parametrize(
+    "git",
+    [
+        None,  # not there
+        "",  # an executable that is none
+        "#!/nowhere/sh\n",
+        "#!/bin/sh\nexit 3\n",
+        "#!/bin/sh\nkill -SEGV $$\n",
+        "#!/bin/sh\necho 'warning: HEAD is ambiguous'\n",
+        "#!/bin/sh\nprintf '\\377\\376'\n",
+        "#!/bin/sh\nsleep 20\n",
+    ],
+)
+def test_without_a_git_that_answers_there_is_no_commit(git, tmp_path, monkeypatch):
+    if git is not None:
+        (tmp_path / "git").write_text(git)
+        (tmp_path / "git").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path) if "sleep" not in (git or "") else f"{tmp_path}:/bin")
+    monkeypatch.setattr(module, "_SECONDS_FOR_GIT", 0.2)
+    assert environment()["git_commit"] is None
+
+
+def test_the_commit_of_a_checkout_that_ignores_the_source_is_not_its_own(tmp_path, monkeypatch):
+    source = tmp_path / "venv" / "environment.py"
+    source.parent.mkdir()
+    source.touch()
+    (tmp_path / ".gitignore").write_text("venv\n")
+    git = ("git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e@example.org")
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "m"], check=True)
+    monkeypatch.setattr(module, "__file__", str(source))
+    assert environment()["git_commit"] is None
 
 
 def test_a_package_that_is_not_installed_is_left_out(monkeypatch):

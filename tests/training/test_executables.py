@@ -107,6 +107,7 @@ def make():
         yield make
 
 
+@pytest.mark.fast
 def test_a_request_returns_while_compiling_goes_on_elsewhere(make):
     step = Step(waits=True)
     executables, plan = make(step)

@@ -28,7 +28,8 @@ def ledger_of(tmp_path):
     def make(*overrides, counts=Counts()):  # noqa: B008 - it is frozen
         config = load_config(None, [*TINY, f"base_output_directory={tmp_path}", "run_name=here", *overrides])
         run = open_run(config)
-        logs.append(MetricsLog(run.directory, 0))
+        run.directory.mkdir(exist_ok=True)
+        logs.append(MetricsLog(run.directory, 0, run.failures))
         return Ledger(run, Terminal(log_period=1, quiet=True), logs[-1], counts)
 
     yield make

@@ -9,6 +9,7 @@ import pytest
 
 from maxtext_lite.config import load_config
 from maxtext_lite.parallel.hlo import collectives
+from maxtext_lite.training.accumulate import master_of, with_master
 from maxtext_lite.training.local_updates import LocalUpdates, local_updates
 from maxtext_lite.training.step import make_summarise, make_synchronise
 
@@ -85,6 +86,37 @@ def test_four_replicas_of_a_quadratic_follow_the_closed_form(lr, momentum):
         x -= lr * (gradient + momentum * v)
         assert float(outer.params["x"]) == pytest.approx(x, rel=1e-5)
         np.testing.assert_array_equal(x_R["x"], np.full(4, np.float32(outer.params["x"])))
+
+
+def test_masters_meet_and_weights_are_the_rounding_of_what_comes_of_it():
+    """At 1 + 2^-9 and 1 + 3 x 2^-9, whose mean is 1 + 2^-8; in bfloat16 they are 1 and 1 + 2^-7."""
+    local = LocalUpdates(num_replicas=2, sync_period=1, outer_lr=0.5, outer_momentum=0.0)
+    outer = local.outer_state({"x": jnp.ones((), jnp.bfloat16)}, {"x": jnp.float32(1)})
+    masters_R = {"x": jnp.array([1 + 2**-9, 1 + 3 * 2**-9], jnp.float32)}
+    params_R = jax.tree.map(lambda x: x.astype(jnp.bfloat16), masters_R)
+    for mean, after in ((1 + 2**-8, 1 + 2**-9), (1 + 2**-8, 1 + 1.5 * 2**-9)):
+        x_R, outer = local.synchronised(params_R, outer, masters_R)
+        assert float(jnp.mean(masters_R["x"])) == mean
+        assert float(outer.master["x"]) == after
+        assert x_R["x"].dtype == outer.params["x"].dtype == jnp.bfloat16
+        np.testing.assert_array_equal(x_R["x"], jnp.full(2, after, jnp.bfloat16))
+
+
+def test_replicas_with_narrow_weights_go_on_from_the_masters_that_met(setup):
+    it = setup("optimizer=adamw", "weight_dtype=bfloat16", *OUTER, data=2, replicas=2)
+    state = it.state()
+    apart = jax.tree.map(lambda m: m * np.array([1.0, 3.0], np.float32).reshape(-1, *[1] * (m.ndim - 1)),
+                         jax.device_get(master_of(state.opt_state)))  # fmt: skip
+    placed = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), apart, master_of(state.opt_state))
+    state = dataclasses.replace(state, opt_state=with_master(state.opt_state, placed))
+    with jax.set_mesh(it.mesh):
+        met = jax.device_get(make_synchronise(it.decoder, it.optimizer, it.mesh, it.local)(state))
+    for got_R, shared, rounded, was_R in zip(
+        *map(jax.tree.leaves, (master_of(met.opt_state), met.outer.master, met.outer.params, apart)), strict=True
+    ):
+        np.testing.assert_array_equal(shared, 2 * was_R[0])
+        np.testing.assert_array_equal(got_R, np.stack([shared, shared]))
+        np.testing.assert_array_equal(rounded, shared.astype(rounded.dtype))
 
 
 def test_nothing_crosses_the_replicas_between_synchronisations(setup, rows):

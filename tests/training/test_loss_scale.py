@@ -1,5 +1,7 @@
 """The dynamic loss scale, and that it cancels out of what is learned."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -72,7 +74,7 @@ def test_an_overflow_is_skipped_and_halves_the_scale(setup, rows):
     compiled = it.compile_step(batch)
     state = it.state()
     skip_state = state.opt_state.skip_state._replace(scale=jnp.float32(2.0**30))
-    state = type(state)(state.params, state.opt_state._replace(skip_state=skip_state), state.progress, state.step)
+    state = dataclasses.replace(state, opt_state=state.opt_state._replace(skip_state=skip_state))
     skipped = []
     for step in range(30):
         state, metrics = compiled(state, batch, None)

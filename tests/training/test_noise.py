@@ -57,6 +57,44 @@ def test_the_stated_error_is_the_scatter_of_repeated_runs():
     assert np.mean(errors) == pytest.approx(np.std(estimates) / np.mean(estimates), rel=0.3)
 
 
+@pytest.mark.parametrize("noise_scale", [8, 1000])
+@pytest.mark.parametrize("groups", [2, 8])
+def test_the_interval_covers_the_noise_scale_in_about_68_of_100_runs_from_the_second_step_on(groups, noise_scale):
+    """At 1000 examples and 8 a step, the gradient itself is lost in its noise for most of these steps."""
+    rng, runs, dim = np.random.default_rng(0), 300, 30
+    covered: dict[int, list[bool]] = {2: [], 4: [], 8: [], 32: []}
+    for _ in range(runs):
+        noise = NoiseScale()
+        means = rng.normal(size=(32, groups, dim)) * np.sqrt(noise_scale / dim / 4)  # of 4 examples each
+        means[:, :, 0] += 1
+        squares, norms = (means**2).sum(2).mean(1), np.linalg.norm(means.mean(1), axis=1)
+        for step in range(1, 33):
+            noise = noise.after(
+                group_squares=float(squares[step - 1]),
+                groups=groups,
+                grad_norm=float(norms[step - 1]),
+                examples=4 * groups,
+            )
+            if step in covered and noise.interval:
+                low, high = noise.interval
+                covered[step].append(low <= noise_scale and (high is None or noise_scale <= high))
+    for step, inside in covered.items():
+        assert 0.58 < np.mean(inside) < 0.9, f"step {step}"
+
+
+def test_the_interval_holds_the_estimate_and_has_no_end_where_the_gradient_may_be_none():
+    rng, noise, ends = np.random.default_rng(3), NoiseScale(), []
+    for _ in range(300):
+        noise = noise.after(**_step(rng, [8, 8], MEAN, DEVIATIONS), examples=2)
+        if noise.interval:
+            low, high = noise.interval
+            assert 0 <= low <= noise.examples
+            assert high is None or high >= noise.examples
+            ends.append(high)
+    assert ends[-1] is not None
+    assert ends[-1] < 2 * noise.examples
+
+
 def test_a_ramp_does_not_show():
     """S is kept per example: a batch that grows changes the ratio, not the noise scale."""
     rng, noise = np.random.default_rng(0), NoiseScale()
@@ -82,7 +120,13 @@ def test_what_says_nothing_changes_nothing():
 
 def test_null_until_it_can_be_told():
     assert NoiseScale().record(8) == dict.fromkeys(
-        ("gradient_noise_scale", "gradient_noise_scale_ratio", "gradient_noise_scale_error")
+        (
+            "gradient_noise_scale",
+            "gradient_noise_scale_ratio",
+            "gradient_noise_scale_error",
+            "gradient_noise_scale_low",
+            "gradient_noise_scale_high",
+        )
     )
     alike = NoiseScale().after(group_squares=1.0, groups=2, grad_norm=1.0, examples=4)  # groups without difference
     assert alike.examples is None

@@ -28,6 +28,13 @@ def test_schedule_at_its_corners(name, expected):
     assert {step: round(rates(step), 6) for step in expected} == expected
 
 
+def test_a_schedule_may_be_longer_than_32_bits_count():
+    config = load_config(None, ["dataset_type=synthetic", "learning_rate_final_fraction=0"])
+    rate = jax.jit(learning_rate_schedule(config, last=10**12).rate)
+    assert float(rate(5e11)) == pytest.approx(config.learning_rate / 2)
+    assert float(rate(10.0)) == pytest.approx(config.learning_rate / 2)  # of 20 steps of warm-up
+
+
 def test_no_warm_up_starts_at_the_peak_and_one_longer_than_the_run_never_reaches_it():
     assert _rates("warmup_steps=0", "learning_rate_schedule=constant")(1) == pytest.approx(1)
     short = load_config(None, ["steps=5", "learning_rate=1e-3"])  # base.yml's warm-up is longer
@@ -118,6 +125,45 @@ def test_every_optimizer_goes_downhill(optimizer):
 
     _, losses = jax.lax.scan(step, (PARAMS, chosen.init(PARAMS)), length=50)
     assert losses[-1] < 0.95 * losses[0]
+
+
+STACKED = {
+    "layers": {
+        "up": (("layers", "embed", "mlp"), (3, 6, 8)),
+        "query": (("layers", "embed", "heads", "head_dim"), (2, 130, 2, 128)),
+        "scale": (("layers", "norm"), (2, 5)),
+        "gate": (("repeats", "layers", "experts", "embed", "mlp"), (2, 1, 2, 128, 129)),
+        "gate_bias": (("layers", "experts", "mlp"), (2, 130, 140)),
+    },
+    "embedding": {"table": (("vocab", "embed"), (130, 128))},
+}
+
+
+def test_adafactor_is_optaxs_own_of_each_layer_and_expert():
+    """Three steps of every tensor, as if there were no stacks: of whichever dims are 128 wide, a bias of 130 experts
+    not by its experts; one layer a hundred times as large as the next."""
+    leaf = lambda node: isinstance(node, tuple)  # noqa: E731
+    axes, shapes = (jax.tree.map(lambda pair, at=at: pair[at], STACKED, is_leaf=leaf) for at in (0, 1))
+    params = jax.tree.map(lambda shape: 0.02 * RNG.normal(size=shape).astype(np.float32), shapes, is_leaf=leaf)
+    params["layers"] = {name: p * (100.0 ** np.arange(len(p))).reshape(-1, *[1] * (p.ndim - 1)).astype(np.float32)
+                        for name, p in params["layers"].items()}  # fmt: skip
+    steps = [jax.tree.map(lambda p: RNG.normal(size=p.shape).astype(np.float32), params) for _ in range(3)]
+    keys = ["optimizer=adafactor", "weight_decay=0", "gradient_clipping_threshold=0"]
+    chosen = make_optimizer(load_config(None, keys), axes)
+    got, state = params, chosen.init(params)
+    for gradients in steps:
+        got, state = chosen.finish(gradients, state, got, 0.1)
+    num_stacked = {"up": 1, "query": 1, "scale": 1, "gate": 3, "gate_bias": 2, "table": 0}
+    for name, count in num_stacked.items():
+        part = "embedding" if name == "table" else "layers"
+        stack = params[part][name].shape[:count]
+        for at in np.ndindex(stack):
+            plain, p = optax.adafactor(0.1), params[part][name][at]
+            plain_state = plain.init(p)
+            for gradients in steps:
+                update, plain_state = plain.update(gradients[part][name][at], plain_state, p)
+                p = optax.apply_updates(p, update)
+            np.testing.assert_allclose(got[part][name][at], p, rtol=1e-6, atol=1e-6 * float(np.abs(p).max()))
 
 
 EXPERTS = ["num_experts=4", "num_experts_per_tok=2", "routed_bias=true", "routed_bias_update_rate=0.25",

@@ -3,6 +3,7 @@
 import jax
 import pytest
 
+from maxtext_lite.training.failures import Failures
 from maxtext_lite.training.profile import Profile
 
 
@@ -17,7 +18,7 @@ def test_steps_from_the_third_on_are_traced(num_steps, steps, calls, tmp_path, m
     now, found = "", []
     monkeypatch.setattr(jax.profiler, "start_trace", lambda directory: found.append((now, directory)))
     monkeypatch.setattr(jax.profiler, "stop_trace", lambda: found.append((now, None)))
-    profile = Profile(tmp_path, num_steps)
+    profile = Profile(tmp_path, num_steps, Failures())
     for step in range(1, steps + 1):
         now = f"before {step}"
         profile.before_step(step)

@@ -1,14 +1,16 @@
 """Runs of DPO: the reference is the first parameters, found once, kept, and the same after a restart."""
 
 import json
+import re
 import shutil
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
 from maxtext_lite.config import UserError, load_config
-from maxtext_lite.training import train
+from maxtext_lite.training import reference, train
 from maxtext_lite.training.reference import FILE
 from tests.training.conftest import TINY
 
@@ -124,6 +126,11 @@ def test_a_run_goes_on_with_the_pairs_and_the_reference_that_it_began_with(runs,
             UserError, match=r"reference.npz is gone, which holds the reference of the run\. Use another"
         ):
             runs("whole", ONE, "steps=6")
+        whole_file = moved.read_bytes()
+        for damaged in (whole_file[:-30], whole_file[:200] + b"?" + whole_file[201:], b"PK"):
+            (kept / FILE).write_bytes(damaged)
+            with pytest.raises(UserError, match=r"reference.npz is damaged \(.*\. Use another"):
+                runs("whole", ONE, "steps=6")
     finally:
         shutil.move(moved, kept / FILE)
     other = tmp_path / "other.jsonl"
@@ -135,3 +142,20 @@ def test_a_run_goes_on_with_the_pairs_and_the_reference_that_it_began_with(runs,
     other.write_text(json.dumps(lines[1]))
     with pytest.raises(UserError, match="holds the reference of other pairs"):
         runs("apart", ONE, "steps=3", f"eval_dataset_path={other}", "eval_interval=-1")
+
+
+def test_whatever_bit_flips_in_its_file_the_reference_is_as_it_was_or_refused(tmp_path):
+    source = SimpleNamespace(fingerprint="pairs")
+    run = SimpleNamespace(directory=tmp_path, is_first=True)
+    table = np.random.default_rng(0).standard_normal((3, 2)).astype(np.float32)
+    reference._write(tmp_path / FILE, {"pairs": table})
+    whole, refused = (tmp_path / FILE).read_bytes(), 0
+    changed = [whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :] for at in range(len(whole))]
+    for text in [*changed, whole[:50], whole[:-1], b"", b"PK", bytes(len(whole))]:
+        (tmp_path / FILE).write_bytes(text)
+        try:
+            np.testing.assert_array_equal(reference._read(run, [source])["pairs"], table)
+        except UserError as error:
+            assert re.search("is damaged|of other pairs", str(error))  # noqa: PT017
+            refused += 1
+    assert refused > len(whole) / 2

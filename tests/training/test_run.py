@@ -8,6 +8,7 @@ import pytest
 
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.training.checkpoint import Counts
+from maxtext_lite.training.failures import Failures
 from maxtext_lite.training.metrics import Terminal
 from maxtext_lite.training.run import open_run
 
@@ -31,8 +32,29 @@ def test_a_run_that_cannot_be_leaves_no_directory(tmp_path):
 
 def test_a_directory_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "here").write_text("a file")
-    with pytest.raises(UserError, match="run_name=here cannot be made a directory"):
-        run_of(tmp_path)
+    run = run_of(tmp_path)
+    with pytest.raises(UserError, match="run_name=here cannot be made a directory"), run.opened(print):
+        pytest.fail("it was opened")
+
+
+def test_a_run_holds_its_directory_with_and_without_checkpoints(tmp_path):
+    run, other = run_of(tmp_path), run_of(tmp_path, "enable_checkpointing=false")
+    for one, two in ((run, other), (other, run)):
+        with one.opened(print):
+            with pytest.raises(UserError, match=r"here is in use: process \d+ on host"), two.opened(print):
+                pytest.fail("both were opened")
+            assert (tmp_path / "here" / "lease").is_dir()
+        assert not (tmp_path / "here" / "lease").exists()
+        two.failures = one.failures = Failures()  # else they would end on the refusal
+
+
+@pytest.mark.parametrize("name", ["config.yml", "plan.json", "environment.json"])
+def test_what_cannot_be_written_at_the_start_is_one_sentence(name, tmp_path):
+    (tmp_path / "here" / name).mkdir(parents=True)
+    run = run_of(tmp_path, "enable_checkpointing=false")
+    with run.opened(print), pytest.raises(UserError, match=rf"{name} cannot be written: Is a directory") as refusal:
+        run.introduce(Terminal(log_period=1, quiet=False), Counts())
+    assert len(refusal.value.problems) == 1
 
 
 def test_without_checkpointing_a_run_with_checkpoints_is_not_started_over(tmp_path):
@@ -63,7 +85,8 @@ def test_a_new_run_starts_from_its_seed_and_says_what_it_is(tmp_path, capsys):
     table, same, different = (np.asarray(s.params["embedding"]["table"]) for s in (state, again, other))
     np.testing.assert_array_equal(table, same)
     assert np.abs(table - different).max() > 0
-    run.introduce(Terminal(log_period=1, quiet=False), counts)
+    with run.opened(print):
+        run.introduce(Terminal(log_period=1, quiet=False), counts)
     said = capsys.readouterr().out
     parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     assert f"{parameters:,} parameters on {jax.device_count()} x cpu" in said

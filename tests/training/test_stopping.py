@@ -6,6 +6,8 @@ import threading
 
 import pytest
 
+from maxtext_lite.process.signals import command_signals
+from maxtext_lite.training.failures import Failures
 from maxtext_lite.training.stopping import Signals, Stop, watch_signals
 
 BOTH = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -79,8 +81,22 @@ def test_in_another_thread_signals_stay_with_whoever_has_them():
 
 def test_one_process_stops_after_the_step_in_which_it_was_asked(setup):
     signals = Signals()
-    stop = Stop(setup().mesh, signals)
+    stop = Stop(setup().mesh, signals, Failures())
     assert not stop.after_this_step()
     signals(signal.SIGTERM, None)
     assert stop.after_this_step()
     assert stop.after_this_step()  # and does not forget
+
+
+def test_in_a_command_a_signal_is_a_request_only_once_there_is_something_to_save(monkeypatch):
+    asked = []
+    monkeypatch.setattr(command_signals, "installed", True)
+    monkeypatch.setattr(command_signals, "ask", asked.append)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    with watch_signals() as signals:
+        assert not asked
+        assert {number: signal.getsignal(number) for number in before} == before
+        signals.take_requests()
+    (request,) = asked
+    request(signal.SIGINT)
+    assert signals.received is signal.SIGINT

@@ -1,9 +1,11 @@
 """One refusal with the changes that might mend it; `mend` tries them and names those that do."""
 
+import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import overload
 
 Edit = Mapping[str, object]
 """New values of some keys (or of num_devices and num_hosts)."""
@@ -38,13 +40,53 @@ class Problem:
         return self.rule or self.key
 
 
+class Later(Sequence[Edit]):
+    """Changes that are made when they are first asked for: of most problems nobody does.
+
+    Args:
+      make: gives them.
+    """
+
+    def __init__(self, make: Callable[[], Iterable[Edit]]) -> None:
+        self._make = make
+
+    @functools.cached_property
+    def _edits(self) -> tuple[Edit, ...]:
+        return tuple(self._make())
+
+    @overload
+    def __getitem__(self, index: int) -> Edit: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Edit]: ...
+    def __getitem__(self, index: int | slice) -> Edit | Sequence[Edit]:
+        """One of them, or some."""
+        return self._edits[index]
+
+    def __len__(self) -> int:
+        return len(self._edits)
+
+
 _MOST_TRIED = 64
+_LARGEST_TRIED = 50_000
 
 
 def divisors(whole: int) -> list[int]:
-    """All positive divisors of `whole`, ascending."""
-    small = [number for number in range(1, math.isqrt(whole) + 1) if whole % number == 0]
-    return sorted({*small, *(whole // number for number in small)})
+    """Positive divisors of `whole`, ascending: all of a number of 31 bits, of a larger one those beside a small one."""
+    return list(_divisors(whole))
+
+
+@functools.lru_cache(maxsize=256)
+def _divisors(whole: int) -> tuple[int, ...]:
+    small = [number for number in range(1, min(math.isqrt(whole), _LARGEST_TRIED) + 1) if whole % number == 0]
+    return tuple(sorted({*small, *(whole // number for number in small)}))
+
+
+def next_to(value: int, numbers: Iterable[int]) -> tuple[int, ...]:
+    """The largest of the numbers below the value, and the smallest above it, where there are such."""
+    numbers = list(numbers)
+    below = [number for number in numbers if number < value]
+    above = [number for number in numbers if number > value]
+    return (*([max(below)] if below else []), *([min(above)] if above else []))
 
 
 def single_edits(key: str, values: Iterable[int | Fraction], value: int | Fraction) -> Edits:

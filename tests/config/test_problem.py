@@ -2,12 +2,29 @@ from fractions import Fraction
 
 import pytest
 
-from maxtext_lite.batching.problem import Problem, divisors, multiples, single_edits
+from maxtext_lite.config.problem import Problem, divisors, multiples, next_to, single_edits
 
 
 @pytest.mark.parametrize("whole", [1, 2, 12, 17, 36, 4096])
 def test_divisors_are_all_divisors(whole):
     assert divisors(whole) == [number for number in range(1, whole + 1) if whole % number == 0]
+
+
+def test_divisors_of_what_is_larger_than_any_key_are_found_in_bounded_work():
+    largest = 2**31 - 2
+    assert divisors(largest)[-2:] == [largest // 2, largest]
+    huge = 2 * 10**30
+    assert divisors(huge)[:3] == [1, 2, 4]
+    assert divisors(huge)[-1] == huge
+    assert all(huge % number == 0 for number in divisors(huge))
+
+
+@pytest.mark.parametrize("value", [1, 2, 5, 13, 300])
+def test_the_numbers_next_to_a_value_are_below_and_above_it(value):
+    numbers = [1, 2, 3, 6, 7, 42]
+    below = [number for number in numbers if number < value]
+    above = [number for number in numbers if number > value]
+    assert list(next_to(value, reversed(numbers))) == [*below[-1:], *above[:1]]
 
 
 def test_values_are_tried_from_the_nearest_on():

@@ -1,0 +1,149 @@
+"""Config files: those that ship with maxtext_lite and the user's, each with its bases, and what they hold."""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from maxtext_lite.config.errors import Refusal, value_text
+from maxtext_lite.config.hints import missing_file
+from maxtext_lite.config.yaml_text import YamlValue, parse_mapping
+
+ROOT_FILE = "base.yml"
+"""The file that is the base of all."""
+RL_FILE = "post_train/rl.yml"
+"""The base of every config of reinforcement learning."""
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+_LARGEST_FILE = 65_536  # bytes; base.yml has 16,000, and PyYAML takes a second for 200,000
+_MOST_NAMED = 20
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Some values that come from one place; later layers win.
+
+    Attributes:
+      origin: the place, as messages call it.
+      values: by key.
+      shipped: of a file that ships with maxtext_lite its path below configs/; "" of other places.
+    """
+
+    origin: str
+    values: dict[str, YamlValue]
+    shipped: str = ""
+
+
+def packaged_directory(kind: Literal["configs", "assets"]) -> Path:
+    """The directory of the files that ship with maxtext_lite: inside the package, or beside it in a checkout."""
+    inside = _PACKAGE / kind
+    return inside if inside.is_dir() else _PACKAGE.parent / kind
+
+
+def packaged_file(kind: Literal["configs", "assets"], name: str) -> Path | None:
+    """The shipped file `name` (with or without `configs/` in front), or None where there is no such file."""
+    directory = packaged_directory(kind)
+    for relative in (name, name.removeprefix(f"{kind}/")):
+        path = directory / relative
+        if is_file(path) and path.resolve().is_relative_to(directory.resolve()):
+            return path
+    return None
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is such a file; there is none of a name that no file system takes."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def find_config(name: str, namer: Path | None = None) -> Path | None:
+    """A config file: beside the file that names it (or in the working directory), then among the shipped ones."""
+    candidate = Path(name) if namer is None else namer.parent / name
+    itself = namer is not None and is_file(candidate) and candidate.resolve() == namer.resolve()
+    shipped = packaged_file("configs", name)
+    if is_file(candidate) and not (itself and shipped not in (None, namer)):
+        return candidate
+    return shipped
+
+
+def shipped_configs() -> list[str]:
+    """The paths below configs/ of all files that ship with maxtext_lite."""
+    directory = packaged_directory("configs")
+    return sorted(file.relative_to(directory).as_posix() for file in directory.rglob("*.yml"))
+
+
+def read_layer(path: Path, named: str, problems: list[Refusal]) -> Layer:
+    """What a file holds, which the user named so; what is wrong with it is added to `problems`."""
+    directory, resolved = packaged_directory("configs").resolve(), path.resolve()
+    shipped = resolved.relative_to(directory).as_posix() if resolved.is_relative_to(directory) else ""
+    origin = shipped or value_text(named)
+    values, wrong = _read_shipped(resolved, origin) if shipped else _read(path, origin)
+    problems.extend(wrong)
+    return Layer(origin, dict(values), shipped)
+
+
+@functools.lru_cache(maxsize=8)
+def _read_shipped(path: Path, origin: str) -> tuple[dict[str, YamlValue], list[Refusal]]:
+    return _read(path, origin)
+
+
+def _read(path: Path, origin: str) -> tuple[dict[str, YamlValue], list[Refusal]]:
+    try:
+        size = path.stat().st_size
+        if size > _LARGEST_FILE:
+            return {}, [Refusal("", f"{origin} has {size:,} bytes; a config has at most {_LARGEST_FILE:,}.")]
+        entries = parse_mapping(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        return {}, [Refusal("", f"{origin}: {error.strerror}.")]
+    except UnicodeDecodeError:
+        return {}, [Refusal("", f"{origin} is not UTF-8 text.")]
+    except ValueError as error:
+        return {}, [Refusal("", f"{origin} {error}.")]
+    values: dict[str, YamlValue] = {}
+    twice: dict[str, None] = {}
+    for key, value in entries:
+        if key in values:
+            twice[key] = None
+        values[key] = value
+    wrong = [f"key '{value_text(key)}' stands twice in {origin}. Keep one of them." for key in twice]
+    return values, [Refusal("", message) for message in first_of(wrong, origin)]
+
+
+def first_of(messages: Sequence[str], origin: str) -> list[str]:
+    """The first of many messages about one place, and how many more there are."""
+    more = len(messages) - _MOST_NAMED
+    return [*messages[:_MOST_NAMED], *([f"{origin} has {more:,} more of these."] if more > 0 else [])]
+
+
+def file_layers(name: str, problems: list[Refusal]) -> list[Layer]:
+    """The layers of a file and its bases, lowest first; configs/base.yml is always the lowest."""
+    layers: list[Layer] = []
+    seen: dict[Path, str] = {}
+    namer: Path | None = None
+    by = ""
+    while True:
+        path = find_config(name, namer)
+        if path is None:
+            problems.append(Refusal("", missing_file(name, by, shipped_configs())))
+            break
+        layer = read_layer(path, name if namer is None else str(namer.parent / name), problems)
+        if path.resolve() in seen:
+            first = seen[path.resolve()]
+            message = f"base: {value_text(name)} in {by} leads back to {first}: files may not be each other's base."
+            problems.append(Refusal("", message))
+            break
+        seen[path.resolve()] = layer.origin
+        base = layer.values.pop("base", None)
+        layers.insert(0, layer)
+        if base is None:
+            break
+        if not isinstance(base.value, str):
+            problems.append(Refusal("", f"base: {value_text(base.value)} in {layer.origin} is not the name of a file."))
+            break
+        name, namer, by = base.value, path, layer.origin
+    if not layers or layers[0].shipped != ROOT_FILE:
+        layers.insert(0, read_layer(packaged_directory("configs") / ROOT_FILE, ROOT_FILE, problems))
+    return layers

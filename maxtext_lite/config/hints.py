@@ -1,0 +1,114 @@
+"""What the user may have meant: another key's name, key=value written otherwise, another file."""
+
+import re
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from maxtext_lite.config.errors import did_you_mean, value_text
+from maxtext_lite.config.kinds import path_problem
+
+_ELSEWHERE = {
+    "batch_size": "per_device_batch_size",
+    "block_size": "max_target_length",
+    "clip_grad": "gradient_clipping_threshold",
+    "context_length": "max_target_length",
+    "data": "dataset_path",
+    "data_path": "dataset_path",
+    "dataset": "dataset_path",
+    "epochs": "num_epochs",
+    "eval_dataset": "eval_dataset_path",
+    "eval_steps_interval": "eval_interval",
+    "grad_accum": "gradient_accumulation_steps",
+    "grad_clip": "gradient_clipping_threshold",
+    "gradient_accumulation": "gradient_accumulation_steps",
+    "hidden_size": "base_emb_dim",
+    "intermediate_size": "base_mlp_dim",
+    "iters": "steps",
+    "learning_rate_scheduler": "learning_rate_schedule",
+    "log_interval": "log_period",
+    "logging_steps": "log_period",
+    "lr": "learning_rate",
+    "lr_schedule": "learning_rate_schedule",
+    "lr_scheduler": "learning_rate_schedule",
+    "max_grad_norm": "gradient_clipping_threshold",
+    "max_iters": "steps",
+    "max_length": "max_target_length",
+    "max_seq_len": "max_target_length",
+    "max_seq_length": "max_target_length",
+    "max_steps": "steps",
+    "model": "model_name",
+    "n_layers": "base_num_decoder_layers",
+    "name": "run_name",
+    "num_heads": "base_num_query_heads",
+    "num_hidden_layers": "base_num_decoder_layers",
+    "num_kv_heads": "base_num_kv_heads",
+    "num_layers": "base_num_decoder_layers",
+    "num_train_epochs": "num_epochs",
+    "output_dir": "base_output_directory",
+    "per_device_train_batch_size": "per_device_batch_size",
+    "save_interval": "checkpoint_period",
+    "save_steps": "checkpoint_period",
+    "seq_len": "max_target_length",
+    "seq_length": "max_target_length",
+    "sequence_length": "max_target_length",
+    "tokenizer": "tokenizer_path",
+    "warmup": "warmup_steps",
+    "wd": "weight_decay",
+}
+"""What keys are called in other frameworks, where their names are not alike."""
+
+_WORD = re.compile(r"-{0,2}([A-Za-z][\w-]*)\s*[:=]?\s*(.*)", re.DOTALL)
+_MOST_FILES = 1000
+
+
+def key_meant(name: str, known: Collection[str]) -> str | None:
+    """The key that a name surely stands for: itself but for case and dashes, or what it is called elsewhere."""
+    plain = name.lower().replace("-", "_")
+    plain = plain if plain in known else _ELSEWHERE.get(plain, "")
+    return plain if plain in known else None
+
+
+def key_hint(name: str, known: Collection[str]) -> str:
+    """The clause ` Did you mean 'x'?` about an unknown key, or nothing where no key is near."""
+    meant = key_meant(name, known)
+    return f" Did you mean '{meant}'?" if meant else did_you_mean(name, known)
+
+
+def words_meant(words: Sequence[str], known: Collection[str]) -> tuple[str, int] | None:
+    """`key=value` for words that begin with a key written otherwise, and how many of them that takes.
+
+    `--steps=5`, `steps:5`, `--steps 5`, `steps 5` and `steps = 5` stand for `steps=5`. None where no key is meant.
+    """
+    found = _WORD.fullmatch(words[0])
+    key = found and key_meant(found[1], known)
+    if not found or not key:
+        return None
+    value, taken = found[2], 1
+    for word in words[1:3]:  # the second of them where the first is a sign alone
+        if value or word.startswith("-") or "=" in word[1:]:
+            break
+        value, taken = word.strip(":= "), taken + 1
+    return f"{key}={value or 'VALUE'}", taken
+
+
+def words_hint(words: Sequence[str], known: Collection[str]) -> str:
+    """The clause ` Did you mean 'steps=5'?`, or nothing."""
+    meant = words_meant(words, known)
+    return f" Did you mean '{meant[0]}'?" if meant else ""
+
+
+def missing_file(name: str, namer: str, shipped: Sequence[str]) -> str:
+    """What is wrong with a config file that is not there, and which may be meant.
+
+    Args:
+      namer: the file whose `base` it is; "": the command line names it.
+    """
+    named_by = f" (base of {namer})" if namer else ""
+    problem = path_problem(name)
+    if problem:
+        return f"the config file '{value_text(name)}'{named_by} {problem}"
+    beside = Path(name).parent
+    files = sorted(file for pattern in ("*.yml", "*.yaml") for file in beside.glob(pattern))[:_MOST_FILES]
+    same = [str(file) for file in files if file.stem == Path(name).stem]
+    hint = did_you_mean(name, same) or did_you_mean(name, [*map(str, files), *shipped])
+    return f"no config file '{value_text(name)}'{named_by}.{hint}"

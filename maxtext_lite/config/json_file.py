@@ -1,0 +1,137 @@
+"""JSON as others write it, and the small files that go with a model: bounded, and refused by name where it is wrong."""
+
+import json
+import os
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+from maxtext_lite.config.errors import UserError, value_text
+
+MOST_LEVELS = 100
+"""How deep lists and objects may be nested: more than any file of a model, or line of data, has a use for."""
+_MOST_BYTES = 2**28  # of one file; the largest published tokenizer.json has about 2**25
+
+
+def parse_json(text: str, *, allow_nan: bool = False) -> Any:
+    """The value of a JSON text.
+
+    Args:
+      allow_nan: NaN and Infinity, which JSON does not have and Python writes, are numbers; the caller looks at them.
+    Raises:
+      ValueError: the text is not JSON, has a key twice, or is nested deeper than MOST_LEVELS; says which, in a clause.
+    """
+    constant = None if allow_nan else _refuse_constant
+    try:
+        value = json.loads(text, object_pairs_hook=_object, parse_constant=constant)
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+    except json.JSONDecodeError as error:
+        line = f"line {error.lineno} " if "\n" in text.strip() else ""
+        raise ValueError(f"{error.msg} at {line}column {error.colno}") from None
+    if text.count("[") + text.count("{") > MOST_LEVELS and _levels(value) > MOST_LEVELS:
+        raise ValueError(_TOO_DEEP)
+    return value
+
+
+_TOO_DEEP = f"it is nested more than {MOST_LEVELS} levels deep"
+
+
+def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key '{value_text(twice)}' stands twice in one object")
+    return found
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a value that JSON has")
+
+
+def _levels(value: object) -> int:
+    levels, inner = 0, [value]
+    while inner and levels <= MOST_LEVELS:
+        groups = [list(cast("dict[str, object]", each).values()) for each in inner if isinstance(each, dict)]
+        groups += [cast("list[object]", each) for each in inner if isinstance(each, list)]
+        inner = [each for group in groups for each in group]
+        levels += bool(groups)
+    return levels
+
+
+def user_path(text: str) -> Path:
+    """The path that a user names, with ~ for a home directory where there is one."""
+    return Path(os.path.expanduser(text))  # noqa: PTH111 Path's own raises where there is none
+
+
+def is_directory(path: Path) -> bool:
+    """Whether a directory has this name; no, too, where the name is longer than any may be."""
+    return os.path.isdir(path)  # noqa: PTH112 Path's own raises then
+
+
+def is_there(path: Path) -> bool:
+    """Whether something has this name, be it a link to nothing: such a file is refused, not overlooked."""
+    return os.path.lexists(path)
+
+
+def check_file(path: Path) -> None:
+    """Refuses what is there under a file's name and is none, before anything waits for it.
+
+    Raises:
+      UserError: it is missing, a link to nothing, a directory, a pipe or a device.
+    """
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        if isinstance(error, FileNotFoundError) and path.is_symlink():
+            raise UserError(f"{path} is a link to {path.readlink()}, which is not there.") from None
+        raise UserError(f"{path}: {error.strerror}.") from None
+    if not stat.S_ISREG(mode):
+        kind = "a directory" if stat.S_ISDIR(mode) else "a pipe or a device"
+        raise UserError(f"{path} is {kind}, not a file.")
+
+
+def read_bytes(path: Path) -> bytes:
+    """The content of a file that goes with a model.
+
+    Raises:
+      UserError: it is not a file, cannot be read, or is far larger than such a file is.
+    """
+    check_file(path)
+    try:
+        with path.open("rb") as opened:
+            content = opened.read(_MOST_BYTES + 1)
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}.") from None
+    if len(content) > _MOST_BYTES:
+        raise UserError(f"{path} has more than {_MOST_BYTES // 2**20} MiB, which no file of its kind has.")
+    return content
+
+
+def read_text(path: Path) -> str:
+    """The text of a file that goes with a model.
+
+    Raises:
+      UserError: as `read_bytes`, or it is not UTF-8.
+    """
+    try:
+        return read_bytes(path).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text (byte {error.start}: {error.reason}).") from None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object of a file that goes with a model; NaN and Infinity are numbers in it.
+
+    Raises:
+      UserError: as `read_text`, or it is not a JSON object.
+    """
+    try:
+        value = parse_json(read_text(path), allow_nan=True)
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON ({error}).") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} is not a JSON object.")
+    return cast("dict[str, Any]", value)

@@ -1,0 +1,288 @@
+"""Templates from elsewhere, in a sandbox: they can reach and change nothing, and their work is bounded by counting.
+
+A template is a program. What it does is charged against a budget in proportion to what it is given to render: each turn
+of a loop its expressions and text, each operation what goes into it, before it makes anything of that. A template that
+would run for days, or make a text that fills the memory, is refused after the same number of operations everywhere.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sized
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
+
+from maxtext_lite.data.causal import loop_over_turns
+
+_WORK = 5_000_000  # of any rendering; a turn of a conversation takes some hundreds
+_WORK_FOR_EACH = 1000  # for each character of the turns: loops over turns in loops over turns are no problem
+_FOR_EACH, _FOR_CALLS = 3, 30  # of elements that are looked at, and of calls, whose time is that of so many characters
+_MOST_BITS = 100_000  # of an integer
+_LONGEST = 2**20  # of a template, in characters
+
+# Filters that look at no more of their first argument than how long it is, or at its elements one by one.
+_SHALLOW = {
+    "attr", "batch", "count", "d", "default", "first", "items", "last", "length", "list", "map", "random", "reject",
+    "rejectattr", "reverse", "select", "selectattr", "slice",
+}  # fmt: skip
+_IN_BRACES, _NESTED = re.compile(r"\{[^{}]*\}"), re.compile(r"\{[^{}]*\{")
+_PERCENT = re.compile(r"%(?:\([^)]*\))?[-+ #0]*[\d*]*(?:\.[\d*]*)?")
+
+
+class TooMuchWorkError(Exception):
+    """A template has used up its budget, or asks for something that would."""
+
+
+class BoundedEnvironment(ImmutableSandboxedEnvironment):
+    """A sandbox for one template, which counts its work.
+
+    Args:
+      how: as of jinja2.Environment.
+    Attributes:
+      is_causal: whether the template is one that `causal.loop_over_turns` knows.
+      at_turn: then called where each turn of that loop begins.
+    """
+
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+    def __init__(self, **how: Any) -> None:
+        self._left = _WORK
+        self.is_causal = False
+        self.at_turn: Callable[[], None] = lambda: None
+        super().__init__(finalize=self.weighed, extensions=[_Generation, "jinja2.ext.loopcontrols"], **how)
+        del self.globals["lipsum"]  # a text of any length
+        self.filters = {name: self._charged(name, each) for name, each in self.filters.items()}
+        self.tests = {name: self._charged_test(each) for name, each in self.tests.items()}
+        # Filters that templates cannot name; those that take the context are never run when a template is compiled.
+        self.filters[_SPEND] = jinja2.pass_context(lambda _, amount: self.spend(amount))
+        self.filters[_WEIGH] = jinja2.pass_context(lambda _, value: self.weighed(value))
+        self.filters[_TURN] = jinja2.pass_context(lambda *_: self.at_turn())
+        self.filters[_LENGTH] = jinja2.pass_context(lambda _, value: self.sized(value))
+
+    def compiled(self, source: str) -> jinja2.Template:
+        """The template, with what counts its work and calls `at_turn`.
+
+        Raises:
+          TooMuchWorkError: it is far longer than a template is.
+          Exception: of any kind, it is not a template.
+        """
+        if len(source) > _LONGEST:
+            raise TooMuchWorkError(f"it has {len(source):,} characters, more than {_LONGEST:,}")
+        parsed = self.parse(source)
+        loop = loop_over_turns(parsed)
+        self.is_causal = loop is not None
+        parsed = _Counting().visit(parsed)
+        if loop is not None:
+            loop.body.insert(0, nodes.ExprStmt(_through(_TURN, nodes.Const(0)), lineno=loop.lineno))
+        return self.from_string(parsed)
+
+    def add_filter(self, name: str, filter_: Callable[..., Any]) -> None:
+        """Adds a filter, whose work is counted too."""
+        self.filters[name] = self._charged(name, filter_)
+
+    def allow(self, characters: int) -> None:
+        """Begins the budget of a rendering of turns with so many characters."""
+        self._left = _WORK + _WORK_FOR_EACH * characters
+
+    def spend(self, amount: int) -> None:
+        """Takes an amount of work off the budget.
+
+        Raises:
+          TooMuchWorkError: the budget does not have it.
+        """
+        self._left -= amount
+        if self._left < 0:
+            raise TooMuchWorkError("it does more work than any chat needs, or writes a longer text")
+
+    def weighed(self, value: Any) -> Any:
+        """The value, when its size is off the budget: characters of texts, of collections all that is in them."""
+        if isinstance(value, str):
+            self.spend(1 + len(value))
+            return value
+        waiting = [value]
+        while waiting:
+            each = waiting.pop()
+            self.spend(_FOR_EACH + (len(each) if isinstance(each, Sized) else 0))
+            if isinstance(each, Mapping):
+                waiting += [*each.keys(), *each.values()]
+            elif isinstance(each, Collection) and not isinstance(each, str | bytes):
+                waiting += each
+            elif isinstance(each, Namespace):
+                raise TooMuchWorkError("it writes a namespace")
+        return value
+
+    def sized(self, value: Any) -> Any:
+        """The value, when its length alone is off the budget."""
+        self.spend(1 + (len(value) if isinstance(value, Sized) else 0))
+        return value
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """See SandboxedEnvironment: `left operator right`, where that is not too much."""
+        del context
+        if operator == "+" and type(left) is str and type(right) is str:  # most of what chat templates do
+            self.spend(len(left) + len(right))
+            return left + right
+        if operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
+            bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
+            if bits > _MOST_BITS:
+                raise TooMuchWorkError("it makes a number of more digits than any chat needs")
+        elif operator == "*":
+            self.spend(_amount(left) * _amount(right))
+        elif operator == "%" and isinstance(left, str):
+            self._charge_percent(left, right if isinstance(right, tuple) else (right,))
+        for operand in (left, right):
+            if not isinstance(operand, int | float):
+                self.weighed(operand)
+        return self.binop_table[operator](left, right)
+
+    def _charge_percent(self, form: str, given: Iterable[Any]) -> None:
+        """Charges the widths in a format with %, and where they are arguments, those."""
+        widths = " ".join(_PERCENT.findall(form))
+        self.spend(sum(int(digits[:20]) for digits in re.findall(r"\d+", widths)))
+        if "*" in widths:
+            self.spend(sum(abs(each) for each in given if isinstance(each, int)))
+
+    def call(self, __context: Any, __callee: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        """See SandboxedEnvironment: charges what is called for what it is given, and whose method it is."""
+        owner = getattr(getattr(__callee, "__wrapped__", __callee), "__self__", None)
+        given = [*args, *kwargs.values()]
+        if isinstance(owner, str | bytes | list | tuple | int | float | dict):
+            name = __callee.__name__
+            if name == "join" and args:
+                args = given = (list(args[0]), *args[1:])
+            self._charge_method(name, owner, given)
+        else:
+            self.spend(_FOR_CALLS + sum(len(each) for each in given if isinstance(each, Sized)))
+        return super().call(__context, __callee, *args, **kwargs)
+
+    def _charge_method(self, name: str, owner: Any, given: Iterable[Any]) -> None:
+        numbers = sum(abs(each) for each in given if isinstance(each, int))
+        before = self._left
+        for each in given:
+            self.weighed(each)
+        weight, size = before - self._left, _amount(owner) if isinstance(owner, Sized) else 1
+        self.spend(size)
+        if name in ("format", "format_map") and isinstance(owner, str):
+            inside = " ".join(_IN_BRACES.findall(owner))
+            self.spend(sum(int(digits[:20]) for digits in re.findall(r"\d+", inside)))
+            self.spend(numbers if _NESTED.search(owner) else 0)
+        elif name == "join":
+            self.spend(size * weight)
+        elif name in ("replace", "translate", "expandtabs"):
+            self.spend(size * (weight + numbers))
+        elif isinstance(owner, str | bytes | int):
+            self.spend(numbers)
+
+    def _charged(self, name: str, filter_: Callable[..., Any]) -> Callable[..., Any]:
+        first = int(hasattr(filter_, "jinja_pass_arg"))  # it is given the environment or the context before its value
+
+        @functools.wraps(filter_)
+        def charged(*args: Any, **kwargs: Any) -> Any:
+            value = args[first] if len(args) > first else ""
+            others = [*args[first + 1 :], *kwargs.values()]
+            if isinstance(value, Iterable) and not isinstance(value, Collection) and name in ("join", "sum"):
+                value = list(value)
+                args = (*args[:first], value, *args[first + 1 :])
+            more = sum(map(_amount, others))
+            if name in _SHALLOW:
+                self.spend(1 + (len(value) if isinstance(value, Sized) else 0) + more)
+            else:
+                before = self._left
+                self.weighed(value)
+                # A filter makes of each part of its value at most that part and all of the other arguments.
+                self.spend((before - self._left) * more)
+            if name == "format":
+                self._charge_percent(str(value), others)
+            return filter_(*args, **kwargs)
+
+        return charged
+
+    def _charged_test(self, test: Callable[..., Any]) -> Callable[..., Any]:
+        first = int(hasattr(test, "jinja_pass_arg"))
+
+        @functools.wraps(test)
+        def charged(*args: Any) -> Any:
+            for each in args[first + 1 :]:
+                self.weighed(each)
+            return test(*args)
+
+        return charged
+
+
+def _amount(value: Any) -> int:
+    """How many times longer, or by how many elements, an argument can make a result."""
+    if isinstance(value, bool) or value is None:
+        return 0
+    if isinstance(value, int):
+        return abs(value)
+    return len(value) if isinstance(value, Sized) else 1
+
+
+_SPEND, _WEIGH, _LENGTH, _TURN = "spend ", "weigh ", "length ", "turn "  # no template can write the blanks
+
+
+class _Counting(NodeTransformer):
+    """Puts into a template what counts its work."""
+
+    def visit_For(self, node: nodes.For) -> nodes.For:
+        """Charges each turn of a loop what stands in it."""
+        self.generic_visit(node)
+        node.body.insert(0, _charge(node))
+        return node
+
+    def visit_Macro(self, node: nodes.Macro) -> nodes.Macro:
+        """Charges each call of a macro what stands in it."""
+        self.generic_visit(node)
+        node.body.insert(0, _charge(node))
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Concat:
+        """Charges `~` before it makes a text."""
+        self.generic_visit(node)
+        node.nodes = [each if isinstance(each, nodes.Const) else _through(_WEIGH, each) for each in node.nodes]
+        return node
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Getitem:
+        """Charges slices, which are copies."""
+        self.generic_visit(node)
+        if isinstance(node.arg, nodes.Slice):
+            node.node = _through(_LENGTH, node.node)
+        return node
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Compare:
+        """Charges comparisons of two things that may both be long, and searches in one that may be."""
+        self.generic_visit(node)
+        for operand in node.ops:
+            both = not isinstance(node.expr, nodes.Const) and not isinstance(operand.expr, nodes.Const)
+            if both or operand.op in ("in", "notin"):
+                operand.expr = _through(_WEIGH, operand.expr)
+        return node
+
+
+def _charge(node: nodes.For | nodes.Macro) -> nodes.ExprStmt:
+    """What charges the expressions and the text in a body."""
+    text = sum(len(data.data) for each in node.body for data in each.find_all(nodes.TemplateData))
+    size = sum(1 for each in node.body for _ in each.find_all(nodes.Node))
+    return nodes.ExprStmt(_through(_SPEND, nodes.Const(1 + size + text)), lineno=node.lineno)
+
+
+def _through(name: str, value: nodes.Expr) -> nodes.Filter:
+    return nodes.Filter(value, name, [], [], None, None, lineno=value.lineno)
+
+
+class _Generation(Extension):
+    """`{% generation %}`, by which templates mark the answers that are learned: its content, as it stands."""
+
+    tags = frozenset({"generation"})  # type: ignore[assignment]
+
+    def parse(self, parser: Any) -> Any:
+        """See Extension."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)

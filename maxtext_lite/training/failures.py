@@ -1,0 +1,80 @@
+"""What a run could not write: found by any thread on any host, and ended on by all hosts together."""
+
+import contextlib
+import threading
+from collections.abc import Callable, Generator
+from typing import TypeVar
+
+import jax
+
+from maxtext_lite.config import UserError
+from maxtext_lite.config.errors import writing
+from maxtext_lite.parallel import exchange
+
+Result = TypeVar("Result")
+
+
+class Failures:
+    """The first thing that went wrong on this host while the run wrote.
+
+    A host that raised it at once would leave the others waiting for it in a collective. So it is kept until all hosts
+    look, which they do where one of them is asked to stop, before a checkpoint, and at the end.
+
+    Attributes:
+      newest: step of the newest checkpoint that counts, to say what is safe; None: there is none.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._first: str | None = None
+        self.newest: int | None = None
+
+    @property
+    def found(self) -> bool:
+        """Whether there is a problem."""
+        return self._first is not None
+
+    def add(self, problem: str) -> None:
+        """Keeps a problem, unless there is one: those that follow, follow from it."""
+        with self._lock:
+            self._first = self._first or problem
+
+    def add_unwritten(self, problem: str) -> None:
+        """Keeps a problem, with what is safe."""
+        safe = "nothing, as there is no checkpoint yet"
+        if self.newest is not None:
+            safe = f"the checkpoint of step {self.newest}, from which the same command goes on"
+        self.add(f"{problem} What is safe: {safe}.")
+
+    @contextlib.contextmanager
+    def of_writing(self, path: object) -> Generator[None]:
+        """Keeps the OSError of what is done inside, which writes `path`."""
+        try:
+            with writing(str(path)):
+                yield
+        except UserError as error:
+            self.add_unwritten(" ".join(error.problems))
+
+    def on_first_host(self, path: object, write: Callable[[], Result]) -> Result | None:
+        """What `write()` gives, which only the first host calls; None on the others. All hosts call it.
+
+        Raises:
+          UserError: `path` could not be written; on all hosts.
+        """
+        written = None
+        with self.of_writing(path):
+            written = write() if jax.process_index() == 0 else None
+        self.raise_together()
+        return written
+
+    def raise_together(self, is_busy: bool = False) -> bool:
+        """Whether any host is busy. All hosts call it.
+
+        Raises:
+          UserError: on all hosts, the problem of the first host that has one.
+        """
+        told = exchange([is_busy, self._first])
+        problems = [problem for _, problem in told if problem is not None]
+        if problems:
+            raise UserError(problems[0])
+        return any(busy for busy, _ in told)

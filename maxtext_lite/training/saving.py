@@ -1,0 +1,315 @@
+"""How checkpoints get on disk and are known to be whole: written by Orbax, hashed, and only then named.
+
+A checkpoint is written under another name. Once Orbax has committed it, each process adds the checksums of its share of
+the files; once all of those stand, the first process gives the checkpoint its name. What has a name is whole, or has
+been damaged since.
+"""
+
+import contextlib
+import errno
+import functools
+import hashlib
+import json
+import logging
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from traceback import walk_tb
+from typing import Any, NamedTuple
+
+import jax
+import orbax.checkpoint as ocp
+
+from maxtext_lite.batching.memory import bytes_text
+from maxtext_lite.config import UserError
+from maxtext_lite.config.errors import cannot_write, value_text
+from maxtext_lite.parallel import exchange
+from maxtext_lite.training.failures import Failures
+from maxtext_lite.training.manifest import Damaged, damage, in_items, read_manifest, write_part
+
+FORMAT = 3
+"""2 had no checksums; 1 no progress, noise scale or local updates."""
+
+UNFINISHED, DELETED, DAMAGED = "unfinished-", "deleted-", "damaged-"
+"""What the name of a directory begins with that is no checkpoint: not one yet, not one any more, or set aside."""
+
+_TIMEOUT_SECONDS = 1200  # for the slowest process to be done with what the others wait for
+_ENVIRONMENT = (
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE,
+    errno.ENOENT, errno.ENOTDIR, errno.EISDIR,
+)  # fmt: skip
+_WAKE_SECONDS = 0.2
+
+
+def handlers() -> dict[str, Any]:
+    """What reads and writes each item of a checkpoint: Orbax warns of items that it does not know how to read."""
+    state = ocp.StandardCheckpointHandler
+    return {"params": state(), "update_state": state(), "unfinished": state(), "about": ocp.JsonCheckpointHandler()}
+
+
+class Saver:
+    """Writes one checkpoint at a time in the background. All hosts call its methods.
+
+    Args:
+      failures: are told what could not be written; whoever waits for a save raises it.
+      holds: whether this run still has the directory; asked on the first host, in the background.
+    """
+
+    def __init__(self, failures: Failures, holds: Callable[[], bool] = lambda: True):
+        _silence_orbax()
+        self._failures, self._holds = failures, holds
+        self._checkpointer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(**handlers()))
+        self._barrier = ocp.multihost.get_barrier_sync_fn()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._saves = 0
+
+    def start(self, directory: Path, items: Mapping[str, Any], named: Callable[[str], None]) -> None:
+        """Begins to write a checkpoint, in the place of one that is there; returns once its arrays are copied.
+
+        Args:
+          items: what Orbax takes, by name.
+          named: is called on the first host, in the background, once the checkpoint has its name, with a sentence on
+            how large it is and how fast it was hashed.
+        Raises:
+          UserError: this or an earlier save could not be written; on all hosts.
+        """
+        self.wait()
+        unfinished = directory.with_name(UNFINISHED + directory.name)
+        self._failures.on_first_host(directory.parent, lambda: _make_room(unfinished))
+        self._saves += 1
+        try:
+            self._checkpointer.save(unfinished, args=ocp.args.Composite(**items), force=True)
+        except Exception as error:  # noqa: BLE001 - `wait` raises it, on all hosts
+            self._take(unfinished, error)
+            return
+        self._thread = threading.Thread(
+            target=self._finish, args=(unfinished, directory, named), name="checkpoint", daemon=True
+        )
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Returns once what was begun has its name.
+
+        Raises:
+          UserError: a host could not write its part, or something else of the run; on all hosts.
+        """
+        while True:
+            if self._thread:
+                self._thread.join(None if jax.process_count() == 1 else _WAKE_SECONDS)
+            is_busy = self._thread is not None and self._thread.is_alive()
+            if not is_busy and self._error:
+                raise self._error
+            if not self._failures.raise_together(is_busy):
+                return
+            # Another host may be writing still, or have failed and never finish: look again.
+            time.sleep(_WAKE_SECONDS)
+
+    def close(self) -> None:
+        """Waits for a save under way and ends the threads. Each host may call it alone."""
+        if self._failures.found and jax.process_count() > 1:
+            return  # another host's part may be what failed: this one's would wait for it
+        if self._thread:
+            self._thread.join()
+        if not self._failures.found and not self._error:
+            self._checkpointer.close()
+
+    def _finish(self, unfinished: Path, directory: Path, named: Callable[[str], None]) -> None:
+        try:
+            self._checkpointer.wait_until_finished()
+            process, num_processes = jax.process_index(), jax.process_count()
+            began = time.perf_counter()
+            num_bytes = write_part(unfinished, process, num_processes)
+            seconds = time.perf_counter() - began
+            self._sync("hashed")
+            if process == 0 and self._holds():
+                read_manifest(unfinished)  # every process's part stands
+                if directory.exists():
+                    remove(directory)
+                unfinished.rename(directory)
+                named(_speed(num_bytes, seconds, num_processes))
+            self._sync("named")
+        except Exception as error:  # noqa: BLE001 - `wait` raises it
+            self._take(unfinished, error)
+
+    def _take(self, unfinished: Path, error: Exception) -> None:
+        """Keeps what went wrong, for `wait`: a failure of the file system is the user's to mend, another is our bug."""
+        problem = _environments(unfinished, error)
+        if problem is None:
+            self._error = error
+        else:
+            self._failures.add_unwritten(problem)
+
+    def _sync(self, what: str) -> None:
+        self._barrier(key=f"maxtext_lite_checkpoint_{self._saves}_{what}", timeout_ms=_TIMEOUT_SECONDS * 1000)
+
+
+def save_alone(directory: Path, items: Mapping[str, Any], failures: Failures | None = None) -> None:
+    """Writes one checkpoint, in the place of one that is there, and returns once it is whole. All hosts call it.
+
+    Raises:
+      UserError: it could not be written; on all hosts.
+    """
+    saver = Saver(Failures() if failures is None else failures)
+    saver.start(directory, items, named=lambda _: None)
+    saver.wait()
+    saver.close()
+
+
+def remove(directory: Path) -> None:
+    """Deletes a checkpoint, which first loses its name: one that is half deleted is none."""
+    deleted = directory.with_name(DELETED + directory.name)
+    if deleted.exists():
+        shutil.rmtree(deleted)
+    directory.rename(deleted)
+    shutil.rmtree(deleted)
+
+
+def remove_leftovers(parent: Path) -> None:
+    """Deletes what a killed process left half written or half deleted among the checkpoints of a directory."""
+    for path in parent.iterdir():
+        if path.name.startswith((UNFINISHED, DELETED)) or ".orbax-checkpoint-tmp" in path.name:
+            shutil.rmtree(path)
+
+
+class Check(NamedTuple):
+    """What looking through a checkpoint came to.
+
+    Attributes:
+      problem: which file is damaged, and how; None: none is.
+      said: a clause on how much was hashed and how fast, or that there is nothing to compare with.
+    """
+
+    problem: str | None
+    said: str
+
+
+def check(directory: Path, items: Collection[str] = ()) -> Check:
+    """Compares the files of a checkpoint with their checksums. All hosts call it, each hashes a share.
+
+    Args:
+      items: those that will be read; none: all.
+    Raises:
+      UserError: the hosts do not see the same files.
+    """
+    began = time.perf_counter()
+    problem, digests = None, None
+    try:
+        digests = read_manifest(directory)
+        if digests is None and not _is_older(directory):
+            problem = "its checksums are missing"
+        elif not (directory / "params").is_dir():
+            problem = "params is missing"
+    except (Damaged, OSError) as error:
+        problem = str(error)
+    contents = None if digests is None else hashlib.sha256(json.dumps(sorted(digests.items())).encode()).hexdigest()
+    views = exchange([problem, contents])
+    for host, view in enumerate(views):
+        if view != views[0]:
+            raise UserError(
+                f"host {host} does not see the same files in {directory} as host 0. All hosts of a run need "
+                "base_output_directory on a file system that they share."
+            )
+    if problem is not None or digests is None:
+        return Check(problem, "no checksums, as an earlier version wrote it; it is taken as it is")
+    read = in_items(digests, items) if items else digests
+    share, num_shares = jax.process_index(), jax.process_count()
+    problems = exchange(damage(directory, read, share=share, num_shares=num_shares))
+    problem = next((found for found in problems if found is not None), None)
+    if problem is not None:
+        return Check(problem, "")
+    num_bytes = sum((directory / name).stat().st_size for name in read)
+    return Check(None, f"{bytes_text(num_bytes)} checked at {_rate(num_bytes, time.perf_counter() - began)}")
+
+
+@contextlib.contextmanager
+def reading(directory: Path) -> Iterator[None]:
+    """What is done inside reads a checkpoint. One with checksums has been found whole; of an older one Orbax finds out.
+
+    Raises:
+      UserError: a file cannot be read, or an older checkpoint makes no sense.
+    """
+    try:
+        yield
+    except (UserError, jax.errors.JaxRuntimeError):
+        raise
+    except Exception as error:
+        has_checksums = any(directory.glob("sha256.*"))
+        known = isinstance(error, OSError) or any(os.strerror(number) in str(error) for number in _ENVIRONMENT)
+        if has_checksums and not known:
+            raise
+        why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:300]
+        hint = "" if has_checksums else " It has no checksums that say which of its files is damaged."
+        raise UserError(f"{directory} cannot be read ({value_text(why)}).{hint}") from None
+
+
+def _is_older(directory: Path) -> bool:
+    """Whether a version wrote a checkpoint that wrote no checksums."""
+    about = directory / "about" / "metadata"
+    if not about.exists():
+        return not (directory / "about").exists()  # such as an import had none
+    try:
+        about_it = json.loads(about.read_bytes())
+        return bool(about_it["format"] < FORMAT)
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        return False
+
+
+def _make_room(unfinished: Path) -> None:
+    """Makes the directory that a checkpoint will be in, and deletes what is left of an earlier attempt."""
+    unfinished.parent.mkdir(parents=True, exist_ok=True)
+    for path in unfinished.parent.glob(f"{unfinished.name}*"):
+        if path.name == unfinished.name or path.name.startswith(f"{unfinished.name}."):
+            shutil.rmtree(path)
+
+
+def _environments(path: Path, error: BaseException) -> str | None:
+    """What could not be written, where that is the file system's fault and not ours; else None."""
+    if isinstance(error, OSError) and error.errno in _ENVIRONMENT:
+        return cannot_write(path, error)
+    if isinstance(error, Damaged):
+        return f"{path}: {error}."
+    # What the arrays' writer says of the operating system's errors is text.
+    text = str(error)
+    known = [number for number in _ENVIRONMENT if os.strerror(number) in text]
+    if known:
+        return cannot_write(path, OSError(known[0], os.strerror(known[0])))
+    return None
+
+
+def _speed(num_bytes: int, seconds: float, num_processes: int) -> str:
+    each = "" if num_processes == 1 else " on each host"
+    return f"{bytes_text(num_bytes)}{each} hashed at {_rate(num_bytes, seconds)}"
+
+
+def _rate(num_bytes: int, seconds: float) -> str:
+    return f"{num_bytes / max(seconds, 1e-9) / 1e9:.2g} GB/s"
+
+
+class _NotOrbax(logging.Filter):
+    """Drops what is logged with a traceback of an error of Orbax's, which it raises too: we say it in a line."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether a record is shown."""
+        _, error, traceback = record.exc_info or (None, None, None)
+        raised_in = (frame.f_code.co_filename for frame, _ in walk_tb(traceback))
+        return not any("orbax" in text for text in (record.pathname, str(error), *raised_in))
+
+
+@functools.cache
+def _silence_orbax() -> None:
+    """Keeps Orbax's threads from printing tracebacks of their own once a write of theirs has failed."""
+    for name in ("absl", "asyncio"):  # the first is its logger, the second says that nobody looked at the other writes
+        logging.getLogger(name).addFilter(_NotOrbax())
+    shown = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        # Writes that end after the first failure find the event loop gone that waited for them.
+        if unraisable.object is not None or str(unraisable.exc_value) != "Event loop is closed":
+            shown(unraisable)
+
+    sys.unraisablehook = hook

@@ -1,0 +1,82 @@
+"""A template's work is bounded by counting, whatever it does; what a chat needs is far below the bound."""
+
+import time
+
+import jinja2
+import pytest
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from maxtext_lite.data.template import BoundedEnvironment, TooMuchWorkError
+
+TURNS = [{"role": ("user", "assistant")[number % 2], "content": f"words of turn {number}"} for number in range(200)]
+
+
+def render(source, turns=TURNS[:3], **more):
+    environment = BoundedEnvironment()
+    template = environment.compiled(source)
+    environment.allow(sum(len(turn["content"]) for turn in turns))
+    return template.render(messages=turns, **more)
+
+
+@pytest.mark.parametrize("source", [
+    "{{ 'a' * 10**11 }}", "{{ 10**11 * 'a' }}", "{{ [1] * 10**10 }}", "{{ messages[0].content * 10**10 }}",
+    "{{ 9**(9**9) }}", "{% set ns = namespace(x=9) %}{% for i in range(99) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
+    "{% set ns = namespace(x='ab') %}{% for i in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+    "{% set ns = namespace(x='ab') %}{% for i in range(99) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+    "{% set ns = namespace(x='ab') %}{% for i in range(99) %}{% set ns.x %}{{ ns.x }}{{ ns.x }}{% endset %}"
+    "{% endfor %}",
+    "{% set ns = namespace(x='ab') %}{% for i in range(99) %}{% set ns.x = ns.x.replace('', ns.x) %}{% endfor %}",
+    "{% set ns = namespace(x='ab') %}{% for i in range(99) %}{% set ns.x = ns.x|replace('a', ns.x) %}{% endfor %}",
+    "{% set ns = namespace(x='ab') %}{% for i in range(99) %}{% set ns.x = ns.x.join([ns.x, ns.x]) %}{% endfor %}",
+    "{% set ns = namespace(x='ab') %}{% for i in range(99) %}{% set ns.x = [ns.x, ns.x] | join('') %}{% endfor %}",
+    "{% set ns = namespace(x='ab') %}{% for i in range(99) %}{% set ns.x = '%s%s' % (ns.x, ns.x) %}{% endfor %}",
+    "{% set ns = namespace(x='ab') %}{% for i in range(99) %}{% set ns.x = '{0}{0}'.format(ns.x) %}{% endfor %}",
+    "{% set ns = namespace(x=[1]) %}{% for i in range(99) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x }}",
+    "{% set ns = namespace(x=[1]) %}{% for i in range(99) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x|tojson }}",
+    "{% set ns = namespace(x=[1], y=[1]) %}{% for i in range(99) %}{% set ns.x = [ns.x, ns.x] %}"
+    "{% set ns.y = [ns.y, ns.y] %}{% endfor %}{{ ns.x == ns.y }}",
+    "{% set ns = namespace(x=1) %}{{ ns }}",
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "{% for a in range(99999) %}{% set x = range(99999)|list %}{% endfor %}",
+    "{% for a in range(99999) %}{% set x = range(99999)|sum %}{% endfor %}",
+    "{% set x = range(99999)|list %}{% for a in range(99999) %}{% if 'b' in x %}{% endif %}{% endfor %}",
+    "{% set x = range(99999)|list %}{% for a in range(99999) %}{% if 'b' is in x %}{% endif %}{% endfor %}",
+    "{% set x = range(99999)|list %}{% for a in range(99999) %}{% set y = x[1:] %}{% endfor %}",
+    "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
+    "{% for x in [[[[]]]] recursive %}{{ loop([x, x]) }}{% endfor %}",
+    "{{ 'a'|center(10**10) }}", "{{ 'a'.center(10**10) }}", "{{ 'a'.zfill(width) }}", "{{ 'a'|indent(10**10, true) }}",
+    "{{ '%9999999999d' % 1 }}", "{{ '%*d' % (10**10, 1) }}", "{{ '%.9999999999f' % 1.5 }}",
+    "{{ '{:>9999999999}'.format(1) }}", "{{ '{:>{w}}'.format(1, w=10**10) }}", "{{ '%9999999999d'|format(1) }}",
+    "{{ '{:>9999999999}'.format_map({}) }}", "{{ (1).to_bytes(10**11, 'big') }}", "{{ 'a\tb'.expandtabs(10**10) }}",
+    "{{ 'a'|tojson(indent=10**10) }}", "{{ 1.5|round(10**10) }}", "{{ [1]|batch(10**10, 0)|list }}",
+    "{{ 'abc'.translate({97: 'x' * 9000000, 98: 'x' * 9000000}) }}", "{{ lipsum(10**9) }}",
+])  # fmt: skip
+def test_no_template_works_or_writes_without_end(source, monkeypatch):
+    monkeypatch.setattr("maxtext_lite.data.template._WORK", 100_000)  # a fiftieth: the bound is found sooner
+    begin = time.process_time()
+    with pytest.raises((TooMuchWorkError, RecursionError, jinja2.UndefinedError)):
+        render(source, width=10**10)
+    assert time.process_time() - begin < 60  # hours, or all of the memory, without the bound
+
+
+def test_what_is_too_long_for_a_template_is_not_compiled():
+    with pytest.raises(TooMuchWorkError, match="more than 1,048,576"):
+        BoundedEnvironment().compiled("x" * (2**20 + 1))
+
+
+@pytest.mark.parametrize("source", [
+    # Every turn looks for the last one of the user, as templates with reasoning do.
+    "{% for m in messages %}{% set ns = namespace(last=0) %}{% for n in messages %}{% if n.role == 'user' %}"
+    "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}{{ m.content }}{{ ns.last }}{% endfor %}",
+    "{% for m in messages %}{{ m | tojson(indent=4) | replace('a', 'bb') | indent(8) }}"
+    "{{ messages|length }}{% endfor %}",
+    "{% for m in messages[::-1] %}{{ '%-9s|%5.2f' % (m.role, loop.index / 3) }}"
+    "{{ '{0:>12}'.format(m.role) }}{% endfor %}",
+    "{{ messages | map(attribute='content') | map('upper') | join('\n') }}{{ messages|selectattr('role', 'equalto', "
+    "'user')|list|length }}{{ [3, 1, 2]|sort }}{{ {'b': 2, 'a': [1, none]}|dictsort }}{{ 7 * 6 + 2**10 % 9 }}",
+    "{% macro one(m) %}{{ m.role.title() ~ ': ' ~ m['content'].split('turn')[-1].strip() }}{% endmacro %}"
+    "{% for m in messages %}{{ one(m) if 'words' in m.content and m.content is string }}{{ x is defined }}{% endfor %}",
+], ids=["last", "filters", "formats", "maps", "macro"])  # fmt: skip
+def test_two_hundred_turns_are_written_as_a_plain_sandbox_writes_them(source):
+    expected = ImmutableSandboxedEnvironment().from_string(source).render(messages=TURNS)
+    assert render(source, TURNS) == expected

@@ -1,0 +1,43 @@
+"""Lines of JSON are read one by one: what cannot be read costs no other line, and is told."""
+
+import json
+
+import pytest
+
+from maxtext_lite.reporting.records import Records, record_text
+
+
+def read(path):
+    records = Records(path)
+    return list(records), records.notes
+
+
+def test_every_line_that_holds_a_step_is_read_and_the_others_are_named(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    bad = [b"{", b"[1]", b'{"step": "3"}', b'{"step": true}', b'{"step": -1}', b"\xff", b'{"loss": 1}']
+    path.write_bytes(
+        b"".join(b'{"step": %d}\n%s\n' % (step, text) for step, text in enumerate(bad)) + b'\n{"step": 7, "l'
+    )
+    assert read(path) == (
+        [{"step": step} for step in range(7)],
+        [
+            "metrics.jsonl ends in a line cut short: the run was writing it, or was killed.",
+            "metrics.jsonl: 7 of 16 lines are left out, as they hold no step: 2, 4, 6, 8, 10 ....",
+        ],
+    )
+
+
+def test_a_missing_file_has_no_lines_and_another_kind_is_an_error(tmp_path):
+    records = Records(tmp_path / "metrics.jsonl")
+    assert list(records) == []
+    assert records.is_missing
+    with pytest.raises(IsADirectoryError):
+        list(Records(tmp_path))
+
+
+def test_a_record_is_written_as_json_has_it():
+    record = {"step": 1, "loss": float("nan"), "phases": [["train", float("inf"), 0.5]], "name": "é"}
+    assert json.loads(record_text(record), parse_constant=pytest.fail) == {
+        "step": 1, "loss": None, "phases": [["train", None, 0.5]], "name": "é"
+    }  # fmt: skip
+    assert record_text({"step": 1, "loss": 0.1}) == '{"step": 1, "loss": 0.1}\n'

@@ -1,0 +1,6 @@
+"""A reward, in a file of its own: each run has a process that imports it, and conftest.py would bring jax along."""
+
+
+def low_bytes(completions):
+    """A reward that a model without a clue can raise: the share of a response's characters below '@'."""
+    return [sum(character < "@" for character in text) / max(len(text), 1) for text in completions]

@@ -1,0 +1,47 @@
+"""What could not be written: the first of it is kept, and raised by every host with what is safe."""
+
+import errno
+
+import pytest
+
+from maxtext_lite.config import UserError
+from maxtext_lite.training import failures
+from maxtext_lite.training.failures import Failures
+
+
+def full(path):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_the_first_failure_is_kept_and_says_what_is_safe():
+    found = Failures()
+    found.raise_together()
+    assert not found.found
+    found.newest = 40
+    for name in ("metrics.jsonl", "tensorboard"):
+        with found.of_writing(f"run/{name}"):
+            full(name)
+    found.newest = 60  # came to be after it
+    assert found.found
+    with pytest.raises(UserError) as raised:
+        found.raise_together()
+    assert raised.value.problems == (
+        "run/metrics.jsonl cannot be written: No space left on device. What is safe: the checkpoint of step 40, from "
+        "which the same command goes on.",
+    )
+
+
+def test_what_another_host_could_not_write_is_raised_here_too(monkeypatch):
+    monkeypatch.setattr(failures, "exchange", lambda mine: [mine, [True, "host 1's problem"], [False, None]])
+    with pytest.raises(UserError, match="host 1's problem"):
+        Failures().raise_together()
+    monkeypatch.setattr(failures, "exchange", lambda mine: [mine, [True, None]])
+    assert Failures().raise_together() is True
+
+
+def test_only_the_first_host_writes_and_all_raise(monkeypatch):
+    assert Failures().on_first_host("path", lambda: 5) == 5
+    with pytest.raises(UserError, match=r"path cannot be written: No space left on device. What is safe: nothing, as"):
+        Failures().on_first_host("path", lambda: full("path"))
+    monkeypatch.setattr(failures.jax, "process_index", lambda: 1)
+    assert Failures().on_first_host("path", lambda: 5) is None

@@ -1,0 +1,90 @@
+"""A checkpoint gets its name last; what is looked through is the same on all hosts."""
+
+import errno
+import os
+
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+import pytest
+
+from maxtext_lite.config import UserError
+from maxtext_lite.training import saving
+from maxtext_lite.training.failures import Failures
+from maxtext_lite.training.manifest import write_part
+from maxtext_lite.training.saving import Saver, check, remove, save_alone
+
+
+@pytest.fixture(scope="module")
+def items():
+    return {"params": ocp.args.StandardSave({"w": jnp.arange(8.0)}), "about": ocp.args.JsonSave({"format": 3})}
+
+
+def test_a_kill_before_the_checksums_stand_leaves_no_checkpoint(items, tmp_path, monkeypatch):
+    class Killed(BaseException):
+        pass
+
+    def kill(*_):
+        raise Killed
+
+    monkeypatch.setattr(saving, "write_part", kill)
+    monkeypatch.setattr(saving.threading, "excepthook", lambda _: None)
+    saver = Saver(Failures())
+    saver.start(tmp_path / "3", items, named=lambda _: None)
+    saver._thread.join()
+    assert [path.name for path in tmp_path.iterdir()] == ["unfinished-3"]
+    monkeypatch.setattr(saving, "write_part", write_part)
+    said = []
+    saver.start(tmp_path / "3", items, named=said.append)
+    saver.wait()
+    assert [path.name for path in tmp_path.iterdir()] == ["3"]
+    assert "hashed at" in said[0]
+    saver.close()
+    assert check(tmp_path / "3").problem is None
+
+
+def test_a_run_that_lost_its_directory_names_no_checkpoint_there(items, tmp_path):
+    saver = Saver(Failures(), holds=lambda: False)
+    saver.start(tmp_path / "3", items, named=pytest.fail)
+    saver.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["unfinished-3"]
+
+
+def test_a_full_disk_is_raised_by_whoever_waits(items, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(saving, "write_part", full)
+    with pytest.raises(UserError, match=r"unfinished-3 cannot be written: No space left on device. What is safe:"):
+        save_alone(tmp_path / "3", items)
+
+
+def test_a_bug_is_not_told_as_a_full_disk(items, tmp_path, monkeypatch):
+    def buggy(*_):
+        raise TypeError("a bug")
+
+    monkeypatch.setattr(saving, "write_part", buggy)
+    with pytest.raises(TypeError, match="a bug"):
+        save_alone(tmp_path / "3", items)
+
+
+def test_hosts_that_see_other_files_are_not_taken_for_damage(items, tmp_path, monkeypatch):
+    save_alone(tmp_path / "3", items)
+    monkeypatch.setattr(saving, "exchange", lambda mine: [mine, ["its checksums are missing", None]])
+    with pytest.raises(UserError, match=r"host 1 does not see the same files in .*/3 as host 0"):
+        check(tmp_path / "3")
+
+
+def test_damage_that_only_another_host_found_counts(items, tmp_path, monkeypatch):
+    save_alone(tmp_path / "3", items)
+    monkeypatch.setattr(saving, "exchange", lambda mine: [mine, "about/metadata is missing" if mine is None else mine])
+    assert check(tmp_path / "3").problem == "about/metadata is missing"
+
+
+def test_without_checksums_a_new_checkpoint_is_damaged_and_an_old_one_is_not(items, tmp_path):
+    save_alone(tmp_path / "3", items)
+    (tmp_path / "3" / "sha256.0-of-1").unlink()
+    assert check(tmp_path / "3").problem == "its checksums are missing"
+    (tmp_path / "3" / "about" / "metadata").write_text('{"format": 2}')
+    assert check(tmp_path / "3").problem is None
+    remove(tmp_path / "3")
+    assert not list(tmp_path.iterdir())
