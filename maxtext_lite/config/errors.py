@@ -34,7 +34,7 @@ class UserError(Exception):
 
 
 def number_text(value: int | float | Fraction) -> str:
-    """`value` as a config file would hold it: 16, 0.25, 1e-08, or 1/3 where no decimal is exact."""
+    """`value` as a config file would hold it: 16, 0.25, 1e-08, or 1/3 where no decimal of a float's digits is exact."""
     if isinstance(value, float):
         return str(int(value)) if value.is_integer() and abs(value) < 1e15 else repr(value)
     fraction = Fraction(value)
@@ -46,7 +46,8 @@ def number_text(value: int | float | Fraction) -> str:
         rest, fives = rest // 5, fives + 1
     decimals = max(twos, fives)
     if rest != 1 or decimals > 12:
-        return str(fraction)
+        is_float = abs(fraction) < 10**15 and Fraction(repr(float(fraction))) == fraction
+        return repr(float(fraction)) if is_float else str(fraction)
     if decimals == 0:
         return str(fraction.numerator)
     scaled = str(abs(fraction.numerator) * 10**decimals // fraction.denominator).rjust(decimals + 1, "0")

@@ -135,7 +135,8 @@ def test_a_response_is_the_same_for_any_slots_and_devices(how, free_responses):
     responses = other.generate(REQUESTS, sampling=FREE, max_new_tokens=MOST_NEW)
     assert tokens(responses) == tokens(free_responses)
     for one, two in zip(responses, free_responses, strict=True):
-        np.testing.assert_allclose(one.log_probabilities, two.log_probabilities, atol=1e-5)
+        # Parameters that change by half a unit in their last place move these by up to 2.6e-5.
+        np.testing.assert_allclose(one.log_probabilities, two.log_probabilities, rtol=0, atol=3e-5)
 
 
 def test_experts_answer_a_request_alike_among_any_neighbours_whatever_their_capacity():
