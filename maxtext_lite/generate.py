@@ -333,7 +333,7 @@ def mesh_problems(config: Config, num_devices: int, tensor: int, fsdp: int, data
     """What keeps a model from lying on a mesh of these sizes of `num_devices`: a sentence for each key."""
     width = config.base_mlp_dim if config.num_experts == 1 else config.moe_mlp_dim
     heads, table = math.gcd(config.base_num_query_heads, config.base_num_kv_heads), config.vocab_size
-    problems = []
+    problems, devices = [], "1 device" if num_devices == 1 else f"{num_devices} devices"
     for key, value, others, divided, what in (
         ("ici_tensor_parallelism", tensor, fsdp * data, math.gcd(heads, width, table), "heads, mlp and vocabulary"),
         ("ici_fsdp_parallelism", fsdp, tensor * data, config.base_emb_dim, "embedding"),
@@ -342,7 +342,7 @@ def mesh_problems(config: Config, num_devices: int, tensor: int, fsdp: int, data
         works = [n for n in range(1, num_devices // others + 1) if divided % n == 0] or [1]
         if value not in works:
             problems.append(
-                f"{key}={value_text(value)} does not divide the model's {what} over {num_devices} devices. "
+                f"{key}={value_text(value)} does not divide the model's {what} over {devices}. "
                 f"Nearest that works: {min(works, key=lambda n: abs(n - value))}."
             )
     return problems
