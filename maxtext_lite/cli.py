@@ -36,6 +36,9 @@ EXIT_USER_ERROR = 2
 """The exit code of a wrong config, wrong data or wrong arguments, or a full stdout."""
 
 
+_MOST_SAID = 300  # letters of another's message
+
+
 class ArgumentParser(argparse.ArgumentParser):
     """argparse without abbreviations, with --version, whose errors are UserErrors.
 
@@ -229,6 +232,15 @@ def _exit_code(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int
         return EXIT_USER_ERROR
     except SystemExit as end:  # of argparse, after --help
         return int(end.code or 0)
+    except (MemoryError, RuntimeError) as error:  # jax's errors are the second, and jax need not be imported
+        said = str(error).strip().partition("\n")[0]
+        if not isinstance(error, MemoryError) and not said.startswith("RESOURCE_EXHAUSTED"):
+            raise
+        complain(
+            f"error: the memory is full: {echoed(said[:_MOST_SAID])} Ask for less at once: fewer examples or prompts, "
+            "shorter ones, fewer new tokens; in training also remat_policy=full, and plan says what takes how much."
+        )
+        return EXIT_USER_ERROR
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -15,7 +15,7 @@ from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.hf_config import hf_directory
 from maxtext_lite.config.json_file import user_path
 from maxtext_lite.config.kinds import PathText
-from maxtext_lite.generate import model_config
+from maxtext_lite.generate import mesh_problems, model_config
 from maxtext_lite.stream_text import WrittenText
 
 EXAMPLE = "evaluate RUN_DIR text=held_out.txt max_length=1024"
@@ -44,7 +44,7 @@ class EvaluateConfig(BaseModel):
     cloze: PathText = ""
     max_length: int = Field(1024, ge=2)
     stride: int = Field(0, ge=0)
-    rows_at_once: int = Field(4, ge=1)
+    rows_at_once: int = Field(4, ge=1, lt=2**31)
     dtype: Literal["", "float32", "bfloat16", "float16"] = ""
     ici_tensor_parallelism: int = Field(1, ge=1)
     ici_fsdp_parallelism: int = Field(1, ge=1)
@@ -167,9 +167,9 @@ class TextScorer:
     Args:
       config: of the directory, as `generate.model_config` reads it.
       max_length: tokens that a forward pass sees.
-      parallelism: sizes of mesh axes, by name.
+      parallelism: sizes of the mesh axes tensor and fsdp.
     Raises:
-      UserError: the model cannot see so many tokens, or has no tokenizer or parameters.
+      UserError: the model cannot see so many tokens, does not lie on that mesh, or has no tokenizer or parameters.
     """
 
     def __init__(
@@ -195,7 +195,8 @@ class TextScorer:
         self._is_carried = carried is not None
         self._stop_ids = [*(stop_ids_of(carried) if carried else ()), self._tokenizer.end_of_text_id]
         self._precision = functools.partial(jax.default_matmul_precision, config.matmul_precision)
-        start_devices()
+        if problems := mesh_problems(config, len(start_devices()), **parallelism):
+            raise UserError(problems)
         with self._precision():
             self._model = load_on_mesh(directory, config, parallelism)
             self._scorer = Scorer(*self._model, rows_at_once=rows_at_once)

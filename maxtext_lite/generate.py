@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from maxtext_lite.cli import ArgumentParser, local_path, parse_keys, run_command
 from maxtext_lite.config import Config, UserError, load_config
+from maxtext_lite.config.errors import value_text
 from maxtext_lite.config.hf_config import hf_directory, tokenizer_keys
 from maxtext_lite.convert import hf_config
 from maxtext_lite.stream_text import TimedTokens, WrittenText
@@ -50,7 +51,7 @@ class GenerateConfig(BaseModel):
     prompt_ids: list[list[int]] | None = None
     chat: bool = False
     system: str = ""
-    max_new_tokens: int = Field(200, ge=1)
+    max_new_tokens: int = Field(200, ge=1, lt=2**31)
     temperature: float = Field(0.8, ge=0, lt=math.inf)
     top_k: int = Field(0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
@@ -322,9 +323,17 @@ def _refuse_impossible(prompts: list[list[int]], asked: GenerateConfig, config: 
             f"max_new_tokens={asked.max_new_tokens} after a prompt of {longest} tokens goes past the model's "
             f"{positions} learned positions. Nearest that works: {max(positions - longest, 1)}."
         )
+    sizes = asked.ici_tensor_parallelism, asked.ici_fsdp_parallelism, asked.ici_data_parallelism
+    problems += mesh_problems(config, num_devices, *sizes)
+    if problems:
+        raise UserError(problems)
+
+
+def mesh_problems(config: Config, num_devices: int, tensor: int, fsdp: int, data: int = 1) -> list[str]:
+    """What keeps a model from lying on a mesh of these sizes of `num_devices`: a sentence for each key."""
     width = config.base_mlp_dim if config.num_experts == 1 else config.moe_mlp_dim
     heads, table = math.gcd(config.base_num_query_heads, config.base_num_kv_heads), config.vocab_size
-    tensor, fsdp, data = asked.ici_tensor_parallelism, asked.ici_fsdp_parallelism, asked.ici_data_parallelism
+    problems, devices = [], "1 device" if num_devices == 1 else f"{num_devices} devices"
     for key, value, others, divided, what in (
         ("ici_tensor_parallelism", tensor, fsdp * data, math.gcd(heads, width, table), "heads, mlp and vocabulary"),
         ("ici_fsdp_parallelism", fsdp, tensor * data, config.base_emb_dim, "embedding"),
@@ -333,11 +342,10 @@ def _refuse_impossible(prompts: list[list[int]], asked: GenerateConfig, config: 
         works = [n for n in range(1, num_devices // others + 1) if divided % n == 0] or [1]
         if value not in works:
             problems.append(
-                f"{key}={value} does not divide the model's {what} over {num_devices} devices. "
+                f"{key}={value_text(value)} does not divide the model's {what} over {devices}. "
                 f"Nearest that works: {min(works, key=lambda n: abs(n - value))}."
             )
-    if problems:
-        raise UserError(problems)
+    return problems
 
 
 if __name__ == "__main__":

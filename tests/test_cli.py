@@ -1,8 +1,11 @@
 import importlib
 import importlib.metadata
+import re
 import subprocess
 import sys
 
+import jax
+import numpy as np
 import pytest
 
 from maxtext_lite.cli import COMMANDS, ArgumentParser, config_arguments, main, run_command
@@ -151,3 +154,26 @@ def test_what_may_be_meant_is_said_in_one_line(words, message, capsys):
 def test_no_command_takes_a_url_for_a_path(words, capsys):
     assert main(words) == 2
     assert "is a URL (" in capsys.readouterr().err
+
+
+def _more_than_any_device_has(_):
+    jax.numpy.zeros(2**50)
+
+
+def _more_than_any_host_has(_):
+    np.zeros(2**58)
+
+
+@pytest.mark.parametrize("allocate", [_more_than_any_device_has, _more_than_any_host_has])
+def test_a_full_memory_is_one_line(allocate, capsys):
+    assert run_command(allocate, []) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.match(r"error: the memory is full: .*allocat\w* .* Ask for less at once: ", line)
+
+
+def test_other_errors_of_a_program_keep_their_traceback():
+    def main(_):
+        raise RuntimeError("INTERNAL: a bug")
+
+    with pytest.raises(RuntimeError, match="a bug"):
+        run_command(main, [])

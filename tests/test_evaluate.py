@@ -122,10 +122,22 @@ def test_words_are_parted_by_one_blank(context, continuation, want):
     (["txt=a"], "unknown key 'txt' (command line). Did you mean 'text'?"),
     (["text"], "'text' is not of the form key=value."),
     (["text=a", "max_length=1"], "max_length=1: Input should be greater than or equal to 2."),
+    (["text=a", "rows_at_once=10000000000"], "rows_at_once=10000000000: Input should be less than 2147483648."),
 ])  # fmt: skip
 def test_wrong_arguments_are_refused(overrides, message):
     with pytest.raises(UserError) as refusal:
         parse_evaluate_config(overrides)
+    assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize(("overrides", "message"), [
+    (["ici_tensor_parallelism=3"], "ici_tensor_parallelism=3 does not divide the model's heads, mlp"),
+    (["ici_fsdp_parallelism=16"], "ici_fsdp_parallelism=16 does not divide the model's embedding over 8"),
+])  # fmt: skip
+def test_a_mesh_that_the_machine_does_not_have_is_refused(overrides, message, directory, tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT)
+    with pytest.raises(UserError) as refusal:
+        main([str(directory[0]), f"text={tmp_path / 'text.txt'}", *overrides])
     assert message in str(refusal.value)
 
 

@@ -72,6 +72,7 @@ def test_an_empty_prompt_starts_a_new_document(run, capsys):
     (["ici_data_parallelism=9"], "ici_data_parallelism=9 does not divide the model's copies over 8 devices."),
     (["prompt_ids=[[1,999]]"], "prompt_ids: token 999 is not in 0..263 (vocab_size). Nearest that works: 263."),
     (["ici_tensor_parallelism=3"], "ici_tensor_parallelism=3 does not divide"),
+    (["max_new_tokens=10000000000"], "max_new_tokens=10000000000: Input should be less than 2147483648."),
 ])  # fmt: skip
 def test_mistakes_are_named(arguments, message, run):
     with pytest.raises(UserError) as refusal:

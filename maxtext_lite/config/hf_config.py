@@ -8,7 +8,6 @@ wrongly looks like one that is bad.
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -211,12 +210,13 @@ def family_of(fields: Mapping[str, Any], where: str) -> str:
 
 
 def _misspelled(kind: object) -> str:
-    """The clause ` Did you mean 'x'?`; other numbers, and words more or less, are other models and not misspelled."""
-    if not isinstance(kind, str) or len(kind) > 40:
-        return ""
-    near = get_close_matches(kind, list(FAMILIES), n=1, cutoff=0.8)
-    same = near and re.findall(r"\d+", kind) == re.findall(r"\d+", near[0])
-    return f" Did you mean '{near[0]}'?" if same else ""
+    """The clause ` Did you mean 'x'?`, where no letter differs: llava is another model, not a misspelled llama."""
+
+    def plain(name: str) -> str:
+        return re.sub(r"[^a-z0-9]", "", name.lower())
+
+    meant = [known for known in FAMILIES if isinstance(kind, str) and plain(kind) == plain(known)]
+    return f" Did you mean '{meant[0]}'?" if meant else ""
 
 
 def model_keys(fields: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -137,7 +137,11 @@ def _real(
         if value > maximum == _LARGEST < below:
             raise WrongKind(f"must be at most {number_text(_LARGEST)}.", [_LARGEST])
         if not (minimum <= value <= maximum and above < value < below):
-            bound = minimum if value < minimum else maximum if value > maximum and maximum < below else example
+            bound = example
+            if value < minimum and above < minimum:
+                bound = minimum
+            elif value > maximum and maximum < below:
+                bound = maximum
             raise WrongKind(f"must be {rule}.", [] if bound is None else [bound])
         if 0 < abs(value) < smallest:
             or_zero = "" if above >= 0 else ", or 0"

@@ -231,12 +231,23 @@ def _drop_unknown_keys(layer: Layer, problems: list[Refusal], kind: type[Config]
     unknown = [key for key in layer.values if key not in known]
     for key in unknown:
         del layer.values[key]
-    hints = {
-        key: f" It is a key of configs/{RL_FILE}." if key in RL_KEYS else key_hint(key, known)
-        for key in unknown[:_MOST_HINTS]
-    }
+    of_rl = [key for key in unknown if key in RL_KEYS]
+    if of_rl:
+        _refuse(problems, _rl_keys_unknown(of_rl, layer.origin))
+    unknown = [key for key in unknown if key not in RL_KEYS]
+    hints = {key: key_hint(key, known) for key in unknown[:_MOST_HINTS]}
     messages = [f"unknown key '{value_text(key)}' ({layer.origin}).{hints.get(key, '')}" for key in unknown]
     problems.extend(Refusal("", message) for message in first_of(messages, layer.origin))
+
+
+def _rl_keys_unknown(keys: Sequence[str], origin: str) -> str:
+    """One sentence on all of a layer's keys of reinforcement learning, which the config is none of."""
+    is_one, more = len(keys) == 1, f" and {len(keys) - 2} more" if len(keys) > 2 else ""
+    named = f"key '{keys[0]}'" if is_one else f"keys '{keys[0]}', '{keys[1]}'{more}"
+    return (
+        f"unknown {named} ({origin}). {'It is a key' if is_one else 'They are keys'} of configs/{RL_FILE}: give that "
+        "file, or one whose base it is."
+    )
 
 
 def _model_layer(layers: Sequence[Layer], problems: list[Refusal]) -> list[Layer]:

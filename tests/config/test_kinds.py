@@ -28,6 +28,9 @@ REFUSED = {
     "learning_rate=1e999": "learning_rate=inf is not a finite number. Nearest that works: 0.003.",
     "adam_b1=1": "adam_b1=1 must be at least 0 and below 1. Nearest that works: 0.9.",
     "eval_fraction=1.5": "eval_fraction=1.5 must be at least 0 and at most 1. Nearest that works: 0.02.",
+    "dpo_beta=-2e30": "dpo_beta=-2e+30 must be above 0. Nearest that works: 0.1.",
+    "partial_rotary_factor=-2e30":
+        "partial_rotary_factor=-2e+30 must be above 0 and at most 1. Nearest that works: 1.",
     "rope_max_timescale=0": "rope_max_timescale=0 must be above 0. Nearest that works: 10000.",
     "per_device_batch_size=0": "per_device_batch_size=0 must be above 0, or -1 (derived). Nearest that works: 1.",
     "per_device_batch_size=-0.5": "per_device_batch_size=-0.5 must be above 0, or -1 (derived). Nearest that works: 1.",

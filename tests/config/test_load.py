@@ -91,6 +91,19 @@ def test_an_unknown_key_is_refused_with_its_place_and_the_nearest_key(here):
     )
 
 
+def test_keys_of_reinforcement_learning_take_one_line_which_says_what_to_write(here):
+    Path("my.yml").write_text("base: base.yml\nbatch_size: 8\nstps: 3\nnum_generations: 4\nmicro_batch_size: 8\n")
+    assert problems_of("my.yml", ["num_iterations=2"]) == (
+        "unknown keys 'batch_size', 'num_generations' and 1 more (my.yml). They are keys of "
+        "configs/post_train/rl.yml: give that file, or one whose base it is.",
+        "unknown key 'stps' (my.yml). Did you mean 'steps'?",
+        "unknown key 'num_iterations' (command line). It is a key of configs/post_train/rl.yml: give that file, or one "
+        "whose base it is.",
+    )
+    Path("my.yml").write_text("base: post_train/rl.yml\nbatch_size: 8\nnum_generations: 4\nmicro_batch_size: 8\n")
+    assert load_config("my.yml", ["num_iterations=2"]).num_generations == 4
+
+
 def test_all_problems_are_reported_at_once(here):
     Path("my.yml").write_text("stps: 30\nseed: 1.5\nseed: 2.5\nbase_num_kv_heads: 3\n")
     assert problems_of("my.yml", ["steps=many", "optimizer=adam", "nonsense", "vocab_size=3"]) == (
