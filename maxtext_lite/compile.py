@@ -215,7 +215,7 @@ def format_program(program: "Program", plan: BatchPlan) -> str:
         lines += ["", *_traffic_lines(f"every {plan.diloco_sync_period} steps", program.meeting)]
     kernels = [(k.name, _count(k.times), _flops(k.flops)) for k in program.work.kernels]
     lines += ["", *(_table(("kernel", "times", "FLOPs"), kernels, numbers=(1, 2)) if kernels else ["no kernels"])]
-    return "\n".join([*lines, "", *_memory_lines(program, plan), "", *_time_lines(program, plan)])
+    return "\n".join([*lines, "", *_memory_lines(program, plan), "", *time_lines(program, plan)])
 
 
 def _count(times: int | None) -> str:
@@ -291,20 +291,21 @@ def _memory_lines(program: "Program", plan: BatchPlan) -> list[str]:
     return lines
 
 
-def _time_lines(program: "Program", plan: BatchPlan) -> list[str]:
+def time_lines(program: "Program", plan: BatchPlan) -> list[str]:
     """FLOPs, and the least time of a step by each resource; beside it the time by the compiler's own estimate."""
     done, roof = program.work, program.roofline
-    by_dtype = ", ".join(f"{dtype} {_flops(flops)}" for dtype, flops in done.matmul_flops.items()) or "none"
+    by_dtype = ", ".join(f"{dtype} {_flops(flops)}" for dtype, flops in done.matmul_flops.items()) or "0"
+    by_dtype += " FLOPs"
     if done.kernels:
-        stated = "which do not all say theirs" if done.kernel_flops is None else f"{_flops(done.kernel_flops)}"
-        by_dtype += f"; in kernels: {stated}"
+        stated = "not known, and not counted" if done.kernel_flops is None else _flops(done.kernel_flops)
+        by_dtype += f"; in kernels {stated}"
     memory = _UNKNOWN if done.memory_bytes is None else bytes_text(int(done.memory_bytes))
     sent = _UNKNOWN if program.sent_bytes is None else bytes_text(int(program.sent_bytes))
     cycles = _UNKNOWN if done.cycles is None else f"{done.cycles:,.0f} cycles, without kernels and links"
     lines = _table(
         ("a step on one device", "least ms", "of"),
         [
-            ("matmuls", _seconds(roof.matmul_seconds), f"{by_dtype} FLOPs"),
+            ("matmuls", _seconds(roof.matmul_seconds), by_dtype),
             ("memory", _seconds(roof.memory_seconds), f"{memory} read and written"),
             ("links", _seconds(roof.link_seconds), f"{sent} sent"),
             ("by the compiler", _seconds(program.compiler_seconds), cycles),

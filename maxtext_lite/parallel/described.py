@@ -11,9 +11,9 @@ from jax.experimental import topologies
 
 from maxtext_lite.batching.devices import DEVICES, Device, device_named
 from maxtext_lite.config import UserError
-from maxtext_lite.config.errors import value_text
+from maxtext_lite.config.errors import did_you_mean, value_text
 
-_FORM = re.compile(r"(?:(\d+)\*)?([A-Za-z]\w*|7x):(\d+(?:x\d+){0,2})")
+_FORM = re.compile(r"(?:(\d+)\*)?([\w-]+):(\d+(?:x\d+){0,2})")
 _WITHOUT_TPU = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # else two compiles at once abort on a lock
     "TPU_SKIP_MDS_QUERY": "1",  # else it asks Google Cloud's metadata server what machine this is
@@ -36,6 +36,9 @@ platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } runtime_version { 
 device_description_str: "NVIDIA H100 80GB HBM3"
 """
 }
+
+NAMES = (*(device.name for device in DEVICES if device.platform == "tpu"), *_GPUS)
+"""Short names of the devices that can be described."""
 
 
 @dataclass(frozen=True)
@@ -64,10 +67,12 @@ def described(name: str, num_slices: int | None = None) -> Described:
     option = f"--topology={value_text(name)}"
     if match is None:
         raise UserError(f"{option} is not of the form v5e:4x4, 2*v5e:2x2 (slices) or h100:8.")
+    if match[2] not in NAMES:
+        raise UserError(
+            f"{option} names no device that can be compiled for here.{did_you_mean(match[2], NAMES)} "
+            f"There are: {', '.join(NAMES)}."
+        )
     device = device_named(match[2], option="--topology")
-    if device.platform == "gpu" and device.name not in _GPUS:
-        known = [f"{gpu}:8" for gpu in _GPUS]
-        raise UserError(f"{option}: of GPUs, XLA is told here what only {', '.join(_GPUS)} is. Nearest: {known[0]}.")
     slices = int(match[1]) if match[1] else None
     if slices is not None and num_slices is not None and slices != num_slices:
         raise UserError(f"{option} and --slices={num_slices} contradict each other; give one of them.")
@@ -126,7 +131,3 @@ def _gpu_devices(machine: Described) -> list[Any]:
 
 def _missing(machine: Described, library: str, remedy: str) -> UserError:
     return UserError(f"--topology={machine.name} needs {library}, which is not installed; {remedy}.")
-
-
-NAMES = tuple(device.name for device in DEVICES if device.platform == "tpu") + tuple(_GPUS)
-"""Short names of the devices that can be described."""

@@ -117,7 +117,7 @@ def _kernel_name(call: Instruction) -> str | None:
     if target in _NO_KERNELS or target.startswith("__cublas$"):
         return None
     if target == "tpu_custom_call":
-        return re.sub(r"(\.\d+)+(\.(remat|clone)\d*)*$|(\.(remat|clone)\d*)+(\.\d+)*$", "", call.name)
+        return re.sub(r"(\.(\d+|remat\d*|clone\d*))+$", "", call.name)
     return target
 
 
@@ -205,7 +205,7 @@ def _moved_bytes(it: Instruction, computation: Computation, module: Module, spac
             for number, name in enumerate(it.operands)
             if name in taken
         )
-        return read + min(given, _written(fused, fused.root, given))
+        return read + _written(it, fused, spaces)
     if opcode.removesuffix("-start") in _TAKE_A_PART:
         part = given if not opcode.endswith("-start") else max(0, given - sum(taken.values()))
         return min(part, sum(taken.values())) + part
@@ -243,16 +243,21 @@ def _read_of(fused: Computation, value: Instruction, module: Module) -> int:
     return min(whole, read)
 
 
-def _written(fused: Computation, root: Instruction | None, given: int) -> int:
+def _written(it: Instruction, fused: Computation, spaces: frozenset[int]) -> int:
     """Bytes that a fusion writes: of an array that it updates in place, the update."""
-    if root is None:
-        return given
-    if root.opcode == "bitcast":
-        return _written(fused, fused.instructions.get(root.operands[0]), given)
-    if root.opcode == "tuple":
-        parts = [fused.instructions.get(name) for name in root.operands]
-        return sum(_written(fused, part, sum(a.num_bytes for a in part.arrays)) for part in parts if part is not None)
-    if root.opcode == "dynamic-update-slice":
-        update = fused.instructions.get(root.operands[1])
-        return given if update is None else sum(array.num_bytes for array in update.arrays)
-    return sum(array.num_bytes for array in root.arrays)
+    root = fused.root
+    parts = root.operands if root is not None and root.opcode == "tuple" else () if root is None else (root.name,)
+    if len(parts) != len(it.arrays):
+        return _size(it.arrays, spaces)
+    return sum(
+        _updated(fused, part, out.num_bytes) for part, out in zip(parts, it.arrays, strict=True) if out.space in spaces
+    )
+
+
+def _updated(fused: Computation, name: str, whole: int) -> int:
+    it = fused.instructions.get(name)
+    if it is not None and it.opcode == "bitcast":
+        return _updated(fused, it.operands[0], whole)
+    if it is not None and it.opcode == "dynamic-update-slice" and (update := _array(it.operands[1], fused)):
+        return update.num_bytes
+    return whole
