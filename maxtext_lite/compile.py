@@ -150,6 +150,7 @@ def to_json(program: "Program", plan: BatchPlan) -> dict[str, Any]:
             "model_per_device_and_step": program.model_flops / plan.num_devices,
             "matmuls_per_device_by_dtype": dict(program.work.matmul_flops),
             "kernels_per_device": program.work.kernel_flops,
+            "kernels_not_known": list(program.work.silent_kernels),
         },
         "kernels": [dataclasses.asdict(kernel) for kernel in program.work.kernels],
         "memory_traffic_bytes": program.work.memory_bytes,
@@ -296,9 +297,10 @@ def time_lines(program: "Program", plan: BatchPlan) -> list[str]:
     done, roof = program.work, program.roofline
     by_dtype = ", ".join(f"{dtype} {_flops(flops)}" for dtype, flops in done.matmul_flops.items()) or "0"
     by_dtype += " FLOPs"
-    if done.kernels:
-        stated = "not known, and not counted" if done.kernel_flops is None else _flops(done.kernel_flops)
-        by_dtype += f"; in kernels {stated}"
+    if done.kernel_flops:
+        by_dtype += f", {_flops(done.kernel_flops)} in kernels"
+    if done.silent_kernels:
+        by_dtype += f"; not known: {', '.join(done.silent_kernels)}"
     memory = _UNKNOWN if done.memory_bytes is None else bytes_text(int(done.memory_bytes))
     sent = _UNKNOWN if program.sent_bytes is None else bytes_text(int(program.sent_bytes))
     cycles = _UNKNOWN if done.cycles is None else f"{done.cycles:,.0f} cycles, without kernels and links"

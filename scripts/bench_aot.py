@@ -1,13 +1,13 @@
 """Compiles a list of configs for machines that are not there, and prints what the compiler makes of each.
 
-    python scripts/bench_aot.py scripts/aot_points.txt                    models at full width: minutes each
-    python scripts/bench_aot.py scripts/aot_points_small.txt              every kind of layer and mesh: half a minute each
+    python scripts/bench_aot.py scripts/aot_points.txt           models at full width: minutes each
+    python scripts/bench_aot.py scripts/aot_points_small.txt     every kind of layer and mesh: half a minute each
     python scripts/bench_aot.py POINTS --only NAME NAME --out results.jsonl
 
 A line of POINTS is `NAME | TOPOLOGY | key=value ...`, the topology as `compile --topology` takes it, or a number of
 simulated CPU devices; # begins a comment. Each point is compiled by `maxtext_lite.compile --json` in a process of its
-own, on synthetic data. Prints a table in Markdown, a row as soon as a point is done; --out appends a JSON line for each.
-Exit code 1 where a point fails. Nothing is run on a device: there are no times here but the compiler's own.
+own, on synthetic data. Prints a table in Markdown, a row as soon as a point is done; --out appends a JSON line for
+each. Exit code 1 where a point fails. Nothing is run on a device: there are no times here but the compiler's own.
 """
 
 import argparse

@@ -132,7 +132,7 @@ DEVICES: tuple[Device, ...] = (
         source="NVIDIA's data sheet of the H200, without sparsity",
     ),
     _gpu(
-        "b200", ("NVIDIA B200*",), _peaks(2250, float8=4500, int8=4500, float32=1125), gigabytes=180, memory_gbs=7700,
+        "b200", ("NVIDIA B200*",), _peaks(2250, float8=4500, int8=4500, float32=1125), gigabytes=180, memory_gbs=8000,
         nvlink_gbs=1800, source="NVIDIA's data sheet of the HGX B200, an eighth of it, without sparsity",
     ),
     _gpu(

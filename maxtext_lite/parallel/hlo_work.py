@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from maxtext_lite.parallel.hlo_text import Array, Computation, Instruction, Module
 
 _NO_KERNELS = frozenset({
-    "AllocateBuffer", "MoveToDevice", "MoveToHost", "PinToDevice", "Sharding", "SPMDFullToShardShape",
+    "AllocateBuffer", "AssumeGatherIndicesInBound", "AsyncCollectiveDone", "AsyncCollectiveStart", "ConcatBitcast",
+    "GatherScatterIndicesBitpacked", "MoveToDevice", "MoveToHost", "PinToDevice", "Sharding", "SPMDFullToShardShape",
     "SPMDShardToFullShape", "annotate_device_placement",
 })  # fmt: skip
 _NOTHING_MOVES = frozenset({
@@ -52,9 +53,14 @@ class Work:
     cycles: float | None
 
     @property
-    def kernel_flops(self) -> float | None:
-        """Of all kernels; None where one does not state them."""
-        return _total([kernel.flops for kernel in self.kernels])
+    def kernel_flops(self) -> float:
+        """Of those kernels that state them."""
+        return sum(kernel.flops or 0.0 for kernel in self.kernels)
+
+    @property
+    def silent_kernels(self) -> tuple[str, ...]:
+        """The kernels whose FLOPs are not known."""
+        return tuple(kernel.name for kernel in self.kernels if kernel.flops is None)
 
 
 def work(module: Module, *, memory_spaces: Sequence[int] = (0,)) -> Work:

@@ -4,6 +4,7 @@ import pytest
 
 from maxtext_lite.batching.devices import DEVICES, device_named, device_of_kind, peak_tflops
 from maxtext_lite.config import UserError
+from tests.source_tree import REPOSITORY
 
 
 @pytest.mark.parametrize(("kind", "name"), [
@@ -51,3 +52,19 @@ def test_the_figures_of_a_device_agree(device):
 def test_a_name_that_is_none_is_refused_with_the_nearest():
     with pytest.raises(UserError, match=r"--device=v5 is no device\. Did you mean 'v5"):
         device_named("v5", option="--device")
+
+
+def test_the_page_lists_every_device_as_the_table_has_it():
+    page = (REPOSITORY / "docs" / "performance.md").read_text(encoding="utf-8")
+    for device in DEVICES:
+        peaks = [device.peak_flops.get(dtype) for dtype in ("bfloat16", "float8", "int8", "float32")]
+        cells = [
+            device.name,
+            *("" if peak is None else f"{peak / 1e12:,g}" for peak in peaks),
+            f"{device.memory_bytes / 1e9:g}",
+            f"{device.memory_bytes_per_second / 1e9:,g}",
+            "" if device.link_bytes_per_second is None else f"{device.link_bytes_per_second / 1e9:g}",
+            "" if device.clock_hz is None else f"{device.clock_hz / 1e9:g}",
+            device.source,
+        ]
+        assert f"| {' | '.join(cells)} |\n" in page

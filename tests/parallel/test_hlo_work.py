@@ -100,7 +100,11 @@ ENTRY %main (x: bf16[4,8,16], w: f32[10,64,64], i: s32[], h: f32[10,64]) -> bf16
   %w = f32[10,64,64]{2,1,0} parameter(1)
   %i = s32[] parameter(2)
   %h = f32[10,64]{1,0} parameter(3)
+  %rows = f32[4,20,10,1]{3,2,1,0} broadcast(%i)
+  %weights = f32[8,6,10,1]{3,2,1,0} broadcast(%i)
   %space = f32[4]{0} custom-call(), custom_call_target="AllocateBuffer"
+  %heads = f32[4,20,8,6]{3,1,2,0} convolution(%rows, %weights), window={size=1x8 pad=0_0x7_7 rhs_reversal=0x1}, \
+dim_labels=0bf1_1oi0->0b1f
   %while = (s32[], bf16[4,8,16]) while(%x), condition=%condition, body=%body, \
 backend_config={"known_trip_count":{"n":"3"}}
   %fusion = (f32[64,64]{1,0:S(1)}, f32[10,64]{1,0}) fusion(%w, %i, %h), kind=kLoop, calls=%sliced, \
@@ -114,9 +118,10 @@ backend_config={"estimated_cycles":"70"}
 
 def test_a_tpus_kernels_are_named_and_its_batched_matmuls_counted():
     found = work(parse(TPU))
-    assert found.matmul_flops == {"bf16": 3 * 2 * 4 * 8 * 32 * 16}
+    # [4, 20, 10] by the weights of 8 heads, [10, 8, 6]: the window's second dim is the heads, and comes first in them.
+    assert found.matmul_flops == {"bf16": 3 * 2 * 4 * 8 * 32 * 16, "f32": 2 * 4 * 20 * 10 * 8 * 6}
     assert found.kernels == (Kernel("splash_mha_fwd", 6, 4500.0), Kernel("gmm", 3, None))
-    assert found.kernel_flops is None
+    assert (found.kernel_flops, found.silent_kernels) == (4500.0, ("gmm",))
     assert found.cycles == 70
 
 
@@ -127,7 +132,9 @@ def test_traffic_counts_slices_and_updates_in_place_and_no_other_memory():
     sliced = 4 * 64 * 64 + 4  # read, its index too; written to the chip's own memory
     update = 4 * 64
     fetched = 4 * 64 * 64
-    assert work(parse(before)).memory_bytes == pytest.approx(loop + sliced + update + fetched, abs=64)
+    heads = 2 * 4 * (4 * 20 * 10 + 8 * 6 * 10) + 4 * 4 * 20 * 8 * 6  # operands written and read, and the result
+    rest = update + fetched + heads
+    assert work(parse(before)).memory_bytes == pytest.approx(loop + sliced + rest, abs=64)
     assert work(parse(before.replace("S(1)", "S(5)"))).memory_bytes == work(parse(before)).memory_bytes
     on_gpu = work(parse(before), memory_spaces=(0, 1)).memory_bytes
     assert on_gpu == pytest.approx(work(parse(before)).memory_bytes + 2 * fetched, abs=64)
