@@ -62,7 +62,16 @@ def main(argv: Sequence[str]) -> int:
     else:
         devices = start_devices()
         plan = _plan(config, len(devices), jax.process_count(), jax.default_backend(), devices[0].device_kind)
-    program = compile_program(config, plan, devices)
+    try:
+        program = compile_program(config, plan, devices)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        why = str(error).strip().split("\n")[0][:300].rstrip(".")
+        raise UserError(
+            f"the step does not fit on a {devices[0].device_kind}, by its compiler: {why}. The plan's estimate is "
+            f"{bytes_text(plan.memory.total)}; remat_policy=full, a smaller per_device_batch_size or more fsdp need less."
+        ) from None
     if jax.process_index() == 0:
         print(json.dumps(to_json(program, plan), indent=2) if arguments.json else format_program(program, plan))
     return 0
@@ -318,6 +327,8 @@ def time_lines(program: "Program", plan: BatchPlan) -> list[str]:
     lines.append(f"FLOPs of a step: {program.model_flops:.4g} by the model, {each:.4g} per device")
     if roof.bound is None or roof.most_mfu is None:
         return [*lines, f"bound on MFU: {_UNKNOWN}, as the device's figures are not"]
+    if roof.most_mfu == 1:  # what silent kernels multiply is missing
+        return [*lines, "bound on MFU: none below 100 %"]
     by_compiler = ""
     if program.compiler_seconds:
         by_compiler = f"; at most {roof.mfu_of(program.compiler_seconds):.1%} in the compiler's own time"

@@ -113,6 +113,8 @@ def test_times_and_the_bound_follow_from_the_devices_figures():
     assert lines[1].endswith("bf16 1.97e+14 FLOPs, 300 in kernels; not known: splash")
     assert lines[4].split()[3:5] == ["2,000.000", "3,000,000,000"]
     assert lines[-1] == "bound on MFU: 50.0%, by matmuls; at most 25.0% in the compiler's own time"
+    program.roofline = roofline(device, dtype="bfloat16", model_flops=400e12, matmul_flops={"bf16": 197e12}, **traffic)
+    assert time_lines(program, Anything(num_devices=8))[-1] == "bound on MFU: none below 100 %"
     unknown = roofline(device, dtype="bfloat16", model_flops=98.5e12, matmul_flops=flops, **traffic)
     assert unknown.matmul_seconds is None
 
@@ -139,6 +141,19 @@ def test_what_cannot_be_is_refused_in_one_line(arguments, message, capsys):
     printed = capsys.readouterr()
     assert printed.out == ""
     assert [line.startswith("error: " + message) for line in printed.err.splitlines()] == [True]
+
+
+def test_a_step_that_does_not_fit_is_an_error_line_with_the_compilers_reason(monkeypatch, capsys):
+    def exhausted(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Used 18.11G of 15.75G hbm.\nProgram: ...")
+
+    monkeypatch.setattr("maxtext_lite.training.program.compile_program", exhausted)
+    assert run_command(main, ["--devices", "1", *TINY]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(
+        "error: the step does not fit on a cpu, by its compiler: RESOURCE_EXHAUSTED: Used 18.11G of "
+    )
+    assert said.count("\n") == 1
 
 
 def test_a_process_of_its_own_simulates_what_it_is_asked_for():
