@@ -51,7 +51,6 @@ def main(argv: Sequence[str]) -> int:
     import jax  # only once the config is known to be right
 
     from maxtext_lite.parallel import described, described_devices, simulated_devices, start_devices
-    from maxtext_lite.training.program import compile_program
 
     if arguments.devices is not None:
         devices = simulated_devices(arguments.devices)
@@ -62,19 +61,28 @@ def main(argv: Sequence[str]) -> int:
     else:
         devices = start_devices()
         plan = _plan(config, len(devices), jax.process_count(), jax.default_backend(), devices[0].device_kind)
+    program = _compiled(config, plan, devices)
+    if jax.process_index() == 0:
+        print(json.dumps(to_json(program, plan), indent=2) if arguments.json else format_program(program, plan))
+    return 0
+
+
+def _compiled(config: Config, plan: BatchPlan, devices: Sequence[Any]) -> "Program":
+    import jax
+
+    from maxtext_lite.training.program import compile_program
+
     try:
-        program = compile_program(config, plan, devices)
+        return compile_program(config, plan, devices)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         why = str(error).strip().split("\n")[0][:300].rstrip(".")
         raise UserError(
             f"the step does not fit on a {devices[0].device_kind}, by its compiler: {why}. The plan's estimate is "
-            f"{bytes_text(plan.memory.total)}; remat_policy=full, a smaller per_device_batch_size or more fsdp need less."
+            f"{bytes_text(plan.memory.total)}; remat_policy=full, a smaller per_device_batch_size or more devices on "
+            "fsdp need less."
         ) from None
-    if jax.process_index() == 0:
-        print(json.dumps(to_json(program, plan), indent=2) if arguments.json else format_program(program, plan))
-    return 0
 
 
 def _refuse_contradictions(arguments: Any) -> None:

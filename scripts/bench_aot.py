@@ -109,10 +109,16 @@ def row(name: str, topology: str, result: dict[str, Any]) -> list[str]:
         f"{async_times / times:.0%}" if times else "none cross",
         _scaled(result["compiler"]["seconds"], 1e-3),
         _scaled(least, 1e-3),
-        "not known" if roof["most_mfu"] is None else f"{roof['most_mfu']:.1%}, {roof['bound_by']}",
+        _bound(roof),
         kernels or "none",
         f"{result['seconds']:.0f}",
     ]
+
+
+def _bound(roof: dict[str, Any]) -> str:
+    if roof["most_mfu"] is None:
+        return "not known"
+    return "none" if roof["most_mfu"] == 1 else f"{roof['most_mfu']:.1%}, {roof['bound_by']}"
 
 
 def _scaled(amount: float | None, unit: float) -> str:
