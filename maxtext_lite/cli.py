@@ -21,7 +21,7 @@ COMMANDS: dict[str, str] = {
     "train": "pre-training, SFT and DPO; resumes by itself",
     "train_rl": "reinforcement learning: GRPO and its variants; resumes by itself",
     "plan": "batch sizes, pipeline, ramp-up and memory for a machine that need not exist",
-    "compile": "the train step compiled ahead of time: shardings, collectives, memory and FLOPs",
+    "compile": "the train step compiled ahead of time, for any machine: memory, collectives, kernels, a roofline",
     "generate": "text from a run directory or a Hugging Face directory",
     "evaluate": "perplexity of a text, and multiple choice or cloze questions by log-likelihood",
     "convert": "models from and to Hugging Face directories",

@@ -1,5 +1,6 @@
 """The command `compile`: the train step, compiled ahead of time for a real or a described machine. Trains nothing."""
 
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
@@ -7,6 +8,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from maxtext_lite.batching import BatchPlan, make_plan
+from maxtext_lite.batching.devices import device_of_kind
 from maxtext_lite.batching.memory import bytes_text
 from maxtext_lite.cli import ArgumentParser, config_arguments, run_command, whole_number
 from maxtext_lite.config import Config, UserError, load_config
@@ -14,6 +16,8 @@ from maxtext_lite.config.errors import value_text
 
 if TYPE_CHECKING:
     from maxtext_lite.training.program import Program, Traffic
+
+_UNKNOWN = "not known"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -30,7 +34,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--hosts", type=whole_number, metavar="H", help="with --devices: hosts that they are attached to"
     )
-    parser.add_argument("--topology", metavar="NAME", help="for a TPU slice, such as v5e:4x4; needs libtpu, but no TPU")
+    parser.add_argument(
+        "--topology",
+        metavar="NAME",
+        help="for a machine that is not there: v5e:4x4, 2*v5e:2x2 (slices; both need libtpu) or h100:8 (CUDA's plugin)",
+    )
     parser.add_argument(
         "--slices", type=whole_number, metavar="S", help="with --topology: slices, all alike (default 1)"
     )
@@ -39,24 +47,42 @@ def main(argv: Sequence[str]) -> int:
     _refuse_contradictions(arguments)
     config = _without_data(load_config(arguments.config, arguments.overrides))
     if arguments.devices is not None:  # before jax: what cannot be planned needs no devices
-        plan = _plan(config, arguments.devices, arguments.hosts or 1, "cpu")
+        plan = _plan(config, arguments.devices, arguments.hosts or 1, "cpu", "cpu")
     import jax  # only once the config is known to be right
 
-    from maxtext_lite.parallel import simulated_devices, start_devices, topology_devices
-    from maxtext_lite.training.program import compile_program
+    from maxtext_lite.parallel import described, described_devices, simulated_devices, start_devices
 
     if arguments.devices is not None:
         devices = simulated_devices(arguments.devices)
     elif arguments.topology is not None:
-        devices = topology_devices(arguments.topology, arguments.slices or 1)
-        plan = _plan(config, len(devices), len({device.process_index for device in devices}), "tpu")
+        devices = described_devices(described(arguments.topology, arguments.slices))
+        num_hosts = len({device.process_index for device in devices})
+        plan = _plan(config, len(devices), num_hosts, devices[0].platform, devices[0].device_kind)
     else:
         devices = start_devices()
-        plan = _plan(config, len(devices), jax.process_count(), jax.default_backend())
-    program = compile_program(config, plan, devices)
+        plan = _plan(config, len(devices), jax.process_count(), jax.default_backend(), devices[0].device_kind)
+    program = _compiled(config, plan, devices)
     if jax.process_index() == 0:
         print(json.dumps(to_json(program, plan), indent=2) if arguments.json else format_program(program, plan))
     return 0
+
+
+def _compiled(config: Config, plan: BatchPlan, devices: Sequence[Any]) -> "Program":
+    import jax
+
+    from maxtext_lite.training.program import compile_program
+
+    try:
+        return compile_program(config, plan, devices)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        why = str(error).strip().split("\n")[0][:300].rstrip(".")
+        raise UserError(
+            f"the step does not fit on a {devices[0].device_kind}, by its compiler: {why}. The plan's estimate is "
+            f"{bytes_text(plan.memory.total)}; remat_policy=full, a smaller per_device_batch_size or more devices on "
+            "fsdp need less."
+        ) from None
 
 
 def _refuse_contradictions(arguments: Any) -> None:
@@ -82,8 +108,15 @@ def _without_data(config: Config) -> Config:
     return config.model_copy(update={"num_epochs": Fraction(0), "steps": 10**6, "last_batch": "drop"})
 
 
-def _plan(config: Config, num_devices: int, num_hosts: int, platform: Any) -> BatchPlan:
-    return make_plan(config, num_devices=num_devices, num_hosts=num_hosts, platform=platform)
+def _plan(config: Config, num_devices: int, num_hosts: int, platform: Any, device_kind: str) -> BatchPlan:
+    device = device_of_kind(device_kind)
+    return make_plan(
+        config,
+        num_devices=num_devices,
+        num_hosts=num_hosts,
+        platform=platform,
+        device_memory_gb=None if device is None else device.memory_bytes / 1e9,
+    )
 
 
 def _rows_per_micro_batch(plan: BatchPlan) -> int:
@@ -126,12 +159,28 @@ def to_json(program: "Program", plan: BatchPlan) -> dict[str, Any]:
             "generated_code": memory.generated_code,
             "total": memory.total,
             "plan": plan.memory.to_json(),
+            "plan_error_percent": {name: _error(planned, size) for name, size, planned in _beside_plan(program, plan)},
         },
         "flops": {
             "xla_per_device_loop_bodies_once": program.xla_flops,
             "model_per_step": program.model_flops,
             "model_per_device_and_step": program.model_flops / plan.num_devices,
+            "matmuls_per_device_by_dtype": dict(program.work.matmul_flops),
+            "kernels_per_device": program.work.kernel_flops,
+            "kernels_not_known": list(program.work.silent_kernels),
         },
+        "kernels": [dataclasses.asdict(kernel) for kernel in program.work.kernels],
+        "memory_traffic_bytes": program.work.memory_bytes,
+        "sent_bytes": program.sent_bytes,
+        "compiler": {"cycles": program.work.cycles, "seconds": program.compiler_seconds},
+        "roofline": {
+            "matmul_seconds": program.roofline.matmul_seconds,
+            "memory_seconds": program.roofline.memory_seconds,
+            "link_seconds": program.roofline.link_seconds,
+            "bound_by": None if program.roofline.bound is None else program.roofline.bound[0],
+            "most_mfu": program.roofline.most_mfu,
+        },
+        "versions": program.versions,
     }
 
 
@@ -142,7 +191,10 @@ def _traffic_json(rows: Sequence["Traffic"]) -> list[dict[str, Any]]:
             "axes": list(row.axes),
             "operations": row.operations,
             "times": row.times,
+            "async_times": row.async_times,
             "bytes": row.payload_bytes,
+            "bytes_by_dtype": row.payload,
+            "sent_bytes": row.sent_bytes,
         }
         for row in rows
     ]
@@ -179,52 +231,116 @@ def format_program(program: "Program", plan: BatchPlan) -> str:
     lines += _traffic_lines("in a step", program.collectives)
     if program.meeting is not None:
         lines += ["", *_traffic_lines(f"every {plan.diloco_sync_period} steps", program.meeting)]
-    return "\n".join([*lines, "", *_memory_lines(program, plan), "", *_flops_lines(program, plan)])
+    kernels = [(k.name, _count(k.times), _flops(k.flops)) for k in program.work.kernels]
+    lines += ["", *(_table(("kernel", "times", "FLOPs"), kernels, numbers=(1, 2)) if kernels else ["no kernels"])]
+    return "\n".join([*lines, "", *_memory_lines(program, plan), "", *time_lines(program, plan)])
+
+
+def _count(times: int | None) -> str:
+    return _UNKNOWN if times is None else f"{times:,}"
+
+
+def _flops(flops: float | None) -> str:
+    return _UNKNOWN if flops is None else f"{flops:.4g}"
+
+
+def _seconds(seconds: float | None) -> str:
+    return _UNKNOWN if seconds is None else f"{1e3 * seconds:,.3f}"
 
 
 def _traffic_lines(when: str, rows: Sequence["Traffic"]) -> list[str]:
     if not rows:
         return [f"nothing crosses the mesh {when}"]
     return _table(
-        (f"collectives {when}", "over", "operations", "times", "bytes per device"),
+        (f"collectives {when}", "over", "operations", "times", "bytes per device", "asynchronous", "by dtype"),
         [
             (
                 row.kind,
                 " x ".join(row.axes),
                 str(row.operations),
-                "unknown" if row.times is None else f"{row.times:,}",
-                "unknown" if row.payload_bytes is None else f"{row.payload_bytes:,}",
+                _count(row.times),
+                _count(row.payload_bytes),
+                _UNKNOWN if row.times is None or row.async_times is None else f"{row.async_times / row.times:.0%}",
+                " ".join(f"{dtype} {size:,}" for dtype, size in sorted((row.payload or {}).items())) or _UNKNOWN,
             )
             for row in rows
         ],
     )
 
 
-def _memory_lines(program: "Program", plan: BatchPlan) -> list[str]:
+def _beside_plan(program: "Program", plan: BatchPlan) -> list[tuple[str, int, int | None]]:
+    """(part of the memory, bytes by XLA, bytes by the plan where it counts that part)."""
     memory, planned = program.memory, plan.memory
     held = planned.params + planned.optimizer_state
-    rows = [
-        ("state and batch", memory.arguments, f"{bytes_text(held)} parameters and optimizer state"),
-        (
-            "temporaries",
-            memory.temporaries,
-            f"{bytes_text(planned.total - held)} gradients, activations and logits",
-        ),
-        ("results beside the state", memory.outputs - memory.aliased, "not counted"),
-        ("code", memory.generated_code, "not counted"),
-        ("total", memory.total, bytes_text(planned.total)),
-    ]
-    shown = [(name, bytes_text(size), estimate) for name, size, estimate in rows]
-    return _table(("memory per device", "XLA", "the plan's estimate"), shown, numbers=(1,))
-
-
-def _flops_lines(program: "Program", plan: BatchPlan) -> list[str]:
-    each = program.model_flops / plan.num_devices
-    counted = "does not say" if program.xla_flops is None else f"counts {program.xla_flops:.4g}"
     return [
-        f"FLOPs of a step: {program.model_flops:.4g} by the model, {each:.4g} per device; XLA {counted} per device, "
-        "with the body of each loop once"
+        ("arguments", memory.arguments, held),
+        ("outputs", memory.outputs - memory.aliased, None),
+        ("temporaries", memory.temporaries, planned.total - held),
+        ("code", memory.generated_code, None),
+        ("total", memory.total, planned.total),
     ]
+
+
+_PARTS = {
+    "arguments": ("state and batch", "parameters and optimizer state"),
+    "outputs": ("results beside the state", ""),
+    "temporaries": ("temporaries", "gradients, activations and logits"),
+    "code": ("code", ""),
+    "total": ("total", ""),
+}
+
+
+def _error(planned: int | None, actual: int) -> float | None:
+    """By how many percent the plan says more (+) or less (-) than XLA."""
+    return None if planned is None or not actual else 100 * (planned / actual - 1)
+
+
+def _memory_lines(program: "Program", plan: BatchPlan) -> list[str]:
+    rows = []
+    for name, size, planned in _beside_plan(program, plan):
+        label, counted = _PARTS[name]
+        error = _error(planned, size)
+        estimate = "not counted" if planned is None else f"{bytes_text(planned)} {counted}".strip()
+        rows.append((label, bytes_text(size), "" if error is None else f"{error:+.1f} %", estimate))
+    lines = _table(("memory per device", "XLA", "error", "the plan's estimate"), rows, numbers=(1, 2))
+    limit = plan.memory.limit
+    if limit is not None:
+        lines.append(f"of {bytes_text(limit)} that the device has: {program.memory.total / limit:.0%}")
+    return lines
+
+
+def time_lines(program: "Program", plan: BatchPlan) -> list[str]:
+    """FLOPs, and the least time of a step by each resource; beside it the time by the compiler's own estimate."""
+    done, roof = program.work, program.roofline
+    by_dtype = ", ".join(f"{dtype} {_flops(flops)}" for dtype, flops in done.matmul_flops.items()) or "0"
+    by_dtype += " FLOPs"
+    if done.kernel_flops:
+        by_dtype += f", {_flops(done.kernel_flops)} in kernels"
+    if done.silent_kernels:
+        by_dtype += f"; not known: {', '.join(done.silent_kernels)}"
+    memory = _UNKNOWN if done.memory_bytes is None else bytes_text(int(done.memory_bytes))
+    sent = _UNKNOWN if program.sent_bytes is None else bytes_text(int(program.sent_bytes))
+    cycles = _UNKNOWN if done.cycles is None else f"{done.cycles:,.0f} cycles, without kernels and links"
+    lines = _table(
+        ("a step on one device", "least ms", "of"),
+        [
+            ("matmuls", _seconds(roof.matmul_seconds), by_dtype),
+            ("memory", _seconds(roof.memory_seconds), f"{memory} read and written"),
+            ("links", _seconds(roof.link_seconds), f"{sent} sent"),
+            ("by the compiler", _seconds(program.compiler_seconds), cycles),
+        ],
+        numbers=(1,),
+    )
+    each = program.model_flops / plan.num_devices
+    lines.append(f"FLOPs of a step: {program.model_flops:.4g} by the model, {each:.4g} per device")
+    if roof.bound is None or roof.most_mfu is None:
+        return [*lines, f"bound on MFU: {_UNKNOWN}, as the device's figures are not"]
+    if roof.most_mfu == 1:  # what silent kernels multiply is missing
+        return [*lines, "bound on MFU: none below 100 %"]
+    by_compiler = ""
+    if program.compiler_seconds:
+        by_compiler = f"; at most {roof.mfu_of(program.compiler_seconds):.1%} in the compiler's own time"
+    return [*lines, f"bound on MFU: {roof.most_mfu:.1%}, by {roof.bound[0]}{by_compiler}"]
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Sequence[int] | None = None) -> list[str]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from maxtext_lite.batching import BatchPlan, format_plan, load_plan
+from maxtext_lite.batching.devices import device_named
 from maxtext_lite.cli import ArgumentParser, config_arguments, local_path, real_number, run_command, whole_number
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.errors import value_text
@@ -27,22 +28,34 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--examples", type=whole_number, help="training examples in the data (default: counted for num_epochs)"
     )
-    parser.add_argument("--device-memory-gb", type=real_number, help="memory of a device in GB (1e9 bytes)")
-    parser.add_argument("--platform", choices=("cpu", "gpu", "tpu"), default="gpu", help="the devices (default gpu)")
+    parser.add_argument("--device", metavar="NAME", help="what they are, as v5e or h100: platform and memory follow")
+    parser.add_argument(
+        "--device-memory-gb", type=real_number, help="memory of a device in GB (1e9 bytes); default: that of --device"
+    )
+    parser.add_argument("--platform", choices=("cpu", "gpu", "tpu"), help="the devices (default: --device's, or gpu)")
     parser.add_argument("--json", action="store_true", help="print plan.json")
     parser.add_argument("--draw", choices=("pipeline",), help="show the pipeline's timetable, tick by tick")
     parser.add_argument(
         "--draw-to", type=local_path, metavar="FILE.svg", help="draw it into a file instead of on the terminal"
     )
     arguments = parser.parse(argv)
+    device = None if arguments.device is None else device_named(arguments.device, option="--device")
+    if device and arguments.platform not in (None, device.platform):
+        raise UserError(
+            f"--platform={arguments.platform} contradicts --device={device.name}. Nearest that works: "
+            f"--platform={device.platform}."
+        )
+    memory_gb = arguments.device_memory_gb
+    if device and memory_gb is None:
+        memory_gb = device.memory_bytes / 1e9
     _, plan = load_plan(
         arguments.config,
         arguments.overrides,
         num_devices=arguments.devices,
         num_hosts=arguments.hosts,
         num_examples=_count_examples if arguments.examples is None else arguments.examples,
-        device_memory_gb=arguments.device_memory_gb,
-        platform=arguments.platform,
+        device_memory_gb=memory_gb,
+        platform=arguments.platform or (device.platform if device else "gpu"),
     )
     if arguments.draw or arguments.draw_to:
         return _draw(plan, arguments.draw_to)

@@ -67,6 +67,7 @@ STAND_INS = {
     "invariance/test_resume.py": "training/test_loop.py",
     "invariance/test_rl_hosts.py": "rl/test_loop.py",
     "invariance/test_stopping.py": "training/test_stopping.py",
+    "invariance/test_tpu_programs.py": "parallel/test_described.py",
 }
 """Files that `--fast` leaves out, as each of their tests takes long (most need several processes that train), and for
 each the file whose fast test comes nearest to its claim."""

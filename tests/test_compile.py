@@ -2,14 +2,18 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
 import jax
 import pytest
 
+from maxtext_lite.batching.devices import device_named
+from maxtext_lite.batching.roofline import roofline
 from maxtext_lite.cli import run_command
-from maxtext_lite.compile import main
+from maxtext_lite.compile import main, time_lines
+from maxtext_lite.parallel.hlo_work import Kernel, Work
 from tests.processes import environment
 
 TINY = (
@@ -48,8 +52,20 @@ def test_json_of_a_described_machine_without_data_or_a_run_directory(capsys, tmp
     memory = printed["memory"]
     assert memory["total"] > memory["temporaries"] > 0
     assert memory["plan"]["params"] == printed["state_bytes"]["params"]
+    assert memory["plan_error_percent"]["total"] == pytest.approx(100 * (memory["plan"]["total"] / memory["total"] - 1))
+    assert memory["plan_error_percent"]["code"] is None
+    assert all(sum(row["bytes_by_dtype"].values()) == row["bytes"] for row in printed["collectives"])
+    assert all(0 < row["sent_bytes"] < 2 * row["bytes"] for row in printed["collectives"])
+    assert printed["sent_bytes"] == sum(row["sent_bytes"] for row in printed["collectives"])
     flops = printed["flops"]
     assert flops["model_per_device_and_step"] == flops["model_per_step"] / 4
+    # Beside the model's there are only the scores, which are computed again in the backward pass.
+    assert 1 < flops["matmuls_per_device_by_dtype"]["f32"] / flops["model_per_device_and_step"] < 1.5
+    assert printed["kernels"] == []
+    assert printed["memory_traffic_bytes"] > memory["arguments"]
+    assert printed["compiler"] == {"cycles": None, "seconds": None}
+    assert set(printed["roofline"].values()) == {None}  # of a CPU no figures are known
+    assert printed["versions"]["jax"] == jax.__version__
     assert list(tmp_path.iterdir()) == []
 
 
@@ -66,8 +82,41 @@ def test_tables_of_the_devices_that_are_there(capsys):
     assert ("all-gather", "data") not in gathers
     meeting = lines.index(next(line for line in lines if line.startswith("collectives every 30 steps")))
     assert lines[meeting + 1].split()[:2] == ["all-reduce", "data"]
-    assert any(line.startswith("temporaries") for line in lines)
-    assert lines[-1].startswith("FLOPs of a step: ")
+    temporaries = next(line for line in lines if line.startswith("temporaries"))
+    assert re.search(r" [+-]\d+\.\d %  ", temporaries)
+    assert "no kernels" in lines
+    assert [line.split()[:3] for line in lines if line.startswith("matmuls")] == [["matmuls", "not", "known"]]
+    assert lines[-2].startswith("FLOPs of a step: ")
+    assert lines[-1] == "bound on MFU: not known, as the device's figures are not"
+
+
+class Anything:
+    """A program and its plan that know what an accelerator's do."""
+
+    def __init__(self, **attributes):
+        self.__dict__ = attributes
+
+
+def test_times_and_the_bound_follow_from_the_devices_figures():
+    device = device_named("v5e", option="--device")
+    traffic = {"memory_bytes": 819e9, "sent_bytes": 100e9}
+    flops = {"bf16": 197e12, "s8": None}
+    program = Anything(
+        model_flops=8 * 98.5e12,
+        sent_bytes=100e9,
+        compiler_seconds=2.0,
+        work=Work({"bf16": 197e12}, (Kernel("splash", 4, None), Kernel("gmm", 3, 300.0)), 819e9, 3e9),
+        roofline=roofline(device, dtype="bfloat16", model_flops=98.5e12, matmul_flops={"bf16": 197e12}, **traffic),
+    )
+    lines = time_lines(program, Anything(num_devices=8))
+    assert [line.split()[1] for line in lines[1:4]] == ["1,000.000", "1,000.000", "500.000"]
+    assert lines[1].endswith("bf16 1.97e+14 FLOPs, 300 in kernels; not known: splash")
+    assert lines[4].split()[3:5] == ["2,000.000", "3,000,000,000"]
+    assert lines[-1] == "bound on MFU: 50.0%, by matmuls; at most 25.0% in the compiler's own time"
+    program.roofline = roofline(device, dtype="bfloat16", model_flops=400e12, matmul_flops={"bf16": 197e12}, **traffic)
+    assert time_lines(program, Anything(num_devices=8))[-1] == "bound on MFU: none below 100 %"
+    unknown = roofline(device, dtype="bfloat16", model_flops=98.5e12, matmul_flops=flops, **traffic)
+    assert unknown.matmul_seconds is None
 
 
 def test_epochs_ask_for_no_data_as_they_change_no_shape(capsys):
@@ -83,7 +132,8 @@ def test_epochs_ask_for_no_data_as_they_change_no_shape(capsys):
     (("--devices", "0"), "num_devices=0 must be at least 1. Nearest that works: 1."),
     (("--devices", "9", "ici_tensor_parallelism=2"), "ici_tensor_parallelism=2 does not divide the 9 devices"),
     (("--devices", "16", "base_num_kv_heads=4"), "--devices=16: jax has started with 8. Nearest that works: 8."),
-    (("--topology", "v0:1x1"), "--topology=v0:1x1 cannot be compiled for here: "),
+    (("--topology", "v0:1x1"), "--topology=v0:1x1 names no device that can be compiled for here. "),
+    (("--topology", "2*v5e:2x2", "--slices", "3"), "--topology=2*v5e:2x2 and --slices=3 contradict each other"),
     (("--devices", "8", "learning_rte=1"), "unknown key 'learning_rte' (command line). Did you mean 'learning_rate'?"),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused_in_one_line(arguments, message, capsys):
@@ -91,6 +141,19 @@ def test_what_cannot_be_is_refused_in_one_line(arguments, message, capsys):
     printed = capsys.readouterr()
     assert printed.out == ""
     assert [line.startswith("error: " + message) for line in printed.err.splitlines()] == [True]
+
+
+def test_a_step_that_does_not_fit_is_an_error_line_with_the_compilers_reason(monkeypatch, capsys):
+    def exhausted(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Used 18.11G of 15.75G hbm.\nProgram: ...")
+
+    monkeypatch.setattr("maxtext_lite.training.program.compile_program", exhausted)
+    assert run_command(main, ["--devices", "1", *TINY]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(
+        "error: the step does not fit on a cpu, by its compiler: RESOURCE_EXHAUSTED: Used 18.11G of "
+    )
+    assert said.count("\n") == 1
 
 
 def test_a_process_of_its_own_simulates_what_it_is_asked_for():

@@ -40,6 +40,15 @@ def test_a_machine_that_does_not_exist_is_planned(capsys):
     assert plan["epochs"] is None
 
 
+@pytest.mark.parametrize(("argv", "limit"), [
+    (["--device", "v5e"], 16e9), (["--device", "H100"], 80e9), (["--device", "v5e", "--device-memory-gb", "7"], 7e9),
+    ([], None),
+])  # fmt: skip
+def test_a_named_device_has_its_memory_and_its_platform(argv, limit, capsys):
+    assert main(["--json", *argv]) == 0
+    assert json.loads(capsys.readouterr().out)["memory"]["limit"] == limit
+
+
 def test_the_table_is_printed(capsys):
     assert main(["ici_context_parallelism=2", "--devices", "4"]) == 0
     out = capsys.readouterr().out
@@ -54,7 +63,11 @@ HELP = "`maxtext-lite plan --help` lists what there is."
     [
         (["stps=3", "steps=0"], ["unknown key 'stps' (command line). Did you mean 'steps'?",
                                  "steps=0 must be at least 1, or -1. Nearest that works: 1."]),
-        (["--device", "3"], [f"unrecognized arguments: --device. {HELP}"]),
+        (["--devicse", "3"], [f"unrecognized arguments: --devicse. {HELP}"]),
+        (["--device", "h10"], ["--device=h10 is no device. Did you mean 'h100'? There are: v4, v5e, v5p, v6e, 7x, "
+                               "a100-40, a100-80, h100-pcie, h100-nvl, h100, h200, b200, gb200, l4."]),
+        (["--device", "v5e", "--platform", "gpu"],
+         ["--platform=gpu contradicts --device=v5e. Nearest that works: --platform=tpu."]),
         (["--devices", "0"], ["num_devices=0 must be at least 1. Nearest that works: 1."]),
         (["--devices", "x"], [f"argument --devices: x is not a whole number. {HELP}"]),
         (["--device-memory-gb", "nan"], [f"argument --device-memory-gb: nan is not a number. {HELP}"]),

@@ -25,7 +25,8 @@ from maxtext_lite.parallel.context import (
     sum_to_shards,
     to_next_shard,
 )
-from maxtext_lite.parallel.distributed import end_soon, simulated_devices, start_devices, topology_devices
+from maxtext_lite.parallel.described import described, described_devices
+from maxtext_lite.parallel.distributed import end_soon, simulated_devices, start_devices
 from maxtext_lite.parallel.hosts import bytes_of_host, exchange, make_any_host, value_of_host
 from maxtext_lite.parallel.mesh import MESH_AXES, make_mesh
 from maxtext_lite.parallel.pipeline import Flight, Pipeline
@@ -40,6 +41,8 @@ __all__ = [
     "constrain",
     "context_order",
     "context_shards",
+    "described",
+    "described_devices",
     "end_soon",
     "exchange",
     "from_all_shards",
@@ -63,7 +66,6 @@ __all__ = [
     "sum_to_shards",
     "summed",
     "to_next_shard",
-    "topology_devices",
     "tree_shardings",
     "value_of_host",
     "with_dims",

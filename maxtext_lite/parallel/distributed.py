@@ -8,7 +8,6 @@ from types import TracebackType
 from typing import Any
 
 import jax
-from jax.experimental import topologies
 
 from maxtext_lite.config import UserError
 from maxtext_lite.parallel.cluster import Place, place
@@ -57,25 +56,6 @@ def simulated_devices(num_devices: int) -> list[Any]:
             f"--devices={num_devices}: jax has started with {len(devices)}. Nearest that works: {len(devices)}."
         )
     return devices[:num_devices]
-
-
-def topology_devices(name: str, num_slices: int = 1) -> list[Any]:
-    """The devices of TPU slices that need not be attached, to compile for; jax itself runs on the CPU.
-
-    Args:
-      name: generation and chips of a slice, as v5e:4x4.
-    Raises:
-      UserError: there is no such topology, or libtpu is not installed.
-    """
-    jax.config.update("jax_platforms", "cpu")
-    try:
-        return list(topologies.get_topology_desc(name, "tpu", num_slices=num_slices).devices)
-    except (RuntimeError, ValueError, NotImplementedError) as error:
-        why = str(error).strip().split("\n")[0][:200].rstrip(".")
-        raise UserError(
-            f"--topology={name} cannot be compiled for here: {why}. It needs libtpu (the extra tpu) and a name such as "
-            "v4:2x2x4, v5e:4x4, v5p:2x2x2 or v6e:4x4; --devices N needs neither."
-        ) from None
 
 
 def _uses_tpu() -> bool:

@@ -2,25 +2,22 @@
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from jax.sharding import Mesh
 
-_COLLECTIVE = re.compile(
-    r"^\s*(?:ROOT )?%?[\w.\-]+ = (?P<result>.*?) "
-    r"(?P<kind>all-reduce|all-gather|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute)"
-    r"(?P<start>-start)?\(.*?"
+from maxtext_lite.parallel.hlo_text import Array, Instruction, Module, parse
+
+KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
+"""What devices exchange, by the names of HLO."""
+
+_GROUPS = re.compile(
     r"(?:replica_groups|source_target_pairs)="
-    r"(?P<groups>mesh\[.*?\{[^}]*\}|\{\{.*?\}\}|\{\}|\[\S+\]<=\[[\d,]+\](?:T\([\d,]+\))?)"
+    r"(mesh\[.*?\{[^}]*\}|\{\{.*?\}\}|\{\}|\[\S+\]<=\[[\d,]+\](?:T\([\d,]+\))?)"
 )
-_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*?\{\n(.*?)^\}(?:$|, execution_thread)", re.MULTILINE | re.DOTALL)
-_CALLED = re.compile(r"\b(body|condition|calls|to_apply|\w+_computations?)=(\{[^}]*\}|%?[\w.\-]+)")
-_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_MEGASCALE = re.compile(r"= \((?P<result>\w+\[[\d,]*\]).*? send\(.*?_xla_megascale_transfer_type=\"(?P<kind>\w+)\"")
+_MEGASCALE = re.compile(r"_xla_megascale_transfer_type=\"(\w+)\"")
 _MEGASCALE_KINDS = {"ONE_TO_ONE": "collective-permute"}
-_ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,<=]*)\]")
-_BITS = {"pred": 8, "c64": 64, "c128": 128}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,15 +25,16 @@ class Collective:
     """One collective of a compiled program.
 
     Attributes:
-      kind: all-reduce, all-gather, reduce-scatter, all-to-all, ragged-all-to-all or collective-permute.
+      kind: one of `KINDS`.
       groups: the partitions of the program that talk to each other, in the order of `mesh.devices.flat`; of a
         collective-permute, the pairs (from, to); empty: all in one group.
       num_partitions: partitions of the program; with several TPU slices, those of one slice.
       across_slices: TPU slices exchange it over the network between them (Megascale); it has no groups then.
       in_loop: it stands inside a loop.
+      is_async: other work of the device may run while it does.
       times: how often one run of the program runs it; None where a loop around it has an unknown number of trips.
-      payload_bytes: bytes of the whole array on one device, each time: what comes out, or of a reduce-scatter what
-        goes in.
+      payload: bytes of the whole array on one device, each time, by HLO's name of the dtype: what comes out, or of a
+        reduce-scatter what goes in.
       line: the line of HLO.
     """
 
@@ -45,9 +43,28 @@ class Collective:
     num_partitions: int
     across_slices: bool
     in_loop: bool
+    is_async: bool
     times: int | None
-    payload_bytes: int
+    payload: Mapping[str, int]
     line: str
+
+    @property
+    def payload_bytes(self) -> int:
+        """Of all dtypes."""
+        return sum(self.payload.values())
+
+    @property
+    def sent_bytes(self) -> float | None:
+        """Bytes that one device sends over links, each time, on a ring of its group; None between slices.
+
+        Of a ring of n devices each sends (n - 1) / n of the payload, in an all-reduce twice as much.
+        """
+        if self.across_slices:
+            return None
+        if self.kind == "collective-permute":
+            return self.payload_bytes
+        size = len(self.groups[0]) if self.groups else self.num_partitions
+        return (2 if self.kind == "all-reduce" else 1) * self.payload_bytes * (size - 1) / size
 
     def axes(self, mesh: Mesh) -> tuple[str, ...]:
         """The mesh axes that it crosses: those along which the members of some group differ."""
@@ -69,136 +86,64 @@ class Collective:
         return axis in self.axes(mesh)
 
 
-def collectives(hlo: str, *, trips_where_unknown: int | None = None) -> list[Collective]:
+def collectives(hlo: str | Module, *, trips_where_unknown: int | None = None) -> list[Collective]:
     """Every collective of a compiled module that moves something, in the order of its text.
 
     Args:
-      hlo: the text of the module (`compiled.as_text()`).
-      trips_where_unknown: trips of a loop whose number XLA does not know, such as one with a traced bound.
+      hlo: the text of the module (`compiled.as_text()`), or the module that was read from it.
+      trips_where_unknown: of a text, trips of a loop whose number XLA does not know, such as one with a traced bound.
     Raises:
       ValueError: the text holds no computation, or groups in a notation that is not known.
     """
-    bodies = {match[2]: match[3] for match in _COMPUTATION.finditer(hlo)}
-    entries = [match[2] for match in _COMPUTATION.finditer(hlo) if match[1]]
-    if len(entries) != 1:
-        raise ValueError(f"the text has {len(entries)} entry computations, not one: it is no HLO module")
-    header = re.search(r"\bnum_partitions=(\d+)", hlo)
-    partitions = int(header[1]) if header else 1
-    times = _runs(bodies, entries[0], trips_where_unknown)
+    module = parse(hlo, trips_where_unknown=trips_where_unknown) if isinstance(hlo, str) else hlo
     found = []
-    parts: set[str] = set()
-    for name, body in bodies.items():
-        if name not in times:
-            continue  # never called
-        count, in_loop = times[name]
-        for line in body.splitlines():
-            match = _COLLECTIVE.match(line)
-            if match:
+    parts: set[tuple[str | None, str]] = set()
+    for name, runs in module.runs.items():
+        for it in module.computations[name].instructions.values():
+            kind = it.opcode.removesuffix("-start")
+            is_fused = "async_collective_fusion_config" in it.attributes
+            if is_fused and kind in KINDS:
                 # A TPU writes a collective that runs beside other work into every part of that work.
-                if "async_collective_fusion_config" in line:
-                    channel = re.search(r"\bchannel_id=\d+", line)
-                    part = (channel and channel[0], match["kind"], match["groups"], _ARRAY.findall(match["result"]))
-                    if str(part) in parts:
-                        continue
-                    parts.add(str(part))
-                groups = device_groups(match["groups"])
+                part = (it.attribute(r"\bchannel_id=(\d+)"), kind)
+                if part in parts:
+                    continue
+                parts.add(part)
+            if kind in KINDS:
+                groups = device_groups(it.attribute(_GROUPS.pattern) or "{}")
                 if groups and all(len(set(group)) == 1 for group in groups):
                     continue  # each with itself
-                payload = _payload_bytes(match["kind"], bool(match["start"]), match["result"], groups)
-                found.append(
-                    Collective(match["kind"], groups, partitions, False, in_loop, count, payload, line.strip())
+                is_async = is_fused or (it.opcode != kind and '"is_sync":true' not in it.attributes)
+                is_async = is_async or (runs.inside and "async_collective" in name)
+                payload = _payload(it, groups)
+            elif it.opcode == "send" and (kind := it.attribute(_MEGASCALE.pattern) or ""):
+                kind = _MEGASCALE_KINDS.get(kind, kind.lower().replace("_", "-"))
+                groups, is_async, payload = (), True, _bytes_by_dtype(it.arrays[:1])
+            else:
+                continue
+            across = it.opcode == "send"
+            found.append(
+                Collective(
+                    kind, groups, module.num_partitions, across, runs.in_loop, is_async, runs.times, payload, it.line
                 )
-            elif match := _MEGASCALE.search(line):
-                kind = _MEGASCALE_KINDS.get(match["kind"], match["kind"].lower().replace("_", "-"))
-                payload = _payload_bytes(kind, False, match["result"], ())
-                found.append(Collective(kind, (), partitions, True, in_loop, count, payload, line.strip()))
+            )
     return found
 
 
-def _runs(bodies: Mapping[str, str], entry: str, trips_where_unknown: int | None) -> dict[str, tuple[int | None, bool]]:
-    """How often each computation runs in one run of the module (None: unknown), and whether in a loop.
-
-    Every branch of a conditional counts as if it were taken.
-    """
-    callers: dict[str, list[tuple[str, int | None, bool]]] = {}
-    for name, body in bodies.items():
-        for line in body.splitlines():
-            for keyword, called in _CALLED.findall(line):
-                looped = keyword in ("body", "condition")
-                trips = _trips(line, bodies, trips_where_unknown) if looped else 1
-                for target in re.findall(r"[\w.\-]+", called):
-                    if target in bodies:
-                        callers.setdefault(target, []).append((name, trips, looped))
-    found: dict[str, tuple[int | None, bool]] = {entry: (1, False)}
-
-    def runs(name: str) -> tuple[int | None, bool]:
-        if name not in found:
-            total: int | None = 0
-            in_loop = False
-            for caller, trips, looped in callers.get(name, []):
-                times, caller_in_loop = runs(caller)
-                total = None if None in (total, times, trips) else (total or 0) + (times or 0) * (trips or 0)
-                in_loop = in_loop or looped or caller_in_loop
-            found[name] = total, in_loop
-        return found[name]
-
-    return {name: runs(name) for name in bodies if name == entry or name in callers}
+def _payload(it: Instruction, groups: tuple[tuple[int, ...], ...]) -> dict[str, int]:
+    arrays = it.arrays
+    if it.opcode == "collective-permute-start":  # (what goes in, what comes out, contexts)
+        arrays = arrays[1:2]
+    elif it.opcode.endswith("-start") and it.opcode != "all-reduce-start":  # (what goes in, what comes out)
+        arrays = arrays[len(arrays) // 2 :]
+    whole = len(groups[0]) if it.opcode.startswith("reduce-scatter") and groups else 1
+    return {dtype: size * whole for dtype, size in _bytes_by_dtype(arrays).items()}
 
 
-def _trips(line: str, bodies: Mapping[str, str], where_unknown: int | None) -> int | None:
-    """Trips of a loop: as XLA noted them, or as its condition and body say that count up to a limit, from 0."""
-    known = _TRIPS.search(line)
-    if known:
-        return int(known[1])
-    condition, body = (bodies.get(name, "") for name in _loop_parts(line))
-    limit = re.search(r"ROOT .* compare\(%?([\w.\-]+), %?([\w.\-]+)\), direction=LT", condition)
-    counter = limit and re.search(r" get-tuple-element\(.*index=(\d+)", _definition(limit[1], condition))
-    if not counter or not limit:
-        return where_unknown
-    root = re.search(r"ROOT .* tuple\((.*?)\)", body)
-    following = re.sub(r"/\*.*?\*/", "", root[1]).split(",") if root else []
-    added = (
-        re.search(r" add\((.*?)\)", _definition(following[int(counter[1])].strip(" %"), body)) if following else None
-    )
-    steps = [_constant(name.strip(" %"), body) for name in added[1].split(",")] if added else []
-    upper, step = _constant(limit[2], condition), next((step for step in steps if step), None)
-    return where_unknown if upper is None or step is None else -(-upper // step)
-
-
-def _loop_parts(line: str) -> tuple[str, str]:
-    """The names of a loop's condition and body."""
-    condition, body = (re.search(rf"{word}=%?([\w.\-]+)", line) for word in ("condition", "body"))
-    return (condition[1] if condition else "", body[1] if body else "")
-
-
-def _definition(name: str, computation: str) -> str:
-    """The line of a computation that defines a name; "" where none does."""
-    found = re.search(rf"^\s*(?:ROOT )?%?{re.escape(name)} = .*$", computation, re.MULTILINE)
-    return found[0] if found else ""
-
-
-def _constant(name: str, computation: str) -> int | None:
-    found = re.search(r" constant\((\d+)\)", _definition(name, computation))
-    return int(found[1]) if found else None
-
-
-def _payload_bytes(kind: str, is_start: bool, result: str, groups: tuple[tuple[int, ...], ...]) -> int:
-    sizes = [array_bytes(dtype, dims) for dtype, dims in _ARRAY.findall(result)]
-    if is_start and kind == "all-gather":  # (what goes in, what comes out)
-        sizes = sizes[len(sizes) // 2 :]
-    elif is_start and kind == "collective-permute":  # (what goes in, what comes out, contexts)
-        sizes = sizes[1:2]
-    elif is_start and kind in ("all-to-all", "reduce-scatter", "ragged-all-to-all"):
-        sizes = sizes[len(sizes) // 2 :]
-    whole = sum(sizes)
-    return whole * len(groups[0]) if kind == "reduce-scatter" and groups else whole
-
-
-def array_bytes(dtype: str, dims: str) -> int:
-    """Bytes of an array that HLO writes as dtype[dims], as in f32[16,24] or pred[]; elements are packed."""
-    bits = _BITS.get(dtype) or int(re.search(r"\d+", dtype)[0])  # type: ignore[index]
-    elements = int(np.prod([int(size.removeprefix("<=")) for size in dims.split(",") if size], dtype=np.int64))
-    return -(-elements * bits // 8)
+def _bytes_by_dtype(arrays: Sequence[Array]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for array in arrays:
+        found[array.dtype] = found.get(array.dtype, 0) + array.num_bytes
+    return found
 
 
 def device_groups(text: str) -> tuple[tuple[int, ...], ...]:

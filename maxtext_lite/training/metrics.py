@@ -22,34 +22,6 @@ _BESIDE_THE_BAR = 60  # columns
 _DISPENSABLE = ("TFLOP/s/device", "ETA ", "batch ", "grad ", "margin ", "lr ", "MFU ", "tokens/s")
 """The parts of a step's line, by what they hold, from the one that is least missed; ETA stands beside the bar."""
 
-PEAK_TFLOPS: dict[str, dict[str, float]] = {
-    "NVIDIA B200": {"bfloat16": 2250.0, "float32": 1125.0},
-    "NVIDIA H200": {"bfloat16": 989.4, "float32": 494.7},
-    "NVIDIA H100 PCIe": {"bfloat16": 756.0, "float32": 378.0},
-    "NVIDIA H100": {"bfloat16": 989.4, "float32": 494.7},
-    "NVIDIA A100": {"bfloat16": 312.0, "float32": 156.0},
-    "NVIDIA L4": {"bfloat16": 121.0},
-    "TPU v4": {"bfloat16": 275.0},
-    "TPU v5 lite": {"bfloat16": 197.0},
-    "TPU v5": {"bfloat16": 459.0},
-    "TPU v6 lite": {"bfloat16": 918.0},
-}
-"""Dense peak of a device in 1e12 FLOP/s, by the start of its `device_kind`; float32 is TF32 on NVIDIA.
-Source: the vendors' data sheets."""
-
-
-def peak_tflops(device_kind: str, dtype: str) -> float | None:
-    """Peak TFLOP/s of a device for matmuls in `dtype`; None where it is not known.
-
-    On NVIDIA's devices float16 is as fast as bfloat16; TPUs have no float16 matmul.
-    """
-    if dtype == "float16" and device_kind.startswith("NVIDIA"):
-        dtype = "bfloat16"
-    for prefix, peaks in PEAK_TFLOPS.items():
-        if device_kind.startswith(prefix):
-            return peaks.get(dtype)
-    return None
-
 
 class JsonLines:
     """A file of JSON objects, each with the step that it is of.

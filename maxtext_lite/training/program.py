@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Iterable, Sequence
+from importlib import metadata
 from typing import Any
 
 import jax
@@ -10,9 +11,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 from maxtext_lite.batching import BatchPlan, flops_per_example, scaled_optimizer
+from maxtext_lite.batching.devices import device_of_kind
+from maxtext_lite.batching.roofline import Roofline, roofline
 from maxtext_lite.config import Config
 from maxtext_lite.parallel import make_mesh
 from maxtext_lite.parallel.hlo import Collective, collectives
+from maxtext_lite.parallel.hlo_text import parse
+from maxtext_lite.parallel.hlo_work import Work, work
 from maxtext_lite.training.executables import Executables
 from maxtext_lite.training.local_updates import LocalUpdates, local_updates
 from maxtext_lite.training.objective import objective_of
@@ -47,16 +52,25 @@ class Traffic:
 
     Attributes:
       operations: places in the program.
-      times: how often they run in all; None where a loop's trips are not known, as is `payload_bytes`.
-      payload_bytes: the bytes on one device of the arrays that come out (of a reduce-scatter: that go in), times
-        included. What a link carries follows from it: a ring of n sends (n - 1) / n of it, for an all-reduce twice.
+      times: how often they run in all; None where a loop's trips are not known, as are the bytes then.
+      async_times: how many of these may run beside other work.
+      payload: the bytes on one device of the arrays that come out (of a reduce-scatter: that go in), times included, by
+        HLO's name of the dtype.
+      sent_bytes: what one device sends over links, on a ring; None also between slices.
     """
 
     kind: str
     axes: tuple[str, ...]
     operations: int
     times: int | None
-    payload_bytes: int | None
+    async_times: int | None
+    payload: dict[str, int] | None
+    sent_bytes: float | None
+
+    @property
+    def payload_bytes(self) -> int | None:
+        """Of all dtypes."""
+        return None if self.payload is None else sum(self.payload.values())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +104,8 @@ class Program:
       state_bytes: bytes per device of `params`, frozen ones included, `opt_state` and, with local updates, `outer`.
       collectives: of one step, those that move most bytes first.
       meeting: collectives of one synchronisation, every `diloco_sync_period` steps; None without local updates.
+      work: of one device and step: matmuls, kernels, traffic with its memory, the compiler's cycles.
+      roofline: the least time that this work takes.
       xla_flops: of one device, by `cost_analysis()`, which counts the body of a loop once; None where it has none.
       model_flops: of the whole step on all devices: forward and backward, nothing computed twice.
     """
@@ -102,8 +118,30 @@ class Program:
     collectives: tuple[Traffic, ...]
     meeting: tuple[Traffic, ...] | None
     memory: ProgramMemory
+    work: Work
+    roofline: Roofline
     xla_flops: float | None
     model_flops: float
+
+    @property
+    def sent_bytes(self) -> float | None:
+        """What one device sends over links in a step; None where some of it goes between slices or is not known."""
+        sent = [row.sent_bytes for row in self.collectives]
+        return None if None in sent else sum(each for each in sent if each is not None)
+
+    @property
+    def compiler_seconds(self) -> float | None:
+        """The compiler's estimated cycles as time; None where it estimates none or the clock is not known."""
+        device = device_of_kind(self.mesh.devices.flat[0].device_kind)
+        if self.work.cycles is None or device is None or device.clock_hz is None:
+            return None
+        return self.work.cycles / device.clock_hz
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """Of what compiled it: jax, jaxlib and where it was used libtpu."""
+        names = ["jax", "jaxlib"] + ["libtpu"] * (self.mesh.devices.flat[0].platform == "tpu")
+        return {name: metadata.version(name) for name in names}
 
 
 def compile_program(config: Config, plan: BatchPlan, devices: Sequence[Any]) -> Program:
@@ -133,7 +171,12 @@ def compile_program(config: Config, plan: BatchPlan, devices: Sequence[Any]) -> 
             meet = make_synchronise(decoder, optimizer, mesh, local).lower(state).compile()
         meeting = total_traffic(collectives(meet.as_text()), mesh)
     # A ramp of the accumulation leaves one loop's bound open: that over micro-batches.
-    found = collectives(compiled.as_text(), trips_where_unknown=_open_trips(plan))
+    module = parse(compiled.as_text(), trips_where_unknown=_open_trips(plan))
+    done = work(module, memory_spaces=(0, 1) if devices[0].platform == "gpu" else (0,))
+    traffic = total_traffic(collectives(module), mesh)
+    model_flops = (
+        flops_per_example(config, config.max_target_length) * config.rows_per_example * stage.global_batch_to_train
+    )
     analysis = compiled.cost_analysis()
     return Program(
         compiled=compiled,
@@ -144,13 +187,29 @@ def compile_program(config: Config, plan: BatchPlan, devices: Sequence[Any]) -> 
             *parameter_layouts(state.params, decoder.trained(decoder.axes), local),
         ),
         state_bytes=state_bytes(state),
-        collectives=total_traffic(found, mesh),
+        collectives=traffic,
         meeting=meeting,
         memory=_memory(compiled),
+        work=done,
+        roofline=_roofline(devices[0].device_kind, config, done, traffic, model_flops / mesh.size),
         xla_flops=float(analysis["flops"]) if analysis and "flops" in analysis else None,
-        model_flops=flops_per_example(config, config.max_target_length)
-        * config.rows_per_example
-        * stage.global_batch_to_train,
+        model_flops=model_flops,
+    )
+
+
+def _roofline(device_kind: str, config: Config, done: Work, traffic: Sequence[Traffic], model_flops: float) -> Roofline:
+    flops = dict(done.matmul_flops)
+    if done.kernel_flops:  # in the dtype of the activations
+        name = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}[config.dtype]
+        flops[name] = None if flops.get(name, 0.0) is None else (flops.get(name) or 0.0) + done.kernel_flops
+    sent = [row.sent_bytes for row in traffic]
+    return roofline(
+        device_of_kind(device_kind),
+        dtype=config.dtype,
+        model_flops=model_flops,
+        matmul_flops=flops,
+        memory_bytes=done.memory_bytes,
+        sent_bytes=None if None in sent else sum(each for each in sent if each is not None),
     )
 
 
@@ -192,10 +251,21 @@ def total_traffic(found: Sequence[Collective], mesh: Mesh) -> tuple[Traffic, ...
         together.setdefault((collective.kind, collective.axes(mesh)), []).append(collective)
     rows = []
     for (kind, axes), members in together.items():
-        times = [c.times for c in members if c.times is not None]
-        known = len(times) == len(members)
-        moved = sum(c.payload_bytes * c.times for c in members if c.times is not None)
-        rows.append(Traffic(kind, axes, len(members), sum(times) if known else None, moved if known else None))
+        known = None not in [c.times for c in members]
+        payload: dict[str, int] = {}
+        sent: float | None = 0.0
+        for c in members:
+            for dtype, size in c.payload.items():
+                payload[dtype] = payload.get(dtype, 0) + size * (c.times or 0)
+            sent = None if sent is None or c.sent_bytes is None else sent + c.sent_bytes * (c.times or 0)
+        times, async_times = (
+            sum(c.times or 0 for c in chosen) for chosen in (members, [c for c in members if c.is_async])
+        )
+        rows.append(
+            Traffic(kind, axes, len(members), times, async_times, payload, sent)
+            if known
+            else Traffic(kind, axes, len(members), None, None, None, None)
+        )
     return tuple(sorted(rows, key=lambda row: (-(row.payload_bytes or 0), row.kind, row.axes)))
 
 

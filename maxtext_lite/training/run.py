@@ -17,6 +17,7 @@ from maxtext_lite.batching import (
     make_plan,
     scaled_optimizer,
 )
+from maxtext_lite.batching.devices import peak_tflops
 from maxtext_lite.config import Config, RunConfig, UserError, describe, write_resolved
 from maxtext_lite.config.errors import value_text, writing
 from maxtext_lite.config.hf_config import CARRIED, has_hf_weights, hf_directory, tokenizer_keys
@@ -31,7 +32,7 @@ from maxtext_lite.training.environment import environment
 from maxtext_lite.training.failures import Failures
 from maxtext_lite.training.lease import Lease, hold
 from maxtext_lite.training.local_updates import local_updates
-from maxtext_lite.training.metrics import Speed, Terminal, peak_tflops
+from maxtext_lite.training.metrics import Speed, Terminal
 from maxtext_lite.training.noise import why_unknown
 from maxtext_lite.training.objective import Objective, objective_of
 from maxtext_lite.training.optimizer import Schedule, learning_rate_schedule, make_optimizer

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from maxtext_lite.parallel import MESH_AXES, make_mesh
-from maxtext_lite.parallel.hlo import array_bytes, collectives, device_groups
+from maxtext_lite.parallel.hlo import collectives, device_groups
 
 SPEC = jax.sharding.PartitionSpec
 ONE = dict.fromkeys(MESH_AXES, 1)
@@ -176,13 +176,6 @@ def test_groups_are_read_in_every_notation():
     assert device_groups("mesh['data'=8] {'data':(1)2}") == ((0, 4), (1, 5), (2, 6), (3, 7))
     with pytest.raises(ValueError, match="cannot read the groups"):
         device_groups("mesh['data'=8] {data}")
-
-
-@pytest.mark.parametrize(("dtype", "dims", "size"), [
-    ("f32", "16,24", 1536), ("bf16", "3", 6), ("pred", "", 1), ("s4", "6", 3), ("f8e4m3fn", "2,2", 4), ("c64", "2", 16),
-])  # fmt: skip
-def test_bytes_of_arrays(dtype, dims, size):
-    assert array_bytes(dtype, dims) == size
 
 
 def test_what_is_no_module_is_refused():

@@ -1,5 +1,6 @@
 """The benches run and print whole tables; what they measure is not looked at."""
 
+import json
 import os
 import subprocess
 import sys
@@ -59,3 +60,24 @@ def test_overlap_of_rollout_and_training():
     ]  # fmt: skip
     assert rows[1][4] == "1.00 (1.00 .. 1.00)"
     assert [row[-1] for row in rows[:2]] == ["0.00", "0.00"]
+
+
+def test_points_compile_or_say_why_not(tmp_path):
+    (tmp_path / "points.txt").write_text(
+        f"# NAME | TOPOLOGY | keys\none | 1 | {' '.join(TINY)}\n\nwrong | 1 | learning_rte=1  # no such key\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "scripts/bench_aot.py", str(tmp_path / "points.txt"), "--out", str(tmp_path / "out.jsonl")],
+        cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True, timeout=300,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    header, _, one, wrong = ([cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines())
+    assert len(header) == len(one) == len(wrong)
+    cells = dict(zip(header, one, strict=True))
+    assert cells["asynchronous"] == "none cross"
+    assert cells["matmul TFLOP"].startswith("f32 ")
+    assert (cells["GB sent"], cells["bound on MFU"], cells["kernels"]) == ("0", "not known", "none")
+    assert wrong[2].startswith("failed: error: unknown key 'learning_rte'")
+    first, second = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+    assert (first["point"], first["num_devices"], second["point"], second["exit_code"]) == ("one", 1, "wrong", 2)

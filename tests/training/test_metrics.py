@@ -11,7 +11,7 @@ import pytest
 
 from maxtext_lite.config import UserError
 from maxtext_lite.training.failures import Failures
-from maxtext_lite.training.metrics import MetricsLog, Speed, Terminal, peak_tflops
+from maxtext_lite.training.metrics import MetricsLog, Speed, Terminal
 
 
 def _steps(path):
@@ -109,15 +109,6 @@ def test_speed_and_mfu():
         "mfu": pytest.approx(0.4),
     }
     assert Speed(1e12, 4, None).of(40, 1000, 0.5)["mfu"] is None
-
-
-def test_peaks_are_known_by_device_and_dtype():
-    assert peak_tflops("NVIDIA H100 80GB HBM3", "bfloat16") == 989.4
-    assert peak_tflops("NVIDIA H100 PCIe", "bfloat16") == 756.0
-    assert peak_tflops("TPU v5 lite", "bfloat16") == 197.0
-    assert peak_tflops("TPU v5", "bfloat16") == 459.0
-    assert peak_tflops("TPU v5 lite", "float32") is None
-    assert peak_tflops("cpu", "float32") is None
 
 
 RECORD = {

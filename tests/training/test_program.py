@@ -82,6 +82,30 @@ def test_the_collectives_of_a_reference_config(name):
     assert table(program(*overrides, num_devices=num_devices).collectives) == TABLES_OF[name]
 
 
+def test_what_a_device_sends_on_rings_follows_from_what_it_holds_afterwards():
+    rows = {(row.kind, "+".join(row.axes)): row for row in program().collectives}
+    gathers, sums = rows["all-gather", "fsdp"], rows["all-reduce", "fsdp"]
+    assert gathers.sent_bytes == (2 * LAYERS + TABLES) * 7 / 8
+    assert sums.sent_bytes == 2 * (PARAMETERS + 120) * 7 / 8
+    assert program().sent_bytes == gathers.sent_bytes + sums.sent_bytes
+    assert gathers.payload == {"f32": 2 * LAYERS + TABLES}
+    assert (gathers.async_times, sums.async_times) == (0, 0)  # a CPU waits for each
+
+
+def test_of_a_cpu_the_work_is_known_and_the_time_is_not():
+    it = program()
+    # Two rows on each of 8 devices: forward and twice backward through every weight but the embedding table, and the
+    # scores and sums of 4 heads of 4 over 32 tokens: twice forward, as the backward pass repeats the scores alone, and
+    # four times backward.
+    weights = (LAYERS + TABLES // 2) // 4
+    scores = 2 * 2 * 2 * 4 * 32 * 32 * 4  # of the rows and layers
+    assert it.work.matmul_flops == {"f32": 2 * 32 * 6 * weights + (2 + 1 + 4) * scores}
+    assert it.work.kernels == ()
+    assert it.work.memory_bytes > it.memory.arguments
+    assert it.roofline.bound is it.compiler_seconds is it.work.cycles is None
+    assert set(it.versions) == {"jax", "jaxlib"}
+
+
 def test_only_local_updates_meet_and_they_send_their_parameters_once():
     overrides, num_devices = REFERENCES["data 2 x fsdp 2 x tensor 2, local updates"]
     local = program(*overrides, num_devices=num_devices)

@@ -1,0 +1,179 @@
+"""Accelerators by name and by what jax calls them: peak FLOP/s, memory, links and clock, of one jax device."""
+
+import fnmatch
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from maxtext_lite.config import UserError
+from maxtext_lite.config.errors import did_you_mean, value_text
+from maxtext_lite.config.kernels import Platform
+
+
+@dataclass(frozen=True)
+class Device:
+    """What one jax device can do at most, by its vendor.
+
+    Attributes:
+      name: short, as on the command line: v5e, h100.
+      kinds: patterns of jax's `device_kind`, with * for any text.
+      peak_flops: FLOP/s of dense matmuls by the dtype of their operands: bfloat16, float8, int8, and float32 where the
+        device multiplies it (on NVIDIA as TF32). A TPU multiplies float32 in several passes of bfloat16: no figure.
+      memory_bytes: in units of 1e9 bytes as the vendor says it; what a program may use is up to 7 % more.
+      memory_bytes_per_second: between that memory and the device.
+      link_bytes_per_second: what it can send to other devices of its slice or host, over all links, while it receives
+        as much: half of a bidirectional figure.
+      clock_hz: of the units that a compiler's cycles count; None where it is not known.
+      source: where the figures stand.
+    """
+
+    name: str
+    platform: Platform
+    kinds: tuple[str, ...]
+    peak_flops: Mapping[str, float]
+    memory_bytes: int
+    memory_bytes_per_second: float
+    link_bytes_per_second: float | None
+    clock_hz: float | None
+    source: str
+
+    def peak(self, dtype: str) -> float | None:
+        """FLOP/s of matmuls in a dtype; None where it is not known. NVIDIA's float16 is as fast as bfloat16."""
+        if dtype == "float16" and self.platform == "gpu":
+            dtype = "bfloat16"
+        return self.peak_flops.get("float8" if dtype.startswith("float8") else dtype)
+
+
+def _peaks(bfloat16: float, *, float8: float = 0, int8: float = 0, float32: float = 0) -> dict[str, float]:
+    """Peaks in FLOP/s from TFLOP/s; 0: the device has none."""
+    stated = {"bfloat16": bfloat16, "float8": float8, "int8": int8, "float32": float32}
+    return {dtype: tflops * 1e12 for dtype, tflops in stated.items() if tflops}
+
+
+def _tpu(
+    name: str,
+    kinds: tuple[str, ...],
+    peaks: Mapping[str, float],
+    *,
+    gigabytes: int,
+    memory_gbs: float,
+    links_gbs: float,
+    clock_ghz: float | None,
+    source: str,
+) -> Device:
+    """A TPU; `links_gbs` in both directions."""
+    clock = None if clock_ghz is None else clock_ghz * 1e9
+    return Device(name, "tpu", kinds, peaks, gigabytes * 10**9, memory_gbs * 1e9, links_gbs * 1e9 / 2, clock, source)
+
+
+def _gpu(
+    name: str,
+    kinds: tuple[str, ...],
+    peaks: Mapping[str, float],
+    *,
+    gigabytes: int,
+    memory_gbs: float,
+    nvlink_gbs: float | None,
+    source: str,
+) -> Device:
+    """An NVIDIA GPU; `nvlink_gbs` in both directions, None where it has PCIe only."""
+    links = None if nvlink_gbs is None else nvlink_gbs * 1e9 / 2
+    return Device(name, "gpu", kinds, peaks, gigabytes * 10**9, memory_gbs * 1e9, links, None, source)
+
+
+_H100 = _peaks(989.4, float8=1978.9, int8=1978.9, float32=494.7)
+_A100 = _peaks(312, int8=624, float32=156)
+
+DEVICES: tuple[Device, ...] = (
+    _tpu(
+        "v4", ("TPU v4",), _peaks(275, int8=275), gigabytes=32, memory_gbs=1200, links_gbs=600, clock_ghz=1.05,
+        source="Jouppi et al. 2023, arXiv:2304.01433, table 4: six links of 50 GB/s each way, 1050 MHz",
+    ),
+    _tpu(
+        "v5e", ("TPU v5 lite", "TPU v5e"), _peaks(197, int8=393), gigabytes=16, memory_gbs=819, links_gbs=400,
+        clock_ghz=1.5, source="Google Cloud's page on v5e; clock: the peak over 4 x 128 x 128 products a cycle",
+    ),
+    _tpu(
+        "v5p", ("TPU v5", "TPU v5p"), _peaks(459, int8=918), gigabytes=95, memory_gbs=2765, links_gbs=1200,
+        clock_ghz=1.75, source="Google Cloud's page on v5p; clock: the peak over 8 x 128 x 128 products a cycle",
+    ),
+    _tpu(
+        "v6e", ("TPU v6 lite", "TPU v6e"), _peaks(918, int8=1836), gigabytes=32, memory_gbs=1638, links_gbs=800,
+        clock_ghz=1.75,
+        source="Google Cloud's page on v6e; clock: the peak over 4 x 256 x 256 products a cycle, the fewest with "
+        "which the compiler's cycles of a large matmul stay below that peak",
+    ),
+    _tpu(
+        "7x", ("TPU7x", "TPU v7x"), _peaks(2307 / 2, float8=4614 / 2), gigabytes=96, memory_gbs=7380 / 2,
+        links_gbs=1200 / 2, clock_ghz=None,
+        source="Google Cloud's page on TPU7x (Ironwood), halved: jax has two devices for each chip",
+    ),
+    _gpu(
+        "a100-40", ("NVIDIA A100*40GB*",), _A100, gigabytes=40, memory_gbs=1555, nvlink_gbs=600,
+        source="NVIDIA's data sheet of the A100",
+    ),
+    _gpu(
+        "a100-80", ("NVIDIA A100*80GB*",), _A100, gigabytes=80, memory_gbs=2039, nvlink_gbs=600,
+        source="NVIDIA's data sheet of the A100 (SXM)",
+    ),
+    _gpu(
+        "h100-pcie", ("NVIDIA H100 PCIe*",), _peaks(756, float8=1513, int8=1513, float32=378), gigabytes=80,
+        memory_gbs=2000, nvlink_gbs=None, source="NVIDIA's data sheet of the H100, column PCIe",
+    ),
+    _gpu(
+        "h100-nvl", ("NVIDIA H100 NVL*",), _peaks(835, float8=1671, int8=1671, float32=417.5), gigabytes=94,
+        memory_gbs=3900, nvlink_gbs=600, source="NVIDIA's data sheet of the H100, column NVL, without sparsity",
+    ),
+    _gpu(
+        "h100", ("NVIDIA H100*",), _H100, gigabytes=80, memory_gbs=3350, nvlink_gbs=900,
+        source="NVIDIA's data sheet of the H100, column SXM, without sparsity",
+    ),
+    _gpu(
+        "h200", ("NVIDIA H200*",), _H100, gigabytes=141, memory_gbs=4800, nvlink_gbs=900,
+        source="NVIDIA's data sheet of the H200, without sparsity",
+    ),
+    _gpu(
+        "b200", ("NVIDIA B200*",), _peaks(2250, float8=4500, int8=4500, float32=1125), gigabytes=180, memory_gbs=8000,
+        nvlink_gbs=1800, source="NVIDIA's data sheet of the HGX B200, an eighth of it, without sparsity",
+    ),
+    _gpu(
+        "gb200", ("NVIDIA GB200*",), _peaks(2500, float8=5000, int8=5000, float32=1250), gigabytes=186,
+        memory_gbs=8000, nvlink_gbs=1800, source="NVIDIA's data sheet of the GB200 NVL72, a 72nd, without sparsity",
+    ),
+    _gpu(
+        "l4", ("NVIDIA L4",), _peaks(121, float8=242.5, int8=242.5, float32=60), gigabytes=24, memory_gbs=300,
+        nvlink_gbs=None, source="NVIDIA's data sheet of the L4, without sparsity",
+    ),
+)  # fmt: skip
+"""Every accelerator that is known; of several whose patterns match a kind, the first counts."""
+
+
+def device_of_kind(device_kind: str) -> Device | None:
+    """The device that jax calls so; None where it is not known, as of a CPU."""
+    for device in DEVICES:
+        if any(fnmatch.fnmatchcase(device_kind, pattern) for pattern in device.kinds):
+            return device
+    return None
+
+
+def device_named(name: str, *, option: str) -> Device:
+    """The device of a short name, such as v5e or h100.
+
+    Args:
+      option: of the command line that names it, for the message.
+    Raises:
+      UserError: there is none of that name.
+    """
+    for device in DEVICES:
+        if device.name == name.lower():
+            return device
+    names = [device.name for device in DEVICES]
+    raise UserError(
+        f"{option}={value_text(name)} is no device.{did_you_mean(name, names)} There are: {', '.join(names)}."
+    )
+
+
+def peak_tflops(device_kind: str, dtype: str) -> float | None:
+    """Peak TFLOP/s of a device for matmuls in a dtype; None where it is not known."""
+    device = device_of_kind(device_kind)
+    peak = device.peak(dtype) if device else None
+    return None if peak is None else peak / 1e12
