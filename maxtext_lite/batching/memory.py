@@ -15,6 +15,7 @@ from maxtext_lite.batching.parameters import ParameterCount, count_factored, cou
 from maxtext_lite.batching.pipeline import Schedule
 from maxtext_lite.config import Config, remat_of
 from maxtext_lite.config.kernels import Platform, attention_kernel
+from maxtext_lite.config.problem import divisors
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -40,6 +41,41 @@ class MemoryEstimate:
     def to_json(self) -> dict[str, object]:
         """The fields by name."""
         return dataclasses.asdict(self)
+
+
+_TILE_LOGITS_BYTES = 2**29
+
+
+def vocab_tiles(num_vocab_tiling: int, *, rows: int, tokens: int, vocab_size: int) -> int:
+    """Pieces in which a device computes the logits of its tokens: `num_vocab_tiling`, or where that is -1 the fewest
+    whose float32 logits take at most half a GiB, a 32nd of the smallest accelerator's memory.
+
+    It does not ask which device it is, so that a run's arithmetic is the same on another.
+
+    Args:
+      rows: those of a device.
+      tokens: of each of these rows; cut into equal pieces.
+      vocab_size: the device's part.
+    """
+    if num_vocab_tiling != -1:
+        return num_vocab_tiling
+    fits = (pieces for pieces in divisors(tokens) if 4 * rows * (tokens // pieces) * vocab_size <= _TILE_LOGITS_BYTES)
+    return next(fits, tokens)
+
+
+def tiles_kept(num_tiles: int, *, tokens: int, emb_dim: int, itemsize: int) -> int:
+    """Tiles, a divisor of all, whose logits' gradients are kept until the head's gradient is taken of them together.
+
+    They take no more than the float32 gradient of the whole head would: of V columns each, tokens x itemsize beside
+    emb_dim x 4.
+
+    Args:
+      tokens: of a device, in all tiles.
+      itemsize: bytes of each number that is kept.
+    """
+    return max(
+        (count for count in divisors(num_tiles) if tokens * count // num_tiles * itemsize <= 4 * emb_dim), default=1
+    )
 
 
 def bytes_text(size: int) -> str:

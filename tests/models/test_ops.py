@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from maxtext_lite.models.ops import layer_norm, mlp_hidden, project, rms_norm, rotate, soft_capped
 from maxtext_lite.models.rotary import Rope, rotary_angles
@@ -26,9 +27,13 @@ def _plain_rotate(x):
     return jnp.concatenate([z.real, z.imag], -1)
 
 
+def _project(*axes):
+    return lambda x, w: project(x, nnx.Param(w, axes=axes, grad_dtype=jnp.float32))
+
+
 CASES = {
-    "project": (lambda x, w: project(x, w), lambda x, w: jnp.einsum("btd,dnh->btnh", x, w), (B, T, D), (D, N, H)),
-    "project two dims": (lambda x, w: project(x, w, 2), lambda x, w: jnp.einsum("btnh,nhd->btd", x, w),
+    "project": (_project("embed", "heads", "head_dim"), lambda x, w: jnp.einsum("btd,dnh->btnh", x, w), (B, T, D), (D, N, H)),
+    "project two dims": (_project("heads", "head_dim", "embed"), lambda x, w: jnp.einsum("btnh,nhd->btd", x, w),
                          (B, T, N, H), (N, H, D)),
     "rms_norm": (lambda x, w: rms_norm(x, w, 1e-5),
                  lambda x, w: x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * w,
