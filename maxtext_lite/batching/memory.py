@@ -63,19 +63,14 @@ def vocab_tiles(num_vocab_tiling: int, *, rows: int, tokens: int, vocab_size: in
     return next(fits, tokens)
 
 
-def tiles_kept(num_tiles: int, *, tokens: int, emb_dim: int, itemsize: int) -> int:
-    """Tiles, a divisor of all, whose logits' gradients are kept until the head's gradient is taken of them together.
-
-    They take no more than the float32 gradient of the whole head would: of V columns each, tokens x itemsize beside
-    emb_dim x 4.
+def tiles_kept(num_tiles: int, *, tokens: int, emb_dim: int) -> int:
+    """Tiles, a divisor of all, whose logits' gradients are kept until the head's gradient is taken of them together:
+    the most that have no more tokens than `emb_dim`, and so take no more than the head itself as it is used.
 
     Args:
       tokens: of a device, in all tiles.
-      itemsize: bytes of each number that is kept.
     """
-    return max(
-        (count for count in divisors(num_tiles) if tokens * count // num_tiles * itemsize <= 4 * emb_dim), default=1
-    )
+    return max((count for count in divisors(num_tiles) if tokens * count // num_tiles <= emb_dim), default=1)
 
 
 def bytes_text(size: int) -> str:
@@ -127,10 +122,7 @@ def estimate_memory(
     params, state = params + frozen, state + masters
     schedule = config.pipeline_schedule
     activations = estimate_activations(config, mesh, micro_batch_slots, num_pipeline_microbatches, schedule, platform)
-    # Float32 logits of one piece of the sequence, and their gradient; stages share the tokens out.
-    tokens = _tokens(config, mesh, micro_batch_slots) // mesh["stage"]
-    at_once = tokens // num_pipeline_microbatches if schedule == "1f1b" else tokens
-    logits = 2 * 4 * at_once * config.vocab_size // (mesh["tensor"] * config.num_vocab_tiling)
+    logits = _logits_bytes(config, mesh, micro_batch_slots, num_pipeline_microbatches if schedule == "1f1b" else 1)
     offloaded = offloaded_activations(config, mesh, micro_batch_slots, num_pipeline_microbatches)
     total = params + state + gradients + activations + logits
     if config.optimizer_memory_host_offload:  # the state comes back when activations have gone
@@ -179,6 +171,26 @@ def _tokens(config: Config, mesh: Mapping[str, int], micro_batch_slots: int) -> 
     """Tokens of one micro-batch that a device has."""
     rows = micro_batch_slots // (mesh["data"] * mesh["fsdp"] * mesh["expert"])
     return rows * config.max_target_length // mesh["context"]
+
+
+def _logits_bytes(config: Config, mesh: Mapping[str, int], micro_batch_slots: int, num_pieces: int) -> int:
+    """Float32 logits of one tile of the sequence, and their gradient; stages share the tokens out.
+
+    On shards of fsdp there are also the head, gathered, and the gradients of logits that wait to be its gradient.
+    """
+    tokens = _tokens(config, mesh, micro_batch_slots) // (mesh["stage"] * num_pieces)
+    cuts = mesh["stage"] if config.pipeline_schedule == "1f1b" else 1  # that schedule cuts rows for the loss
+    in_a_row = config.max_target_length // (mesh["context"] * cuts)
+    vocab_size, width = config.vocab_size // mesh["tensor"], _BYTES[config.dtype]
+    tiles = vocab_tiles(
+        config.num_vocab_tiling, rows=max(tokens // in_a_row, 1), tokens=in_a_row, vocab_size=vocab_size
+    )
+    tile = 2 * 4 * tokens * vocab_size // tiles
+    if mesh["fsdp"] == 1:
+        return tile
+    kept = tiles_kept(tiles, tokens=tokens, emb_dim=config.base_emb_dim)
+    waiting = tokens * kept // tiles if kept > 1 else 0
+    return tile + width * vocab_size * (waiting + config.base_emb_dim)
 
 
 def estimate_activations(

@@ -23,7 +23,7 @@ from maxtext_lite.models.moe import (
 )
 from maxtext_lite.models.ops import Rotation, layer_norm, mlp_hidden, project, rms_norm, rotate
 from maxtext_lite.models.shape import DecoderShape
-from maxtext_lite.parallel import axes_in_use, constrain, gathered_for_use
+from maxtext_lite.parallel import constrain
 
 RESIDUAL_AXES = ("batch", "residual_length", "activation_embed")
 """Logical axes of the stream between blocks: split over `tensor` along the tokens, so that no device holds or norms
@@ -262,11 +262,12 @@ class Embedding(nnx.Module):
     def _rows(self, table: nnx.Param, index_BT: jax.Array, dtype: Any) -> jax.Array:
         """Entries of a table [.., D], in `dtype`.
 
-        Each device looks up all of its replica's tokens in the part of `embed` that it has. What then crosses `fsdp` are
-        tokens, not the table and its gradient.
+        Each device looks up all of its replica's tokens in the part of `embed` that it has. What then crosses `fsdp`
+        are tokens, not the table and its gradient.
         """
         index_BT = constrain(index_BT, (None, "length"))
-        return constrain(table[...][index_BT].astype(dtype), (None, "length", "embed"))
+        x_BTD = constrain(table[...][index_BT].astype(dtype), (None, "length", "embed"))
+        return constrain(x_BTD, ("looked_up_batch", "length", "activation_embed"))
 
 
 class Head(nnx.Module):

@@ -62,8 +62,8 @@ def dtype_of_sums(dtype: Any, axis: str) -> Any:
 
 
 def weight_gradient(x: jax.Array, g: jax.Array, grad_dtype: Any = jnp.float32) -> jax.Array:
-    """x^T g [in, out], of x [..., in] and g [..., out], in float32; where weights are split over `fsdp`, in `grad_dtype`,
-    in which devices' sums meet."""
+    """x^T g [in, out], of x [..., in] and g [..., out], in float32; where `fsdp` splits weights, in `grad_dtype`, in
+    which the devices' sums then meet."""
     dtype, tokens = grad_dtype if num_shards("embed") > 1 else jnp.float32, "ABT"[-(x.ndim - 1) :]
     return jnp.einsum(f"{tokens}i,{tokens}o->io", x, g, preferred_element_type=dtype)
 

@@ -39,6 +39,7 @@ MESH_AXES_OF: dict[str, tuple[str, ...]] = {
     "global_batch": ("data", "fsdp", "expert"),
     "replica": ("data",),
     "batch": ("fsdp", "expert"),
+    "looked_up_batch": ("fsdp",),  # rows of tokens on their way between a table's parts and their own devices
     "end_batch": ("fsdp", "expert", "stage"),  # outside the layers, where pipeline stages share the rows out
     "stages": ("stage",),
     "length": ("context",),
@@ -110,8 +111,8 @@ def axes_in_use(axes: LogicalAxes) -> tuple[str | None, ...]:
 def gathered_for_use(x: jax.Array, used_as: LogicalAxes, lies_as: LogicalAxes) -> jax.Array:
     """`x` laid out by `used_as`, and its gradient by `lies_as`; both are tuples.
 
-    A constraint is its own transpose: by itself it would have each device sum up the gradient of the whole weight, where
-    its own shard will do.
+    A constraint is its own transpose: by itself it would have each device sum up the gradient of the whole weight,
+    where its own shard will do.
     """
     del lies_as
     return constrain(x, used_as)

@@ -13,7 +13,6 @@ from maxtext_lite.models import BALANCE, DROPPED, LOAD, ROUTER_Z, Decoder, soft_
 from maxtext_lite.models.ops import dtype_of_sums, weight_gradient
 from maxtext_lite.parallel import axes_in_use, constrain, context_shards, gathered_for_use, num_shards
 
-
 HEAD_AXES = ("embed", "vocab")
 """Logical axes of the output projection, tied or not."""
 
@@ -97,7 +96,7 @@ def _tiles_at_once(x_BTD: jax.Array, num_tiles: int) -> int:
         return 1
     B, T, D = x_BTD.shape
     tokens = -(-B // num_shards("end_batch")) * (T // context_shards())
-    return tiles_kept(num_tiles, tokens=tokens, emb_dim=D, itemsize=x_BTD.dtype.itemsize)
+    return tiles_kept(num_tiles, tokens=tokens, emb_dim=D)
 
 
 def token_losses(
@@ -152,8 +151,8 @@ def cross_entropy(
     The gradient is found together with the loss, tile by tile, so that each tile's logits are computed once and
     no more than one tile's exist. Only the first result is differentiated, with respect to x_BTD and head_DV.
 
-    On shards of `fsdp` the gradient of the head crosses them once for all tiles whose logits' gradients, in the dtype of
-    x_BTD, can wait for each other (`batching.tiles_kept`).
+    On shards of `fsdp` the gradient of the head crosses them once for all tiles whose logits' gradients, in the dtype
+    of x_BTD, wait for each other (`batching.tiles_kept`).
 
     Args:
       weight_BT: float32 loss weight of each target; 0 where there is none.
