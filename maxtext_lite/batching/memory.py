@@ -224,10 +224,21 @@ def estimate_activations(
     # And what goes into the experts of a layer and comes out of them.
     routed = 2 * _rows_per_token(config, mesh) * config.base_emb_dim * _BYTES[config.dtype]
     at_once = piece * (recomputed + routed) + rows * _attention_bytes(config, mesh, platform)
+    at_once += _gathered_bytes(config, mesh)
     if schedule == "1f1b":
         waiting = (2 * stages - 1) * sizes["decoder_layer_input"]
         return piece * (kept_of_layer * layers + waiting) + at_once + outside
     return piece * kept_of_layer * layers * (num_pipeline_microbatches + stages - 1) + at_once + outside
+
+
+def _gathered_bytes(config: Config, mesh: Mapping[str, int]) -> int:
+    """Bytes of the widest matrices of a layer, experts' aside, without their split over fsdp: one in use, and the next
+    on its way."""
+    if mesh["fsdp"] == 1:
+        return 0
+    mlp = config.base_mlp_dim if config.num_experts == 1 else config.shared_experts * config.moe_mlp_dim
+    width = max(mlp, config.base_num_query_heads * config.head_dim) // mesh["tensor"]
+    return 2 * config.base_emb_dim * width * _BYTES[config.dtype]
 
 
 def _attention_bytes(config: Config, mesh: Mapping[str, int], platform: Platform) -> int:

@@ -117,6 +117,14 @@ def test_on_shards_of_fsdp_the_head_is_there_whole_and_gradients_of_logits_wait(
     assert estimate(["dtype=bfloat16"], mesh, slots=64).logits == 64 * tile + head
 
 
+def test_on_shards_of_fsdp_the_widest_weights_of_a_layer_are_there_whole():
+    """D 128 and F 384, of which tensor leaves a half: two matrices in float32."""
+    one, four = estimate(), estimate(mesh={"fsdp": 4}, slots=64)
+    assert four.activations - one.activations == 2 * 4 * 128 * 384
+    halves = [estimate(mesh={"fsdp": fsdp, "tensor": 2}, slots=16 * fsdp).activations for fsdp in (1, 4)]
+    assert halves[1] - halves[0] == 4 * 128 * 384
+
+
 def test_gpipe_keeps_every_tick_and_1f1b_the_inputs_of_twice_the_stages():
     mesh, keys = {"stage": 2}, ["remat_policy=full", "num_layers_per_pipeline_stage=2"]
     sizes = {
