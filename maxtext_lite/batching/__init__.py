@@ -5,7 +5,7 @@ No other package multiplies or divides batch sizes.
 
 from maxtext_lite.batching.advice import batch_size_advice
 from maxtext_lite.batching.length import RunLength
-from maxtext_lite.batching.memory import MemoryEstimate
+from maxtext_lite.batching.memory import MemoryEstimate, tiles_kept, vocab_tiles
 from maxtext_lite.batching.parameters import (
     ParameterCount,
     active_parameters,
@@ -40,4 +40,6 @@ __all__ = [
     "make_plan",
     "row_slots",
     "scaled_optimizer",
+    "tiles_kept",
+    "vocab_tiles",
 ]

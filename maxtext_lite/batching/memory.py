@@ -15,6 +15,7 @@ from maxtext_lite.batching.parameters import ParameterCount, count_factored, cou
 from maxtext_lite.batching.pipeline import Schedule
 from maxtext_lite.config import Config, remat_of
 from maxtext_lite.config.kernels import Platform, attention_kernel
+from maxtext_lite.config.problem import divisors
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -40,6 +41,36 @@ class MemoryEstimate:
     def to_json(self) -> dict[str, object]:
         """The fields by name."""
         return dataclasses.asdict(self)
+
+
+_TILE_LOGITS_BYTES = 2**29
+
+
+def vocab_tiles(num_vocab_tiling: int, *, rows: int, tokens: int, vocab_size: int) -> int:
+    """Pieces in which a device computes the logits of its tokens: `num_vocab_tiling`, or where that is -1 the fewest
+    whose float32 logits take at most half a GiB, a 32nd of the smallest accelerator's memory.
+
+    It does not ask which device it is, so that a run's arithmetic is the same on another.
+
+    Args:
+      rows: those of a device.
+      tokens: of each of these rows; cut into equal pieces.
+      vocab_size: the device's part.
+    """
+    if num_vocab_tiling != -1:
+        return num_vocab_tiling
+    fits = (pieces for pieces in divisors(tokens) if 4 * rows * (tokens // pieces) * vocab_size <= _TILE_LOGITS_BYTES)
+    return next(fits, tokens)
+
+
+def tiles_kept(num_tiles: int, *, tokens: int, emb_dim: int) -> int:
+    """Tiles, a divisor of all, whose logits' gradients are kept until the head's gradient is taken of them together:
+    the most that have no more tokens than `emb_dim`, and so take no more than the head itself as it is used.
+
+    Args:
+      tokens: of a device, in all tiles.
+    """
+    return max((count for count in divisors(num_tiles) if tokens * count // num_tiles <= emb_dim), default=1)
 
 
 def bytes_text(size: int) -> str:
@@ -91,10 +122,7 @@ def estimate_memory(
     params, state = params + frozen, state + masters
     schedule = config.pipeline_schedule
     activations = estimate_activations(config, mesh, micro_batch_slots, num_pipeline_microbatches, schedule, platform)
-    # Float32 logits of one piece of the sequence, and their gradient; stages share the tokens out.
-    tokens = _tokens(config, mesh, micro_batch_slots) // mesh["stage"]
-    at_once = tokens // num_pipeline_microbatches if schedule == "1f1b" else tokens
-    logits = 2 * 4 * at_once * config.vocab_size // (mesh["tensor"] * config.num_vocab_tiling)
+    logits = _logits_bytes(config, mesh, micro_batch_slots, num_pipeline_microbatches if schedule == "1f1b" else 1)
     offloaded = offloaded_activations(config, mesh, micro_batch_slots, num_pipeline_microbatches)
     total = params + state + gradients + activations + logits
     if config.optimizer_memory_host_offload:  # the state comes back when activations have gone
@@ -145,6 +173,26 @@ def _tokens(config: Config, mesh: Mapping[str, int], micro_batch_slots: int) -> 
     return rows * config.max_target_length // mesh["context"]
 
 
+def _logits_bytes(config: Config, mesh: Mapping[str, int], micro_batch_slots: int, num_pieces: int) -> int:
+    """Float32 logits of one tile of the sequence, and their gradient; stages share the tokens out.
+
+    On shards of fsdp there are also the head, gathered, and the gradients of logits that wait to be its gradient.
+    """
+    tokens = _tokens(config, mesh, micro_batch_slots) // (mesh["stage"] * num_pieces)
+    cuts = mesh["stage"] if config.pipeline_schedule == "1f1b" else 1  # that schedule cuts rows for the loss
+    in_a_row = config.max_target_length // (mesh["context"] * cuts)
+    vocab_size, width = config.vocab_size // mesh["tensor"], _BYTES[config.dtype]
+    tiles = vocab_tiles(
+        config.num_vocab_tiling, rows=max(tokens // in_a_row, 1), tokens=in_a_row, vocab_size=vocab_size
+    )
+    tile = 2 * 4 * tokens * vocab_size // tiles
+    if mesh["fsdp"] == 1:
+        return tile
+    kept = tiles_kept(tiles, tokens=tokens, emb_dim=config.base_emb_dim)
+    waiting = tokens * kept // tiles if kept > 1 else 0
+    return tile + width * vocab_size * (waiting + config.base_emb_dim)
+
+
 def estimate_activations(
     config: Config,
     mesh: Mapping[str, int],
@@ -176,10 +224,21 @@ def estimate_activations(
     # And what goes into the experts of a layer and comes out of them.
     routed = 2 * _rows_per_token(config, mesh) * config.base_emb_dim * _BYTES[config.dtype]
     at_once = piece * (recomputed + routed) + rows * _attention_bytes(config, mesh, platform)
+    at_once += _gathered_bytes(config, mesh)
     if schedule == "1f1b":
         waiting = (2 * stages - 1) * sizes["decoder_layer_input"]
         return piece * (kept_of_layer * layers + waiting) + at_once + outside
     return piece * kept_of_layer * layers * (num_pipeline_microbatches + stages - 1) + at_once + outside
+
+
+def _gathered_bytes(config: Config, mesh: Mapping[str, int]) -> int:
+    """Bytes of the widest matrices of a layer, experts' aside, without their split over fsdp: one in use, and the next
+    on its way."""
+    if mesh["fsdp"] == 1:
+        return 0
+    mlp = config.base_mlp_dim if config.num_experts == 1 else config.shared_experts * config.moe_mlp_dim
+    width = max(mlp, config.base_num_query_heads * config.head_dim) // mesh["tensor"]
+    return 2 * config.base_emb_dim * width * _BYTES[config.dtype]
 
 
 def _attention_bytes(config: Config, mesh: Mapping[str, int], platform: Platform) -> int:

@@ -247,7 +247,7 @@ def _schedule_problems(config: Config, num_stages: int, context: int) -> list[Pr
                 rule="1f1b rounds",
             )
         )
-    tokens, parts = config.max_target_length, num_stages * context * config.num_vocab_tiling
+    tokens, parts = config.max_target_length, num_stages * context * max(config.num_vocab_tiling, 1)
     if tokens % parts:
         tiles = f" x num_vocab_tiling={config.num_vocab_tiling}" if config.num_vocab_tiling > 1 else ""
         shards = f" x {context} context shards" if context > 1 else ""

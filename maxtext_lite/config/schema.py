@@ -244,7 +244,7 @@ class NumericsConfig(Section):
     remat_save: Text
     remat_offload: Text
     attention: Literal["auto", "dot_product", "cudnn_flash", "splash"]
-    num_vocab_tiling: Count
+    num_vocab_tiling: CountOrMinusOne
     z_loss_multiplier: NotNegative
     router_z_loss_multiplier: NotNegative
     load_balance_loss_weight: NotNegative

@@ -56,14 +56,14 @@ class LatentAttention(nnx.Module):
         assert rotation is not None, "the config gives every layer of latent attention a rotation"
 
         def heads(latent_BTD: jax.Array, weight: nnx.Param, name: str) -> jax.Array:
-            return checkpoint_name(constrain(project(latent_BTD, weight[...]), HEADS_AXES), name)
+            return checkpoint_name(constrain(project(latent_BTD, weight), HEADS_AXES), name)
 
         if self.query_down is None or self.query_down_norm is None or self.query_up is None:
             assert self.query is not None
             q_BTNH = heads(x_BTD, self.query, "query_proj")
         else:
-            q_BTNH = heads(self.query_down_norm(project(x_BTD, self.query_down[...])), self.query_up, "query_proj")
-        latent_BTD, shared_BTD = jnp.split(project(x_BTD, self.kv_down[...]), (self.rank,), axis=-1)
+            q_BTNH = heads(self.query_down_norm(project(x_BTD, self.query_down)), self.query_up, "query_proj")
+        latent_BTD, shared_BTD = jnp.split(project(x_BTD, self.kv_down), (self.rank,), axis=-1)
         latent_BTD = self.kv_down_norm(latent_BTD)
         plain_BTNH, turned_BTNH = jnp.split(q_BTNH, (self.plain,), axis=-1)
         turned_BTNH, shared_BT1H = rotate(turned_BTNH, rotation), rotate(shared_BTD[:, :, None], rotation)

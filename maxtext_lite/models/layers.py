@@ -21,13 +21,9 @@ from maxtext_lite.models.moe import (
     route,
     with_capacity,
 )
-from maxtext_lite.models.ops import Rotation, layer_norm, mlp_hidden, project, rms_norm, rotate
+from maxtext_lite.models.ops import RESIDUAL_AXES, Rotation, layer_norm, mlp_hidden, project, rms_norm, rotate
 from maxtext_lite.models.shape import DecoderShape
 from maxtext_lite.parallel import constrain
-
-RESIDUAL_AXES = ("batch", "residual_length", "activation_embed")
-"""Logical axes of the stream between blocks: split over `tensor` along the tokens, so that no device holds or norms
-all of it. Source: Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2."""
 
 HEADS_AXES = ("batch", "length", "activation_heads", None)
 """Logical axes of queries, keys, values and context."""
@@ -37,9 +33,9 @@ Attend = Callable[[jax.Array, jax.Array, Any, jax.Array | None], tuple[jax.Array
 
 
 def weight(shape: DecoderShape, rngs: nnx.Rngs, sizes: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param:
-    """A parameter of normal values."""
+    """A parameter of normal values, which knows how it lies and how its gradient goes there."""
     values = shape.initializer_range * jax.random.normal(rngs.params(), sizes, jnp.float32)
-    return nnx.Param(values.astype(shape.weight_dtype), axes=axes)
+    return nnx.Param(values.astype(shape.weight_dtype), axes=axes, grad_dtype=shape.grad_dtype)
 
 
 def _bias(shape: DecoderShape, sizes: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param:
@@ -93,7 +89,7 @@ class Attention(nnx.Module):
         """The projected context [B, T, D], and what `attend` keeps."""
 
         def heads(weight: nnx.Param, bias: nnx.Param | None, name: str) -> jax.Array:
-            y_BTNH = constrain(project(x_BTD, weight[...]), HEADS_AXES)
+            y_BTNH = constrain(project(x_BTD, weight), HEADS_AXES)
             return checkpoint_name(_plus(y_BTNH, bias), name)
 
         def turned(y_BTNH: jax.Array, norm: Norm | None) -> jax.Array:
@@ -121,7 +117,7 @@ def _head_norm(shape: DecoderShape, num_heads: int, axis: str) -> Norm | None:
 def attention_output(context_BTNH: jax.Array, out: nnx.Param, bias: nnx.Param | None = None) -> jax.Array:
     """What attention adds to the stream, [B, T, D]."""
     context_BTNH = constrain(context_BTNH, HEADS_AXES)  # and its gradient, which could follow the tokens instead
-    y_BTD = constrain(project(context_BTNH, out[...], 2), RESIDUAL_AXES)
+    y_BTD = constrain(project(context_BTNH, out), RESIDUAL_AXES)
     return checkpoint_name(_plus(y_BTD, bias), "out_proj")
 
 
@@ -140,14 +136,14 @@ class Mlp(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """The mlp's output [B, T, D], in the dtype of x_BTD."""
-        up_BTF = checkpoint_name(_plus(project(x_BTD, self.up[...]), self.up_bias), "mlpwi_1")
+        up_BTF = checkpoint_name(_plus(project(x_BTD, self.up), self.up_bias), "mlpwi_1")
         if self.gate is None:
             hidden_BTF: Any = mlp_hidden(self.activation, up_BTF, None)
         else:
-            gate_BTF = checkpoint_name(_plus(project(x_BTD, self.gate[...]), self.gate_bias), "mlpwi_0")
+            gate_BTF = checkpoint_name(_plus(project(x_BTD, self.gate), self.gate_bias), "mlpwi_0")
             hidden_BTF = mlp_hidden(self.activation, gate_BTF, up_BTF)
         hidden_BTF = constrain(hidden_BTF, ("batch", "length", "activation_mlp"))
-        y_BTD = constrain(project(hidden_BTF, self.down[...]), RESIDUAL_AXES)
+        y_BTD = constrain(project(hidden_BTF, self.down), RESIDUAL_AXES)
         return checkpoint_name(_plus(y_BTD, self.down_bias), "mlpwo")
 
 
@@ -249,17 +245,25 @@ class Embedding(nnx.Module):
 
     def __call__(self, token_BT: jax.Array, position_BT: jax.Array, dtype: Any) -> jax.Array:
         """The tokens' vectors [B, T, D], in `dtype`."""
-        # Gathered over `embed` first: a look-up in a table split both ways is what partitioners do worst.
-        table_VD = constrain(self.table[...], ("vocab", None))
-        x_BTD = table_VD[token_BT].astype(dtype)
+        x_BTD = self._rows(self.table, token_BT, dtype)
         if self.factor is not None:
             x_BTD *= jnp.asarray(self.factor, dtype)
         if self.positions is not None:
-            x_BTD += constrain(self.positions[...], ("positions", None))[position_BT].astype(dtype)
+            x_BTD += self._rows(self.positions, position_BT, dtype)
         # Each device finds what its part of the vocabulary has, and only then are tokens split over `tensor`: asked for
         # its own tokens at once, it would be given the whole table.
         x_BTD = constrain(x_BTD, ("end_batch", "length", "activation_embed"))
         return constrain(x_BTD, ("end_batch", *RESIDUAL_AXES[1:]))
+
+    def _rows(self, table: nnx.Param, index_BT: jax.Array, dtype: Any) -> jax.Array:
+        """Entries of a table [.., D], in `dtype`.
+
+        Each device looks up all of its replica's tokens in the part of `embed` that it has. What then crosses `fsdp`
+        are tokens, not the table and its gradient.
+        """
+        index_BT = constrain(index_BT, (None, "length"))
+        x_BTD = constrain(table[...][index_BT].astype(dtype), (None, "length", "embed"))
+        return constrain(x_BTD, ("looked_up_batch", "length", "activation_embed"))
 
 
 class Head(nnx.Module):

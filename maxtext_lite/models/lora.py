@@ -105,7 +105,7 @@ def adapters_for(lora: Lora, axes: Any, make: Callable[..., tuple[Any, Any]], *t
     }
 
 
-def _halves(axes: tuple[str, ...], dims: tuple[Any, ...], between: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+def halves(axes: tuple[str, ...], dims: tuple[Any, ...], between: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """What `dims` has for a weight's dims, as a's dims have it and as b's do."""
     matrix = of_one(axes)
     first = len(axes) - len(matrix)
@@ -115,7 +115,7 @@ def _halves(axes: tuple[str, ...], dims: tuple[Any, ...], between: Any) -> tuple
 
 def adapter_axes(lora: Lora, axes: Any) -> Any:
     """The adapters' logical axes, those of the weights they stand beside: they are sharded as those are."""
-    return adapters_for(lora, axes, lambda weight: _halves(weight, weight, "lora_rank"))
+    return adapters_for(lora, axes, lambda weight: halves(weight, weight, "lora_rank"))
 
 
 def new_adapters(lora: Lora, axes: Any, abstract: Any, key: jax.Array) -> Any:
@@ -131,7 +131,7 @@ def new_adapters(lora: Lora, axes: Any, abstract: Any, key: jax.Array) -> Any:
     key, number = jax.random.fold_in(key, _OWN_KEY), iter(range(10**6))
 
     def make(axes: tuple[str, ...], weight: Any) -> tuple[jax.Array, jax.Array]:
-        a_shape, b_shape = _halves(axes, weight.shape, lora.rank)
+        a_shape, b_shape = halves(axes, weight.shape, lora.rank)
         fan_in = math.prod(weight.shape) * lora.rank // math.prod(b_shape)
         bound = 1 / math.sqrt(fan_in)
         a = jax.random.uniform(jax.random.fold_in(key, next(number)), a_shape, jnp.float32, -bound, bound)

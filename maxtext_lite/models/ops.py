@@ -2,7 +2,8 @@
 
 Each keeps for the backward pass only what it was given, in the dtype it was given it: automatic derivatives would
 keep float32 copies of bfloat16 activations, and move more memory than the arithmetic needs. Matmuls name float32 as
-the result of their sums, in both directions, which is also what makes bfloat16 fast on CPUs that have it.
+the result of their sums, in both directions, which is also what makes bfloat16 fast on CPUs that have it; but for sums
+that cross the mesh.
 """
 
 import functools
@@ -11,50 +12,87 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
-from maxtext_lite.models.lora import Adapted
+from maxtext_lite.models.lora import Adapted, halves
+from maxtext_lite.models.weights import num_inputs
+from maxtext_lite.parallel import axes_in_use, constrain, num_shards
+
+RESIDUAL_AXES = ("batch", "residual_length", "activation_embed")
+"""Logical axes of the stream between blocks: split over `tensor` along the tokens, so that no device holds or norms
+all of it. Source: Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2."""
 
 Rotation = tuple[jax.Array, jax.Array]
 """Cosines and sines [B, T, R/2] of R rotated dims, float32."""
 
 
-def project(x: jax.Array, weight: jax.Array | Adapted, num_contracted: int = 1) -> jax.Array:
-    """x [B, T, *in] times weight [*in, *out], where `in` has `num_contracted` dims: [B, T, *out] in the dtype of x."""
-    if isinstance(weight, Adapted):
-        added = project(project(x, weight.a, num_contracted), weight.b).astype(jnp.float32)
-        y = project(x, weight.weight, num_contracted).astype(jnp.float32)
-        return (y + weight.scale * added).astype(x.dtype)
-    y: Any = _project(x, weight, num_contracted)
-    return y
+def project(x: jax.Array, weight: nnx.Param) -> jax.Array:
+    """x [B, T, *in] times a weight [*in, *out], declared by `layers.weight`: [B, T, *out] in the dtype of x.
+
+    Each use gathers the weight over `fsdp`, in the dtype of x: a compiler left to it makes a loop over the weight's
+    shards instead, which keeps writing the product. The gradient goes back to where the weight lies, as partial sums of
+    devices in the weight's `grad_dtype`.
+    """
+    value, axes, grad_dtype = weight[...], tuple(weight.axes), weight.grad_dtype
+    if not isinstance(value, Adapted):
+        return _project(x, value, axes, grad_dtype)
+    of_a, of_b = halves(axes, axes, "lora_rank")
+    narrow = _project(x, value.a, of_a, grad_dtype)
+    added = _project(narrow, value.b, of_b, grad_dtype).astype(jnp.float32)
+    y = _project(x, value.weight, axes, grad_dtype).astype(jnp.float32)
+    return (y + value.scale * added).astype(x.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _project(x: jax.Array, weight: jax.Array, num_contracted: int) -> jax.Array:
-    x_BTi, weight_io = _as_matrices(x, weight, num_contracted)
-    y_BTo = jnp.einsum("BTi,io->BTo", x_BTi, weight_io, preferred_element_type=jnp.float32).astype(x.dtype)
-    return y_BTo.reshape(*x.shape[:2], *weight.shape[num_contracted:])
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _project(x: jax.Array, weight: jax.Array, axes: tuple[str, ...], grad_dtype: Any) -> jax.Array:
+    del grad_dtype
+    x_BTi, weight_io = _as_matrices(x, weight, axes)
+    y_BTo = jnp.einsum("BTi,io->BTo", x_BTi, weight_io, preferred_element_type=dtype_of_sums(x.dtype, axes[0]))
+    return y_BTo.astype(x.dtype).reshape(*x.shape[:2], *weight.shape[num_inputs(axes) :])
 
 
-def _as_matrices(x: jax.Array, weight: jax.Array, num_contracted: int) -> tuple[jax.Array, jax.Array]:
-    x_BTi = x.reshape(*x.shape[:2], math.prod(weight.shape[:num_contracted]))
-    return x_BTi, weight.reshape(x_BTi.shape[-1], -1).astype(x.dtype)
+def _as_matrices(x: jax.Array, weight: jax.Array, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
+    cut = num_inputs(axes)
+    x_BTi = x.reshape(*x.shape[:2], math.prod(weight.shape[:cut]))
+    weight_io = weight.reshape(x_BTi.shape[-1], -1).astype(x.dtype)
+    # Of dims that are put together, only the first is ever split.
+    return x_BTi, constrain(weight_io, axes_in_use((axes[0], axes[cut])))
 
 
-def weight_gradient(x_BTi: jax.Array, g_BTo: jax.Array) -> jax.Array:
-    """x^T g [in, out] in float32."""
-    return jnp.einsum("BTi,BTo->io", x_BTi, g_BTo, preferred_element_type=jnp.float32)
+def _sums_cross(axis: str) -> bool:
+    """Whether devices have parts of a sum over this axis of a weight in use, which is then split over `tensor`."""
+    return axes_in_use((axis,)) == (axis,) and num_shards(axis) > 1
 
 
-def _project_forward(x: jax.Array, weight: jax.Array, num_contracted: int) -> Any:
-    return _project(x, weight, num_contracted), (x, weight)
+def dtype_of_sums(dtype: Any, axis: str) -> Any:
+    """What products over a weight's axis end in: float32, or, where they cross the mesh, the activations' dtype."""
+    return dtype if _sums_cross(axis) else jnp.float32
 
 
-def _project_backward(num_contracted: int, residuals: Any, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+def weight_gradient(x: jax.Array, g: jax.Array, grad_dtype: Any = jnp.float32) -> jax.Array:
+    """x^T g [in, out], of x [..., in] and g [..., out], in float32; where `fsdp` splits weights, in `grad_dtype`, in
+    which the devices' sums then meet."""
+    dtype, tokens = grad_dtype if num_shards("embed") > 1 else jnp.float32, "ABT"[-(x.ndim - 1) :]
+    return jnp.einsum(f"{tokens}i,{tokens}o->io", x, g, preferred_element_type=dtype)
+
+
+def _project_forward(x: jax.Array, weight: jax.Array, axes: tuple[str, ...], grad_dtype: Any) -> Any:
+    return _project(x, weight, axes, grad_dtype), (x, weight)
+
+
+def _project_backward(
+    axes: tuple[str, ...], grad_dtype: Any, residuals: Any, g: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     x, weight = residuals
-    x_BTi, weight_io = _as_matrices(x, weight, num_contracted)
+    x_BTi, weight_io = _as_matrices(x, weight, axes)
     g_BTo = g.reshape(*g.shape[:2], -1)
-    dx_BTi = jnp.einsum("BTo,io->BTi", g_BTo, weight_io, preferred_element_type=jnp.float32).astype(x.dtype)
-    return dx_BTi.reshape(x.shape), weight_gradient(x_BTi, g_BTo).astype(weight.dtype).reshape(weight.shape)
+    out = axes[num_inputs(axes)]
+    dtype = dtype_of_sums(x.dtype, out)
+    dx_BTi = jnp.einsum("BTo,io->BTi", g_BTo, weight_io, preferred_element_type=dtype).astype(x.dtype)
+    if _sums_cross(out):  # to where x comes from, each device's tokens
+        dx_BTi = constrain(dx_BTi, RESIDUAL_AXES)
+    dweight_io = weight_gradient(x_BTi, g_BTo, grad_dtype).astype(weight.dtype)
+    return dx_BTi.reshape(x.shape), constrain(dweight_io.reshape(weight.shape), axes)
 
 
 _project.defvjp(_project_forward, _project_backward)

@@ -21,6 +21,7 @@ class DecoderShape:
     Attributes:
       dtype: of activations and matmul inputs; norms, softmax and rotary angles are float32 whatever it is.
       weight_dtype: of the parameters as the optimizer holds them.
+      grad_dtype: of a matrix's gradient where it crosses `fsdp`.
       norm: of the root mean square, times scale or 1 + scale; or LayerNorm, with mean and bias.
       norm_placement: norms stand before each block, after it, or both.
       activation: of the mlp and of experts.
@@ -81,6 +82,7 @@ class DecoderShape:
     initializer_range: float = 0.02
     dtype: Any = jnp.float32
     weight_dtype: Any = jnp.float32
+    grad_dtype: Any = jnp.float32
     saved: tuple[str, ...] | None = None
     offloaded: tuple[str, ...] = ()
     attention: str = "dot_product"

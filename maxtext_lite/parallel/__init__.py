@@ -2,7 +2,9 @@
 
 from maxtext_lite.parallel.axes import (
     also_over_data,
+    axes_in_use,
     constrain,
+    gathered_for_use,
     num_shards,
     over_all_devices,
     over_replicas,
@@ -37,6 +39,7 @@ __all__ = [
     "Flight",
     "Pipeline",
     "also_over_data",
+    "axes_in_use",
     "bytes_of_host",
     "constrain",
     "context_order",
@@ -47,6 +50,7 @@ __all__ = [
     "exchange",
     "from_all_shards",
     "gathered",
+    "gathered_for_use",
     "in_context_order",
     "in_token_order",
     "make_any_host",

@@ -3,6 +3,7 @@
 Arrays declare names ("embed", "heads", ...); only this file turns them into a PartitionSpec.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -38,6 +39,7 @@ MESH_AXES_OF: dict[str, tuple[str, ...]] = {
     "global_batch": ("data", "fsdp", "expert"),
     "replica": ("data",),
     "batch": ("fsdp", "expert"),
+    "looked_up_batch": ("fsdp",),  # rows of tokens on their way between a table's parts and their own devices
     "end_batch": ("fsdp", "expert", "stage"),  # outside the layers, where pipeline stages share the rows out
     "stages": ("stage",),
     "length": ("context",),
@@ -98,6 +100,28 @@ def constrain(x: jax.Array, axes: LogicalAxes) -> jax.Array:
         for axis, size in zip(axes, x.shape, strict=True)
     ]
     return jax.lax.with_sharding_constraint(x, partition_spec(even))
+
+
+def axes_in_use(axes: LogicalAxes) -> tuple[str | None, ...]:
+    """The logical axes of a weight while it is used: whole over `fsdp`, in whose shards weights only lie."""
+    return tuple(None if axis is not None and "fsdp" in MESH_AXES_OF[axis] else axis for axis in axes)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def gathered_for_use(x: jax.Array, used_as: LogicalAxes, lies_as: LogicalAxes) -> jax.Array:
+    """`x` laid out by `used_as`, and its gradient by `lies_as`; both are tuples.
+
+    A constraint is its own transpose: by itself it would have each device sum up the gradient of the whole weight,
+    where its own shard will do.
+    """
+    del lies_as
+    return constrain(x, used_as)
+
+
+gathered_for_use.defvjp(
+    lambda x, used_as, lies_as: (constrain(x, used_as), None),
+    lambda used_as, lies_as, _, g: (constrain(g, lies_as),),
+)
 
 
 def num_shards(axis: str) -> int:

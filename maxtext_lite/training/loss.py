@@ -7,10 +7,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from maxtext_lite.batching import tiles_kept, vocab_tiles
 from maxtext_lite.config import NumericsConfig
 from maxtext_lite.models import BALANCE, DROPPED, LOAD, ROUTER_Z, Decoder, soft_capped
-from maxtext_lite.models.ops import weight_gradient
-from maxtext_lite.parallel import constrain, context_shards
+from maxtext_lite.models.ops import dtype_of_sums, weight_gradient
+from maxtext_lite.parallel import axes_in_use, constrain, context_shards, gathered_for_use, num_shards
+
+HEAD_AXES = ("embed", "vocab")
+"""Logical axes of the output projection, tied or not."""
 
 
 class LossSums(NamedTuple):
@@ -52,28 +56,47 @@ def _tile_losses(logits_BTV: jax.Array, target_BT: jax.Array) -> _TileLosses:
     return _TileLosses(log_partition_BT - target_logit_BT, log_partition_BT, exponential_BTV, sum_BT, is_target_BTV)
 
 
-def _over_tiles(tile_function: Any, carry: Any, num_tiles: int, *arrays: jax.Array) -> tuple[Any, Any]:
-    """`scan` of tile_function(carry, tiles) over tiles of the sequence; results are put back in order.
+def _pieces(x: jax.Array, num_pieces: int) -> jax.Array:
+    """[B, T, ...] as [pieces, B, T / pieces, ...], each with as many tokens of each context shard, so that every device
+    works on every piece."""
+    (B, T), shards = x.shape[:2], context_shards()
+    x = x.reshape(B, shards, num_pieces, T // (shards * num_pieces), *x.shape[2:])
+    return jnp.moveaxis(x, 2, 0).reshape(num_pieces, B, T // num_pieces, *x.shape[4:])
 
-    A tile has as many tokens of each context shard, so that every device works on every tile.
-    """
+
+def _joined(x: jax.Array) -> jax.Array:
+    """Takes `_pieces` back."""
+    num_pieces, B, T = x.shape[:3]
+    x = x.reshape(num_pieces, B, context_shards(), -1, *x.shape[3:])
+    return jnp.moveaxis(x, 0, 2).reshape(B, num_pieces * T, *x.shape[4:])
+
+
+def _over_tiles(tile_function: Any, carry: Any, num_tiles: int, *arrays: jax.Array) -> tuple[Any, Any]:
+    """`scan` of tile_function(carry, tiles) over tiles of the sequence; results are put back in order."""
     if num_tiles == 1:
         return tile_function(carry, arrays)
-    (B, T), shards = arrays[0].shape[:2], context_shards()
+    carry, results = jax.lax.scan(tile_function, carry, tuple(_pieces(x, num_tiles) for x in arrays))
+    return carry, jax.tree.map(_joined, results)
 
-    def pieces(x: jax.Array) -> jax.Array:
-        x = x.reshape(B, shards, num_tiles, T // (shards * num_tiles), *x.shape[2:])
-        return jnp.moveaxis(x, 2, 0)
 
-    def joined(x: jax.Array) -> jax.Array:
-        return jnp.moveaxis(x, 0, 2).reshape(B, T, *x.shape[4:])
+def _num_tiles(x_BTD: jax.Array, head_DV: jax.Array, num_vocab_tiling: int) -> int:
+    """`batching.vocab_tiles` of one device's tokens and part of the vocabulary."""
+    B, T, V = *x_BTD.shape[:2], head_DV.shape[1]
+    return vocab_tiles(
+        num_vocab_tiling,
+        rows=-(-B // num_shards("end_batch")),
+        tokens=T // context_shards(),
+        vocab_size=V // num_shards("activation_vocab"),
+    )
 
-    def one(carry: Any, tiles: Any) -> tuple[Any, Any]:
-        carry, results = tile_function(carry, tuple(x.reshape(B, T // num_tiles, *x.shape[3:]) for x in tiles))
-        return carry, jax.tree.map(lambda x: x.reshape(B, shards, -1, *x.shape[2:]), results)
 
-    carry, results = jax.lax.scan(one, carry, tuple(pieces(x) for x in arrays))
-    return carry, jax.tree.map(joined, results)
+def _tiles_at_once(x_BTD: jax.Array, num_tiles: int) -> int:
+    """Tiles after which the head's gradient is added up."""
+    if num_shards("embed") == 1:
+        return 1
+    B, T, D = x_BTD.shape
+    tokens = -(-B // num_shards("end_batch")) * (T // context_shards())
+    return tiles_kept(num_tiles, tokens=tokens, emb_dim=D)
 
 
 def token_losses(
@@ -88,7 +111,8 @@ def token_losses(
 
     Args:
       head_DV: the output projection, in the dtype of x_BTD.
-      num_tiles: pieces the sequence is cut into, a divisor of a context shard's tokens; logits of one exist at a time.
+      num_tiles: pieces the sequence is cut into, a divisor of a context shard's tokens, or -1 (`batching.vocab_tiles`);
+        logits of one exist at a time.
       soft_cap: of the logits; 0: none.
       temperature: what the logits, capped, are divided by.
     """
@@ -97,7 +121,7 @@ def token_losses(
         x, target = arrays
         return carry, _tile_losses(_tile_logits(x, head_DV, soft_cap, temperature), target).nll_BT
 
-    return _over_tiles(tile, None, num_tiles, x_BTD, target_BT)[1]
+    return _over_tiles(tile, None, _num_tiles(x_BTD, head_DV, num_tiles), x_BTD, target_BT)[1]
 
 
 def likeliest_tokens(x_BTD: jax.Array, head_DV: jax.Array, num_tiles: int = 1) -> jax.Array:
@@ -107,10 +131,10 @@ def likeliest_tokens(x_BTD: jax.Array, head_DV: jax.Array, num_tiles: int = 1) -
         (x,) = arrays
         return carry, jnp.argmax(_tile_logits(x, head_DV, 0.0), axis=-1).astype(jnp.int32)
 
-    return _over_tiles(tile, None, num_tiles, x_BTD)[1]
+    return _over_tiles(tile, None, _num_tiles(x_BTD, head_DV, num_tiles), x_BTD)[1]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7, 8))
 def cross_entropy(
     x_BTD: jax.Array,
     head_DV: jax.Array,
@@ -120,15 +144,21 @@ def cross_entropy(
     num_tiles: int,
     soft_cap: float = 0.0,
     temperature: float = 1.0,
+    grad_dtype: Any = jnp.float32,
 ) -> tuple[jax.Array, LossSums]:
     """sum(weight * (nll + z_loss_multiplier * log_partition**2)), and its two parts.
 
     The gradient is found together with the loss, tile by tile, so that each tile's logits are computed once and
     no more than one tile's exist. Only the first result is differentiated, with respect to x_BTD and head_DV.
 
+    On shards of `fsdp` the gradient of the head crosses them once for all tiles whose logits' gradients, in the dtype
+    of x_BTD, wait for each other (`batching.tiles_kept`).
+
     Args:
       weight_BT: float32 loss weight of each target; 0 where there is none.
+      num_tiles: as in `token_losses`.
       temperature: what the logits, capped, are divided by.
+      grad_dtype: in which devices' sums for the head's gradient cross `fsdp`.
     Source: the z-loss is Chowdhery et al. 2022, arXiv:2204.02311, section 5.
     """
 
@@ -137,6 +167,7 @@ def cross_entropy(
         losses = _tile_losses(_tile_logits(x, head_DV, soft_cap, temperature), target)
         return _add_sums(sums, losses, weight), None
 
+    num_tiles = _num_tiles(x_BTD, head_DV, num_tiles)
     sums, _ = _over_tiles(tile, _zero_sums(), num_tiles, x_BTD, target_BT, weight_BT)
     return sums.nll + z_loss_multiplier * sums.log_partition_squared, sums
 
@@ -162,9 +193,9 @@ def _cross_entropy_forward(
     num_tiles: int,
     soft_cap: float = 0.0,
     temperature: float = 1.0,
+    grad_dtype: Any = jnp.float32,
 ) -> Any:
-    def tile(carry: Any, arrays: Any) -> Any:
-        sums, dhead_DV = carry
+    def tile(sums: LossSums, arrays: Any) -> tuple[LossSums, tuple[jax.Array, jax.Array]]:
         x, target, weight = arrays
         logits_BTV = _tile_logits(x, head_DV, soft_cap, temperature)
         losses = _tile_losses(logits_BTV, target)
@@ -178,19 +209,39 @@ def _cross_entropy_forward(
         if soft_cap:  # the derivative of c tanh(x / c), from its value
             dlogits_BTV *= 1 - jnp.square(logits_BTV / soft_cap)
         dlogits_BTV = dlogits_BTV.astype(x.dtype)
-        dx_BTD = jnp.einsum("BTV,DV->BTD", dlogits_BTV, head_DV, preferred_element_type=jnp.float32).astype(x.dtype)
-        return (_add_sums(sums, losses, weight), dhead_DV + weight_gradient(x, dlogits_BTV)), dx_BTD
+        dtype = dtype_of_sums(x.dtype, "vocab")
+        dx_BTD = jnp.einsum("BTV,DV->BTD", dlogits_BTV, head_DV, preferred_element_type=dtype).astype(x.dtype)
+        return _add_sums(sums, losses, weight), (dx_BTD, dlogits_BTV)
+
+    num_tiles = _num_tiles(x_BTD, head_DV, num_tiles)
+    at_once = _tiles_at_once(x_BTD, num_tiles)
+
+    def some_tiles(carry: Any, arrays: Any) -> tuple[Any, jax.Array]:
+        sums, dhead_DV = carry
+        if at_once > 1:
+            arrays = tuple(_pieces(x, at_once) for x in arrays)
+            sums, (dx, dlogits) = jax.lax.scan(tile, sums, arrays)
+        else:
+            sums, (dx, dlogits) = tile(sums, arrays)
+        dhead_DV += constrain(weight_gradient(arrays[0], dlogits, grad_dtype), HEAD_AXES)
+        return (sums, dhead_DV), _joined(dx) if at_once > 1 else dx
 
     carry = _zero_sums(), jnp.zeros(head_DV.shape, jnp.float32)
-    (sums, dhead_DV), dx_BTD = _over_tiles(tile, carry, num_tiles, x_BTD, target_BT, weight_BT)
+    (sums, dhead_DV), dx_BTD = _over_tiles(some_tiles, carry, num_tiles // at_once, x_BTD, target_BT, weight_BT)
     loss = sums.nll + z_loss_multiplier * sums.log_partition_squared
     return (loss, sums), (dx_BTD, dhead_DV.astype(head_DV.dtype))
 
 
 def _cross_entropy_backward(
-    z_loss_multiplier: float, num_tiles: int, soft_cap: float, temperature: float, residuals: Any, cotangents: Any
+    z_loss_multiplier: float,
+    num_tiles: int,
+    soft_cap: float,
+    temperature: float,
+    grad_dtype: Any,
+    residuals: Any,
+    cotangents: Any,
 ) -> Any:
-    del z_loss_multiplier, num_tiles, soft_cap, temperature
+    del z_loss_multiplier, num_tiles, soft_cap, temperature, grad_dtype
     scale = cotangents[0]  # float32: bfloat16 would round the step's 1 / target_tokens
     dx_BTD, dhead_DV = ((gradient * scale).astype(gradient.dtype) for gradient in residuals)
     return dx_BTD, dhead_DV, None, None
@@ -204,15 +255,16 @@ def hidden_loss(
 ) -> tuple[jax.Array, LossSums]:
     """Summed loss of predicting `rows["targets"]` from the final hidden states, weighted by `rows["weights"]`."""
     x_BTD, head_DV = head_inputs(decoder, params, x_BTD)
-    z_loss, tiles, soft_cap = config.z_loss_multiplier, config.num_vocab_tiling, decoder.shape.final_soft_cap
-    return cross_entropy(x_BTD, head_DV, rows["targets"], rows["weights"], z_loss, tiles, soft_cap)
+    shape, z_loss, tiles = decoder.shape, config.z_loss_multiplier, config.num_vocab_tiling
+    targets, weights, soft_cap = rows["targets"], rows["weights"], shape.final_soft_cap
+    return cross_entropy(x_BTD, head_DV, targets, weights, z_loss, tiles, soft_cap, 1.0, shape.grad_dtype)
 
 
 def head_inputs(decoder: Decoder, params: Any, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The final hidden states and the output projection [D, V], laid out for `cross_entropy`."""
     # Gathered here, each once: their two uses, for logits and for the gradient, could each do so.
     x_BTD = constrain(x_BTD, ("end_batch", "length", "activation_embed"))
-    return x_BTD, constrain(decoder.head(params).astype(x_BTD.dtype), (None, "vocab"))
+    return x_BTD, gathered_for_use(decoder.head(params).astype(x_BTD.dtype), axes_in_use(HEAD_AXES), HEAD_AXES)
 
 
 def loss_by_token(
@@ -241,7 +293,9 @@ def loss_by_token(
     fixed = jax.lax.stop_gradient((x_BTD, head_DV))
     nll_BT = uncut(token_losses(*fixed, target, tiles, soft_cap, temperature))
     (loss, beside), weight_BT = jax.value_and_grad(total, has_aux=True)(nll_BT)
-    surrogate: Any = cross_entropy(x_BTD, head_DV, target, cut(weight_BT), 0.0, tiles, soft_cap, temperature)
+    surrogate: Any = cross_entropy(
+        x_BTD, head_DV, target, cut(weight_BT), 0.0, tiles, soft_cap, temperature, decoder.shape.grad_dtype
+    )
     return surrogate[0], loss, beside
 
 

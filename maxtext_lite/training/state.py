@@ -120,6 +120,7 @@ def decoder_shape(config: Config) -> DecoderShape:
         initializer_range=config.initializer_range,
         dtype=jnp.dtype(config.dtype),
         weight_dtype=jnp.dtype(config.weight_dtype),
+        grad_dtype=jnp.dtype(config.grad_dtype),
         saved=None if remat is None else remat.saved,
         offloaded=() if remat is None else remat.offloaded,
         context_strategy=config.context_parallel_strategy,

@@ -1,6 +1,6 @@
 import pytest
 
-from maxtext_lite.batching.memory import bytes_text, estimate_memory
+from maxtext_lite.batching.memory import bytes_text, estimate_memory, tiles_kept, vocab_tiles
 from maxtext_lite.config import load_config
 
 ONE_DEVICE = dict.fromkeys(("stage", "data", "fsdp", "expert", "context", "tensor"), 1)
@@ -92,6 +92,37 @@ def test_activations_and_logits_follow_the_rows_of_a_device():
     assert one.logits == 2 * 4 * 16 * 256 * 320
     assert estimate(["num_vocab_tiling=4"]).logits == one.logits // 4
     assert estimate(slots=16, accumulation=8).activations == one.activations
+
+
+def test_logits_are_cut_into_the_fewest_tiles_of_half_a_gib():
+    """llama3-8b's 128,256 float32 logits of a token are 513,024 bytes: 1,046 tokens in 512 MiB."""
+    cut = {(rows, tokens): vocab_tiles(-1, rows=rows, tokens=tokens, vocab_size=128_256)
+           for rows, tokens in ((1, 1024), (1, 4096), (1, 8192), (3, 8192), (1, 1047), (2, 3), (10**6, 3))}  # fmt: skip
+    assert list(cut.values()) == [1, 4, 8, 32, 3, 1, 3]
+    assert vocab_tiles(-1, rows=8, tokens=1024, vocab_size=32_768) == 2
+    assert vocab_tiles(5, rows=10**6, tokens=4096, vocab_size=128_256) == 5
+
+
+def test_gradients_of_logits_wait_as_long_as_they_have_no_more_tokens_than_emb_dim():
+    assert [tiles_kept(8, tokens=tokens, emb_dim=4096) for tokens in (1000, 4096, 4097, 8192, 32_768, 10**6)] == [
+        8, 8, 4, 4, 1, 1]  # fmt: skip
+
+
+def test_on_shards_of_fsdp_the_head_is_there_whole_and_gradients_of_logits_wait():
+    """16 rows of 256 tokens a device, D 128, V 320: of 64 tiles of 64 tokens, two have 128 of them."""
+    mesh, keys = {"fsdp": 4}, ["num_vocab_tiling=64", "dtype=bfloat16"]
+    tile, head, waiting = 2 * 4 * 64 * 320, 2 * 128 * 320, 2 * 128 * 320
+    assert estimate(keys, mesh, slots=64).logits == tile + head + waiting
+    assert estimate(keys).logits == tile
+    assert estimate(["dtype=bfloat16"], mesh, slots=64).logits == 64 * tile + head
+
+
+def test_on_shards_of_fsdp_the_widest_weights_of_a_layer_are_there_whole():
+    """D 128 and F 384, of which tensor leaves a half: two matrices in float32."""
+    one, four = estimate(), estimate(mesh={"fsdp": 4}, slots=64)
+    assert four.activations - one.activations == 2 * 4 * 128 * 384
+    halves = [estimate(mesh={"fsdp": fsdp, "tensor": 2}, slots=16 * fsdp).activations for fsdp in (1, 4)]
+    assert halves[1] - halves[0] == 4 * 128 * 384
 
 
 def test_gpipe_keeps_every_tick_and_1f1b_the_inputs_of_twice_the_stages():

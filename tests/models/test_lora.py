@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.scipy.special import erf
 
 from maxtext_lite.config import load_config
@@ -81,10 +82,11 @@ def test_a_projection_and_its_gradients_by_hand(inputs):
     x, g = rng.standard_normal((2, 5, 6)), rng.standard_normal((2, 5, 12))
     w, a, b = rng.standard_normal((6, 12)), rng.standard_normal((6, 3)), rng.standard_normal((3, 12))
     ins, outs = ((6,), (4, 3)) if inputs == 1 else ((2, 3), (12,))
+    axes = ("embed", "heads", "head_dim") if inputs == 1 else ("heads", "head_dim", "embed")
     weight = Adapted(*(jnp.float32(v) for v in (w.reshape(*ins, *outs), a.reshape(*ins, 3), b.reshape(3, *outs))), 1.5)
 
     def of(x, adapters):
-        return project(x, dataclasses.replace(weight, **adapters), inputs)
+        return project(x, nnx.Param(dataclasses.replace(weight, **adapters), axes=axes, grad_dtype=jnp.float32))
 
     with jax.default_matmul_precision("highest"):
         y, back = jax.vjp(of, jnp.float32(x.reshape(2, 5, *ins)), {"a": weight.a, "b": weight.b})

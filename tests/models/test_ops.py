@@ -4,9 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from maxtext_lite.models.ops import layer_norm, mlp_hidden, project, rms_norm, rotate, soft_capped
 from maxtext_lite.models.rotary import Rope, rotary_angles
+from maxtext_lite.parallel import MESH_AXES, make_mesh, sharding
+from maxtext_lite.parallel.hlo import collectives
 
 B, T, D, N, H = 2, 3, 8, 2, 4
 
@@ -26,9 +29,14 @@ def _plain_rotate(x):
     return jnp.concatenate([z.real, z.imag], -1)
 
 
+def _project(*axes):
+    return lambda x, w: project(x, nnx.Param(w, axes=axes, grad_dtype=jnp.float32))
+
+
 CASES = {
-    "project": (lambda x, w: project(x, w), lambda x, w: jnp.einsum("btd,dnh->btnh", x, w), (B, T, D), (D, N, H)),
-    "project two dims": (lambda x, w: project(x, w, 2), lambda x, w: jnp.einsum("btnh,nhd->btd", x, w),
+    "project": (_project("embed", "heads", "head_dim"),
+                lambda x, w: jnp.einsum("btd,dnh->btnh", x, w), (B, T, D), (D, N, H)),
+    "project two dims": (_project("heads", "head_dim", "embed"), lambda x, w: jnp.einsum("btnh,nhd->btd", x, w),
                          (B, T, N, H), (N, H, D)),
     "rms_norm": (lambda x, w: rms_norm(x, w, 1e-5),
                  lambda x, w: x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * w,
@@ -82,6 +90,48 @@ def test_bfloat16_in_bfloat16_out(name):
     assert got.dtype == jnp.bfloat16
     want = plain(*[jnp.asarray(a, jnp.float32) for a in arguments])
     np.testing.assert_allclose(np.asarray(got, np.float32), want, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("axes", [("embed", "heads", "head_dim"), ("heads", "head_dim", "embed")], ids=str)
+def test_a_weight_is_gathered_before_its_use_and_its_gradient_goes_back_to_the_shards(axes):
+    """On fsdp 2 x tensor 2 as on one device; narrow sums cross only where something crosses."""
+    sizes = {"embed": 8, "heads": 4, "head_dim": 6}
+    ins = 1 if axes[0] == "embed" else 2
+    shape = tuple(sizes[axis] for axis in axes)
+    x, w, g = (_random(2, 4, *shape[:ins]), _random(*shape, seed=1), _random(2, 4, *shape[ins:], seed=2))
+    mesh = make_mesh(dict.fromkeys(MESH_AXES, 1) | {"fsdp": 2, "tensor": 2}, dict.fromkeys(MESH_AXES, 1),
+                     jax.devices()[:4])  # fmt: skip
+    activation = ("batch", None, "activation_heads", None)
+    x_axes, y_axes = (("batch", None, None), activation) if ins == 1 else (activation, ("batch", None, None))
+
+    def compiled(on, grad_dtype):
+        def gradients(x, w, g):
+            y, back = jax.vjp(lambda x, w: project(x, nnx.Param(w, axes=axes, grad_dtype=grad_dtype)), x, w)
+            return y, *back(g)
+
+        where = [sharding(on, of) for of in (x_axes, axes, y_axes)]
+        with jax.set_mesh(on), jax.default_matmul_precision("highest"):
+            return jax.jit(gradients, in_shardings=where).lower(*map(jnp.float32, (x, w, g))).compile(), where
+
+    def results(on, grad_dtype):
+        step, where = compiled(on, grad_dtype)
+        found = step(*(jax.device_put(jnp.float32(a), to) for a, to in zip((x, w, g), where, strict=True)))
+        return jax.device_get(found), found[2].sharding
+
+    one = make_mesh(dict.fromkeys(MESH_AXES, 1), dict.fromkeys(MESH_AXES, 1), jax.devices()[:1])
+    whole, narrow = results(one, jnp.float32)[0], results(one, jnp.bfloat16)[0]
+    jax.tree.map(np.testing.assert_array_equal, whole, narrow)
+    (split, lies_at), (rounded, _) = results(mesh, jnp.float32), results(mesh, jnp.bfloat16)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), whole, split)
+    np.testing.assert_array_equal(split[1], rounded[1])
+    off = np.linalg.norm(rounded[2] - whole[2]) / np.linalg.norm(whole[2])
+    assert 1e-4 < off < 4e-3  # bfloat16 has 8 bits
+    assert lies_at.is_equivalent_to(sharding(mesh, axes), len(axes))
+    gathers = [c for c in collectives(compiled(mesh, jnp.float32)[0].as_text()) if c.kind == "all-gather"]
+    assert gathers
+    assert {c.axes(mesh) for c in gathers} == {("fsdp",)}
+    matrix = w.size // 2  # the tensor half of it
+    assert {c.payload_bytes for c in gathers} == {4 * matrix}
 
 
 def test_a_rotation_depends_on_relative_position_only():

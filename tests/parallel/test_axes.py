@@ -7,7 +7,9 @@ import pytest
 
 from maxtext_lite.parallel import (
     MESH_AXES,
+    axes_in_use,
     constrain,
+    gathered_for_use,
     make_mesh,
     num_shards,
     over_replicas,
@@ -58,6 +60,26 @@ def test_mesh_axis_used_twice_is_refused_by_name():
 def test_constrain_without_a_mesh_changes_nothing():
     x = jnp.ones((2, 3))
     assert constrain(x, ("batch", None)) is x
+
+
+def test_a_weight_in_use_keeps_all_axes_but_that_which_fsdp_shards():
+    assert axes_in_use(("embed", "heads", "head_dim")) == (None, "heads", "head_dim")
+    assert axes_in_use(("vocab", None)) == ("vocab", None)
+
+
+def test_a_gathered_weight_s_gradient_lies_where_the_weight_does_and_not_where_it_was_used(mesh):
+    """A constraint alone asks for the whole gradient on every device."""
+    lies_as, weight, place = ("embed", "mlp"), np.arange(24.0, dtype=np.float32).reshape(4, 6), np.array([1, 3, 1, 1])
+    want = np.zeros_like(weight)
+    np.add.at(want, place, 2 * weight[place])
+    used_as = axes_in_use(lies_as)
+    ways = {False: lambda w: constrain(w, used_as), True: lambda w: gathered_for_use(w, used_as, lies_as)}
+    for is_ours, use in ways.items():
+        with jax.set_mesh(mesh):
+            x = jax.device_put(weight, sharding(mesh, lies_as))
+            got = jax.jit(jax.grad(lambda w: jnp.sum(jnp.square(use(w)[place]))))(x)  # noqa: B023
+        np.testing.assert_array_equal(got, want)
+        assert got.sharding.shard_shape(got.shape) == ((2, 3) if is_ours else (4, 3))
 
 
 def test_over_replicas_gives_each_replica_its_contiguous_rows(mesh):

@@ -5,7 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext_lite.training.loss import cross_entropy, token_losses
+from maxtext_lite.parallel import MESH_AXES, make_mesh, sharding
+from maxtext_lite.parallel.hlo import collectives
+from maxtext_lite.training.loss import HEAD_AXES, cross_entropy, token_losses
 
 B, T, D, V = 3, 12, 8, 20
 Z = 0.01
@@ -46,6 +48,32 @@ def test_loss_and_gradients_equal_a_hand_computation(num_tiles):
     np.testing.assert_allclose(forward_only[0], loss, rtol=1e-6)
     np.testing.assert_allclose(dx, want_dx, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(dhead, want_dhead, rtol=1e-5, atol=1e-5)
+
+
+def test_on_shards_of_fsdp_tiles_wait_for_each_other_and_the_gradients_are_the_same():
+    """D = 8 and two rows of 12 tokens a device: of 12 tiles of two tokens, four at once."""
+    x, head, target, weight = (np.concatenate([a] * 4)[:8] if a.ndim > 1 and len(a) == B else a for a in _inputs())
+    mesh = make_mesh(dict.fromkeys(MESH_AXES, 1) | {"fsdp": 4}, dict.fromkeys(MESH_AXES, 1), jax.devices()[:4])
+    arrays = [jnp.asarray(a, jnp.float32 if a.dtype == np.float64 else jnp.int32) for a in (x, head, target, weight)]
+
+    def gradients(num_tiles, grad_dtype=jnp.float32):
+        loss = lambda x, head: cross_entropy(  # noqa: E731
+            x, head, *arrays[2:], Z, num_tiles, 0.0, 1.0, grad_dtype)  # fmt: skip
+        return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
+
+    with jax.default_matmul_precision("highest"):
+        want = gradients(1)(*arrays[:2])
+        with jax.set_mesh(mesh):
+            where = sharding(mesh, ("batch", None, None)), sharding(mesh, HEAD_AXES)
+            split = [jax.device_put(*pair) for pair in zip(arrays[:2], where, strict=True)]
+            tiled = gradients(12).lower(*split).compile()
+            got, narrow = tiled(*split), gradients(12, jnp.bfloat16)(*split)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, want)
+    jax.tree.map(np.testing.assert_array_equal, (got[0], got[1][0]), (narrow[0], narrow[1][0]))
+    off = np.linalg.norm(narrow[1][1] - want[1][1]) / np.linalg.norm(want[1][1])
+    assert 1e-4 < off < 1e-2
+    crossing = [c for c in collectives(tiled.as_text()) if f"[{D},{V}]" in c.line.split(" = ")[1].split("all-")[0]]
+    assert sum(c.times for c in crossing if c.kind == "all-reduce") == 3
 
 
 @pytest.mark.parametrize("num_tiles", [1, 4])

@@ -259,6 +259,18 @@ def test_gradients_cross_the_data_axis_once_a_step(compiled):
     assert parameters / 2 <= reduced <= parameters + 100  # each device reduces its fsdp half, once
 
 
+def test_tokens_cross_fsdp_for_the_embedding_and_the_head_s_gradient_does_once(setup, rows):
+    """Not the table, nor its gradient; and of each weight the half that its tensor axis leaves is gathered."""
+    it = setup("optimizer=sgd", "base_emb_dim=64", "num_vocab_tiling=4", data=2, fsdp=2, tensor=2)
+    found = collectives(it.compile_step(it.batch(rows, 2, 8)).as_text())
+    ends = [c for c in found if c.crosses(it.mesh, "fsdp") and "132" in c.line.split("(%")[0]]  # half of 264 tokens
+    assert [(c.kind, c.times) for c in ends if "[64,132]" in c.line] == [("all-gather", 2)]
+    assert [c.times for c in ends if c.kind == "all-reduce"] == [2]
+    assert not [c.line for c in found if "264" in c.line.split("(%")[0] or "[132,64]" in c.line]
+    tokens = [c for c in found if c.kind == "all-to-all"]
+    assert [(c.axes(it.mesh), c.times) for c in tokens] == [(("fsdp",), 2)] * 2
+
+
 def test_a_ring_s_keys_are_not_gathered_and_gradients_still_cross_the_data_axis_once(setup, rows):
     it = setup("optimizer=sgd", RING, data=2, context=4)
     found = collectives(it.compile_step(it.batch(rows, 2, 8)).as_text())
