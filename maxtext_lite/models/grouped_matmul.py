@@ -1,54 +1,185 @@
-"""Matmuls of rows sorted into groups, each group with a weight of its own: `jax.lax.ragged_dot` that can be mapped.
+"""Matmuls of rows sorted into groups, each group with a weight of its own, by the kernel that suits the platform.
 
-`ragged_dot` has no rule for `vmap` over anything but a leading dim of both operands. Here a mapped dim becomes more
-groups: R sets of E groups are R*E groups, with the rows of one set after those of another.
+None of the kernels has a rule for `vmap` over anything but a leading dim of both operands. Here a mapped dim becomes
+more groups: R sets of E groups are R*E groups, with the rows of one set after those of another.
 """
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
+
+from maxtext_lite.config.experts import GroupedMatmul
 
 _BY_ROWS = jax.lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0])
 _BY_ROWS_TRANSPOSED = jax.lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
 _OVER_ROWS = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
 
 
-@jax.custom_vjp
-def grouped_matmul(x_Ui: jax.Array, weight_Eio: jax.Array, size_E: jax.Array) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def grouped_matmul(
+    x_Ui: jax.Array, weight_Eio: jax.Array, size_E: jax.Array, kernel: GroupedMatmul = "ragged_dot"
+) -> jax.Array:
     """Each row times its group's weight: [U, out] in float32; rows after the last group hold nothing of use.
 
     Args:
       x_Ui: rows, those of the first group first.
       size_E: int32 rows of each group; their sum is at most U.
     """
-    return _by_rows(x_Ui, weight_Eio, size_E)
+    return _MAPPABLE[kernel].by_rows(x_Ui, weight_Eio, size_E)
 
 
-def grouped_matmul_transposed(g_Uo: jax.Array, weight_Eio: jax.Array, size_E: jax.Array) -> jax.Array:
+def grouped_matmul_transposed(
+    g_Uo: jax.Array, weight_Eio: jax.Array, size_E: jax.Array, kernel: GroupedMatmul = "ragged_dot"
+) -> jax.Array:
     """`grouped_matmul` by the transposed weights: [U, in] in float32."""
-    return _by_rows_transposed(g_Uo, weight_Eio, size_E)
+    return _MAPPABLE[kernel].by_rows_transposed(g_Uo, weight_Eio, size_E)
 
 
-def grouped_weight_gradient(x_Ui: jax.Array, g_Uo: jax.Array, size_E: jax.Array) -> jax.Array:
+def grouped_weight_gradient(
+    x_Ui: jax.Array, g_Uo: jax.Array, size_E: jax.Array, kernel: GroupedMatmul = "ragged_dot"
+) -> jax.Array:
     """The groups' x^T g: [E, in, out] in float32; rows after the last group count for nothing."""
-    return _over_rows(x_Ui, g_Uo, size_E)
+    return _MAPPABLE[kernel].over_rows(x_Ui, g_Uo, size_E)
 
 
-def _backward(residuals: Any, g_Uo: jax.Array) -> Any:
+def _forward(x_Ui: jax.Array, weight_Eio: jax.Array, size_E: jax.Array, kernel: GroupedMatmul) -> Any:
+    return _MAPPABLE[kernel].by_rows(x_Ui, weight_Eio, size_E), (x_Ui, weight_Eio, size_E)
+
+
+def _backward(kernel: GroupedMatmul, residuals: Any, g_Uo: jax.Array) -> Any:
     x_Ui, weight_Eio, size_E = residuals
     g_Uo = g_Uo.astype(x_Ui.dtype)
-    dx_Ui = grouped_matmul_transposed(g_Uo, weight_Eio, size_E).astype(x_Ui.dtype)
-    return dx_Ui, grouped_weight_gradient(x_Ui, g_Uo, size_E).astype(weight_Eio.dtype), None
+    dx_Ui = grouped_matmul_transposed(g_Uo, weight_Eio, size_E, kernel).astype(x_Ui.dtype)
+    return dx_Ui, grouped_weight_gradient(x_Ui, g_Uo, size_E, kernel).astype(weight_Eio.dtype), None
 
 
-grouped_matmul.defvjp(lambda *arguments: (_by_rows(*arguments), arguments), _backward)
+grouped_matmul.defvjp(_forward, _backward)
 
 
-def _ragged(left: jax.Array, right: jax.Array, size_E: jax.Array, dims: Any) -> jax.Array:
-    return jax.lax.ragged_dot_general(left, right, size_E, dims, preferred_element_type=jnp.float32)
+# ---- Kernels --------------------------------------------------------------------------------------------------------
+
+
+class _Kernel(NamedTuple):
+    """(rows, weights, sizes), (rows, weights, sizes) with the weights transposed, and (rows, rows, sizes)."""
+
+    by_rows: Callable[..., jax.Array]
+    by_rows_transposed: Callable[..., jax.Array]
+    over_rows: Callable[..., jax.Array]
+
+
+def _ragged(dims: Any) -> Callable[..., jax.Array]:
+    return functools.partial(
+        jax.lax.ragged_dot_general, ragged_dot_dimension_numbers=dims, preferred_element_type=jnp.float32
+    )
+
+
+def _tokamax(dims: Any) -> Callable[..., jax.Array]:
+    def run(left: jax.Array, right: jax.Array, size_E: jax.Array) -> jax.Array:
+        import tokamax  # an optional package, which only GPUs ask for
+
+        # Named, because the last of its own choice is a dense matmul over all groups.
+        y: Any = tokamax.ragged_dot_general(
+            left, right, size_E, dims, preferred_element_type=jnp.float32, implementation=("mosaic_gpu", "triton")
+        )
+        # Its gradient kernels read the rows before an empty group.
+        return jnp.where(size_E[:, None, None] > 0, y, 0) if dims is _OVER_ROWS else y
+
+    return run
+
+
+class _Block(NamedTuple):
+    """One group's next rows: those from `first` to `end`, within the block of rows that begins at `start`."""
+
+    group: jax.Array
+    first: jax.Array
+    end: jax.Array
+    start: jax.Array
+
+
+def block_rows(num_rows: int, num_groups: int) -> int:
+    """Rows of a block: about those of a group, a power of two from 128 to 512, and no more than there are.
+
+    Fewer would read a weight again and again for little work, more would multiply rows of other groups.
+    """
+    even = 1 << max(num_rows // num_groups - 1, 0).bit_length()
+    return min(max(128, min(even, 512)), num_rows)
+
+
+def _blocks(size_E: jax.Array, num_rows: int, rows_of_block: int) -> tuple[jax.Array, Callable[[jax.Array], _Block]]:
+    """How many blocks cover all groups, each block of one group, and what they are by number."""
+    blocks_E = -(-size_E // rows_of_block)
+    end_block_E, end_row_E = jnp.cumsum(blocks_E), jnp.cumsum(size_E)
+
+    def of(number: jax.Array) -> _Block:
+        group = jnp.searchsorted(end_block_E, number, side="right")
+        end = end_row_E[group]
+        first = end - size_E[group] + rows_of_block * (number - end_block_E[group] + blocks_E[group])
+        start = jnp.minimum(first, num_rows - rows_of_block)
+        return _Block(group, first, jnp.minimum(first + rows_of_block, end), start)
+
+    return end_block_E[-1], of
+
+
+def _rows_in_blocks(
+    equation: str, x_Ui: jax.Array, weight_Eio: jax.Array, size_E: jax.Array, rows_of_block: int
+) -> jax.Array:
+    num_rows, weight_E = x_Ui.shape[0], weight_Eio
+    count, block = _blocks(size_E, num_rows, rows_of_block)
+    width = jax.eval_shape(functools.partial(jnp.einsum, equation), x_Ui, weight_E[0]).shape[1]
+
+    def step(number: jax.Array, y_Uo: jax.Array) -> jax.Array:
+        at = block(number)
+        x = jax.lax.dynamic_slice_in_dim(x_Ui, at.start, rows_of_block)
+        y = jnp.einsum(equation, x, weight_E[at.group], preferred_element_type=jnp.float32)
+        # Rows before are another group's and done; rows after are another group's too, which comes next.
+        is_new = (at.start + jnp.arange(rows_of_block) >= at.first)[:, None]
+        y = jnp.where(is_new, y, jax.lax.dynamic_slice_in_dim(y_Uo, at.start, rows_of_block))
+        return jax.lax.dynamic_update_slice_in_dim(y_Uo, y, at.start, 0)
+
+    return jax.lax.fori_loop(0, count, step, jnp.zeros((num_rows, width), jnp.float32))
+
+
+def _sum_over_blocks(x_Ui: jax.Array, g_Uo: jax.Array, size_E: jax.Array, rows_of_block: int) -> jax.Array:
+    num_rows = x_Ui.shape[0]
+    count, block = _blocks(size_E, num_rows, rows_of_block)
+
+    def step(number: jax.Array, sum_Eio: jax.Array) -> jax.Array:
+        at = block(number)
+        row = at.start + jnp.arange(rows_of_block)
+        is_own = ((row >= at.first) & (row < at.end))[:, None]
+        x, g = (
+            jnp.where(is_own, jax.lax.dynamic_slice_in_dim(rows, at.start, rows_of_block), 0) for rows in (x_Ui, g_Uo)
+        )
+        return sum_Eio.at[at.group].add(jnp.einsum("ui,uo->io", x, g, preferred_element_type=jnp.float32))
+
+    return jax.lax.fori_loop(0, count, step, jnp.zeros((len(size_E), x_Ui.shape[1], g_Uo.shape[1]), jnp.float32))
+
+
+def in_blocks(rows_of_block: int | None = None) -> _Kernel:
+    """The kernel in plain jax: a loop over blocks of rows, each of one group and as many as the groups need.
+
+    Nothing is larger than what goes in and what comes out, and no row meets a weight that is not its own but those
+    that a group's last block has too many.
+
+    Args:
+      rows_of_block: None: `block_rows`.
+    """
+
+    def rows(left: jax.Array, size_E: jax.Array) -> int:
+        return block_rows(left.shape[0], len(size_E)) if rows_of_block is None else rows_of_block
+
+    return _Kernel(
+        lambda x, w, size: _rows_in_blocks("ui,io->uo", x, w, size, rows(x, size)),
+        lambda g, w, size: _rows_in_blocks("uo,io->ui", g, w, size, rows(g, size)),
+        lambda x, g, size: _sum_over_blocks(x, g, size, rows(x, size)),
+    )
+
+
+# ---- Under vmap -----------------------------------------------------------------------------------------------------
 
 
 def _folded(size_RE: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
@@ -100,6 +231,15 @@ def _mappable(of_rows: Callable[..., jax.Array], rows_out: bool) -> Any:
     return function
 
 
-_by_rows = _mappable(lambda x, w, size: _ragged(x, w, size, _BY_ROWS), True)
-_by_rows_transposed = _mappable(lambda g, w, size: _ragged(g, w, size, _BY_ROWS_TRANSPOSED), True)
-_over_rows = _mappable(lambda x, g, size: _ragged(x, g, size, _OVER_ROWS), False)
+def _all_mappable(kernel: _Kernel) -> _Kernel:
+    return _Kernel(
+        _mappable(kernel.by_rows, True), _mappable(kernel.by_rows_transposed, True), _mappable(kernel.over_rows, False)
+    )
+
+
+_ALL_DIMS = (_BY_ROWS, _BY_ROWS_TRANSPOSED, _OVER_ROWS)
+_MAPPABLE: dict[GroupedMatmul, _Kernel] = {
+    "ragged_dot": _all_mappable(_Kernel(*map(_ragged, _ALL_DIMS))),
+    "blocks": _all_mappable(in_blocks()),
+    "tokamax": _all_mappable(_Kernel(*map(_tokamax, _ALL_DIMS))),
+}

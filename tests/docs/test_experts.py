@@ -10,7 +10,9 @@ import pytest
 
 from maxtext_lite.batching import make_plan
 from maxtext_lite.config import load_config
-from maxtext_lite.models.moe import ExpertShape, ExpertWeights, Routing, dropless, with_capacity
+from maxtext_lite.models.capacity import with_capacity
+from maxtext_lite.models.dropless import dropless
+from maxtext_lite.models.moe import ExpertShape, ExpertWeights, Routing
 from maxtext_lite.parallel import MESH_AXES, make_mesh, sharding
 from maxtext_lite.parallel.hlo import collectives
 
@@ -48,7 +50,7 @@ def _received(axis, factor):
 
     def forward(x, expert, share, weights):
         if factor is None:
-            return dropless(x, expert, share, ExpertWeights(*weights))
+            return dropless(x, expert, share, ExpertWeights(*weights), shape)
         return with_capacity(x, Routing(expert, share, {}), ExpertWeights(*weights), shape)[0]
 
     with jax.set_mesh(mesh):

@@ -11,20 +11,10 @@ import pytest
 from flax import nnx
 
 from maxtext_lite.models import Decoder, DecoderShape
+from maxtext_lite.models.capacity import expert_capacity, with_capacity
+from maxtext_lite.models.dropless import dropless
 from maxtext_lite.models.layers import MixtureOfExperts
-from maxtext_lite.models.moe import (
-    BALANCE,
-    LOAD,
-    ROUTER_Z,
-    ExpertShape,
-    ExpertWeights,
-    Router,
-    Routing,
-    dropless,
-    expert_capacity,
-    route,
-    with_capacity,
-)
+from maxtext_lite.models.moe import BALANCE, LOAD, ROUTER_Z, ExpertShape, ExpertWeights, Router, Routing, route
 
 B, T, D, F, E, J = 3, 10, 6, 5, 4, 2
 SHAPE = ExpertShape(num_experts=E, num_per_token=J, mlp_dim=F)
@@ -83,7 +73,7 @@ def _by_loop(shape, bias=0.0, capacity=lambda tokens: tokens):
 def _run(x, router, weights, shape, bias):
     routing = route(x, Router(router, bias), jnp.asarray(REAL), shape)
     if shape.capacity_factor is None:
-        y = dropless(x, routing.expert_BTJ, routing.share_BTJ, weights, shape.activation)
+        y = dropless(x, routing.expert_BTJ, routing.share_BTJ, weights, shape)
         return y, jnp.zeros(B), routing
     return *with_capacity(x, routing, weights, shape), routing
 
@@ -201,7 +191,7 @@ def test_everything_to_one_expert(factor):
 
     def run(x, weights):
         if factor is None:
-            return dropless(x, expert, share, weights), jnp.zeros(B)
+            return dropless(x, expert, share, weights, shape), jnp.zeros(B)
         return with_capacity(x, Routing(expert, share, {}), weights, shape)
 
     y, dropped = run(X, WEIGHTS)
@@ -245,7 +235,7 @@ def test_bfloat16_runs_both_ways_and_is_close(factor):
 
     def loss(x, weights):
         if factor is None:
-            y = dropless(x, routing.expert_BTJ, routing.share_BTJ, weights)
+            y = dropless(x, routing.expert_BTJ, routing.share_BTJ, weights, shape)
         else:
             y = with_capacity(x, routing, weights, shape)[0]
         return jnp.sum(jnp.square(y.astype(jnp.float32)))
