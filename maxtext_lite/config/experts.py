@@ -5,19 +5,19 @@ import math
 from fractions import Fraction
 from typing import Literal
 
-GroupedMatmul = Literal["ragged_dot", "blocks", "tokamax"]
+GroupedMatmul = Literal["ragged_dot", "blocks", "tokamax", "megablox"]
 """jax's own (a kernel on TPUs; elsewhere a dense matmul of every row by every expert), a loop over blocks of rows in
-plain jax (any platform), tokamax's kernels (NVIDIA GPUs)."""
+plain jax (any platform), tokamax's kernels (NVIDIA GPUs), Pallas's (TPUs)."""
 
 
 def grouped_matmul_kernel(platform: str, dtype: str) -> GroupedMatmul:
-    """The grouped matmul that suits a platform ("cpu", "gpu", "tpu"): on a GPU, tokamax's where it is installed.
+    """The grouped matmul that suits a platform ("cpu", "gpu", "tpu"); on a GPU tokamax's, where it is installed.
 
     Args:
       dtype: of activations; tokamax's kernels know two bytes.
     """
     if platform != "gpu":
-        return "ragged_dot"
+        return "megablox" if platform == "tpu" else "ragged_dot"
     return "tokamax" if dtype != "float32" and importlib.util.find_spec("tokamax") else "blocks"
 
 
@@ -41,6 +41,7 @@ def exchanged_rows(
       num_shards: n, devices along the expert axis; it divides num_experts.
     """
     most = num_tokens * min(num_per_token, num_experts // num_shards)  # of one device for one other
-    rows = min(most, math.ceil(ROOM * num_tokens * num_per_token / num_shards))
+    rows = math.ceil(ROOM * num_tokens * num_per_token / num_shards)
+    rows = min(most, -(-rows // 128) * 128 if rows > 128 else rows)  # in whole tiles
     moves_less = 2 * rows * element_bytes < num_tokens * (element_bytes + 4)
     return rows if num_shards > 1 and moves_less else None

@@ -48,7 +48,7 @@ def _inner(shape: ExpertShape, x_UD: jax.Array, w: ExpertWeights, size_E: jax.Ar
 
 def _outer(shape: ExpertShape, gate_UF: jax.Array, up_UF: jax.Array, w: ExpertWeights, size_E: jax.Array) -> jax.Array:
     """What comes of them, [U, D] in float32."""
-    y_UD = grouped_matmul(mlp_hidden(shape.activation, gate_UF, up_UF), w.down_EFD, size_E, shape.matmul)
+    y_UD = grouped_matmul(mlp_hidden(shape.activation, gate_UF, up_UF), w.down_EFD, size_E, shape.matmul, "oi")
     return y_UD if w.down_ED is None else y_UD + _out_bias(w, size_E, len(gate_UF))
 
 
@@ -74,7 +74,7 @@ def _rows_backward(
     dtype, kernel, share_U1 = x_UD.dtype, shape.matmul, share_U[:, None]
     hidden_UF, hidden_backward = jax.vjp(functools.partial(mlp_hidden, shape.activation), gate_UF, up_UF)
     # <y, g> = <hidden, g down^T>: the share's derivative needs no y.
-    unweighted_UF = grouped_matmul_transposed(g_UD, w.down_EFD, size_E, kernel)
+    unweighted_UF = grouped_matmul_transposed(g_UD, w.down_EFD, size_E, kernel, "oi")
     dshare_U = jnp.sum(hidden_UF.astype(jnp.float32) * unweighted_UF, axis=-1)
     if w.down_ED is not None:
         dshare_U += jnp.sum(_out_bias(w, size_E, len(g_UD)) * g_UD.astype(jnp.float32), axis=-1)
@@ -85,7 +85,7 @@ def _rows_backward(
     dweights = [
         grouped_weight_gradient(x_UD, dgate_UF, size_E, kernel),
         grouped_weight_gradient(x_UD, dup_UF, size_E, kernel),
-        grouped_weight_gradient(hidden_UF, dy_UD, size_E, kernel),
+        grouped_weight_gradient(hidden_UF, dy_UD, size_E, kernel, "oi"),
     ]
     if w.down_ED is not None:
         one_U1 = jnp.ones_like(x_UD[:, :1])

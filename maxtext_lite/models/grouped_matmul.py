@@ -6,11 +6,12 @@ more groups: R sets of E groups are R*E groups, with the rows of one set after t
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
+from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 
 from maxtext_lite.config.experts import GroupedMatmul
 
@@ -19,42 +20,55 @@ _BY_ROWS_TRANSPOSED = jax.lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ()))
 _OVER_ROWS = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+Layout = Literal["io", "oi"]
+"""The order in which a weight's in and out dims lie in memory: an all-gather leaves the dim that it gathers first."""
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def grouped_matmul(
-    x_Ui: jax.Array, weight_Eio: jax.Array, size_E: jax.Array, kernel: GroupedMatmul = "ragged_dot"
+    x_Ui: jax.Array,
+    weight_Eio: jax.Array,
+    size_E: jax.Array,
+    kernel: GroupedMatmul = "ragged_dot",
+    layout: Layout = "io",
 ) -> jax.Array:
     """Each row times its group's weight: [U, out] in float32; rows after the last group hold nothing of use.
 
     Args:
       x_Ui: rows, those of the first group first.
       size_E: int32 rows of each group; their sum is at most U.
+      layout: spares kernels that know both a copy of the weight in the other one.
     """
-    return _MAPPABLE[kernel].by_rows(x_Ui, weight_Eio, size_E)
+    return _MAPPABLE[kernel, layout].by_rows(x_Ui, weight_Eio, size_E)
 
 
 def grouped_matmul_transposed(
-    g_Uo: jax.Array, weight_Eio: jax.Array, size_E: jax.Array, kernel: GroupedMatmul = "ragged_dot"
+    g_Uo: jax.Array,
+    weight_Eio: jax.Array,
+    size_E: jax.Array,
+    kernel: GroupedMatmul = "ragged_dot",
+    layout: Layout = "io",
 ) -> jax.Array:
     """`grouped_matmul` by the transposed weights: [U, in] in float32."""
-    return _MAPPABLE[kernel].by_rows_transposed(g_Uo, weight_Eio, size_E)
+    return _MAPPABLE[kernel, layout].by_rows_transposed(g_Uo, weight_Eio, size_E)
 
 
 def grouped_weight_gradient(
-    x_Ui: jax.Array, g_Uo: jax.Array, size_E: jax.Array, kernel: GroupedMatmul = "ragged_dot"
+    x_Ui: jax.Array, g_Uo: jax.Array, size_E: jax.Array, kernel: GroupedMatmul = "ragged_dot", layout: Layout = "io"
 ) -> jax.Array:
     """The groups' x^T g: [E, in, out] in float32; rows after the last group count for nothing."""
-    return _MAPPABLE[kernel].over_rows(x_Ui, g_Uo, size_E)
+    return _MAPPABLE[kernel, layout].over_rows(x_Ui, g_Uo, size_E)
 
 
-def _forward(x_Ui: jax.Array, weight_Eio: jax.Array, size_E: jax.Array, kernel: GroupedMatmul) -> Any:
-    return _MAPPABLE[kernel].by_rows(x_Ui, weight_Eio, size_E), (x_Ui, weight_Eio, size_E)
+def _forward(x_Ui: jax.Array, weight_Eio: jax.Array, size_E: jax.Array, kernel: GroupedMatmul, layout: Layout) -> Any:
+    return grouped_matmul(x_Ui, weight_Eio, size_E, kernel, layout), (x_Ui, weight_Eio, size_E)
 
 
-def _backward(kernel: GroupedMatmul, residuals: Any, g_Uo: jax.Array) -> Any:
+def _backward(kernel: GroupedMatmul, layout: Layout, residuals: Any, g_Uo: jax.Array) -> Any:
     x_Ui, weight_Eio, size_E = residuals
     g_Uo = g_Uo.astype(x_Ui.dtype)
-    dx_Ui = grouped_matmul_transposed(g_Uo, weight_Eio, size_E, kernel).astype(x_Ui.dtype)
-    return dx_Ui, grouped_weight_gradient(x_Ui, g_Uo, size_E, kernel).astype(weight_Eio.dtype), None
+    dx_Ui = grouped_matmul_transposed(g_Uo, weight_Eio, size_E, kernel, layout).astype(x_Ui.dtype)
+    return dx_Ui, grouped_weight_gradient(x_Ui, g_Uo, size_E, kernel, layout).astype(weight_Eio.dtype), None
 
 
 grouped_matmul.defvjp(_forward, _backward)
@@ -89,6 +103,61 @@ def _tokamax(dims: Any) -> Callable[..., jax.Array]:
         return jnp.where(size_E[:, None, None] > 0, y, 0) if dims is _OVER_ROWS else y
 
     return run
+
+
+_LANES = 128
+
+
+def _tile(size: int, limit: int) -> int:
+    """Of the multiples of 128 up to `limit`, the one that pads a dim of that size least; of several, the largest."""
+    return min(range(_LANES, limit + 1, _LANES), key=lambda tile: (-(-size // tile) * tile, -tile))
+
+
+def on_tpu(layout: Layout, *, interpret: bool = False) -> _Kernel:
+    """Pallas's grouped matmul for TPUs, which reads weights of either layout as they are.
+
+    `ragged_dot` is compiled to a kernel too, which knows one layout: whole weights are copied for its transposes. It
+    stands in where a dim is no multiple of 128.
+
+    Args:
+      layout: of weights, and of their gradients.
+      interpret: in jax, on any platform.
+    """
+
+    def suits(*sizes: int) -> bool:
+        return all(size % _LANES == 0 for size in sizes)
+
+    def tiles(x: jax.Array, inner: int, outer: int, limit: int) -> tuple[int, int, int]:
+        """Of rows, of the dim that is summed over and of the other: at most 13 MB of memory on the chip."""
+        rows = max(tile for tile in (128, 256, 512) if x.shape[0] % tile == 0)
+        return rows, _tile(inner, limit * 2 // x.dtype.itemsize), _tile(outer, 1024)
+
+    def matmul(x_Ui: jax.Array, weight_Eio: jax.Array, size_E: jax.Array, layout: Layout) -> jax.Array:
+        tiling = tiles(x_Ui, *weight_Eio.shape[1:], limit=1024)
+        turned = layout == "oi"
+        weight = weight_Eio.swapaxes(1, 2) if turned else weight_Eio
+        y_Uo: Any = gmm(x_Ui, weight, size_E, jnp.float32, tiling, transpose_rhs=turned, interpret=interpret)
+        return y_Uo
+
+    def by_rows(x_Ui: jax.Array, weight_Eio: jax.Array, size_E: jax.Array) -> jax.Array:
+        if not suits(*x_Ui.shape, *weight_Eio.shape[1:]):
+            return _ragged(_BY_ROWS)(x_Ui, weight_Eio, size_E)
+        return matmul(x_Ui, weight_Eio, size_E, layout)
+
+    def by_rows_transposed(g_Uo: jax.Array, weight_Eio: jax.Array, size_E: jax.Array) -> jax.Array:
+        if not suits(*g_Uo.shape, *weight_Eio.shape[1:]):
+            return _ragged(_BY_ROWS_TRANSPOSED)(g_Uo, weight_Eio, size_E)
+        return matmul(g_Uo, weight_Eio.swapaxes(1, 2), size_E, "io" if layout == "oi" else "oi")
+
+    def over_rows(x_Ui: jax.Array, g_Uo: jax.Array, size_E: jax.Array) -> jax.Array:
+        if not suits(*x_Ui.shape, *g_Uo.shape):
+            return _ragged(_OVER_ROWS)(x_Ui, g_Uo, size_E)
+        left, right = (g_Uo, x_Ui) if layout == "oi" else (x_Ui, g_Uo)
+        tiling = tiles(left, left.shape[1], right.shape[1], limit=512)
+        sums: Any = tgmm(left.swapaxes(0, 1), right, size_E, jnp.float32, tiling, interpret=interpret)
+        return sums.swapaxes(1, 2) if layout == "oi" else sums
+
+    return _Kernel(by_rows, by_rows_transposed, over_rows)
 
 
 class _Block(NamedTuple):
@@ -238,8 +307,12 @@ def _all_mappable(kernel: _Kernel) -> _Kernel:
 
 
 _ALL_DIMS = (_BY_ROWS, _BY_ROWS_TRANSPOSED, _OVER_ROWS)
-_MAPPABLE: dict[GroupedMatmul, _Kernel] = {
+_OF_ANY_LAYOUT: dict[GroupedMatmul, _Kernel] = {
     "ragged_dot": _all_mappable(_Kernel(*map(_ragged, _ALL_DIMS))),
     "blocks": _all_mappable(in_blocks()),
     "tokamax": _all_mappable(_Kernel(*map(_tokamax, _ALL_DIMS))),
+}
+_MAPPABLE: dict[tuple[GroupedMatmul, Layout], _Kernel] = {
+    **{(name, layout): kernel for name, kernel in _OF_ANY_LAYOUT.items() for layout in get_args(Layout)},
+    **{("megablox", layout): _all_mappable(on_tpu(layout)) for layout in get_args(Layout)},
 }

@@ -9,7 +9,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from maxtext_lite.batching import BatchPlan
-from maxtext_lite.config import Config, ModelConfig, UserError, adapted_weights, remat_of
+from maxtext_lite.config import Config, UserError, adapted_weights, remat_of
 from maxtext_lite.config.experts import grouped_matmul_kernel
 from maxtext_lite.config.kernels import attention_kernel
 from maxtext_lite.models import Decoder, DecoderShape, ExpertShape, Lora

@@ -9,7 +9,7 @@ from maxtext_lite.config.experts import grouped_matmul_kernel
 
 @pytest.mark.parametrize(("platform", "dtype", "tokamax", "kernel"), [
     ("cpu", "bfloat16", True, "ragged_dot"),
-    ("tpu", "bfloat16", True, "ragged_dot"),
+    ("tpu", "bfloat16", True, "megablox"),
     ("gpu", "bfloat16", True, "tokamax"),
     ("gpu", "float16", True, "tokamax"),
     ("gpu", "float32", True, "blocks"),

@@ -1,4 +1,4 @@
-"""The grouped matmul against a loop over groups, alone and under one and two vmaps, with its derivatives; each kernel."""
+"""Each kernel of the grouped matmul against a loop over groups, with its derivatives; under one and two vmaps."""
 
 import functools
 import re
