@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from maxtext_lite.models import Decoder, DecoderShape
-from maxtext_lite.models.capacity import expert_capacity, with_capacity
+from maxtext_lite.models.capacity import with_capacity
 from maxtext_lite.models.dropless import dropless
 from maxtext_lite.models.layers import MixtureOfExperts
 from maxtext_lite.models.moe import BALANCE, LOAD, ROUTER_Z, ExpertShape, ExpertWeights, Router, Routing, route
@@ -217,15 +217,6 @@ def test_an_examples_output_does_not_depend_on_its_neighbours_or_its_future(fact
     others[1:] = RNG.normal(size=others[1:].shape)
     others[0, 6:] = RNG.normal(size=others[0, 6:].shape)
     np.testing.assert_allclose(run(others, ROUTER, WEIGHTS, shape, None)[0][0, :6], whole[0, :6], atol=1e-6)
-
-
-def test_capacity_is_rounded_up_exactly():
-    """0.07 x 300 / 7 is 3 exactly, which binary fractions do not say."""
-    shape = ExpertShape(num_experts=7, num_per_token=1, mlp_dim=F, capacity_factor=Fraction("0.07"))
-    want = [math.ceil(Fraction(7, 100) * tokens / 7) for tokens in range(301)]
-    np.testing.assert_array_equal(expert_capacity(shape, 300), want)
-    ample = dataclasses.replace(shape, capacity_factor=Fraction(100))
-    np.testing.assert_array_equal(expert_capacity(ample, 4), [0, 1, 2, 3, 4])  # a token goes to an expert once
 
 
 @pytest.mark.parametrize("factor", [None, Fraction(1)])
