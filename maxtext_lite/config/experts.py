@@ -7,18 +7,21 @@ from typing import Literal
 
 GroupedMatmul = Literal["ragged_dot", "blocks", "tokamax", "megablox"]
 """jax's own (a kernel on TPUs; elsewhere a dense matmul of every row by every expert), a loop over blocks of rows in
-plain jax (any platform), tokamax's kernels (NVIDIA GPUs), Pallas's (TPUs)."""
+plain jax (any platform), tokamax's kernels (NVIDIA's Hopper GPUs), Pallas's (TPUs)."""
 
 
-def grouped_matmul_kernel(platform: str, dtype: str) -> GroupedMatmul:
-    """The grouped matmul that suits a platform ("cpu", "gpu", "tpu"); on a GPU tokamax's, where it is installed.
+def grouped_matmul_kernel(platform: str, dtype: str, compute_capability: str | None = None) -> GroupedMatmul:
+    """The grouped matmul that suits a platform ("cpu", "gpu", "tpu").
 
     Args:
       dtype: of activations; tokamax's kernels know two bytes.
+      compute_capability: of an NVIDIA GPU; tokamax's kernels have both directions on "9.0" only, which None is taken
+        for.
     """
     if platform != "gpu":
         return "megablox" if platform == "tpu" else "ragged_dot"
-    return "tokamax" if dtype != "float32" and importlib.util.find_spec("tokamax") else "blocks"
+    suits = dtype != "float32" and compute_capability in (None, "9.0")
+    return "tokamax" if suits and importlib.util.find_spec("tokamax") else "blocks"
 
 
 ROOM = Fraction(5, 4)

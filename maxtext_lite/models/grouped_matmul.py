@@ -18,6 +18,7 @@ from maxtext_lite.config.experts import GroupedMatmul
 _BY_ROWS = jax.lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0])
 _BY_ROWS_TRANSPOSED = jax.lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
 _OVER_ROWS = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+_ALL_DIMS = (_BY_ROWS, _BY_ROWS_TRANSPOSED, _OVER_ROWS)
 
 
 Layout = Literal["io", "oi"]
@@ -89,20 +90,6 @@ def _ragged(dims: Any) -> Callable[..., jax.Array]:
     return functools.partial(
         jax.lax.ragged_dot_general, ragged_dot_dimension_numbers=dims, preferred_element_type=jnp.float32
     )
-
-
-def _tokamax(dims: Any) -> Callable[..., jax.Array]:
-    def run(left: jax.Array, right: jax.Array, size_E: jax.Array) -> jax.Array:
-        import tokamax  # an optional package, which only GPUs ask for
-
-        # Named, because the last of its own choice is a dense matmul over all groups.
-        y: Any = tokamax.ragged_dot_general(
-            left, right, size_E, dims, preferred_element_type=jnp.float32, implementation=("mosaic_gpu", "triton")
-        )
-        # Its gradient kernels read the rows before an empty group.
-        return jnp.where(size_E[:, None, None] > 0, y, 0) if dims is _OVER_ROWS else y
-
-    return run
 
 
 _LANES = 128
@@ -248,6 +235,29 @@ def in_blocks(rows_of_block: int | None = None) -> _Kernel:
     )
 
 
+def on_hopper() -> _Kernel:
+    """tokamax's kernels for NVIDIA GPUs of compute capability 9.0; `in_blocks` where a dim is no multiple of 64."""
+
+    def run(dims: Any, instead: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        def function(left: jax.Array, right: jax.Array, size_E: jax.Array) -> jax.Array:
+            import tokamax  # an optional package, which only GPUs ask for
+
+            if any(size % 64 for size in (left.shape[1], *right.shape[1:])):
+                return instead(left, right, size_E)
+            if dims is _OVER_ROWS:  # it multiplies rows after the last group by 0, which need not be numbers
+                is_used_U1 = (jnp.arange(len(left)) < jnp.sum(size_E))[:, None]
+                left, right = (jnp.where(is_used_U1, rows, 0) for rows in (left, right))
+            # Named, because the last of its own choice is a dense matmul over all groups.
+            y: Any = tokamax.ragged_dot_general(
+                left, right, size_E, dims, preferred_element_type=jnp.float32, implementation="mosaic_gpu"
+            )
+            return y
+
+        return function
+
+    return _Kernel(*(run(dims, instead) for dims, instead in zip(_ALL_DIMS, in_blocks(), strict=True)))
+
+
 # ---- Under vmap -----------------------------------------------------------------------------------------------------
 
 
@@ -306,11 +316,10 @@ def _all_mappable(kernel: _Kernel) -> _Kernel:
     )
 
 
-_ALL_DIMS = (_BY_ROWS, _BY_ROWS_TRANSPOSED, _OVER_ROWS)
 _OF_ANY_LAYOUT: dict[GroupedMatmul, _Kernel] = {
     "ragged_dot": _all_mappable(_Kernel(*map(_ragged, _ALL_DIMS))),
     "blocks": _all_mappable(in_blocks()),
-    "tokamax": _all_mappable(_Kernel(*map(_tokamax, _ALL_DIMS))),
+    "tokamax": _all_mappable(on_hopper()),
 }
 _MAPPABLE: dict[tuple[GroupedMatmul, Layout], _Kernel] = {
     **{(name, layout): kernel for name, kernel in _OF_ANY_LAYOUT.items() for layout in get_args(Layout)},

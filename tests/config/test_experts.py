@@ -7,17 +7,19 @@ import pytest
 from maxtext_lite.config.experts import exchanged_rows, grouped_matmul_kernel
 
 
-@pytest.mark.parametrize(("platform", "dtype", "tokamax", "kernel"), [
-    ("cpu", "bfloat16", True, "ragged_dot"),
-    ("tpu", "bfloat16", True, "megablox"),
-    ("gpu", "bfloat16", True, "tokamax"),
-    ("gpu", "float16", True, "tokamax"),
-    ("gpu", "float32", True, "blocks"),
-    ("gpu", "bfloat16", False, "blocks"),
+@pytest.mark.parametrize(("platform", "dtype", "tokamax", "capability", "kernel"), [
+    ("cpu", "bfloat16", True, None, "ragged_dot"),
+    ("tpu", "bfloat16", True, None, "megablox"),
+    ("gpu", "bfloat16", True, None, "tokamax"),
+    ("gpu", "float16", True, "9.0", "tokamax"),
+    ("gpu", "float16", True, "8.0", "blocks"),
+    ("gpu", "bfloat16", True, "10.0", "blocks"),
+    ("gpu", "float32", True, None, "blocks"),
+    ("gpu", "bfloat16", False, None, "blocks"),
 ])  # fmt: skip
-def test_each_platform_has_its_kernel(platform, dtype, tokamax, kernel, monkeypatch):
+def test_each_platform_has_its_kernel(platform, dtype, tokamax, capability, kernel, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if tokamax else None)
-    assert grouped_matmul_kernel(platform, dtype) == kernel
+    assert grouped_matmul_kernel(platform, dtype, capability) == kernel
 
 
 def _by_bytes(axis, chosen, element_bytes, num_tokens=4096, num_experts=64):

@@ -1,14 +1,18 @@
 """Each kernel of the grouped matmul against a loop over groups, with its derivatives; under one and two vmaps."""
 
+import dataclasses
 import functools
 import re
+from types import SimpleNamespace
 
 import jax
+import jax.extend.backend
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.mesh import AbstractDevice
 
-from maxtext_lite.models.grouped_matmul import block_rows, grouped_matmul, in_blocks
+from maxtext_lite.models.grouped_matmul import block_rows, grouped_matmul, in_blocks, on_tpu
 
 U, IN, OUT, E = 9, 5, 4, 3
 RNG = np.random.default_rng(0)
@@ -101,11 +105,11 @@ IN_WIDE, OUT_WIDE = 256, 128
 
 def _lowered_for_cuda(function):
     """A program of 512 rows in 16 groups, with its gradient, mapped over two sets of rows."""
-    sizes = ((2, 512, IN_WIDE), (16, IN_WIDE, OUT_WIDE), (2, 16), (2, 512, OUT_WIDE))
-    kinds = (jnp.bfloat16, jnp.bfloat16, jnp.int32, jnp.float32)
-    arrays = [jax.ShapeDtypeStruct(*pair) for pair in zip(sizes, kinds, strict=True)]
+    sizes = ((2, 512, IN_WIDE), (16, IN_WIDE, OUT_WIDE), (2, 512, OUT_WIDE), (2, 16))
+    kinds = (jnp.bfloat16, jnp.bfloat16, jnp.float32, jnp.int32)
+    x, weight, cotangent, size = (jax.ShapeDtypeStruct(*pair) for pair in zip(sizes, kinds, strict=True))
     mapped = jax.vmap(function, in_axes=(0, None, 0, 0))
-    return jax.jit(mapped).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    return jax.jit(mapped).trace(x, weight, size, cotangent).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def test_for_nvidia_no_operand_has_every_row_for_every_group():
@@ -117,6 +121,44 @@ def test_for_nvidia_no_operand_has_every_row_for_every_group():
         return jnp.einsum("UE,Ui,Eio->Uo", one_hot, x, weight) + cotangent
 
     assert _per_row_of_all(_lowered_for_cuda(dense), 1024, 16)
+
+
+def test_tokamax_lowers_both_ways_for_a_hopper_gpu(monkeypatch):
+    """Where it is installed. It asks the default device what it is, and is told."""
+    pytest.importorskip("tokamax")
+    hopper = SimpleNamespace(platform="gpu", compute_capability="9.0", core_count=132, device_kind="NVIDIA H100", id=0)
+    monkeypatch.setattr(jax.extend.backend, "get_default_device", lambda: hopper)
+    names = {field.name for field in dataclasses.fields(AbstractDevice)}
+    known = {"device_kind": "NVIDIA H100", "num_cores": 132, "platform": "gpu"}
+    device = AbstractDevice(**{name: value for name, value in known.items() if name in names})
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
+        text = _lowered_for_cuda(functools.partial(_with_gradients, kernel="tokamax"))
+    assert len(re.findall(r"custom_call @mosaic_gpu", text)) == 3
+    assert "dot_general" not in text
+    assert not _per_row_of_all(text, 1024, 16)
+
+
+# ---- For TPUs -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [[100, 0, 156], [0, 128, 0]], ids=str)
+@pytest.mark.parametrize("layout", ["io", "oi"])
+def test_the_kernel_for_tpus_equals_a_loop_over_groups_in_either_layout(layout, sizes):
+    """In the interpreter; rows that belong to no group are not finite, and do no harm to those that do."""
+    rng, used = np.random.default_rng(0), sum(sizes)
+    shapes = ((256, 128), (E, 128, 384), (256, 384))
+    x, weight, cotangent = (rng.normal(size=shape).astype(np.float32) for shape in shapes)
+    ends = np.cumsum(sizes)
+    x[used:], cotangent[used:] = np.nan, np.inf
+    kernel, size_E = on_tpu(layout, interpret=True), jnp.array(sizes)
+    y, dx = kernel.by_rows(x, weight, size_E), kernel.by_rows_transposed(cotangent, weight, size_E)
+    dweight = kernel.over_rows(x, cotangent, size_E)
+    for group, (size, end) in enumerate(zip(sizes, ends, strict=True)):
+        rows = slice(end - size, end)
+        wide, g = np.float64(x[rows]), np.float64(cotangent[rows])
+        np.testing.assert_allclose(y[rows], wide @ weight[group], atol=1e-4)
+        np.testing.assert_allclose(dx[rows], g @ weight[group].T, atol=1e-4)
+        np.testing.assert_allclose(dweight[group], wide.T @ g, atol=1e-4)
 
 
 def test_bfloat16_sums_in_float32():
