@@ -38,8 +38,8 @@ def _out_bias(w: ExpertWeights, size_E: jax.Array, num_rows: int) -> jax.Array:
 
 def _inner(shape: ExpertShape, x_UD: jax.Array, w: ExpertWeights, size_E: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The two projections of each row, in the dtype of x_UD."""
-    gate_UF = grouped_matmul(x_UD, w.gate_EDF, size_E, shape.matmul)
-    up_UF = grouped_matmul(x_UD, w.up_EDF, size_E, shape.matmul)
+    gate_UF: Any = grouped_matmul(x_UD, w.gate_EDF, size_E, shape.matmul)
+    up_UF: Any = grouped_matmul(x_UD, w.up_EDF, size_E, shape.matmul)
     if w.gate_EF is not None and w.up_EF is not None:
         expert_U = _expert_of_rows(size_E, len(x_UD))
         gate_UF, up_UF = gate_UF + w.gate_EF[expert_U], up_UF + w.up_EF[expert_U]
@@ -48,7 +48,8 @@ def _inner(shape: ExpertShape, x_UD: jax.Array, w: ExpertWeights, size_E: jax.Ar
 
 def _outer(shape: ExpertShape, gate_UF: jax.Array, up_UF: jax.Array, w: ExpertWeights, size_E: jax.Array) -> jax.Array:
     """What comes of them, [U, D] in float32."""
-    y_UD = grouped_matmul(mlp_hidden(shape.activation, gate_UF, up_UF), w.down_EFD, size_E, shape.matmul, "oi")
+    hidden_UF: Any = mlp_hidden(shape.activation, gate_UF, up_UF)
+    y_UD: Any = grouped_matmul(hidden_UF, w.down_EFD, size_E, shape.matmul, "oi")
     return y_UD if w.down_ED is None else y_UD + _out_bias(w, size_E, len(gate_UF))
 
 
@@ -115,7 +116,7 @@ def _local_forward(
 ) -> tuple[jax.Array, ...]:
     """The tokens' outputs, and what the backward pass asks for again of the rows that there always are."""
     w, dtype = _whole_weights(ExpertWeights(*weights)), x_BTD.dtype
-    num_here, num_rows = len(w.gate_EDF), rows_of_round(expert_BTJ, shape, dtype)
+    num_here, num_rows = len(w.gate_EDF), rows_of_round(_num_tokens(expert_BTJ), shape, dtype)
 
     def run(rows: GatheredRows | ExchangedRows) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         x_UD = rows.of_tokens(x_BTD)
@@ -137,11 +138,15 @@ def _rows(expert_BTJ: jax.Array, num_here: int, num_rows: int | None) -> Gathere
     return gather_rows(expert_BTJ, num_here) if num_rows is None else exchange_rows(expert_BTJ, num_here, num_rows, 0)
 
 
+def _num_tokens(expert_BTJ: jax.Array) -> int:
+    return expert_BTJ.shape[0] * expert_BTJ.shape[1]
+
+
 def _further_rounds(
     expert_BTJ: jax.Array, num_here: int, num_rows: int, run: Callable[[jax.Array, Any], Any], start: Any
 ) -> Any:
     """`run(number, sums)` for each round after the first; `start` where the first has room for whatever may come."""
-    most = expert_BTJ.shape[0] * expert_BTJ.shape[1] * min(expert_BTJ.shape[2], num_here)
+    most = _num_tokens(expert_BTJ) * min(expert_BTJ.shape[2], num_here)
     if most <= num_rows:
         return start
     return jax.lax.fori_loop(1, num_rounds(expert_BTJ, num_here, num_rows), run, start)
@@ -155,15 +160,17 @@ def _local_backward(
     g_BTD: jax.Array,
     *rest: jax.Array,
 ) -> tuple[jax.Array, ...]:
-    dtype, num_rows = x_BTD.dtype, rows_of_round(expert_BTJ, shape, x_BTD.dtype)
+    dtype, num_rows = x_BTD.dtype, rows_of_round(_num_tokens(expert_BTJ), shape, x_BTD.dtype)
     count = 6 if shape.with_bias else 3
     weights, (*rows, x_UD, gate_UF, up_UF) = ExpertWeights(*rest[:count]), rest[count:]
     w = _whole_weights(weights)
     num_here = len(w.gate_EDF)
 
-    def run(rows: GatheredRows | ExchangedRows, *kept: jax.Array) -> list[jax.Array]:
-        of_rows = rows.of_tokens(g_BTD), rows.of_choices(share_BTJ)
-        found = _rows_backward(shape, w, rows.size_E, *kept, *of_rows)
+    def run(
+        rows: GatheredRows | ExchangedRows, x_UD: jax.Array, gate_UF: jax.Array, up_UF: jax.Array
+    ) -> list[jax.Array]:
+        g_UD, share_U = rows.of_tokens(g_BTD), rows.of_choices(share_BTJ)
+        found = _rows_backward(shape, w, rows.size_E, x_UD, gate_UF, up_UF, g_UD, share_U)
         dx_BTD = rows.sum_of_choices(found.dx_UD, None, x_BTD)
         return [dx_BTD, rows.to_choices(found.dshare_U, share_BTJ), *found.dweights]
 
@@ -197,11 +204,8 @@ _INNER_AXES = ("routed_rows", "activation_mlp")
 
 def _kept_axes(expert_BTJ: jax.Array, shape: ExpertShape, dtype: Any) -> list[tuple[str | None, ...]]:
     """Logical axes of rows as `GatheredRows` or `ExchangedRows`, of their tokens and of the two inner results."""
-    shards = num_shards("batch"), num_shards("length")
-    own = jax.ShapeDtypeStruct(
-        (expert_BTJ.shape[0] // shards[0], expert_BTJ.shape[1] // shards[1], expert_BTJ.shape[2]), jnp.int32
-    )
-    is_gathered = rows_of_round(own, shape, dtype) is None
+    num_tokens = _num_tokens(expert_BTJ) // (num_shards("batch") * num_shards("length"))
+    is_gathered = rows_of_round(num_tokens, shape, dtype) is None
     rows = [_FLAT, _PER_TOKEN, _PER_TOKEN, *([_FLAT] if is_gathered else [_FLAT, _FLAT])]
     return [*rows, _PER_TOKEN, _INNER_AXES, _INNER_AXES]
 

@@ -189,10 +189,10 @@ def num_rounds(expert_BTJ: jax.Array, num_here: int, num_rows: int) -> jax.Array
     return largest(jnp.max(-(-_queues(expert_BTJ, num_here).count_n // num_rows)), "experts")
 
 
-def rows_of_round(expert_BTJ: jax.Array, shape: ExpertShape, dtype: Any) -> int | None:
-    """`exchanged_rows` of this device's tokens; None where all tokens are gathered."""
+def rows_of_round(num_tokens: int, shape: ExpertShape, dtype: Any) -> int | None:
+    """`exchanged_rows` of a device with so many tokens; None where all tokens are gathered."""
     return exchanged_rows(
-        num_tokens=expert_BTJ.shape[0] * expert_BTJ.shape[1],
+        num_tokens=num_tokens,
         num_per_token=shape.num_per_token,
         num_experts=shape.num_experts,
         num_shards=num_shards("experts"),
