@@ -11,9 +11,9 @@ from jax.ad_checkpoint import checkpoint_name
 from maxtext_lite.models.expert_rows import (
     ExchangedRows,
     GatheredRows,
-    exchange_rows,
+    Queues,
     gather_rows,
-    num_rounds,
+    queue_up,
     rows_of_round,
 )
 from maxtext_lite.models.grouped_matmul import grouped_matmul, grouped_matmul_transposed, grouped_weight_gradient
@@ -123,33 +123,30 @@ def _local_forward(
         inner = _inner(shape, x_UD, w, rows.size_E)
         return rows.sum_of_choices(_outer(shape, *inner, w, rows.size_E), share_BTJ, x_BTD), (x_UD, *inner)
 
-    rows = _rows(expert_BTJ, num_here, num_rows)
+    queues = None if num_rows is None else queue_up(expert_BTJ, num_here, num_rows)
+    rows = gather_rows(expert_BTJ, num_here) if queues is None else queues.round(0)
     y_BTD, kept = run(rows)
-    if num_rows is not None:
 
-        def next_round(number: jax.Array, y_BTD: jax.Array) -> jax.Array:
-            return y_BTD + run(exchange_rows(expert_BTJ, num_here, num_rows, number))[0]
+    def next_round(rows: ExchangedRows, y_BTD: jax.Array) -> jax.Array:
+        return y_BTD + run(rows)[0]
 
-        y_BTD = _further_rounds(expert_BTJ, num_here, num_rows, next_round, y_BTD)
+    y_BTD = _further_rounds(queues, next_round, y_BTD)
     return summed(y_BTD, "mlp").astype(dtype), *rows, *kept
-
-
-def _rows(expert_BTJ: jax.Array, num_here: int, num_rows: int | None) -> GatheredRows | ExchangedRows:
-    return gather_rows(expert_BTJ, num_here) if num_rows is None else exchange_rows(expert_BTJ, num_here, num_rows, 0)
 
 
 def _num_tokens(expert_BTJ: jax.Array) -> int:
     return expert_BTJ.shape[0] * expert_BTJ.shape[1]
 
 
-def _further_rounds(
-    expert_BTJ: jax.Array, num_here: int, num_rows: int, run: Callable[[jax.Array, Any], Any], start: Any
-) -> Any:
-    """`run(number, sums)` for each round after the first; `start` where the first has room for whatever may come."""
-    most = _num_tokens(expert_BTJ) * min(expert_BTJ.shape[2], num_here)
-    if most <= num_rows:
+def _further_rounds(queues: Queues | None, run: Callable[[ExchangedRows, Any], Any], start: Any) -> Any:
+    """`run(rows, sums)` for each round after the first; `start` where there can be none."""
+    if queues is None or not queues.may_need_more_rounds:
         return start
-    return jax.lax.fori_loop(1, num_rounds(expert_BTJ, num_here, num_rows), run, start)
+
+    def step(number: jax.Array, sums: Any) -> Any:
+        return run(queues.round(number), sums)
+
+    return jax.lax.fori_loop(1, queues.num_rounds(), step, start)
 
 
 def _local_backward(
@@ -176,15 +173,14 @@ def _local_backward(
 
     kind = GatheredRows if num_rows is None else ExchangedRows
     sums = run(kind(*rows), x_UD, gate_UF, up_UF)
-    if num_rows is not None:
 
-        def next_round(number: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
-            rows = exchange_rows(expert_BTJ, num_here, num_rows, number)
-            x_UD = rows.of_tokens(x_BTD)
-            more = run(rows, x_UD, *_inner(shape, x_UD, w, rows.size_E))
-            return [total + part for total, part in zip(sums, more, strict=True)]
+    def next_round(rows: ExchangedRows, sums: list[jax.Array]) -> list[jax.Array]:
+        x_UD = rows.of_tokens(x_BTD)
+        more = run(rows, x_UD, *_inner(shape, x_UD, w, rows.size_E))
+        return [total + part for total, part in zip(sums, more, strict=True)]
 
-        sums = _further_rounds(expert_BTJ, num_here, num_rows, next_round, sums)
+    queues = None if num_rows is None else queue_up(expert_BTJ, num_here, num_rows)
+    sums = _further_rounds(queues, next_round, sums)
     dx_BTD, dshare_BTJ, *dweights = sums
     return (
         summed(dx_BTD, "mlp").astype(dtype),

@@ -139,54 +139,64 @@ class ExchangedRows(NamedTuple):
         return jnp.where(self.is_sent_NJ, d_S[self.slot_NJ], 0).reshape(like_BTJ.shape)
 
 
-class _Queues(NamedTuple):
-    """This device's choices, those for the first device's experts first.
+class Queues(NamedTuple):
+    """This device's choices, as they wait for the devices of their experts.
 
     Attributes:
-      choice: numbers of all choices in that order.
+      expert_NJ: as chosen; E for padding.
+      num_here: experts of a device.
+      num_rows: that a round has room for between two devices.
+      choice: numbers of all choices, those for the first device first.
       start_n, count_n: of each device's choices there.
       place_NJ: of each choice in its device's queue.
       device_NJ: whose expert was chosen; n for padding.
     """
 
+    expert_NJ: jax.Array
+    num_here: int
+    num_rows: int
     choice: jax.Array
     start_n: jax.Array
     count_n: jax.Array
     place_NJ: jax.Array
     device_NJ: jax.Array
 
+    @property
+    def may_need_more_rounds(self) -> bool:
+        """Whether there are choices that a single round has no room for."""
+        return self.expert_NJ.shape[0] * min(self.expert_NJ.shape[1], self.num_here) > self.num_rows
 
-def _queues(expert_BTJ: jax.Array, num_here: int) -> _Queues:
-    num_devices = num_shards("experts")
-    device_NJ = expert_BTJ.reshape(-1, expert_BTJ.shape[-1]) // num_here
+    def num_rounds(self) -> jax.Array:
+        """Rounds after which the queues of all devices along the axis are empty."""
+        return largest(jnp.max(-(-self.count_n // self.num_rows)), "experts")
+
+    def round(self, number: jax.Array | int) -> ExchangedRows:
+        """A round of the exchange, by its number: the next `num_rows` choices of each queue."""
+        num_rows = self.num_rows
+        num_devices = len(self.count_n)
+        place_nC = number * num_rows + jnp.arange(num_rows) + jnp.zeros((num_devices, 1), jnp.int32)
+        is_filled_nC = place_nC < self.count_n[:, None]
+        choice_nC = self.choice[jnp.where(is_filled_nC, self.start_n[:, None] + place_nC, 0)]
+        own_nC = jnp.where(is_filled_nC, self.expert_NJ.reshape(-1)[choice_nC] % self.num_here, self.num_here)
+        own_U = exchanged(own_nC.reshape(-1), "experts")
+        return ExchangedRows(
+            choice_S=choice_nC.reshape(-1),
+            slot_NJ=jnp.minimum(self.device_NJ, num_devices - 1) * num_rows + self.place_NJ % num_rows,
+            is_sent_NJ=(self.device_NJ < num_devices) & (self.place_NJ // num_rows == number),
+            from_U=jnp.argsort(own_U, stable=True),
+            size_E=_sizes(own_U, self.num_here),
+        )
+
+
+def queue_up(expert_BTJ: jax.Array, num_here: int, num_rows: int) -> Queues:
+    """The queues of this device's choices for the devices along the experts' axis, which have `num_here` each."""
+    num_devices, expert_NJ = num_shards("experts"), _own_tokens(expert_BTJ)
+    device_NJ = expert_NJ // num_here
     choice = jnp.argsort(device_NJ.reshape(-1), stable=True)
     count_n = _sizes(device_NJ, num_devices)
     start_n = jnp.cumsum(count_n) - count_n
     place_NJ = _inverse(choice).reshape(device_NJ.shape) - start_n[jnp.minimum(device_NJ, num_devices - 1)]
-    return _Queues(choice, start_n, count_n, place_NJ, device_NJ)
-
-
-def exchange_rows(expert_BTJ: jax.Array, num_here: int, num_rows: int, number: jax.Array | int) -> ExchangedRows:
-    """A round of the exchange, by its number: the next `num_rows` choices of each queue."""
-    queues = _queues(expert_BTJ, num_here)
-    num_devices = len(queues.count_n)
-    place_nC = number * num_rows + jnp.arange(num_rows) + jnp.zeros((num_devices, 1), jnp.int32)
-    is_filled_nC = place_nC < queues.count_n[:, None]
-    choice_nC = queues.choice[jnp.where(is_filled_nC, queues.start_n[:, None] + place_nC, 0)]
-    own_nC = jnp.where(is_filled_nC, expert_BTJ.reshape(-1)[choice_nC] % num_here, num_here)
-    own_U = exchanged(own_nC.reshape(-1), "experts")
-    return ExchangedRows(
-        choice_S=choice_nC.reshape(-1),
-        slot_NJ=jnp.minimum(queues.device_NJ, num_devices - 1) * num_rows + queues.place_NJ % num_rows,
-        is_sent_NJ=(queues.device_NJ < num_devices) & (queues.place_NJ // num_rows == number),
-        from_U=jnp.argsort(own_U, stable=True),
-        size_E=_sizes(own_U, num_here),
-    )
-
-
-def num_rounds(expert_BTJ: jax.Array, num_here: int, num_rows: int) -> jax.Array:
-    """Rounds after which the queues of all devices along the axis are empty."""
-    return largest(jnp.max(-(-_queues(expert_BTJ, num_here).count_n // num_rows)), "experts")
+    return Queues(expert_NJ, num_here, num_rows, choice, start_n, count_n, place_NJ, device_NJ)
 
 
 def rows_of_round(num_tokens: int, shape: ExpertShape, dtype: Any) -> int | None:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext_lite.models.expert_rows import exchange_rows, gather_rows, num_rounds, rows_of_round
+from maxtext_lite.models.expert_rows import gather_rows, queue_up, rows_of_round
 from maxtext_lite.models.moe import TOKEN_AXES, ExpertShape
 from maxtext_lite.parallel import MESH_AXES, make_mesh, over_shards
 
@@ -36,8 +36,9 @@ def _seen(expert, rows, num_rows):
 
     if rows == "gathered":
         return *of(gather_rows(expert, here)), jnp.ones([1, 1, 1])
-    rounds = num_rounds(expert, here, num_rows)
-    found = [of(exchange_rows(expert, here, num_rows, number)) for number in range(-(-T * J // num_rows) + 1)]
+    queues = queue_up(expert, here, num_rows)
+    rounds = queues.num_rounds()
+    found = [of(queues.round(number)) for number in range(-(-T * J // num_rows) + 1)]
     choices, first = (sum(parts) for parts in zip(*found, strict=True))
     late = sum(jnp.sum(jnp.where(number >= rounds, jnp.abs(part), 0)) for number, (part, _) in enumerate(found))
     return choices, first, (rounds + 1000 * (late > 0)).astype(jnp.float32).reshape(1, 1, 1)
