@@ -10,10 +10,12 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 
 from maxtext_lite.batching.parameters import ParameterCount, count_factored, count_parameters
 from maxtext_lite.batching.pipeline import Schedule
 from maxtext_lite.config import Config, remat_of
+from maxtext_lite.config.experts import exchanged_rows
 from maxtext_lite.config.kernels import Platform, attention_kernel
 from maxtext_lite.config.problem import divisors
 
@@ -207,8 +209,9 @@ def estimate_activations(
     of one pipeline microbatch, beside the inputs of the last 2 S - 1 ticks.
     """
     tokens = _tokens(config, mesh, micro_batch_slots)
-    sizes = _tensor_bytes(config, mesh)
-    everything = sum(sizes.values()) + _unnamed_bytes(config, mesh)
+    piece = tokens // num_pipeline_microbatches
+    sizes = _tensor_bytes(config, mesh, piece)
+    everything = sum(sizes.values()) + _unnamed_bytes(config, mesh, piece)
     remat = remat_of(config)
     if remat is None:
         kept_of_layer, recomputed = everything, 0
@@ -219,10 +222,9 @@ def estimate_activations(
     first = config.first_num_dense_layers
     layers = (config.base_num_decoder_layers - first) // stages
     outside = tokens * kept_of_layer * first  # of layers that all stages have
-    piece = tokens // num_pipeline_microbatches
     rows = piece * mesh["context"] // config.max_target_length
-    # And what goes into the experts of a layer and comes out of them.
-    routed = 2 * _rows_per_token(config, mesh) * config.base_emb_dim * _BYTES[config.dtype]
+    # And what comes out of the experts of a layer, in float32.
+    routed = int(_rows_per_token(config, mesh, piece) * config.base_emb_dim * 4)
     at_once = piece * (recomputed + routed) + rows * _attention_bytes(config, mesh, platform)
     at_once += _gathered_bytes(config, mesh)
     if schedule == "1f1b":
@@ -268,9 +270,9 @@ def offloaded_activations(
     remat = remat_of(config)
     if remat is None:
         return 0
-    sizes, stages = _tensor_bytes(config, mesh), mesh["stage"]
+    piece, stages = _tokens(config, mesh, micro_batch_slots) // num_pipeline_microbatches, mesh["stage"]
+    sizes = _tensor_bytes(config, mesh, piece)
     of_layer = sum(sizes[name] for name in remat.offloaded) * config.base_num_decoder_layers // stages
-    piece = _tokens(config, mesh, micro_batch_slots) // num_pipeline_microbatches
     return piece * of_layer * (1 if config.pipeline_schedule == "1f1b" else num_pipeline_microbatches + stages - 1)
 
 
@@ -284,11 +286,13 @@ def splits_residual(config: Config, mesh: Mapping[str, int]) -> bool:
     return config.max_target_length % (mesh["context"] * mesh["tensor"]) == 0
 
 
-def _tensor_bytes(config: Config, mesh: Mapping[str, int]) -> dict[str, int]:
-    """Bytes per token of the tensors of a layer that remat keys name."""
+def _tensor_bytes(config: Config, mesh: Mapping[str, int], tokens: int) -> dict[str, int]:
+    """Bytes per token of the tensors of a layer that remat keys name, where a device has so many tokens at once."""
     tensor, emb = mesh["tensor"], config.base_emb_dim // _residual_parts(config, mesh)
     heads, kv_heads = config.base_num_query_heads // tensor, config.base_num_kv_heads // tensor
-    mlp = _mlp_width(config, mesh) // tensor
+    mlp = _mlp_width(config, mesh, tokens) / tensor
+    # With a capacity, what came back of each choice is kept apart until the choices' sum.
+    choices = 0 if config.num_experts == 1 or config.capacity_factor == -1 else config.num_experts_per_tok
     elements = {
         "decoder_layer_input": emb,
         "query_proj": heads * config.head_dim,
@@ -298,35 +302,43 @@ def _tensor_bytes(config: Config, mesh: Mapping[str, int]) -> dict[str, int]:
         "out_proj": emb,
         "mlpwi_0": mlp if config.gated_mlp else 0,
         "mlpwi_1": mlp,
-        "mlpwo": emb,
+        "mlpwo": emb + choices * config.base_emb_dim,
+        "expert_rows": _rows_per_token(config, mesh, tokens) * config.base_emb_dim,
     }
-    return {name: size * _BYTES[config.dtype] for name, size in elements.items()}
+    return {name: int(size * _BYTES[config.dtype]) for name, size in elements.items()}
 
 
-def _unnamed_bytes(config: Config, mesh: Mapping[str, int]) -> int:
+def _unnamed_bytes(config: Config, mesh: Mapping[str, int], tokens: int) -> int:
     """Bytes per token of what else a layer's backward pass needs: normed inputs, rotated heads, the gated mlp."""
     tensor = mesh["tensor"]
-    mlp = _mlp_width(config, mesh) // tensor
+    mlp = int(_mlp_width(config, mesh, tokens) / tensor)
     normed = 2 * config.base_emb_dim // _residual_parts(config, mesh)
     return (normed + mlp) * _BYTES[config.dtype] + 4 * config.base_num_query_heads // tensor
 
 
-def _rows_per_token(config: Config, mesh: Mapping[str, int]) -> int:
+def _rows_per_token(config: Config, mesh: Mapping[str, int], tokens: int) -> Fraction:
     """Rows that a device has room for in its experts' matmuls, for each of its own tokens; 0 without experts.
 
-    Dropless, all tokens of the devices along the expert axis may come, each with as many choices as there are experts
-    here.
+    Dropless, they are those of one round of the exchange (`config.experts`); or all tokens of the devices along the
+    expert axis may come, each with as many choices as there are experts here.
     """
     if config.num_experts == 1:
-        return 0
-    chosen, experts = config.num_experts_per_tok, config.num_experts
-    if config.capacity_factor == -1:
-        return mesh["expert"] * min(chosen, experts // mesh["expert"])
-    return math.ceil(min(config.capacity_factor * chosen, experts))
+        return Fraction(0)
+    chosen, experts, shards = config.num_experts_per_tok, config.num_experts, mesh["expert"]
+    if config.capacity_factor != -1:
+        return Fraction(math.ceil(min(config.capacity_factor * chosen, experts)))
+    rows = exchanged_rows(
+        num_tokens=tokens,
+        num_per_token=chosen,
+        num_experts=experts,
+        num_shards=shards,
+        element_bytes=_BYTES[config.dtype],
+    )
+    return Fraction(shards * (tokens * min(chosen, experts // shards) if rows is None else rows), tokens)
 
 
-def _mlp_width(config: Config, mesh: Mapping[str, int]) -> int:
+def _mlp_width(config: Config, mesh: Mapping[str, int], tokens: int) -> Fraction:
     """Width of the mlps that a token goes through, as far as a device has room for them."""
     if config.num_experts == 1:
-        return config.base_mlp_dim
-    return (_rows_per_token(config, mesh) + config.shared_experts) * config.moe_mlp_dim
+        return Fraction(config.base_mlp_dim)
+    return (_rows_per_token(config, mesh, tokens) + config.shared_experts) * config.moe_mlp_dim

@@ -6,8 +6,9 @@ from maxtext_lite.config.schema import NumericsConfig
 
 QKV = ("query_proj", "key_proj", "value_proj")
 PROJECTIONS = (*QKV, "out_proj", "mlpwi_0", "mlpwi_1", "mlpwo")
-REMAT_TENSORS = ("decoder_layer_input", *PROJECTIONS, "context")
-"""Tensors of a layer that may be named: its input, the results of its matmuls, and what attention gives."""
+REMAT_TENSORS = ("decoder_layer_input", *PROJECTIONS, "context", "expert_rows")
+"""Tensors of a layer that may be named: its input, the results of its matmuls (experts' as an mlp's), what attention
+gives, and the tokens that have come to their experts."""
 
 
 class Remat(NamedTuple):

@@ -1,54 +1,264 @@
-"""Matmuls of rows sorted into groups, each group with a weight of its own: `jax.lax.ragged_dot` that can be mapped.
+"""Matmuls of rows sorted into groups, each group with a weight of its own, by the kernel that suits the platform.
 
-`ragged_dot` has no rule for `vmap` over anything but a leading dim of both operands. Here a mapped dim becomes more
-groups: R sets of E groups are R*E groups, with the rows of one set after those of another.
+None of the kernels has a rule for `vmap` over anything but a leading dim of both operands. Here a mapped dim becomes
+more groups: R sets of E groups are R*E groups, with the rows of one set after those of another.
 """
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
+from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
+
+from maxtext_lite.config.experts import GroupedMatmul
 
 _BY_ROWS = jax.lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0])
 _BY_ROWS_TRANSPOSED = jax.lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
 _OVER_ROWS = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+_ALL_DIMS = (_BY_ROWS, _BY_ROWS_TRANSPOSED, _OVER_ROWS)
 
 
-@jax.custom_vjp
-def grouped_matmul(x_Ui: jax.Array, weight_Eio: jax.Array, size_E: jax.Array) -> jax.Array:
+Layout = Literal["io", "oi"]
+"""The order in which a weight's in and out dims lie in memory: an all-gather leaves the dim that it gathers first."""
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def grouped_matmul(
+    x_Ui: jax.Array,
+    weight_Eio: jax.Array,
+    size_E: jax.Array,
+    kernel: GroupedMatmul = "ragged_dot",
+    layout: Layout = "io",
+) -> jax.Array:
     """Each row times its group's weight: [U, out] in float32; rows after the last group hold nothing of use.
 
     Args:
       x_Ui: rows, those of the first group first.
       size_E: int32 rows of each group; their sum is at most U.
+      layout: spares kernels that know both a copy of the weight in the other one.
     """
-    return _by_rows(x_Ui, weight_Eio, size_E)
+    return _MAPPABLE[kernel, layout].by_rows(x_Ui, weight_Eio, size_E)
 
 
-def grouped_matmul_transposed(g_Uo: jax.Array, weight_Eio: jax.Array, size_E: jax.Array) -> jax.Array:
+def grouped_matmul_transposed(
+    g_Uo: jax.Array,
+    weight_Eio: jax.Array,
+    size_E: jax.Array,
+    kernel: GroupedMatmul = "ragged_dot",
+    layout: Layout = "io",
+) -> jax.Array:
     """`grouped_matmul` by the transposed weights: [U, in] in float32."""
-    return _by_rows_transposed(g_Uo, weight_Eio, size_E)
+    return _MAPPABLE[kernel, layout].by_rows_transposed(g_Uo, weight_Eio, size_E)
 
 
-def grouped_weight_gradient(x_Ui: jax.Array, g_Uo: jax.Array, size_E: jax.Array) -> jax.Array:
+def grouped_weight_gradient(
+    x_Ui: jax.Array, g_Uo: jax.Array, size_E: jax.Array, kernel: GroupedMatmul = "ragged_dot", layout: Layout = "io"
+) -> jax.Array:
     """The groups' x^T g: [E, in, out] in float32; rows after the last group count for nothing."""
-    return _over_rows(x_Ui, g_Uo, size_E)
+    return _MAPPABLE[kernel, layout].over_rows(x_Ui, g_Uo, size_E)
 
 
-def _backward(residuals: Any, g_Uo: jax.Array) -> Any:
+def _forward(x_Ui: jax.Array, weight_Eio: jax.Array, size_E: jax.Array, kernel: GroupedMatmul, layout: Layout) -> Any:
+    return grouped_matmul(x_Ui, weight_Eio, size_E, kernel, layout), (x_Ui, weight_Eio, size_E)
+
+
+def _backward(kernel: GroupedMatmul, layout: Layout, residuals: Any, g_Uo: jax.Array) -> Any:
     x_Ui, weight_Eio, size_E = residuals
     g_Uo = g_Uo.astype(x_Ui.dtype)
-    dx_Ui = grouped_matmul_transposed(g_Uo, weight_Eio, size_E).astype(x_Ui.dtype)
-    return dx_Ui, grouped_weight_gradient(x_Ui, g_Uo, size_E).astype(weight_Eio.dtype), None
+    dx_Ui = grouped_matmul_transposed(g_Uo, weight_Eio, size_E, kernel, layout).astype(x_Ui.dtype)
+    return dx_Ui, grouped_weight_gradient(x_Ui, g_Uo, size_E, kernel, layout).astype(weight_Eio.dtype), None
 
 
-grouped_matmul.defvjp(lambda *arguments: (_by_rows(*arguments), arguments), _backward)
+grouped_matmul.defvjp(_forward, _backward)
 
 
-def _ragged(left: jax.Array, right: jax.Array, size_E: jax.Array, dims: Any) -> jax.Array:
-    return jax.lax.ragged_dot_general(left, right, size_E, dims, preferred_element_type=jnp.float32)
+# ---- Kernels --------------------------------------------------------------------------------------------------------
+
+
+class _Kernel(NamedTuple):
+    """(rows, weights, sizes), (rows, weights, sizes) with the weights transposed, and (rows, rows, sizes)."""
+
+    by_rows: Callable[..., jax.Array]
+    by_rows_transposed: Callable[..., jax.Array]
+    over_rows: Callable[..., jax.Array]
+
+
+def _ragged(dims: Any) -> Callable[..., jax.Array]:
+    return functools.partial(
+        jax.lax.ragged_dot_general, ragged_dot_dimension_numbers=dims, preferred_element_type=jnp.float32
+    )
+
+
+_LANES = 128
+
+
+def _tile(size: int, limit: int) -> int:
+    """Of the multiples of 128 up to `limit`, the one that pads a dim of that size least; of several, the largest."""
+    return min(range(_LANES, limit + 1, _LANES), key=lambda tile: (-(-size // tile) * tile, -tile))
+
+
+def on_tpu(layout: Layout, *, interpret: bool = False) -> _Kernel:
+    """Pallas's grouped matmul for TPUs, which reads weights of either layout as they are.
+
+    `ragged_dot` is compiled to a kernel too, which knows one layout: whole weights are copied for its transposes. It
+    stands in where a dim is no multiple of 128.
+
+    Args:
+      layout: of weights, and of their gradients.
+      interpret: in jax, on any platform.
+    """
+
+    def suits(*sizes: int) -> bool:
+        return all(size % _LANES == 0 for size in sizes)
+
+    def tiles(x: jax.Array, inner: int, outer: int, limit: int) -> tuple[int, int, int]:
+        """Of rows, of the dim that is summed over and of the other: at most 13 MB of memory on the chip."""
+        rows = max(tile for tile in (128, 256, 512) if x.shape[0] % tile == 0)
+        return rows, _tile(inner, limit * 2 // x.dtype.itemsize), _tile(outer, 1024)
+
+    def matmul(x_Ui: jax.Array, weight_Eio: jax.Array, size_E: jax.Array, layout: Layout) -> jax.Array:
+        tiling = tiles(x_Ui, *weight_Eio.shape[1:], limit=1024)
+        turned = layout == "oi"
+        weight = weight_Eio.swapaxes(1, 2) if turned else weight_Eio
+        y_Uo: Any = gmm(x_Ui, weight, size_E, jnp.float32, tiling, transpose_rhs=turned, interpret=interpret)
+        return y_Uo
+
+    def by_rows(x_Ui: jax.Array, weight_Eio: jax.Array, size_E: jax.Array) -> jax.Array:
+        if not suits(*x_Ui.shape, *weight_Eio.shape[1:]):
+            return _ragged(_BY_ROWS)(x_Ui, weight_Eio, size_E)
+        return matmul(x_Ui, weight_Eio, size_E, layout)
+
+    def by_rows_transposed(g_Uo: jax.Array, weight_Eio: jax.Array, size_E: jax.Array) -> jax.Array:
+        if not suits(*g_Uo.shape, *weight_Eio.shape[1:]):
+            return _ragged(_BY_ROWS_TRANSPOSED)(g_Uo, weight_Eio, size_E)
+        return matmul(g_Uo, weight_Eio.swapaxes(1, 2), size_E, "io" if layout == "oi" else "oi")
+
+    def over_rows(x_Ui: jax.Array, g_Uo: jax.Array, size_E: jax.Array) -> jax.Array:
+        if not suits(*x_Ui.shape, *g_Uo.shape):
+            return _ragged(_OVER_ROWS)(x_Ui, g_Uo, size_E)
+        left, right = (g_Uo, x_Ui) if layout == "oi" else (x_Ui, g_Uo)
+        tiling = tiles(left, left.shape[1], right.shape[1], limit=512)
+        sums: Any = tgmm(left.swapaxes(0, 1), right, size_E, jnp.float32, tiling, interpret=interpret)
+        return sums.swapaxes(1, 2) if layout == "oi" else sums
+
+    return _Kernel(by_rows, by_rows_transposed, over_rows)
+
+
+class _Block(NamedTuple):
+    """One group's next rows: those from `first` to `end`, within the block of rows that begins at `start`."""
+
+    group: jax.Array
+    first: jax.Array
+    end: jax.Array
+    start: jax.Array
+
+
+def block_rows(num_rows: int, num_groups: int) -> int:
+    """Rows of a block: about those of a group, a power of two from 128 to 512, and no more than there are.
+
+    Fewer would read a weight again and again for little work, more would multiply rows of other groups.
+    """
+    even = 1 << max(num_rows // num_groups - 1, 0).bit_length()
+    return min(max(128, min(even, 512)), num_rows)
+
+
+def _blocks(size_E: jax.Array, num_rows: int, rows_of_block: int) -> tuple[jax.Array, Callable[[jax.Array], _Block]]:
+    """How many blocks cover all groups, each block of one group, and what they are by number."""
+    blocks_E = -(-size_E // rows_of_block)
+    end_block_E, end_row_E = jnp.cumsum(blocks_E), jnp.cumsum(size_E)
+
+    def of(number: jax.Array) -> _Block:
+        group = jnp.searchsorted(end_block_E, number, side="right")
+        end = end_row_E[group]
+        first = end - size_E[group] + rows_of_block * (number - end_block_E[group] + blocks_E[group])
+        start = jnp.minimum(first, num_rows - rows_of_block)
+        return _Block(group, first, jnp.minimum(first + rows_of_block, end), start)
+
+    return end_block_E[-1], of
+
+
+def _rows_in_blocks(
+    equation: str, x_Ui: jax.Array, weight_Eio: jax.Array, size_E: jax.Array, rows_of_block: int
+) -> jax.Array:
+    num_rows, weight_E = x_Ui.shape[0], weight_Eio
+    count, block = _blocks(size_E, num_rows, rows_of_block)
+    width = jax.eval_shape(functools.partial(jnp.einsum, equation), x_Ui, weight_E[0]).shape[1]
+
+    def step(number: jax.Array, y_Uo: jax.Array) -> jax.Array:
+        at = block(number)
+        x = jax.lax.dynamic_slice_in_dim(x_Ui, at.start, rows_of_block)
+        y = jnp.einsum(equation, x, weight_E[at.group], preferred_element_type=jnp.float32)
+        # Rows before are another group's and done; rows after are another group's too, which comes next.
+        is_new = (at.start + jnp.arange(rows_of_block) >= at.first)[:, None]
+        y = jnp.where(is_new, y, jax.lax.dynamic_slice_in_dim(y_Uo, at.start, rows_of_block))
+        return jax.lax.dynamic_update_slice_in_dim(y_Uo, y, at.start, 0)
+
+    return jax.lax.fori_loop(0, count, step, jnp.zeros((num_rows, width), jnp.float32))
+
+
+def _sum_over_blocks(x_Ui: jax.Array, g_Uo: jax.Array, size_E: jax.Array, rows_of_block: int) -> jax.Array:
+    num_rows = x_Ui.shape[0]
+    count, block = _blocks(size_E, num_rows, rows_of_block)
+
+    def step(number: jax.Array, sum_Eio: jax.Array) -> jax.Array:
+        at = block(number)
+        row = at.start + jnp.arange(rows_of_block)
+        is_own = ((row >= at.first) & (row < at.end))[:, None]
+        x, g = (
+            jnp.where(is_own, jax.lax.dynamic_slice_in_dim(rows, at.start, rows_of_block), 0) for rows in (x_Ui, g_Uo)
+        )
+        return sum_Eio.at[at.group].add(jnp.einsum("ui,uo->io", x, g, preferred_element_type=jnp.float32))
+
+    return jax.lax.fori_loop(0, count, step, jnp.zeros((len(size_E), x_Ui.shape[1], g_Uo.shape[1]), jnp.float32))
+
+
+def in_blocks(rows_of_block: int | None = None) -> _Kernel:
+    """The kernel in plain jax: a loop over blocks of rows, each of one group and as many as the groups need.
+
+    Nothing is larger than what goes in and what comes out, and no row meets a weight that is not its own but those
+    that a group's last block has too many.
+
+    Args:
+      rows_of_block: None: `block_rows`.
+    """
+
+    def rows(left: jax.Array, size_E: jax.Array) -> int:
+        return block_rows(left.shape[0], len(size_E)) if rows_of_block is None else rows_of_block
+
+    return _Kernel(
+        lambda x, w, size: _rows_in_blocks("ui,io->uo", x, w, size, rows(x, size)),
+        lambda g, w, size: _rows_in_blocks("uo,io->ui", g, w, size, rows(g, size)),
+        lambda x, g, size: _sum_over_blocks(x, g, size, rows(x, size)),
+    )
+
+
+def on_hopper() -> _Kernel:
+    """tokamax's kernels for NVIDIA GPUs of compute capability 9.0; `in_blocks` where a dim is no multiple of 64."""
+
+    def run(dims: Any, instead: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        def function(left: jax.Array, right: jax.Array, size_E: jax.Array) -> jax.Array:
+            import tokamax  # pyright: ignore[reportMissingImports]  # optional, and only GPUs ask for it
+
+            if any(size % 64 for size in (left.shape[1], *right.shape[1:])):
+                return instead(left, right, size_E)
+            if dims is _OVER_ROWS:  # it multiplies rows after the last group by 0, which need not be numbers
+                is_used_U1 = (jnp.arange(len(left)) < jnp.sum(size_E))[:, None]
+                left, right = (jnp.where(is_used_U1, rows, 0) for rows in (left, right))
+            # Named, because the last of its own choice is a dense matmul over all groups.
+            y: Any = tokamax.ragged_dot_general(
+                left, right, size_E, dims, preferred_element_type=jnp.float32, implementation="mosaic_gpu"
+            )
+            return y
+
+        return function
+
+    return _Kernel(*(run(dims, instead) for dims, instead in zip(_ALL_DIMS, in_blocks(), strict=True)))
+
+
+# ---- Under vmap -----------------------------------------------------------------------------------------------------
 
 
 def _folded(size_RE: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
@@ -100,6 +310,18 @@ def _mappable(of_rows: Callable[..., jax.Array], rows_out: bool) -> Any:
     return function
 
 
-_by_rows = _mappable(lambda x, w, size: _ragged(x, w, size, _BY_ROWS), True)
-_by_rows_transposed = _mappable(lambda g, w, size: _ragged(g, w, size, _BY_ROWS_TRANSPOSED), True)
-_over_rows = _mappable(lambda x, g, size: _ragged(x, g, size, _OVER_ROWS), False)
+def _all_mappable(kernel: _Kernel) -> _Kernel:
+    return _Kernel(
+        _mappable(kernel.by_rows, True), _mappable(kernel.by_rows_transposed, True), _mappable(kernel.over_rows, False)
+    )
+
+
+_OF_ANY_LAYOUT: dict[GroupedMatmul, _Kernel] = {
+    "ragged_dot": _all_mappable(_Kernel(*map(_ragged, _ALL_DIMS))),
+    "blocks": _all_mappable(in_blocks()),
+    "tokamax": _all_mappable(on_hopper()),
+}
+_MAPPABLE: dict[tuple[GroupedMatmul, Layout], _Kernel] = {
+    **{(name, layout): kernel for name, kernel in _OF_ANY_LAYOUT.items() for layout in get_args(Layout)},
+    **{("megablox", layout): _all_mappable(on_tpu(layout)) for layout in get_args(Layout)},
+}

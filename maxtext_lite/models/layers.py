@@ -12,15 +12,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from maxtext_lite.models.moe import (
-    DROPPED,
-    ExpertShape,
-    ExpertWeights,
-    Router,
-    dropless,
-    route,
-    with_capacity,
-)
+from maxtext_lite.models.capacity import with_capacity
+from maxtext_lite.models.dropless import dropless
+from maxtext_lite.models.moe import DROPPED, ExpertShape, ExpertWeights, Router, route
 from maxtext_lite.models.ops import RESIDUAL_AXES, Rotation, layer_norm, mlp_hidden, project, rms_norm, rotate
 from maxtext_lite.models.shape import DecoderShape
 from maxtext_lite.parallel import constrain
@@ -180,7 +174,7 @@ class MixtureOfExperts(nnx.Module):
         weights = ExpertWeights(self.gate[...], self.up[...], self.down[...], *biases)
         aux = routing.aux
         if experts.capacity_factor is None or not drop:
-            y_BTD: Any = dropless(x_BTD, routing.expert_BTJ, routing.share_BTJ, weights, experts.activation)
+            y_BTD: Any = dropless(x_BTD, routing.expert_BTJ, routing.share_BTJ, weights, experts)
         else:
             y_BTD, dropped_B = with_capacity(x_BTD, routing, weights, experts)
             aux = aux | {DROPPED: dropped_B}

@@ -15,7 +15,7 @@ from maxtext_lite.parallel.axes import (
     tree_shardings,
     with_dims,
 )
-from maxtext_lite.parallel.collectives import gathered, scattered_sum, shard_index, summed
+from maxtext_lite.parallel.collectives import exchanged, gathered, largest, scattered_sum, shard_index, summed
 from maxtext_lite.parallel.context import (
     CHUNKS_PER_SHARD,
     context_order,
@@ -48,11 +48,13 @@ __all__ = [
     "described_devices",
     "end_soon",
     "exchange",
+    "exchanged",
     "from_all_shards",
     "gathered",
     "gathered_for_use",
     "in_context_order",
     "in_token_order",
+    "largest",
     "make_any_host",
     "make_mesh",
     "num_shards",

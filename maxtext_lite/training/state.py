@@ -9,7 +9,8 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from maxtext_lite.batching import BatchPlan
-from maxtext_lite.config import Config, ModelConfig, UserError, adapted_weights, remat_of
+from maxtext_lite.config import Config, UserError, adapted_weights, remat_of
+from maxtext_lite.config.experts import grouped_matmul_kernel
 from maxtext_lite.config.kernels import attention_kernel
 from maxtext_lite.models import Decoder, DecoderShape, ExpertShape, Lora
 from maxtext_lite.parallel import Pipeline, also_over_data, per_replica, sharding, tree_shardings, with_dims
@@ -58,7 +59,7 @@ class TrainState:
 
 
 def make_decoder(config: Config, platform: str, plan: BatchPlan | None = None) -> Decoder:
-    """The decoder a config describes, with the attention kernel that suits the platform ("cpu", "gpu", "tpu").
+    """The decoder a config describes, with the kernels that suit the platform ("cpu", "gpu", "tpu").
 
     Args:
       plan: deals layers to pipeline stages and tokens to context shards; None: every device has all of them.
@@ -72,6 +73,9 @@ def make_decoder(config: Config, platform: str, plan: BatchPlan | None = None) -
         )
     except ValueError as error:
         raise UserError(str(error)) from None
+    if shape.experts is not None:
+        matmul = grouped_matmul_kernel(platform, config.dtype)
+        shape = dataclasses.replace(shape, experts=dataclasses.replace(shape.experts, matmul=matmul))
     return Decoder(dataclasses.replace(shape, attention=kernel), None if plan is None else _pipeline(plan))
 
 
@@ -138,7 +142,7 @@ def _pipeline(plan: BatchPlan) -> Pipeline | None:
     )
 
 
-def _expert_shape(config: ModelConfig) -> ExpertShape | None:
+def _expert_shape(config: Config) -> ExpertShape | None:
     if config.num_experts == 1:
         return None
     return ExpertShape(
@@ -155,6 +159,7 @@ def _expert_shape(config: ModelConfig) -> ExpertShape | None:
         groups_per_token=config.topk_routing_group,
         activation=config.mlp_activation,
         with_bias=config.expert_bias,
+        grad_dtype=jnp.dtype(config.grad_dtype),
     )
 
 

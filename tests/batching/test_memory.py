@@ -15,15 +15,30 @@ def estimate(overrides=(), mesh=(), slots=16, accumulation=1, pieces=1, limit=No
     return estimate_memory(load_config(None, overrides), ONE_DEVICE | dict(mesh), slots, accumulation, pieces, limit)
 
 
-def test_activations_of_experts_have_room_for_the_worst_that_may_come():
+def test_activations_of_experts_have_room_for_the_rows_that_may_come():
     keys = ["num_experts=8", "num_experts_per_tok=2", "base_mlp_dim=64"]
     one = estimate(keys).activations
-    # Two rows a token on one device; on four along the expert axis, with two experts each, tokens of all with two each.
     per_row = estimate(["num_experts=8", "num_experts_per_tok=3", "base_mlp_dim=64"]).activations - one
+    # Two rows a token on one device. On two along the expert axis all tokens of both come, with two choices each; on
+    # four, a round of the exchange has room for 5/4 of the 2 x 4096 choices that a device has.
+    two = estimate(keys, {"expert": 2}, slots=32).activations
+    assert two - one == (2 * 2 - 2) * per_row
     four = estimate(keys, {"expert": 4}, slots=64).activations
-    assert four - one == (4 * 2 - 2) * per_row
-    capacity = estimate([*keys, "capacity_factor=1.5"], {"expert": 4}, slots=64).activations
-    assert capacity - one == (3 - 2) * per_row
+    assert four - one == pytest.approx((2.5 - 2) * per_row, rel=1e-3)
+    none = ["remat_policy=none"]
+    capacity = estimate([*keys, "capacity_factor=1.5", *none], {"expert": 4}, slots=64).activations
+    dropless, more = (estimate([*keys[:1], f"num_experts_per_tok={j}", *keys[2:], *none]).activations for j in (2, 3))
+    # What comes back of two choices is kept in four layers, 128 wide, in float32.
+    assert capacity - dropless == (3 - 2) * (more - dropless) + 4 * 2 * 128 * 4 * 4096
+
+
+def test_what_is_named_of_experts_is_kept():
+    """Four experts of width 64, two a token; 16 rows of 256 tokens, 4 layers, D 128, float32."""
+    keys, full = ["num_experts=4", "num_experts_per_tok=2", "base_moe_mlp_dim=64"], "remat_policy=full"
+    nothing = estimate([*keys, full]).activations
+    for name, width in (("mlpwi_0", 2 * 64), ("mlpwi_1", 2 * 64), ("mlpwo", 128), ("expert_rows", 2 * 128)):
+        kept = estimate([*keys, "remat_policy=custom", f"remat_save={name}"]).activations
+        assert kept - nothing == 4 * 16 * 256 * width * 4, name
 
 
 @pytest.mark.parametrize(

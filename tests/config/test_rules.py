@@ -119,7 +119,7 @@ def test_a_rule_on_a_value_of_the_wrong_kind_is_tried_with_the_one_that_is_named
                              "Nearest that work: remat_save= or remat_policy=custom."),
     (["remat_policy=custom", "remat_offload=query,mlpwo"],
      "remat_offload=query,mlpwo names query, which is none of decoder_layer_input, query_proj, key_proj, value_proj, "
-     "out_proj, mlpwi_0, mlpwi_1, mlpwo, context. Nearest that works: query_proj,mlpwo."),
+     "out_proj, mlpwi_0, mlpwi_1, mlpwo, context, expert_rows. Nearest that works: query_proj,mlpwo."),
     (["remat_policy=custom", "remat_save=context", "remat_offload=mlpwo,context"],
      "remat_offload=mlpwo,context names context, as remat_save does. Nearest that works: mlpwo."),
 ])  # fmt: skip

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from maxtext_lite.config.remat import PROJECTIONS, QKV, REMAT_POLICIES, REMAT_TENSORS, Remat
-from maxtext_lite.models import Decoder, DecoderShape
+from maxtext_lite.models import Decoder, DecoderShape, ExpertShape
 
 SHAPE = DecoderShape(
     vocab_size=97, emb_dim=32, num_query_heads=4, num_kv_heads=2, head_dim=12, mlp_dim=48, num_layers=3
@@ -186,10 +186,14 @@ def test_the_less_is_kept_the_less_memory_is_needed():
 def test_every_name_of_a_tensor_is_one_that_the_model_gives():
     """A name that no tensor has would be a key that does nothing."""
     tokens = jnp.zeros((2, 20), jnp.int32)
-    decoder = _with(None)
-    text = str(jax.make_jaxpr(jax.grad(lambda p: jnp.sum(decoder.hidden(p, tokens, *_whole(tokens)))))(
-        decoder.abstract_params))  # fmt: skip
-    assert set(re.findall(r"name\[name=(\w+)", text)) == set(REMAT_TENSORS)
+
+    def names(decoder):
+        gradient = jax.grad(lambda p: jnp.sum(decoder.hidden(p, tokens, *_whole(tokens))))
+        return set(re.findall(r"name\[name=(\w+)", str(jax.make_jaxpr(gradient)(decoder.abstract_params))))
+
+    experts = Decoder(dataclasses.replace(SHAPE, experts=ExpertShape(4, 2, 8)))
+    assert names(experts) == set(REMAT_TENSORS)
+    assert names(_with(None)) == set(REMAT_TENSORS) - {"expert_rows"}
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -11,20 +11,10 @@ import pytest
 from flax import nnx
 
 from maxtext_lite.models import Decoder, DecoderShape
+from maxtext_lite.models.capacity import with_capacity
+from maxtext_lite.models.dropless import dropless
 from maxtext_lite.models.layers import MixtureOfExperts
-from maxtext_lite.models.moe import (
-    BALANCE,
-    LOAD,
-    ROUTER_Z,
-    ExpertShape,
-    ExpertWeights,
-    Router,
-    Routing,
-    dropless,
-    expert_capacity,
-    route,
-    with_capacity,
-)
+from maxtext_lite.models.moe import BALANCE, LOAD, ROUTER_Z, ExpertShape, ExpertWeights, Router, Routing, route
 
 B, T, D, F, E, J = 3, 10, 6, 5, 4, 2
 SHAPE = ExpertShape(num_experts=E, num_per_token=J, mlp_dim=F)
@@ -83,7 +73,7 @@ def _by_loop(shape, bias=0.0, capacity=lambda tokens: tokens):
 def _run(x, router, weights, shape, bias):
     routing = route(x, Router(router, bias), jnp.asarray(REAL), shape)
     if shape.capacity_factor is None:
-        y = dropless(x, routing.expert_BTJ, routing.share_BTJ, weights, shape.activation)
+        y = dropless(x, routing.expert_BTJ, routing.share_BTJ, weights, shape)
         return y, jnp.zeros(B), routing
     return *with_capacity(x, routing, weights, shape), routing
 
@@ -201,7 +191,7 @@ def test_everything_to_one_expert(factor):
 
     def run(x, weights):
         if factor is None:
-            return dropless(x, expert, share, weights), jnp.zeros(B)
+            return dropless(x, expert, share, weights, shape), jnp.zeros(B)
         return with_capacity(x, Routing(expert, share, {}), weights, shape)
 
     y, dropped = run(X, WEIGHTS)
@@ -229,15 +219,6 @@ def test_an_examples_output_does_not_depend_on_its_neighbours_or_its_future(fact
     np.testing.assert_allclose(run(others, ROUTER, WEIGHTS, shape, None)[0][0, :6], whole[0, :6], atol=1e-6)
 
 
-def test_capacity_is_rounded_up_exactly():
-    """0.07 x 300 / 7 is 3 exactly, which binary fractions do not say."""
-    shape = ExpertShape(num_experts=7, num_per_token=1, mlp_dim=F, capacity_factor=Fraction("0.07"))
-    want = [math.ceil(Fraction(7, 100) * tokens / 7) for tokens in range(301)]
-    np.testing.assert_array_equal(expert_capacity(shape, 300), want)
-    ample = dataclasses.replace(shape, capacity_factor=Fraction(100))
-    np.testing.assert_array_equal(expert_capacity(ample, 4), [0, 1, 2, 3, 4])  # a token goes to an expert once
-
-
 @pytest.mark.parametrize("factor", [None, Fraction(1)])
 def test_bfloat16_runs_both_ways_and_is_close(factor):
     shape = dataclasses.replace(SHAPE, capacity_factor=factor)
@@ -245,7 +226,7 @@ def test_bfloat16_runs_both_ways_and_is_close(factor):
 
     def loss(x, weights):
         if factor is None:
-            y = dropless(x, routing.expert_BTJ, routing.share_BTJ, weights)
+            y = dropless(x, routing.expert_BTJ, routing.share_BTJ, weights, shape)
         else:
             y = with_capacity(x, routing, weights, shape)[0]
         return jnp.sum(jnp.square(y.astype(jnp.float32)))

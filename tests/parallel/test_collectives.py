@@ -6,7 +6,9 @@ import numpy as np
 
 from maxtext_lite.parallel import (
     MESH_AXES,
+    exchanged,
     gathered,
+    largest,
     make_mesh,
     over_shards,
     scattered_sum,
@@ -47,6 +49,25 @@ def test_sums_are_scattered_to_those_whose_part_it_is():
         np.testing.assert_array_equal(got[half], np.concatenate([total, 10 * total]))
 
 
+def test_narrow_parts_of_a_sum_are_added_in_float32():
+    """1 and 2^-8 are bfloat16; their sum is not."""
+
+    def function(x):
+        part = jnp.where(shard_index("experts") == 0, 1.0, 2.0**-8) * jnp.ones_like(x)
+        return scattered_sum(part.astype(jnp.bfloat16), "experts", 0)
+
+    got, _ = _run(function, ("batch", "activation_mlp"), expert=2)
+    np.testing.assert_array_equal(got, np.full((4, 4), 1 + 2.0**-8, np.float32))
+
+
+def test_parts_are_exchanged_and_the_largest_is_found():
+    """Of four devices with two rows each; the first has the first halves of all rows then."""
+    got, _ = _run(lambda x: exchanged(jnp.repeat(x, 2, axis=0), "experts"), AXES, expert=4)
+    np.testing.assert_array_equal(got, X.reshape(4, 2, 4).swapaxes(0, 1).repeat(2, axis=0).reshape(16, 4))
+    got, _ = _run(lambda x: largest(x, "experts"), ("exchanged_batch", "activation_mlp"), expert=4)
+    np.testing.assert_array_equal(got, X[6:])
+
+
 def test_sums_over_an_axis_and_the_number_of_a_part():
     got, _ = _run(lambda x: summed(x, "mlp"), ("batch", None), fsdp=2, expert=2, tensor=2)
     np.testing.assert_array_equal(got, X[:, :2] + X[:, 2:])
@@ -56,9 +77,10 @@ def test_sums_over_an_axis_and_the_number_of_a_part():
 
 def test_where_nothing_is_split_nothing_is_said():
     def function(x):
+        x = exchanged(largest(x, "experts"), "experts")
         return summed(scattered_sum(gathered(x, "experts", 0), "experts", 0), "experts") + shard_index("experts")
 
     got, text = _run(function, AXES, fsdp=2, tensor=2)
     np.testing.assert_array_equal(got, X)
-    assert not [word for word in ("all_gather", "reduce_scatter", "all_reduce", "partition_id") if word in text]
+    assert not [word for word in ("all_gather", "all_to_all", "all_reduce", "partition_id") if word in text]
     np.testing.assert_array_equal(function(jnp.asarray(X)), X)  # without a mesh

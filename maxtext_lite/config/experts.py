@@ -1,0 +1,50 @@
+"""Experts: the kernel of their matmuls on a platform, and how tokens come to their devices. Imports no jax."""
+
+import importlib.util
+import math
+from fractions import Fraction
+from typing import Literal
+
+GroupedMatmul = Literal["ragged_dot", "blocks", "tokamax", "megablox"]
+"""jax's own (a kernel on TPUs; elsewhere a dense matmul of every row by every expert), a loop over blocks of rows in
+plain jax (any platform), tokamax's kernels (NVIDIA's Hopper GPUs), Pallas's (TPUs)."""
+
+
+def grouped_matmul_kernel(platform: str, dtype: str, compute_capability: str | None = None) -> GroupedMatmul:
+    """The grouped matmul that suits a platform ("cpu", "gpu", "tpu").
+
+    Args:
+      dtype: of activations; tokamax's kernels know two bytes.
+      compute_capability: of an NVIDIA GPU; tokamax's kernels have both directions on "9.0" only, which None is taken
+        for.
+    """
+    if platform != "gpu":
+        return "megablox" if platform == "tpu" else "ragged_dot"
+    suits = dtype != "float32" and compute_capability in (None, "9.0")
+    return "tokamax" if suits and importlib.util.find_spec("tokamax") else "blocks"
+
+
+ROOM = Fraction(5, 4)
+"""Rows that a round of an exchange has room for, in rows of evenly chosen experts."""
+
+
+def exchanged_rows(
+    *, num_tokens: int, num_per_token: int, num_experts: int, num_shards: int, element_bytes: int
+) -> int | None:
+    """Rows of one round of a dropless exchange between two devices; None where gathering all tokens moves less.
+
+    Of a device's num_tokens tokens of width D, (n - 1) x num_tokens come and go if they are gathered and their float32
+    sums scattered: element_bytes + 4 bytes an element. Exchanged, each choice of an expert is a row; a round has `ROOM`
+    for each device's share of them, both ways in element_bytes; devices go on until the longest queue is empty, which
+    takes a round if choices are even, and never more rows than gathering has by more than a round.
+
+    Args:
+      num_tokens: of one device.
+      num_per_token, num_experts: J and E.
+      num_shards: n, devices along the expert axis; it divides num_experts.
+    """
+    most = num_tokens * min(num_per_token, num_experts // num_shards)  # of one device for one other
+    rows = math.ceil(ROOM * num_tokens * num_per_token / num_shards)
+    rows = min(most, -(-rows // 128) * 128 if rows > 128 else rows)  # in whole tiles
+    moves_less = 2 * rows * element_bytes < num_tokens * (element_bytes + 4)
+    return rows if num_shards > 1 and moves_less else None

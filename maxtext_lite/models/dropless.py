@@ -1,0 +1,249 @@
+"""Experts that obey every choice: rows sorted by expert, grouped matmuls, and the sums of each token's choices."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from maxtext_lite.models.expert_rows import (
+    ExchangedRows,
+    GatheredRows,
+    Queues,
+    gather_rows,
+    queue_up,
+    rows_of_round,
+)
+from maxtext_lite.models.grouped_matmul import grouped_matmul, grouped_matmul_transposed, grouped_weight_gradient
+from maxtext_lite.models.moe import TOKEN_AXES, ExpertShape, ExpertWeights
+from maxtext_lite.models.ops import mlp_hidden
+from maxtext_lite.parallel import gathered, num_shards, over_shards, scattered_sum, shard_index, summed
+
+# ---- Experts on rows ------------------------------------------------------------------------------------------------
+
+
+def _expert_of_rows(size_E: jax.Array, num_rows: int) -> jax.Array:
+    """Number of each row's expert among this device's; of rows that are nobody's, the last."""
+    return jnp.minimum(jnp.searchsorted(jnp.cumsum(size_E), jnp.arange(num_rows), side="right"), len(size_E) - 1)
+
+
+def _out_bias(w: ExpertWeights, size_E: jax.Array, num_rows: int) -> jax.Array:
+    """What each row's output has beside its matmul, [U, D]: on one of the devices whose outputs are summed."""
+    assert w.down_ED is not None
+    bias_UD = w.down_ED.astype(jnp.float32)[_expert_of_rows(size_E, num_rows)]
+    return jnp.where(shard_index("mlp") == 0, bias_UD, 0)
+
+
+def _inner(shape: ExpertShape, x_UD: jax.Array, w: ExpertWeights, size_E: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The two projections of each row, in the dtype of x_UD."""
+    gate_UF: Any = grouped_matmul(x_UD, w.gate_EDF, size_E, shape.matmul)
+    up_UF: Any = grouped_matmul(x_UD, w.up_EDF, size_E, shape.matmul)
+    if w.gate_EF is not None and w.up_EF is not None:
+        expert_U = _expert_of_rows(size_E, len(x_UD))
+        gate_UF, up_UF = gate_UF + w.gate_EF[expert_U], up_UF + w.up_EF[expert_U]
+    return gate_UF.astype(x_UD.dtype), up_UF.astype(x_UD.dtype)
+
+
+def _outer(shape: ExpertShape, gate_UF: jax.Array, up_UF: jax.Array, w: ExpertWeights, size_E: jax.Array) -> jax.Array:
+    """What comes of them, [U, D] in float32."""
+    hidden_UF: Any = mlp_hidden(shape.activation, gate_UF, up_UF)
+    y_UD: Any = grouped_matmul(hidden_UF, w.down_EFD, size_E, shape.matmul, "oi")
+    return y_UD if w.down_ED is None else y_UD + _out_bias(w, size_E, len(gate_UF))
+
+
+class _RowGradients(NamedTuple):
+    """In float32, of rows: x, what their share multiplies and, of all rows together, the weights."""
+
+    dx_UD: jax.Array
+    dshare_U: jax.Array
+    dweights: list[jax.Array]
+
+
+def _rows_backward(
+    shape: ExpertShape,
+    w: ExpertWeights,
+    size_E: jax.Array,
+    x_UD: jax.Array,
+    gate_UF: jax.Array,
+    up_UF: jax.Array,
+    g_UD: jax.Array,
+    share_U: jax.Array,
+) -> _RowGradients:
+    """Of share_U x `_outer(*_inner(x_UD))`, where g_UD are the derivatives of the products."""
+    dtype, kernel, share_U1 = x_UD.dtype, shape.matmul, share_U[:, None]
+    hidden_UF, hidden_backward = jax.vjp(functools.partial(mlp_hidden, shape.activation), gate_UF, up_UF)
+    # <y, g> = <hidden, g down^T>: the share's derivative needs no y.
+    unweighted_UF = grouped_matmul_transposed(g_UD, w.down_EFD, size_E, kernel, "oi")
+    dshare_U = jnp.sum(hidden_UF.astype(jnp.float32) * unweighted_UF, axis=-1)
+    if w.down_ED is not None:
+        dshare_U += jnp.sum(_out_bias(w, size_E, len(g_UD)) * g_UD.astype(jnp.float32), axis=-1)
+    dgate_UF, dup_UF = hidden_backward((share_U1 * unweighted_UF).astype(dtype))
+    dx_UD = grouped_matmul_transposed(dgate_UF, w.gate_EDF, size_E, kernel)
+    dx_UD += grouped_matmul_transposed(dup_UF, w.up_EDF, size_E, kernel)
+    dy_UD = (share_U1 * g_UD).astype(dtype)
+    dweights = [
+        grouped_weight_gradient(x_UD, dgate_UF, size_E, kernel),
+        grouped_weight_gradient(x_UD, dup_UF, size_E, kernel),
+        grouped_weight_gradient(hidden_UF, dy_UD, size_E, kernel, "oi"),
+    ]
+    if w.down_ED is not None:
+        one_U1 = jnp.ones_like(x_UD[:, :1])
+        dweights += [grouped_weight_gradient(one_U1, d, size_E, kernel)[:, 0] for d in (dgate_UF, dup_UF, dy_UD)]
+    return _RowGradients(dx_UD, dshare_U, dweights)
+
+
+# ---- One device -----------------------------------------------------------------------------------------------------
+
+
+def _whole_weights(weights: ExpertWeights) -> ExpertWeights:
+    """This device's experts, gathered over the axis that splits their `embed` dim."""
+    pairs = zip(weights.arrays(), weights.axes(), strict=True)
+    return ExpertWeights(*(gathered(w, "embed", axes.index("embed")) if "embed" in axes else w for w, axes in pairs))
+
+
+def _weight_sum(dw: jax.Array, axes: tuple[str, ...], dtype: Any) -> jax.Array:
+    """The sum over the devices that have other tokens, with the device that has this part of the weight."""
+    dw = summed(dw, "length")
+    if "embed" not in axes:
+        return summed(dw, "embed")
+    return scattered_sum(dw.astype(dtype) if num_shards("embed") > 1 else dw, "embed", axes.index("embed"))
+
+
+def _local_forward(
+    shape: ExpertShape, x_BTD: jax.Array, expert_BTJ: jax.Array, share_BTJ: jax.Array, *weights: jax.Array
+) -> tuple[jax.Array, ...]:
+    """The tokens' outputs, and what the backward pass asks for again of the rows that there always are."""
+    w, dtype = _whole_weights(ExpertWeights(*weights)), x_BTD.dtype
+    num_here, num_rows = len(w.gate_EDF), rows_of_round(_num_tokens(expert_BTJ), shape, dtype)
+
+    def run(rows: GatheredRows | ExchangedRows) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        x_UD = rows.of_tokens(x_BTD)
+        inner = _inner(shape, x_UD, w, rows.size_E)
+        return rows.sum_of_choices(_outer(shape, *inner, w, rows.size_E), share_BTJ, x_BTD), (x_UD, *inner)
+
+    queues = None if num_rows is None else queue_up(expert_BTJ, num_here, num_rows)
+    rows = gather_rows(expert_BTJ, num_here) if queues is None else queues.round(0)
+    y_BTD, kept = run(rows)
+
+    def next_round(rows: ExchangedRows, y_BTD: jax.Array) -> jax.Array:
+        return y_BTD + run(rows)[0]
+
+    y_BTD = _further_rounds(queues, next_round, y_BTD)
+    return summed(y_BTD, "mlp").astype(dtype), *rows, *kept
+
+
+def _num_tokens(expert_BTJ: jax.Array) -> int:
+    return expert_BTJ.shape[0] * expert_BTJ.shape[1]
+
+
+def _further_rounds(queues: Queues | None, run: Callable[[ExchangedRows, Any], Any], start: Any) -> Any:
+    """`run(rows, sums)` for each round after the first; `start` where there can be none."""
+    if queues is None or not queues.may_need_more_rounds:
+        return start
+
+    def step(number: jax.Array, sums: Any) -> Any:
+        return run(queues.round(number), sums)
+
+    return jax.lax.fori_loop(1, queues.num_rounds(), step, start)
+
+
+def _local_backward(
+    shape: ExpertShape,
+    x_BTD: jax.Array,
+    expert_BTJ: jax.Array,
+    share_BTJ: jax.Array,
+    g_BTD: jax.Array,
+    *rest: jax.Array,
+) -> tuple[jax.Array, ...]:
+    dtype, num_rows = x_BTD.dtype, rows_of_round(_num_tokens(expert_BTJ), shape, x_BTD.dtype)
+    count = 6 if shape.with_bias else 3
+    weights, (*rows, x_UD, gate_UF, up_UF) = ExpertWeights(*rest[:count]), rest[count:]
+    w = _whole_weights(weights)
+    num_here = len(w.gate_EDF)
+
+    def run(
+        rows: GatheredRows | ExchangedRows, x_UD: jax.Array, gate_UF: jax.Array, up_UF: jax.Array
+    ) -> list[jax.Array]:
+        g_UD, share_U = rows.of_tokens(g_BTD), rows.of_choices(share_BTJ)
+        found = _rows_backward(shape, w, rows.size_E, x_UD, gate_UF, up_UF, g_UD, share_U)
+        dx_BTD = rows.sum_of_choices(found.dx_UD, None, x_BTD)
+        return [dx_BTD, rows.to_choices(found.dshare_U, share_BTJ), *found.dweights]
+
+    kind = GatheredRows if num_rows is None else ExchangedRows
+    sums = run(kind(*rows), x_UD, gate_UF, up_UF)
+
+    def next_round(rows: ExchangedRows, sums: list[jax.Array]) -> list[jax.Array]:
+        x_UD = rows.of_tokens(x_BTD)
+        more = run(rows, x_UD, *_inner(shape, x_UD, w, rows.size_E))
+        return [total + part for total, part in zip(sums, more, strict=True)]
+
+    queues = None if num_rows is None else queue_up(expert_BTJ, num_here, num_rows)
+    sums = _further_rounds(queues, next_round, sums)
+    dx_BTD, dshare_BTJ, *dweights = sums
+    return (
+        summed(dx_BTD, "mlp").astype(dtype),
+        summed(dshare_BTJ, "mlp"),
+        *(
+            _weight_sum(dw, axes, shape.grad_dtype).astype(like.dtype)
+            for dw, axes, like in zip(dweights, w.axes(), w.arrays(), strict=True)
+        ),
+    )
+
+
+# ---- All devices ----------------------------------------------------------------------------------------------------
+
+_FLAT, _PER_TOKEN = ("routed_rows",), ("routed_rows", None)
+_INNER_AXES = ("routed_rows", "activation_mlp")
+
+
+def _kept_axes(expert_BTJ: jax.Array, shape: ExpertShape, dtype: Any) -> list[tuple[str | None, ...]]:
+    """Logical axes of rows as `GatheredRows` or `ExchangedRows`, of their tokens and of the two inner results."""
+    num_tokens = _num_tokens(expert_BTJ) // (num_shards("batch") * num_shards("length"))
+    is_gathered = rows_of_round(num_tokens, shape, dtype) is None
+    rows = [_FLAT, _PER_TOKEN, _PER_TOKEN, *([_FLAT] if is_gathered else [_FLAT, _FLAT])]
+    return [*rows, _PER_TOKEN, _INNER_AXES, _INNER_AXES]
+
+
+def _forward(
+    x_BTD: jax.Array, expert_BTJ: jax.Array, share_BTJ: jax.Array, weights: ExpertWeights, shape: ExpertShape
+) -> Any:
+    axes = _kept_axes(expert_BTJ, shape, x_BTD.dtype)
+    local = functools.partial(_local_forward, shape)
+    run = over_shards(local, [TOKEN_AXES] * 3 + weights.axes(), [TOKEN_AXES, *axes])
+    y_BTD, *rows, gate, up = run(x_BTD, expert_BTJ, share_BTJ, *weights.arrays())
+    kept = [checkpoint_name(array, "expert_rows") for array in rows]
+    kept += [checkpoint_name(gate, "mlpwi_0"), checkpoint_name(up, "mlpwi_1")]
+    return y_BTD, (x_BTD, expert_BTJ, share_BTJ, weights, kept)
+
+
+def _backward(shape: ExpertShape, residuals: Any, g_BTD: jax.Array) -> Any:
+    x_BTD, expert_BTJ, share_BTJ, weights, kept = residuals
+    run = over_shards(
+        functools.partial(_local_backward, shape),
+        [TOKEN_AXES] * 4 + [*weights.axes(), *_kept_axes(expert_BTJ, shape, x_BTD.dtype)],
+        [TOKEN_AXES, TOKEN_AXES, *weights.axes()],
+    )
+    dx_BTD, dshare_BTJ, *dweights = run(x_BTD, expert_BTJ, share_BTJ, g_BTD, *weights.arrays(), *kept)
+    return dx_BTD, None, dshare_BTJ, ExpertWeights(*dweights)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def dropless(
+    x_BTD: jax.Array, expert_BTJ: jax.Array, share_BTJ: jax.Array, weights: ExpertWeights, shape: ExpertShape
+) -> jax.Array:
+    """Sum over each token's experts of share x mlp(x): [B, T, D] in the dtype of x_BTD; no choice is ever dropped.
+
+    Each device sorts rows by expert and runs grouped matmuls. Derivatives are written out so that both directions look
+    rows up, where automatic ones would add them up in no certain order, and gather weights that are split again
+    instead of keeping them whole. What they keep has names for rematerialisation: expert_rows, mlpwi_0 and mlpwi_1.
+
+    Args:
+      expert_BTJ: distinct for a token; E where there is none.
+    Source: sorting and grouped matmuls are Gale et al. 2022, arXiv:2211.15841.
+    """
+    return _forward(x_BTD, expert_BTJ, share_BTJ, weights, shape)[0]
+
+
+dropless.defvjp(_forward, _backward)

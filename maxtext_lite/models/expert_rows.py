@@ -1,0 +1,210 @@
+"""How tokens come to the devices of their experts as rows sorted by expert, and what is made of them back to tokens.
+
+Where the experts' axis splits them, tokens and experts meet in one of two ways, whichever moves fewer bytes
+(`config.experts.exchanged_rows`). Gathered: the devices along the axis gather each other's tokens, run those that chose
+one of their own experts, and sum the results back to where the tokens came from. Exchanged: each choice is a row of an
+all-to-all with so many rows for each device; where more have chosen a device's experts than it has room for, which no
+shape can know, another round follows.
+
+All of it is what one device does, inside `over_shards`.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from maxtext_lite.config.experts import exchanged_rows
+from maxtext_lite.models.moe import ExpertShape
+from maxtext_lite.parallel import exchanged, gathered, largest, num_shards, scattered_sum, shard_index
+
+
+class GatheredRows(NamedTuple):
+    """Rows for this device's experts, those of the first expert first, of all tokens along the axis.
+
+    Attributes:
+      choice_U: number of each row's choice, token x J + place among the token's.
+      row_NJ: row of each choice; meaningless where not is_here_NJ.
+      is_here_NJ: the chosen expert is one of this device's.
+      size_E: rows of each of them.
+    """
+
+    choice_U: jax.Array
+    row_NJ: jax.Array
+    is_here_NJ: jax.Array
+    size_E: jax.Array
+
+    def of_tokens(self, x_BTD: jax.Array) -> jax.Array:
+        """The token of each row, [U, D]."""
+        return _all_tokens(x_BTD)[self.choice_U // self.row_NJ.shape[1]]
+
+    def of_choices(self, share_BTJ: jax.Array) -> jax.Array:
+        """What is said of each row's choice, [U]."""
+        return _all_tokens(share_BTJ).reshape(-1)[self.choice_U]
+
+    def sum_of_choices(self, y_UD: jax.Array, share_BTJ: jax.Array | None, x_BTD: jax.Array) -> jax.Array:
+        """For each of this device's tokens x, the sum over its choices of share x row: [B, T, D] in float32.
+
+        Args:
+          share_BTJ: None: all are 1.
+        """
+        y_NJD = jnp.where(self.is_here_NJ[..., None], y_UD[self.row_NJ], 0)
+        return _sent_back(jnp.sum(_weighted(y_NJD, share_BTJ, _all_tokens), axis=1), x_BTD)
+
+    def to_choices(self, d_U: jax.Array, like_BTJ: jax.Array) -> jax.Array:
+        """What rows have to say of this device's choices, [B, T, J]."""
+        return _sent_back(jnp.where(self.is_here_NJ, d_U[self.row_NJ], 0), like_BTJ)
+
+
+def gather_rows(expert_BTJ: jax.Array, num_here: int) -> GatheredRows:
+    """Sorts choices by expert. A token has at most min(J, E) choices here: there are rows for all that may come."""
+    expert_NJ = _all_tokens(expert_BTJ)
+    num_tokens, num_choices = expert_NJ.shape
+    own_NJ = expert_NJ - num_here * shard_index("experts")
+    is_here_NJ = (own_NJ >= 0) & (own_NJ < num_here)
+    own = jnp.where(is_here_NJ, own_NJ, num_here).reshape(-1)
+    choice, size_E = jnp.argsort(own, stable=True), _sizes(own, num_here)
+    num_rows = num_tokens * min(num_choices, num_here)
+    row_NJ = jnp.minimum(_inverse(choice), num_rows - 1).reshape(expert_NJ.shape)
+    return GatheredRows(choice[:num_rows], row_NJ, is_here_NJ, size_E)
+
+
+def _all_tokens(x_BTD: jax.Array) -> jax.Array:
+    """The tokens of all devices along the experts' axis, [N, D]."""
+    return gathered(x_BTD, "experts", 0).reshape(-1, x_BTD.shape[-1])
+
+
+def _own_tokens(x_BTD: jax.Array) -> jax.Array:
+    return x_BTD.reshape(-1, x_BTD.shape[-1])
+
+
+def _weighted(y_NJD: jax.Array, share_BTJ: jax.Array | None, tokens: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    return y_NJD if share_BTJ is None else tokens(share_BTJ)[..., None] * y_NJD
+
+
+def _sent_back(x_ND: jax.Array, like_BTD: jax.Array) -> jax.Array:
+    """The sums over those devices, with the device that the token is from."""
+    return scattered_sum(x_ND.reshape(-1, *like_BTD.shape[1:]), "experts", 0)
+
+
+def _sizes(expert: jax.Array, num_experts: int) -> jax.Array:
+    return jnp.sum(expert.reshape(-1, 1) == jnp.arange(num_experts), axis=0, dtype=jnp.int32)
+
+
+def _inverse(order: jax.Array) -> jax.Array:
+    return jnp.zeros_like(order).at[order].set(jnp.arange(len(order)), unique_indices=True)
+
+
+class ExchangedRows(NamedTuple):
+    """Rows for this device's experts, those of the first expert first, as one round of an all-to-all brings them.
+
+    Attributes:
+      choice_S: number of the choice that this device sends in each slot: the first for the first device, and so on.
+      slot_NJ: slot of each choice; meaningless where not is_sent_NJ.
+      is_sent_NJ: the choice has a slot in this round.
+      from_U: slot that each row came in; empty ones come last.
+      size_E: rows of each expert.
+    """
+
+    choice_S: jax.Array
+    slot_NJ: jax.Array
+    is_sent_NJ: jax.Array
+    from_U: jax.Array
+    size_E: jax.Array
+
+    def of_tokens(self, x_BTD: jax.Array) -> jax.Array:
+        """The token of each row, [U, D]."""
+        return exchanged(_own_tokens(x_BTD)[self.choice_S // self.slot_NJ.shape[1]], "experts")[self.from_U]
+
+    def of_choices(self, share_BTJ: jax.Array) -> jax.Array:
+        """What is said of each row's choice, [U]."""
+        return exchanged(share_BTJ.reshape(-1)[self.choice_S], "experts")[self.from_U]
+
+    def sum_of_choices(self, y_UD: jax.Array, share_BTJ: jax.Array | None, x_BTD: jax.Array) -> jax.Array:
+        """For each of this device's tokens x, the sum over its choices of share x row: [B, T, D] in float32.
+
+        Rows return in the dtype of x_BTD.
+
+        Args:
+          share_BTJ: None: all are 1.
+        """
+        y_SD = exchanged(y_UD.astype(x_BTD.dtype)[_inverse(self.from_U)], "experts")
+        y_NJD = jnp.where(self.is_sent_NJ[..., None], y_SD[self.slot_NJ], 0).astype(jnp.float32)
+        return jnp.sum(_weighted(y_NJD, share_BTJ, _own_tokens), axis=1).reshape(x_BTD.shape)
+
+    def to_choices(self, d_U: jax.Array, like_BTJ: jax.Array) -> jax.Array:
+        """What rows have to say of this device's choices, [B, T, J]."""
+        d_S = exchanged(d_U[_inverse(self.from_U)], "experts")
+        return jnp.where(self.is_sent_NJ, d_S[self.slot_NJ], 0).reshape(like_BTJ.shape)
+
+
+class Queues(NamedTuple):
+    """This device's choices, as they wait for the devices of their experts.
+
+    Attributes:
+      expert_NJ: as chosen; E for padding.
+      num_here: experts of a device.
+      num_rows: that a round has room for between two devices.
+      choice: numbers of all choices, those for the first device first.
+      start_n, count_n: of each device's choices there.
+      place_NJ: of each choice in its device's queue.
+      device_NJ: whose expert was chosen; n for padding.
+    """
+
+    expert_NJ: jax.Array
+    num_here: int
+    num_rows: int
+    choice: jax.Array
+    start_n: jax.Array
+    count_n: jax.Array
+    place_NJ: jax.Array
+    device_NJ: jax.Array
+
+    @property
+    def may_need_more_rounds(self) -> bool:
+        """Whether there are choices that a single round has no room for."""
+        return self.expert_NJ.shape[0] * min(self.expert_NJ.shape[1], self.num_here) > self.num_rows
+
+    def num_rounds(self) -> jax.Array:
+        """Rounds after which the queues of all devices along the axis are empty."""
+        return largest(jnp.max(-(-self.count_n // self.num_rows)), "experts")
+
+    def round(self, number: jax.Array | int) -> ExchangedRows:
+        """A round of the exchange, by its number: the next `num_rows` choices of each queue."""
+        num_rows = self.num_rows
+        num_devices = len(self.count_n)
+        place_nC = number * num_rows + jnp.arange(num_rows) + jnp.zeros((num_devices, 1), jnp.int32)
+        is_filled_nC = place_nC < self.count_n[:, None]
+        choice_nC = self.choice[jnp.where(is_filled_nC, self.start_n[:, None] + place_nC, 0)]
+        own_nC = jnp.where(is_filled_nC, self.expert_NJ.reshape(-1)[choice_nC] % self.num_here, self.num_here)
+        own_U = exchanged(own_nC.reshape(-1), "experts")
+        return ExchangedRows(
+            choice_S=choice_nC.reshape(-1),
+            slot_NJ=jnp.minimum(self.device_NJ, num_devices - 1) * num_rows + self.place_NJ % num_rows,
+            is_sent_NJ=(self.device_NJ < num_devices) & (self.place_NJ // num_rows == number),
+            from_U=jnp.argsort(own_U, stable=True),
+            size_E=_sizes(own_U, self.num_here),
+        )
+
+
+def queue_up(expert_BTJ: jax.Array, num_here: int, num_rows: int) -> Queues:
+    """The queues of this device's choices for the devices along the experts' axis, which have `num_here` each."""
+    num_devices, expert_NJ = num_shards("experts"), _own_tokens(expert_BTJ)
+    device_NJ = expert_NJ // num_here
+    choice = jnp.argsort(device_NJ.reshape(-1), stable=True)
+    count_n = _sizes(device_NJ, num_devices)
+    start_n = jnp.cumsum(count_n) - count_n
+    place_NJ = _inverse(choice).reshape(device_NJ.shape) - start_n[jnp.minimum(device_NJ, num_devices - 1)]
+    return Queues(expert_NJ, num_here, num_rows, choice, start_n, count_n, place_NJ, device_NJ)
+
+
+def rows_of_round(num_tokens: int, shape: ExpertShape, dtype: Any) -> int | None:
+    """`exchanged_rows` of a device with so many tokens; None where all tokens are gathered."""
+    return exchanged_rows(
+        num_tokens=num_tokens,
+        num_per_token=shape.num_per_token,
+        num_experts=shape.num_experts,
+        num_shards=num_shards("experts"),
+        element_bytes=jnp.dtype(dtype).itemsize,
+    )

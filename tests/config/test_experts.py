@@ -1,0 +1,45 @@
+"""The kernel that experts' matmuls get on each platform, and how tokens come to their devices."""
+
+import importlib.util
+
+import pytest
+
+from maxtext_lite.config.experts import exchanged_rows, grouped_matmul_kernel
+
+
+@pytest.mark.parametrize(("platform", "dtype", "tokamax", "capability", "kernel"), [
+    ("cpu", "bfloat16", True, None, "ragged_dot"),
+    ("tpu", "bfloat16", True, None, "megablox"),
+    ("gpu", "bfloat16", True, None, "tokamax"),
+    ("gpu", "float16", True, "9.0", "tokamax"),
+    ("gpu", "float16", True, "8.0", "blocks"),
+    ("gpu", "bfloat16", True, "10.0", "blocks"),
+    ("gpu", "float32", True, None, "blocks"),
+    ("gpu", "bfloat16", False, None, "blocks"),
+])  # fmt: skip
+def test_each_platform_has_its_kernel(platform, dtype, tokamax, capability, kernel, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if tokamax else None)
+    assert grouped_matmul_kernel(platform, dtype, capability) == kernel
+
+
+def _by_bytes(axis, chosen, element_bytes, num_tokens=4096, num_experts=64):
+    """Rows of an even share and a quarter, in whole tiles, if both ways are fewer bytes than tokens and their sums."""
+    rows = min(-(-5 * num_tokens * chosen // (4 * axis) // 128) * 128, num_tokens * min(chosen, num_experts // axis))
+    exchanged = 2 * (axis - 1) * rows * element_bytes
+    gathered = (axis - 1) * num_tokens * (element_bytes + 4)
+    return rows if exchanged < gathered else None
+
+
+@pytest.mark.parametrize(("axis", "chosen", "element_bytes", "rows"), [
+    (8, 2, 2, 1280),  # 4096 x 2 / 8 x 5/4
+    (8, 8, 2, 5120),
+    (4, 8, 2, None),  # ten rows both ways against four tokens and six bytes
+    (8, 8, 4, None),
+    (2, 1, 2, 2560),
+    (64, 64, 2, 4096),  # one expert each: a token comes once, or not at all
+    (1, 8, 2, None),
+])  # fmt: skip
+def test_tokens_are_exchanged_where_that_moves_fewer_bytes(axis, chosen, element_bytes, rows):
+    sizes = {"num_tokens": 4096, "num_per_token": chosen, "num_experts": 64, "num_shards": axis}
+    assert exchanged_rows(**sizes, element_bytes=element_bytes) == rows
+    assert rows == (None if axis == 1 else _by_bytes(axis, chosen, element_bytes))
