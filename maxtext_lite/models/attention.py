@@ -7,8 +7,8 @@ import jax
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
 from maxtext_lite.config.kernels import KERNELS, SPLASH_BLOCK, lacking
-from maxtext_lite.models.blockwise import PLAIN, Scoring, block_queries, blockwise_attention, may_see
-from maxtext_lite.models.context_attention import context_attention
+from maxtext_lite.models.tile import PLAIN, Scoring, may_see
+from maxtext_lite.models.tiled_attention import tiled_attention
 from maxtext_lite.parallel import context_shards, over_shards
 
 
@@ -33,7 +33,7 @@ def attention(
       segment_BT: document number of each token; padding is a document of its own.
       sink_N: each head's learned score of nothing, which takes part in the softmax; None: no sinks.
       kernel: one of KERNELS.
-      strategy: how the shards of a context axis exchange keys, one of `context_attention.STRATEGIES`.
+      strategy: how the shards of a context axis exchange keys, one of `tiled_attention.STRATEGIES`.
       scoring: how queries score keys, and how many they see.
     Returns:
       Context [B, T, N, W] in the dtype of q_BTNH; the softmax runs in float32.
@@ -50,13 +50,10 @@ def attention(
         raise ValueError(f"attention={kernel} does not know {' or '.join(lacks)}. Nearest that works: dot_product.")
     if scoring.window is not None and scoring.window >= q_BTNH.shape[1]:
         scoring = dataclasses.replace(scoring, window=None)  # it reaches every key: no mask, no tile to pass over
-    if context_shards() > 1:
-        if kernel != "dot_product":
-            raise ValueError(f"attention={kernel} does not work on {context_shards()} shards of the tokens")
-        return context_attention(q_BTNH, k_BSKH, v_BSKW, segment_BT, strategy, sink_N, scoring)
+    if context_shards() > 1 and kernel != "dot_product":
+        raise ValueError(f"attention={kernel} does not work on {context_shards()} shards of the tokens")
     if kernel == "dot_product":
-        block = block_queries(q_BTNH.shape[1])
-        return blockwise_attention(q_BTNH, k_BSKH, v_BSKW, segment_BT, block, sink_N, scoring)
+        return tiled_attention(q_BTNH, k_BSKH, v_BSKW, segment_BT, strategy, sink_N, scoring)
     if kernel == "cudnn_flash":
         # cuDNN before 9.10.2 has no window beside a mask of documents, and would refuse the step when it compiles: the
         # window is a part of the mask.

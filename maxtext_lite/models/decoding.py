@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from maxtext_lite.models.blockwise import PLAIN, Scoring
+from maxtext_lite.models.tile import PLAIN, Scoring
 
 
 class KVCache(NamedTuple):

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext_lite.models import Scoring
-from maxtext_lite.models.attention import attention, blockwise_attention, splash_attention
+from maxtext_lite.models import Scoring, tile_layout
+from maxtext_lite.models.attention import attention, splash_attention
+from maxtext_lite.models.tiled_attention import tiled_attention
 
 B, T, N, K, H = 2, 128, 4, 2, 16
 
@@ -95,9 +96,22 @@ def test_the_references_agree_with_each_other_and_with_finite_differences():
         np.testing.assert_allclose(np.sum(gradient * direction), (at(step) - at(-step)) / (2 * step), rtol=1e-7)
 
 
+def in_tiles(tile, strip):
+    """Attention in tiles of that size, as if they were the largest there are."""
+
+    def run(q, k, v, segment):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tile_layout, "_TILE", tile)
+            patch.setattr(tile_layout, "_STRIP", strip)
+            return tiled_attention(q, k, v, segment, "ring")
+
+    return run
+
+
 KERNELS = {
-    "one block": lambda q, k, v, segment: blockwise_attention(q, k, v, segment, T),
-    "blocks that do not divide": lambda q, k, v, segment: blockwise_attention(q, k, v, segment, 50),
+    "one tile": in_tiles(T, T),
+    "strips that do not divide": in_tiles(T, 50),
+    "tiles that do not divide": in_tiles(40, 16),
     "splash": lambda q, k, v, segment: splash_attention(q, k, v, segment, interpret=True),
     "dot_product": lambda q, k, v, segment: attention(q, k, v, segment, kernel="dot_product", strategy="ring"),
 }
