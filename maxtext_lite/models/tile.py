@@ -68,6 +68,11 @@ def part(x: jax.Array, first: Index, count: int, axis: int) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(x, first, count, axis=axis)
 
 
+def put(x: jax.Array, new: jax.Array, first: Index) -> jax.Array:
+    """`x` with `new` at the positions from `first` on, which dim 3 counts."""
+    return jax.lax.dynamic_update_slice_in_dim(x, new, first, axis=3)
+
+
 class Keys(NamedTuple):
     """Keys and values as the forward pass multiplies by them, and their documents."""
 

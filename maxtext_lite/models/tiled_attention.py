@@ -27,6 +27,7 @@ from maxtext_lite.models.tile import (
     may_see,
     merge,
     part,
+    put,
     sink_gradient,
     ungrouped,
     with_sink,
@@ -173,12 +174,12 @@ def _shard_forward(
             seen_B11TS = may_see(of_queries, seen_keys.segment_BS, distance, 0, scoring.window)
             return attend(part(q_BKGTH, query, strip.num_queries, axis=3), seen_keys, seen_B11TS, scoring)
 
-        def put(state: Any, found: Any, strip: Strip, query: Index, key: Index) -> Any:
+        def add(state: Any, found: Any, strip: Strip, query: Index, key: Index) -> Any:
             context_BKGTW, log_partition_BKGT1 = (part(x, query, strip.num_queries, axis=3) for x in state)
             both = merge((context_BKGTW, log_partition_BKGT1), found)
-            return tuple(_put(x, new, query) for x, new in zip(state, both, strict=True))
+            return tuple(put(x, new, query) for x, new in zip(state, both, strict=True))
 
-        return layout.fold(tiles, state, find, put, lambda: nothing(layout.tile))
+        return layout.fold(tiles, state, find, add, lambda: nothing(layout.tile))
 
     def visit(state: Any, sums: Any, theirs: Any, other: jax.Array) -> tuple[Any, Any]:
         return look(state, Keys.of(*theirs), layout.tiles_with(other)), sums
@@ -217,17 +218,17 @@ def _shard_backward(
             seen_B11TS = may_see(of_strip.segment_BT, seen_keys.segment_BS, distance, 0, scoring.window)
             return attend_backward(of_strip, seen_keys, seen_B11TS, scoring)
 
-        def put(state: Any, found: Any, strip: Strip, query: Index, key: Index) -> Any:
+        def add(state: Any, found: Any, strip: Strip, query: Index, key: Index) -> Any:
             places = (query, key, key)
             before = (part(x, at, new.shape[3], axis=3) for x, new, at in zip(state, found, places, strict=True))
             sums = [x + new for x, new in zip(before, found, strict=True)]
-            return tuple(_put(x, new, at) for x, new, at in zip(state, sums, places, strict=True))
+            return tuple(put(x, new, at) for x, new, at in zip(state, sums, places, strict=True))
 
         def nothing() -> Any:
             shapes = [(*x.shape[:3], layout.tile, *x.shape[4:]) for x in state]
             return tuple(jnp.zeros(shape, jnp.float32) for shape in shapes)
 
-        return layout.fold(tiles, state, find, put, nothing)
+        return layout.fold(tiles, state, find, add, nothing)
 
     def visit(dq_BKGTH: jax.Array, sums: Any, theirs: Any, other: jax.Array) -> tuple[Any, Any]:
         dq_BKGTH, *sums = look((dq_BKGTH, *sums), BackwardKeys.of(*theirs), layout.tiles_with(other))
@@ -246,8 +247,3 @@ def _shard_backward(
 
 def _padded_keys(layout: Layout, k_BSKH: jax.Array, v_BSKW: jax.Array, segment_BS: jax.Array) -> tuple[jax.Array, ...]:
     return layout.pad(k_BSKH, axis=1), layout.pad(v_BSKW, axis=1), layout.pad(segment_BS, axis=1, value=_NO_DOCUMENT)
-
-
-def _put(x: jax.Array, new: jax.Array, first: Index) -> jax.Array:
-    """`x` with `new` at the positions from `first` on, which dim 3 counts."""
-    return jax.lax.dynamic_update_slice_in_dim(x, new, first, axis=3)

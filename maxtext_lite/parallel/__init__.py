@@ -24,6 +24,7 @@ from maxtext_lite.parallel.context import (
     own_shard,
     sum_to_shards,
     to_next_shard,
+    whole_examples,
 )
 from maxtext_lite.parallel.distributed import end_soon, simulated_devices, start_devices, topology_devices
 from maxtext_lite.parallel.hosts import bytes_of_host, exchange, make_any_host, value_of_host
@@ -66,5 +67,6 @@ __all__ = [
     "topology_devices",
     "tree_shardings",
     "value_of_host",
+    "whole_examples",
     "with_dims",
 ]
