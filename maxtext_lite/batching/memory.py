@@ -246,21 +246,24 @@ def _gathered_bytes(config: Config, mesh: Mapping[str, int]) -> int:
 def _attention_bytes(config: Config, mesh: Mapping[str, int], platform: Platform) -> int:
     """Bytes of what attention in one layer works with per row.
 
-    cuDNN's and splash attention hold no scores. Plain attention has three float32 copies of them at once, of the half
-    of the square that it computes; on context shards, of one tile of at most about 512 x 512 (models/
-    context_attention.py). There it has other shards' keys and values too, and their float32 gradients: of all shards
-    with all_gather, of two with ring.
+    cuDNN's and splash attention hold no scores. Plain attention has three float32 copies of those of a tile of at most
+    512 x 512, or of a strip of 128 queries where one tile is all there is (models/tile_layout.py). On context shards
+    there are other shards' keys and values too, and their float32 gradients: of all shards with all_gather, of two with
+    ring.
     """
     shards, tensor, length = mesh["context"], mesh["tensor"], config.max_target_length
-    heads = config.base_num_query_heads // tensor
-    if shards > 1:
-        others = length if config.context_parallel_strategy == "all_gather" else 2 * length // shards
-        keys_and_values = (config.base_num_kv_heads // tensor) * (config.head_dim + config.value_dim)
-        tile = min(length // (2 * shards), 512)
-        return 3 * 4 * heads * tile**2 + others * keys_and_values * (_BYTES[config.dtype] + 4)
     named = config.attention  # of a kernel that runs elsewhere, what it takes there
-    kernel = attention_kernel(config, platform=platform) if named == "auto" else named
-    return 0 if kernel != "dot_product" else 3 * 4 * heads * length**2 // 2
+    if named == "auto":
+        named = attention_kernel(config, platform=platform, num_context_shards=shards)
+    run = length if shards == 1 else length // (2 * shards)
+    tile = min(run, 512)
+    queries = min(tile, 128) if shards == 1 and run == tile else tile
+    scores = 3 * 4 * (config.base_num_query_heads // tensor) * queries * tile if named == "dot_product" else 0
+    if shards == 1:
+        return scores
+    others = length if config.context_parallel_strategy == "all_gather" else 2 * length // shards
+    keys_and_values = (config.base_num_kv_heads // tensor) * (config.head_dim + config.value_dim)
+    return scores + others * keys_and_values * (_BYTES[config.dtype] + 4)
 
 
 def offloaded_activations(

@@ -22,6 +22,7 @@ from maxtext_lite.batching.topology import (
 )
 from maxtext_lite.config import BatchConfig, Config
 from maxtext_lite.config.errors import any_of, value_text
+from maxtext_lite.config.kernels import splash_tokens
 from maxtext_lite.config.problem import Edit, Later, Problem, divisors, multiples, single_edits
 
 
@@ -188,7 +189,16 @@ def _context_problems(config: Config, num_shards: int) -> list[Problem]:
         return []
     problems: list[Problem] = []
     key, kernel = "attention", config.attention
-    if kernel not in ("auto", "dot_product"):
+    unit = splash_tokens(num_shards)
+    if kernel == "splash" and config.max_target_length % unit:
+        length = "max_target_length"
+        message = (
+            f"{key}={kernel} needs {length}={config.max_target_length} to be a multiple of {unit}, "
+            f"128 for each of 2 chunks on {num_shards} context shards."
+        )
+        below, above = multiples(length, unit, config.max_target_length)
+        problems.append(Problem(key, message, below, above, otherwise=({key: "auto"},), rule="a kernel for shards"))
+    if kernel not in ("auto", "dot_product", "splash"):
         message = f"{key}={kernel} does not work on {num_shards} context shards, whose tokens are dealt in chunks."
         problems.append(Problem(key, message, otherwise=({key: "auto"},), rule="a kernel for shards"))
     key, pieces = "num_vocab_tiling", config.num_vocab_tiling

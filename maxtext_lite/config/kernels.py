@@ -13,6 +13,11 @@ SPLASH_BLOCK = 128
 """Tokens that splash attention works on at once."""
 
 
+def splash_tokens(num_context_shards: int) -> int:
+    """The number of tokens of which splash attention takes multiples: whole blocks in each of a shard's two chunks."""
+    return SPLASH_BLOCK * (1 if num_context_shards == 1 else 2 * num_context_shards)
+
+
 def lacking(kernel: str, *, soft_caps: Collection[float], sinks: bool, values_differ: bool) -> list[str]:
     """What layers need and a kernel does not have, in words; [] for a kernel that suits them.
 
@@ -37,7 +42,7 @@ def attention_kernel(config: Config, *, platform: str, num_context_shards: int =
 
     Args:
       platform: "cpu", "gpu" or "tpu".
-      num_context_shards: devices that an example's tokens are split over; only dot_product works on several.
+      num_context_shards: devices that an example's tokens are split over; cudnn_flash does not work on several.
     Raises:
       ValueError: the named kernel does not run there, or lacks what the layers need; says what.
     """
@@ -50,8 +55,8 @@ def attention_kernel(config: Config, *, platform: str, num_context_shards: int =
             "an NVIDIA GPU, dtype=bfloat16 and one context shard",
         ),
         "splash": (
-            platform == "tpu" and num_tokens % SPLASH_BLOCK == 0 and alone,
-            f"a TPU, a max_target_length that is a multiple of {SPLASH_BLOCK} and one context shard",
+            platform == "tpu" and num_tokens % splash_tokens(num_context_shards) == 0,
+            f"a TPU, with a max_target_length that is a multiple of {splash_tokens(num_context_shards)}",
         ),
     }
     if name == "auto":

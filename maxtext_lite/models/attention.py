@@ -1,15 +1,14 @@
 """Causal attention within documents, by a kernel chosen by name."""
 
 import dataclasses
-from typing import Any
 
 import jax
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
-from maxtext_lite.config.kernels import KERNELS, SPLASH_BLOCK, lacking
-from maxtext_lite.models.blockwise import PLAIN, Scoring, block_queries, blockwise_attention, may_see
-from maxtext_lite.models.context_attention import context_attention
-from maxtext_lite.parallel import context_shards, over_shards
+from maxtext_lite.config.kernels import KERNELS, lacking
+from maxtext_lite.models.splash import splash_attention
+from maxtext_lite.models.tile import PLAIN, Scoring, may_see
+from maxtext_lite.models.tiled_attention import tiled_attention
+from maxtext_lite.parallel import context_shards
 
 
 def attention(
@@ -33,7 +32,7 @@ def attention(
       segment_BT: document number of each token; padding is a document of its own.
       sink_N: each head's learned score of nothing, which takes part in the softmax; None: no sinks.
       kernel: one of KERNELS.
-      strategy: how the shards of a context axis exchange keys, one of `context_attention.STRATEGIES`.
+      strategy: how the shards of a context axis exchange keys, one of `tiled_attention.STRATEGIES`.
       scoring: how queries score keys, and how many they see.
     Returns:
       Context [B, T, N, W] in the dtype of q_BTNH; the softmax runs in float32.
@@ -50,13 +49,10 @@ def attention(
         raise ValueError(f"attention={kernel} does not know {' or '.join(lacks)}. Nearest that works: dot_product.")
     if scoring.window is not None and scoring.window >= q_BTNH.shape[1]:
         scoring = dataclasses.replace(scoring, window=None)  # it reaches every key: no mask, no tile to pass over
-    if context_shards() > 1:
-        if kernel != "dot_product":
-            raise ValueError(f"attention={kernel} does not work on {context_shards()} shards of the tokens")
-        return context_attention(q_BTNH, k_BSKH, v_BSKW, segment_BT, strategy, sink_N, scoring)
+    if context_shards() > 1 and kernel not in ("dot_product", "splash"):
+        raise ValueError(f"attention={kernel} does not work on {context_shards()} shards of the tokens")
     if kernel == "dot_product":
-        block = block_queries(q_BTNH.shape[1])
-        return blockwise_attention(q_BTNH, k_BSKH, v_BSKW, segment_BT, block, sink_N, scoring)
+        return tiled_attention(q_BTNH, k_BSKH, v_BSKW, segment_BT, strategy, sink_N, scoring)
     if kernel == "cudnn_flash":
         # cuDNN before 9.10.2 has no window beside a mask of documents, and would refuse the step when it compiles: the
         # window is a part of the mask.
@@ -66,76 +62,7 @@ def attention(
             q_BTNH, k_BSKH, v_BSKW, mask=seen_B1TS, is_causal=True, scale=scoring.scale, implementation="cudnn"
         )
     if kernel == "splash":
-        return splash_attention(q_BTNH, k_BSKH, v_BSKW, segment_BT, sink_N, scoring=scoring, interpret=False)
+        return splash_attention(
+            q_BTNH, k_BSKH, v_BSKW, segment_BT, sink_N, strategy=strategy, scoring=scoring, interpret=False
+        )
     raise ValueError(f"unknown attention kernel {kernel!r}; known: {', '.join(KERNELS)}")
-
-
-@jax.custom_vjp
-def _with_gradient_as_wide(x: jax.Array) -> jax.Array:
-    """`x`, whose gradient is made of its dtype: splash gives that of float32 sinks in the dtype of the queries."""
-    return x
-
-
-_with_gradient_as_wide.defvjp(lambda x: (x, x), lambda x, dx: (dx.astype(x.dtype),))
-
-
-def splash_attention(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKW: jax.Array,
-    segment_BT: jax.Array,
-    sink_N: jax.Array | None = None,
-    *,
-    scoring: Scoring = PLAIN,
-    interpret: bool,
-) -> jax.Array:
-    """`attention` by the Pallas kernel for TPU; T must be a multiple of 128.
-
-    Args:
-      interpret: run the kernel's steps as plain XLA operations, as tests on CPU do.
-    Raises:
-      ValueError: T is not a multiple of 128.
-    """
-    T = q_BTNH.shape[1]
-    if T % SPLASH_BLOCK:
-        raise ValueError(f"attention=splash needs max_target_length={T} to be a multiple of {SPLASH_BLOCK}")
-
-    def local(
-        q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKW: jax.Array, segment_BT: jax.Array, sink_N: Any = None
-    ) -> jax.Array:
-        """The heads and rows of one device."""
-        if scoring.window is None:
-            mask = splash_attention_mask.CausalMask((T, T))
-        else:
-            mask = splash_attention_mask.LocalMask((T, T), (scoring.window - 1, 0), offset=0)
-        edge = max(edge for edge in (128, 256, 512) if T % edge == 0)
-        sizes = splash_attention_kernel.BlockSizes(
-            block_q=edge,
-            block_kv=edge,
-            block_kv_compute=edge,
-            block_q_dkv=edge,
-            block_kv_dkv=edge,
-            block_kv_dkv_compute=edge,
-            block_q_dq=edge,
-            block_kv_dq=edge,
-        )
-        kernel = splash_attention_kernel.make_splash_mha_single_device(
-            splash_attention_mask.MultiHeadMask([mask] * q_BTNH.shape[2]),
-            block_sizes=sizes,
-            attn_logits_soft_cap=scoring.soft_cap,
-            interpret=interpret,
-        )
-
-        def one_row(q_NTH: jax.Array, k_KSH: jax.Array, v_KSW: jax.Array, segment_T: jax.Array) -> Any:
-            segments = splash_attention_kernel.SegmentIds(segment_T, segment_T)
-            own_sink_N = None if sink_N is None else _with_gradient_as_wide(sink_N)
-            return kernel(q_NTH, k_KSH, v_KSW, segment_ids=segments, sinks=own_sink_N)
-
-        scaled_BNTH = (q_BTNH * scoring.scale_of(q_BTNH.shape[-1])).swapaxes(1, 2)
-        return jax.vmap(one_row)(scaled_BNTH, k_BSKH.swapaxes(1, 2), v_BSKW.swapaxes(1, 2), segment_BT).swapaxes(1, 2)
-
-    heads = ("batch", None, "activation_heads", None)
-    axes = (heads, heads, heads, ("batch", None))
-    if sink_N is None:
-        return over_shards(local, axes, heads)(q_BTNH, k_BSKH, v_BSKW, segment_BT)
-    return over_shards(local, (*axes, ("activation_heads",)), heads)(q_BTNH, k_BSKH, v_BSKW, segment_BT, sink_N)

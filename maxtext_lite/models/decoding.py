@@ -1,12 +1,15 @@
 """Token by token: the key/value cache, attention over it, and the choice of the next token."""
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from maxtext_lite.models.blockwise import PLAIN, Scoring
+from maxtext_lite.models.tile import PLAIN, Scoring
+
+_QUERIES = 512
 
 
 class KVCache(NamedTuple):
@@ -62,21 +65,43 @@ class CachedAttend:
           v_BTKW: None where the cache has no values: the keys are the values then, and W is H.
           sink_N: each head's learned score of nothing, which takes part in the softmax; None: no sinks.
         """
-        B, T, N, H = q_BTNH.shape
+        B, T, N, _ = q_BTNH.shape
         key_LBKSH, key_BKSH = self._written(self.cache.key, k_BTKH)
         value_LBKSW, value_BKSW = None, key_BKSH
         if self.cache.value is not None:
             assert v_BTKW is not None
             value_LBKSW, value_BKSW = self._written(self.cache.value, v_BTKW)
-        num_kv_heads = key_BKSH.shape[1]
-        q_BKTGH = q_BTNH.reshape(B, T, num_kv_heads, -1, H).swapaxes(1, 2)
+        found = functools.partial(self._attend, key_BKSH=key_BKSH, value_BKSW=value_BKSW, sink_N=sink_N)
+        # A prompt's queries take turns, so that the memory of their scores is linear in the tokens.
+        turns, rest = divmod(T, _QUERIES)
+        whole = T - rest
+        parts = [found(q_BTNH[:, whole:], self.position_BT[:, whole:])] if rest else []
+        if turns:
+            arrays = (x[:, :whole].reshape(B, turns, -1, *x.shape[2:]) for x in (q_BTNH, self.position_BT))
+            of_turns = jax.lax.map(lambda turn: found(*turn), tuple(jnp.moveaxis(x, 1, 0) for x in arrays))
+            parts.insert(0, jnp.moveaxis(of_turns, 0, 1).reshape(B, whole, N, -1))
+        context_BTNW = jnp.concatenate(parts, axis=1)
+        return context_BTNW, KVCache(key_LBKSH, value_LBKSW)
+
+    def _attend(
+        self,
+        q_BTNH: jax.Array,
+        position_BT: jax.Array,
+        *,
+        key_BKSH: jax.Array,
+        value_BKSW: jax.Array,
+        sink_N: jax.Array | None,
+    ) -> jax.Array:
+        """Context [B, T, N, W] of some of the new tokens."""
+        B, T, N, H = q_BTNH.shape
+        q_BKTGH = q_BTNH.reshape(B, T, key_BKSH.shape[1], -1, H).swapaxes(1, 2)
         # The keys come first, as they lie: as a second factor, some compilers would transpose all of them.
         product_BKSTG = jax.lax.dot_general(
             key_BKSH, q_BKTGH, (((3,), (4,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32
         )
         product_BKGTS = jnp.transpose(product_BKSTG, (0, 1, 4, 3, 2))
         score_BKGTS = self.scoring.score(product_BKGTS, H)
-        key_11S, query_BT1 = jnp.arange(key_BKSH.shape[2])[None, None, :], self.position_BT[:, :, None]
+        key_11S, query_BT1 = jnp.arange(key_BKSH.shape[2])[None, None, :], position_BT[:, :, None]
         seen_BTS = key_11S <= query_BT1
         if self.scoring.window is not None:
             seen_BTS &= query_BT1 - key_11S < self.scoring.window
@@ -87,8 +112,7 @@ class CachedAttend:
             score_BKGTS = jnp.concatenate([score_BKGTS, sink_BKGT1], axis=-1)
         weight_BKGTS = jax.nn.softmax(score_BKGTS, axis=-1).astype(value_BKSW.dtype)[..., : value_BKSW.shape[2]]
         context_BKGTW = jax.lax.dot_general(weight_BKGTS, value_BKSW, (((4,), (2,)), ((0, 1), (0, 1))))
-        context_BTNW = jnp.transpose(context_BKGTW, (0, 3, 1, 2, 4)).reshape(B, T, N, -1)
-        return context_BTNW.astype(q_BTNH.dtype), KVCache(key_LBKSH, value_LBKSW)
+        return jnp.transpose(context_BKGTW, (0, 3, 1, 2, 4)).reshape(B, T, N, -1).astype(q_BTNH.dtype)
 
     def _written(self, all_LBKSH: jax.Array, new_BTKH: jax.Array) -> tuple[jax.Array, jax.Array]:
         """All layers with the new tokens, and of them this one."""

@@ -44,7 +44,7 @@ class DecoderShape:
       saved: names (`checkpoint_name`) of a layer's tensors that the forward pass keeps for the backward pass, beside
         the layer's input; the others are made again. None: all are kept.
       offloaded: names of those that it keeps in pinned host memory.
-      context_strategy: how the shards of a context axis exchange keys, one of `context_attention.STRATEGIES`.
+      context_strategy: how the shards of a context axis exchange keys, one of `tiled_attention.STRATEGIES`.
       experts: in place of each layer's mlp; None: the mlp.
       num_dense_layers: first layers that have an mlp all the same.
       lora: what is trained beside frozen weights; None: the weights are.

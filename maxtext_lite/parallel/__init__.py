@@ -26,6 +26,7 @@ from maxtext_lite.parallel.context import (
     own_shard,
     sum_to_shards,
     to_next_shard,
+    whole_examples,
 )
 from maxtext_lite.parallel.described import described, described_devices
 from maxtext_lite.parallel.distributed import end_soon, simulated_devices, start_devices
@@ -74,5 +75,6 @@ __all__ = [
     "to_next_shard",
     "tree_shardings",
     "value_of_host",
+    "whole_examples",
     "with_dims",
 ]

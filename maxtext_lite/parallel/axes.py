@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 LogicalAxes = Sequence[str | None]
 """Name of each dim of an array; None: not sharded; AS_IT_IS: as the compiler finds it."""
@@ -81,7 +81,7 @@ def partition_spec(axes: LogicalAxes) -> PartitionSpec:
     return PartitionSpec(*entries)
 
 
-def sharding(mesh: Mesh, axes: LogicalAxes = ()) -> NamedSharding:
+def sharding(mesh: Mesh | AbstractMesh, axes: LogicalAxes = ()) -> NamedSharding:
     """Where an array with these logical axes lives; without axes, a copy on every device."""
     return NamedSharding(mesh, partition_spec(axes))
 
@@ -138,7 +138,7 @@ def over_stages(function: Callable[..., Any], *, in_axes: Any = 0) -> Callable[.
 
 def over_shards(
     function: Callable[..., Any],
-    in_axes: Sequence[LogicalAxes],
+    in_axes: Sequence[Any],
     out_axes: tuple[str | None, ...] | list[tuple[str | None, ...]],
 ) -> Any:
     """`function` run by each device on its own part of each argument: for kernels that the partitioner cannot split.
@@ -146,13 +146,14 @@ def over_shards(
     Every mesh axis is manual, so that it also works inside `over_replicas`. Without a mesh it is `function` itself.
 
     Args:
+      in_axes: of each argument; a tree of PartitionSpecs where a kernel says itself how its own arrays are split.
       out_axes: of the result; a list where it is a tuple of several.
     """
     if jax.sharding.get_abstract_mesh().empty:
         return function
     return jax.shard_map(
         function,
-        in_specs=tuple(partition_spec(axes) for axes in in_axes),
+        in_specs=tuple(partition_spec(axes) if isinstance(axes, tuple) else axes for axes in in_axes),
         out_specs=tuple(map(partition_spec, out_axes)) if isinstance(out_axes, list) else partition_spec(out_axes),
         check_vma=False,
     )

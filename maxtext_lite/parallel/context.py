@@ -77,6 +77,19 @@ def from_all_shards(tree: Any) -> Any:
     return jax.lax.all_gather(tree, MESH_AXES_OF["length"])
 
 
+def whole_examples(tree: Any) -> Any:
+    """Inside `over_shards`: arrays [B, T, ...] of all shards' tokens, in their true order, from each shard's own."""
+    if context_shards() == 1:
+        return tree
+
+    def in_order(x: jax.Array) -> jax.Array:
+        early, late = jnp.split(x, CHUNKS_PER_SHARD, axis=2)
+        chunks = jnp.moveaxis(jnp.concatenate([early, late[::-1]]), 0, 1)
+        return chunks.reshape(chunks.shape[0], -1, *chunks.shape[3:])
+
+    return jax.tree.map(in_order, from_all_shards(tree))
+
+
 def sum_to_shards(tree: Any) -> Any:
     """Inside `over_shards`: the sum over shards of what each has for this one on its first dim, which is dropped."""
     return jax.lax.psum_scatter(tree, MESH_AXES_OF["length"])

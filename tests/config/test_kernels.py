@@ -19,8 +19,9 @@ CAPPED, SINKS, WINDOW = "attn_logits_soft_cap=50", "attention_sinks=true", ("lay
     ([], "gpu", 1, "dot_product"),  # cuDNN's has no float32
     ([BFLOAT16], "tpu", 1, "splash"),
     ([BFLOAT16, "max_target_length=100"], "tpu", 1, "dot_product"),  # splash works in blocks of 128
-    ([BFLOAT16], "gpu", 2, "dot_product"),  # the others take whole examples
-    ([BFLOAT16], "tpu", 2, "dot_product"),
+    ([BFLOAT16], "gpu", 2, "dot_product"),  # cuDNN's takes whole examples
+    ([BFLOAT16], "tpu", 2, "dot_product"),  # 4 chunks of 64 tokens
+    ([BFLOAT16, "max_target_length=1024"], "tpu", 4, "splash"),
     (["attention=dot_product", BFLOAT16], "tpu", 1, "dot_product"),
     ([BFLOAT16, *WINDOW, "query_pre_attn_scalar=100"], "gpu", 1, "cudnn_flash"),
     ([BFLOAT16, CAPPED], "gpu", 1, "dot_product"),

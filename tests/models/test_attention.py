@@ -5,8 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext_lite.models import Scoring
-from maxtext_lite.models.attention import attention, blockwise_attention, splash_attention
+from maxtext_lite.models import Scoring, tile_layout
+from maxtext_lite.models import attention as attention_module
+from maxtext_lite.models.attention import attention
+from maxtext_lite.models.splash import splash_attention
+from maxtext_lite.models.tiled_attention import tiled_attention
 
 B, T, N, K, H = 2, 128, 4, 2, 16
 
@@ -95,9 +98,22 @@ def test_the_references_agree_with_each_other_and_with_finite_differences():
         np.testing.assert_allclose(np.sum(gradient * direction), (at(step) - at(-step)) / (2 * step), rtol=1e-7)
 
 
+def in_tiles(tile, strip):
+    """Attention in tiles of that size, as if they were the largest there are."""
+
+    def run(q, k, v, segment):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tile_layout, "_TILE", tile)
+            patch.setattr(tile_layout, "_STRIP", strip)
+            return tiled_attention(q, k, v, segment, "ring")
+
+    return run
+
+
 KERNELS = {
-    "one block": lambda q, k, v, segment: blockwise_attention(q, k, v, segment, T),
-    "blocks that do not divide": lambda q, k, v, segment: blockwise_attention(q, k, v, segment, 50),
+    "one tile": in_tiles(T, T),
+    "strips that do not divide": in_tiles(T, 50),
+    "tiles that do not divide": in_tiles(40, 16),
     "splash": lambda q, k, v, segment: splash_attention(q, k, v, segment, interpret=True),
     "dot_product": lambda q, k, v, segment: attention(q, k, v, segment, kernel="dot_product", strategy="ring"),
 }
@@ -125,23 +141,6 @@ def test_gradients_equal_automatic_ones_of_the_full_square(name):
 
     for got, want in zip(gradients(KERNELS[name]), gradients(full_square), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
-
-
-def test_splash_knows_windows_soft_caps_sinks_and_values_of_another_width():
-    """Blocks of 128: the window of 140 crosses them, and leaves the first one out of the last one's sight."""
-    q, k, v, segment = inputs(384)
-    segment = with_a_long_document(segment)
-    scoring = Scoring(scale=0.4, window=140, soft_cap=1.5)
-    v, g = v[..., :8], np.random.default_rng(1).normal(size=(B, 384, N, 8)).astype(np.float32)
-
-    @jax.jit
-    def both(q, k, v, sink):
-        run = lambda q, k, v, sink: splash_attention(q, k, v, segment, sink, scoring=scoring, interpret=True)  # noqa: E731
-        context, vjp = jax.vjp(run, q, k, v, sink)
-        return context, *vjp(g)
-
-    for got, want in zip(both(q, k, v, SINK), exact(q, k, v, segment, g, SINK, scoring), strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("scoring", [Scoring(), Scoring(scale=0.4, window=40)], ids=str)
@@ -213,3 +212,10 @@ def test_a_kernel_that_lacks_what_it_is_asked_for_is_refused():
 def test_a_scoring_without_sense_is_refused(values, reason):
     with pytest.raises(ValueError, match=reason):
         Scoring(**values)
+
+
+def test_a_kernel_for_whole_examples_is_refused_on_shards(monkeypatch):
+    monkeypatch.setattr(attention_module, "context_shards", lambda: 2)
+    q, k, v, segment = inputs()
+    with pytest.raises(ValueError, match="attention=cudnn_flash does not work on 2 shards of the tokens"):
+        attention(q, k, v, segment, kernel="cudnn_flash", strategy="ring")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from maxtext_lite.config import Mla
-from maxtext_lite.models import Decoder, DecoderShape, ExpertShape, KVCache, Sampling, Scoring, sample_token
+from maxtext_lite.models import Decoder, DecoderShape, ExpertShape, KVCache, Sampling, Scoring, decoding, sample_token
 from maxtext_lite.models.decoding import CachedAttend
 from tests.models.in_place import rewritten
 from tests.models.test_attention import SINK, by_loops, inputs
@@ -49,13 +49,19 @@ def test_decoding_from_the_cache_equals_the_whole_sequence(experts):
         np.testing.assert_allclose(x[:, 0], whole[np.arange(2), at], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("scoring", "sink"), [
-    (Scoring(window=4, soft_cap=1.5, scale=0.4), SINK),
-    (Scoring(window=1), None),
-    (Scoring(soft_cap=0.8), SINK),
+@pytest.mark.parametrize(("scoring", "sink", "at_once"), [
+    (Scoring(window=4, soft_cap=1.5, scale=0.4), SINK, 512),
+    (Scoring(window=4, soft_cap=1.5, scale=0.4), SINK, 3),
+    (Scoring(window=1), None, 512),
+    (Scoring(soft_cap=0.8), SINK, 512),
+    (Scoring(soft_cap=0.8), SINK, 2),
+    (Scoring(soft_cap=0.8), SINK, 4),
 ], ids=str)  # fmt: skip
-def test_cached_attention_knows_windows_soft_caps_sinks_and_values_of_another_width(scoring, sink):
-    """A prompt of 6 tokens at once and in a longer cache, then one token at a time."""
+def test_cached_attention_knows_windows_soft_caps_sinks_and_values_of_another_width(
+    scoring, sink, at_once, monkeypatch
+):
+    """A prompt of 6 tokens, of whose queries some take turns, in a longer cache, then one token at a time."""
+    monkeypatch.setattr(decoding, "_QUERIES", at_once)
     q, k, v, _ = inputs(12)
     v = v[..., :6]
     want = by_loops(q, k, v, np.ones((2, 12), np.int32), sink, scoring)

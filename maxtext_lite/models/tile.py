@@ -1,21 +1,17 @@
-"""Attention by plain matmuls, a block of queries at a time, with a backward pass that keeps no scores.
+"""Attention of one tile, some queries and some keys, and of its backward pass: what `tiled_attention` is made of.
 
-Half of the square of scores is never computed, none of it is kept: the backward pass rebuilds it from the log-partition
-of each row. Source: Dao 2023, arXiv:2307.08691, section 3, for whole examples without its inner loop over keys.
+No scores are kept: the backward pass rebuilds a tile's from the log-partition of each row.
+Source: Dao 2023, arXiv:2307.08691, section 3.
 """
 
 import dataclasses
 import functools
-import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
-_SMALLEST_BLOCK = 128
-_MOST_BLOCKS = 16
-_MASKED = -1e30  # finite: a row without any key inside a block must not give inf - inf
+_MASKED = -1e30  # finite: a row without any key inside a tile must not give inf - inf
 
 _dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
@@ -65,16 +61,16 @@ PLAIN = Scoring()
 """Llama's: every key that comes no later, by its product with the query over the root of their width."""
 
 
-def block_queries(num_tokens: int) -> int:
-    """Queries in a block of `blockwise_attention` of examples of `num_tokens` tokens."""
-    return _SMALLEST_BLOCK * math.ceil(num_tokens / (_SMALLEST_BLOCK * _MOST_BLOCKS))
-
-
 def part(x: jax.Array, first: Index, count: int, axis: int) -> jax.Array:
     """`count` entries of a dim; `first` may be traced."""
     if isinstance(first, int):
         return jax.lax.slice_in_dim(x, first, first + count, axis=axis)
     return jax.lax.dynamic_slice_in_dim(x, first, count, axis=axis)
+
+
+def put(x: jax.Array, new: jax.Array, first: Index) -> jax.Array:
+    """`x` with `new` at the positions from `first` on, which dim 3 counts."""
+    return jax.lax.dynamic_update_slice_in_dim(x, new, first, axis=3)
 
 
 class Keys(NamedTuple):
@@ -114,7 +110,7 @@ class BackwardKeys(NamedTuple):
 
 
 class BackwardQueries(NamedTuple):
-    """Queries and the gradient of their context, in each orientation that a matmul wants, copied once for all blocks.
+    """Queries and the gradient of their context, in each orientation that a matmul wants, copied once for all tiles.
 
     Attributes:
       log_partition_BKGT1: of each row of scores, over all its keys, wherever they are.
@@ -259,75 +255,3 @@ def attend_backward(
     dk_BKHS = _dot("BKHGT,BKGTS->BKHS", queries.q_BKHGT, dproduct_BKGTS)
     dv_BKWS = _dot("BKWGT,BKGTS->BKWS", queries.g_BKWGT, weight_BKGTS.astype(dtype))
     return dq_BKGTH, dk_BKHS, dv_BKWS
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 6))
-def blockwise_attention(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKW: jax.Array,
-    segment_BT: jax.Array,
-    block: int,
-    sink_N: jax.Array | None = None,
-    scoring: Scoring = PLAIN,
-) -> jax.Array:
-    """`attention` of whole examples, `block` queries at a time over the keys that come no later and in their windows.
-
-    The gradient of the sinks comes with those of queries, keys and values.
-    """
-    return _forward(q_BTNH, k_BSKH, v_BSKW, segment_BT, block, sink_N, scoring)[0]
-
-
-def _blocks(num_tokens: int, block: int, window: int | None) -> list[tuple[int, int, int]]:
-    """First key, first query and end of both for each block of queries; keys before it are in no query's window."""
-    unit = min(block, _SMALLEST_BLOCK)  # of a slice of keys: one that starts anywhere is slow on accelerators
-    reach = num_tokens if window is None else window - 1
-    firsts = range(0, num_tokens, block)
-    return [(max(0, first - reach) // unit * unit, first, min(first + block, num_tokens)) for first in firsts]
-
-
-def _forward(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKW: jax.Array,
-    segment_BT: jax.Array,
-    block: int,
-    sink_N: jax.Array | None,
-    scoring: Scoring,
-) -> Any:
-    q_BKGTH = grouped(q_BTNH, k_BSKH.shape[2]).transpose(0, 2, 3, 1, 4)
-    keys = Keys.of(k_BSKH, v_BSKW, segment_BT)
-    contexts, log_partitions = [], []
-    for start, first, end in _blocks(q_BTNH.shape[1], block, scoring.window):
-        near = keys.part(start, end - start)
-        seen_B11TS = may_see(segment_BT[:, first:end], near.segment_BS, first, start, scoring.window)
-        found = attend(q_BKGTH[:, :, :, first:end], near, seen_B11TS, scoring)
-        context_BKGTW, log_partition_BKGT1 = with_sink(found, sink_N)
-        contexts.append(context_BKGTW.astype(q_BTNH.dtype))
-        log_partitions.append(log_partition_BKGT1)
-    context_BTNW = checkpoint_name(ungrouped(jnp.concatenate(contexts, axis=3)), "context")
-    log_partition_BKGT1 = checkpoint_name(jnp.concatenate(log_partitions, axis=3), "context")
-    residuals = (q_BTNH, k_BSKH, v_BSKW, segment_BT, sink_N, context_BTNW, log_partition_BKGT1)
-    return context_BTNW, residuals
-
-
-def _backward(block: int, scoring: Scoring, residuals: Any, g_BTNW: jax.Array) -> Any:
-    q_BTNH, k_BSKH, v_BSKW, segment_BT, sink_N, context_BTNW, log_partition_BKGT1 = residuals
-    dtype = q_BTNH.dtype
-    queries = BackwardQueries.of(q_BTNH, g_BTNW, context_BTNW, log_partition_BKGT1, segment_BT)
-    keys = BackwardKeys.of(k_BSKH, v_BSKW, segment_BT)
-    dq_blocks = []
-    dk_BKHS, dv_BKWS = jnp.zeros(keys.k_BKHS.shape, jnp.float32), jnp.zeros(keys.v_BKWS.shape, jnp.float32)
-    for start, first, end in _blocks(q_BTNH.shape[1], block, scoring.window):
-        of_block, near = queries.part(first, end - first), keys.part(start, end - start)
-        seen_B11TS = may_see(of_block.segment_BT, near.segment_BS, first, start, scoring.window)
-        dq_BKGTH, dk_near_BKHS, dv_near_BKWS = attend_backward(of_block, near, seen_B11TS, scoring)
-        dq_blocks.append(dq_BKGTH.astype(dtype))
-        dk_BKHS = dk_BKHS.at[..., start:end].add(dk_near_BKHS)
-        dv_BKWS = dv_BKWS.at[..., start:end].add(dv_near_BKWS)
-    dq_BTNH = ungrouped(jnp.concatenate(dq_blocks, axis=3))
-    dk_BSKH, dv_BSKW = (x.transpose(0, 3, 1, 2).astype(dtype) for x in (dk_BKHS, dv_BKWS))
-    return dq_BTNH, dk_BSKH, dv_BSKW, None, sink_gradient(sink_N, log_partition_BKGT1, context_BTNW, g_BTNW)
-
-
-blockwise_attention.defvjp(_forward, _backward)

@@ -1,19 +1,21 @@
-"""Attention of tokens that are split over devices equals float64 attention of the whole example, and its gradients."""
+"""Attention in tiles, on one device and of tokens split over several, equals float64 attention, and its gradients."""
 
 import math
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext_lite.models import context_attention
+from maxtext_lite.models import tile_layout
 from maxtext_lite.models.attention import attention
-from maxtext_lite.models.blockwise import PLAIN, Scoring
-from maxtext_lite.models.context_attention import STRATEGIES, tile_tokens
+from maxtext_lite.models.tile import PLAIN, Scoring
+from maxtext_lite.models.tiled_attention import STRATEGIES, tiled_attention
 from maxtext_lite.parallel import MESH_AXES, context_order, make_mesh, over_replicas, sharding
 from maxtext_lite.parallel.hlo import collectives
-from tests.models.test_attention import SINK, exact, with_a_long_document
+from tests.models.test_attention import SINK, by_loops, exact, with_a_long_document
+from tests.models.test_attention import inputs as rows
 
 B, N, K, H = 2, 4, 2, 8
 AXES = ("batch", "length", "activation_heads", None)
@@ -76,7 +78,7 @@ def ragged():
     ids=str,
 )
 def test_equals_float64_attention_of_whole_examples(sizes, tile, strategy, ragged, monkeypatch):
-    monkeypatch.setattr(context_attention, "_TILE", tile)
+    monkeypatch.setattr(tile_layout, "_TILE", tile)
     arrays, want = ragged
     compiled, arguments, mesh = on_mesh(arrays, strategy=strategy, **sizes)
     for got, expected in zip(in_true_order(compiled(*arguments), mesh.shape["context"]), want, strict=True):
@@ -100,7 +102,7 @@ def test_equals_float64_attention_of_whole_examples(sizes, tile, strategy, ragge
 def test_windows_soft_caps_sinks_and_values_of_another_width(
     sizes, tile, strategy, scoring, sinks, ragged, monkeypatch
 ):
-    monkeypatch.setattr(context_attention, "_TILE", tile)
+    monkeypatch.setattr(tile_layout, "_TILE", tile)
     (q, k, v, segment, g), _ = ragged
     arrays, sink = (q, k, v[..., :6], with_a_long_document(segment), g[..., :6]), SINK if sinks else None
     compiled, arguments, mesh = on_mesh(arrays, strategy=strategy, sink=sink, scoring=scoring, **sizes)
@@ -110,14 +112,15 @@ def test_windows_soft_caps_sinks_and_values_of_another_width(
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_tiles_beyond_every_window_are_passed_over(monkeypatch):
+@pytest.mark.parametrize("shards", [1, 2])
+def test_tiles_beyond_every_window_are_passed_over(shards, monkeypatch):
     """Keys that are not numbers spoil what is computed from them, even where a mask then hides it."""
-    monkeypatch.setattr(context_attention, "_TILE", 4)
+    monkeypatch.setattr(tile_layout, "_TILE", 4)
     q, k, v, segment, g = inputs(32)
     k, v = (np.where(np.arange(32)[:, None, None] < 4, np.nan, x) for x in (k, v))
-    compiled, arguments, _ = on_mesh((q, k, v, segment, g), scoring=Scoring(window=6), context=2)
+    compiled, arguments, _ = on_mesh((q, k, v, segment, g), scoring=Scoring(window=6), context=shards)
     reached = 12  # query 8 is the last whose window holds key 3, and its tile ends at 11
-    for got in in_true_order(compiled(*arguments), 2):
+    for got in in_true_order(compiled(*arguments), shards):
         assert np.isnan(got[:, :4]).all()
         assert np.isfinite(got[:, reached:]).all()
 
@@ -167,16 +170,28 @@ def long():
     return {key: on_mesh(arrays, strategy=key[0], context=key[1])[0] for key in keys}
 
 
+def temporary_bytes(compiled):
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
 def test_memory_falls_with_the_shards(long):
     """A device has some copies of the scores of one tile, its share of the arrays, and what all_gather gathers."""
-    temporaries = {key: step.memory_analysis().temp_size_in_bytes for key, step in long.items()}
-    whole = temporaries.pop(("ring", 1))
     queries, keys = (4 * B * 4096 * heads * H for heads in (N, K))  # bytes, float32
-    for (strategy, shards), size in temporaries.items():
-        tile = 4 * B * N * tile_tokens(4096 // (2 * shards)) ** 2
+    for (strategy, shards), step in long.items():
+        tile = 4 * B * N * min(512, 4096 // (2 * shards)) ** 2
         gathered = 2 * 2 * keys if strategy == "all_gather" else 0  # and the gradients of what is gathered
-        assert size <= whole / 20
-        assert size <= 5 * tile + 12 * queries / shards + gathered
+        assert temporary_bytes(step) <= 5 * tile + 12 * queries / shards + gathered
+
+
+def test_memory_is_linear_in_the_tokens(long):
+    """Of 12,288 tokens it is what 4,096 have three times, and no array of them has two dims of tokens."""
+    longer = on_mesh(inputs(12288), context=1)[0]
+    tile = 4 * B * N * 512**2
+    assert temporary_bytes(longer) - tile <= 3.1 * (temporary_bytes(long["ring", 1]) - tile)
+    sizes = [
+        math.prod(map(int, dims.split(","))) for dims in re.findall(r"[a-z]+[0-9]+\[([0-9,]+)\]", longer.as_text())
+    ]
+    assert max(sizes) == B * N * 512**2 > B * N * 12288 * H
 
 
 def test_a_ring_passes_keys_on_and_gathers_nothing(long):
@@ -196,13 +211,47 @@ def test_gathering_is_one_collective_for_each_array(long):
     assert not [c.line for c in found if c.in_loop]
 
 
-@pytest.mark.parametrize(
-    ("chunk", "tile"), [(1, 1), (48, 48), (512, 512), (4096, 512), (1536, 512), (900, 450), (1042, 521), (600, 600)]
-)
-def test_a_tile_divides_a_chunk(chunk, tile):
-    assert tile_tokens(chunk) == tile
+def test_bfloat16_on_one_device_runs_and_stays_close():
+    q, k, v, segment = rows()
+    narrow = [jnp.asarray(x, jnp.bfloat16) for x in (q, k, v)]
+    got, vjp = jax.vjp(lambda q, k, v: tiled_attention(q, k, v, segment, "ring"), *narrow)
+    assert got.dtype == jnp.bfloat16
+    assert all(g.dtype == jnp.bfloat16 for g in vjp(got))
+    np.testing.assert_allclose(np.asarray(got, np.float32), by_loops(q, k, v, segment), atol=0.05)
 
 
-def test_a_kernel_for_whole_examples_is_refused():
-    with pytest.raises(ValueError, match="attention=splash does not work on 2 shards of the tokens"):
-        on_mesh(inputs(32), kernel="splash", context=2)
+@pytest.mark.parametrize(("scoring", "sinks", "num_kv_heads", "value_dim", "tile"), [
+    (Scoring(), True, 2, 16, 512),
+    (Scoring(window=1, soft_cap=0.7), False, 2, 16, 512),
+    (Scoring(scale=0.4, window=7), True, 4, 6, 512),  # inside a strip
+    (Scoring(window=18, soft_cap=1.5), True, 1, 6, 512),  # the last key of the strip before the last
+    (Scoring(scale=1.1, window=34, soft_cap=30.0), False, 2, 20, 512),
+    (Scoring(scale=0.4, window=999, soft_cap=1.5), True, 2, 6, 512),  # more than there is
+    (Scoring(), True, 2, 16, 16),  # three tiles and one that is padded, as in the others
+    (Scoring(window=9, soft_cap=0.7), True, 4, 6, 32),  # of two strips each
+    (Scoring(scale=0.4, window=18), False, 1, 6, 16),  # sees whole tiles, and parts
+], ids=str)  # fmt: skip
+def test_windows_soft_caps_sinks_and_other_widths_on_one_device(
+    scoring, sinks, num_kv_heads, value_dim, tile, monkeypatch
+):
+    """Three strips of 16 queries and one of 5, over three sets of documents and padding for each compilation."""
+    monkeypatch.setattr(tile_layout, "_STRIP", 16)
+    monkeypatch.setattr(tile_layout, "_TILE", tile)
+    sink = SINK if sinks else None
+
+    @jax.jit
+    def both(q, k, v, segment, g, sink):
+        run = lambda q, k, v, sink: tiled_attention(q, k, v, segment, "ring", sink, scoring)  # noqa: E731
+        context, vjp = jax.vjp(run, q, k, v, sink)
+        return context, *(dx for dx in vjp(g) if dx is not None)
+
+    for seed in range(3):
+        q, k, v, segment = rows(53, seed)
+        segment = with_a_long_document(segment)
+        k, v = k.repeat(num_kv_heads, axis=2)[:, :, :num_kv_heads], v.repeat(num_kv_heads, axis=2)[:, :, :num_kv_heads]
+        v = np.concatenate([v, -2 * v], axis=3)[..., :value_dim]
+        g = np.random.default_rng(seed).normal(size=(2, 53, N, value_dim)).astype(np.float32)
+        with jax.default_matmul_precision("highest"):
+            results = both(q, k, v, segment, g, sink)
+        for got, want in zip(results, exact(q, k, v, segment, g, sink, scoring), strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)

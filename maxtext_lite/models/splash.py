@@ -1,0 +1,330 @@
+"""Attention by splash, jax's Pallas kernel for TPU, of whole examples and of examples split over the context axis.
+
+With all_gather, every shard's keys come at once and in the order of the tokens: one kernel whose mask knows where each
+of a shard's queries stands. With ring, keys go round: a kernel for a device's own, and one for two pairs of chunks of
+every other shard, whose results are merged by their log-partitions. The kernel has no gradient for that: its backward
+pass is called with the context and the log-partition of all keys, by a name that is private to jax. How far apart the
+tokens of two chunks are depends on the shards, so that where a window is cut, keys are gathered with either strategy.
+Source: Liu et al. 2023, arXiv:2310.01889; Dubey et al. 2024, arXiv:2407.21783, section 3.3.2.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
+
+from maxtext_lite.config.kernels import splash_tokens
+from maxtext_lite.models.tile import PLAIN, Scoring, merge, part, put, sink_gradient, ungrouped, with_sink
+from maxtext_lite.models.tiled_attention import STRATEGIES
+from maxtext_lite.parallel import (
+    CHUNKS_PER_SHARD,
+    context_order,
+    context_shards,
+    num_shards,
+    over_shards,
+    own_shard,
+    sharding,
+    whole_examples,
+)
+
+_HEADS = ("batch", "length", "activation_heads", None)
+_ROWS = ("batch", "activation_heads", None, "length", None)
+_TOKENS = ("batch", "length")
+_SINKS = ("activation_heads",)
+
+
+@jax.custom_vjp
+def _with_gradient_as_wide(x: jax.Array) -> jax.Array:
+    """`x`, whose gradient is made of its dtype: splash gives that of float32 sinks in the dtype of the queries."""
+    return x
+
+
+_with_gradient_as_wide.defvjp(lambda x: (x, x), lambda x, dx: (dx.astype(x.dtype),))
+
+
+def splash_attention(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKW: jax.Array,
+    segment_BT: jax.Array,
+    sink_N: jax.Array | None = None,
+    *,
+    strategy: str = "all_gather",
+    scoring: Scoring = PLAIN,
+    interpret: bool,
+) -> jax.Array:
+    """`attention` by the Pallas kernel for TPU; T must be a multiple of 128, on shards each chunk of them.
+
+    Args:
+      strategy: how the shards of a context axis exchange keys, one of `tiled_attention.STRATEGIES`.
+      interpret: run the kernel's steps as plain XLA operations, as tests on CPU do.
+    Raises:
+      ValueError: T, or a chunk, is not a multiple of 128.
+    """
+    T, shards = q_BTNH.shape[1], context_shards()
+    unit = splash_tokens(shards)
+    if T % unit:
+        raise ValueError(f"attention=splash needs max_target_length={T} to be a multiple of {unit}")
+    options = _Options(scoring, interpret)
+    if shards > 1 and strategy == "ring" and scoring.window is None:
+        return _ring(options, q_BTNH, k_BSKH, v_BSKW, segment_BT, sink_N)
+    return _gathered(options, q_BTNH, k_BSKH, v_BSKW, segment_BT, sink_N)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    scoring: Scoring
+    interpret: bool
+
+    def kernel(self, mask: splash_attention_mask.Mask, num_heads: int, span: int, shards: int = 1, **more: Any) -> Any:
+        """The kernel for queries and keys that this mask describes, in blocks that divide `span` tokens."""
+        edge = max(edge for edge in (128, 256, 512) if span % edge == 0)
+        sizes = splash_attention_kernel.BlockSizes(
+            block_q=edge,
+            block_kv=edge,
+            block_kv_compute=edge,
+            block_q_dkv=edge,
+            block_kv_dkv=edge,
+            block_kv_dkv_compute=edge,
+            block_q_dq=edge,
+            block_kv_dq=edge,
+        )
+        return splash_attention_kernel.make_splash_mha(
+            splash_attention_mask.MultiHeadMask([mask] * num_heads),
+            block_sizes=sizes,
+            head_shards=1,
+            q_seq_shards=shards,
+            attn_logits_soft_cap=self.scoring.soft_cap,
+            interpret=self.interpret,
+            **more,
+        )
+
+    def scaled(self, q_BTNH: jax.Array) -> jax.Array:
+        """Queries [B, N, T, H] as the kernel wants them, which has no scale."""
+        return (q_BTNH * self.scoring.scale_of(q_BTNH.shape[-1])).swapaxes(1, 2)
+
+
+def _gathered(
+    options: _Options,
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKW: jax.Array,
+    segment_BT: jax.Array,
+    sink_N: jax.Array | None,
+) -> jax.Array:
+    """Attention of a device's queries to the keys of whole examples."""
+    (T, N), shards, window = q_BTNH.shape[1:3], context_shards(), options.scoring.window
+    if window is None:
+        mask = splash_attention_mask.CausalMask((T, T))
+    else:
+        mask = splash_attention_mask.LocalMask((T, T), (window - 1, 0), offset=0)
+    span = T
+    if shards > 1:
+        mask.q_sequence = context_order(T, shards).astype(mask.q_sequence.dtype)  # where the queries stand
+        span = T // (CHUNKS_PER_SHARD * shards)
+    num_heads = N // num_shards("activation_heads")
+    kernel = options.kernel(mask, num_heads, span, shards, residual_checkpoint_name="context")
+
+    def local(
+        kernel: Any,
+        q_BTNH: jax.Array,
+        k_BSKH: jax.Array,
+        v_BSKW: jax.Array,
+        segment_BT: jax.Array,
+        sink_N: jax.Array | None = None,
+    ) -> jax.Array:
+        """The heads, rows and queries of one device."""
+        k_BSKH, v_BSKW, segment_BS = whole_examples((k_BSKH, v_BSKW, segment_BT))
+
+        def one_row(q_NTH: Any, k_KSH: Any, v_KSW: Any, segment_T: Any, segment_S: Any) -> jax.Array:
+            segments = splash_attention_kernel.SegmentIds(segment_T, segment_S)
+            own_sink_N = None if sink_N is None else _with_gradient_as_wide(sink_N)
+            return kernel(q_NTH, k_KSH, v_KSW, segment_ids=segments, sinks=own_sink_N)
+
+        rows = options.scaled(q_BTNH), k_BSKH.swapaxes(1, 2), v_BSKW.swapaxes(1, 2), segment_BT, segment_BS
+        return jax.vmap(one_row)(*rows).swapaxes(1, 2)
+
+    mesh = jax.sharding.get_abstract_mesh()
+    where = None if mesh.empty else kernel.manual_sharding_spec(sharding(mesh, (None, "length")))
+    sinks, sink_axes = ((), ()) if sink_N is None else ((sink_N,), (_SINKS,))
+    run = over_shards(local, (where, _HEADS, _HEADS, _HEADS, _TOKENS, *sink_axes), _HEADS)
+    return run(kernel, q_BTNH, k_BSKH, v_BSKW, segment_BT, *sinks)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _ring(
+    options: _Options,
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKW: jax.Array,
+    segment_BT: jax.Array,
+    sink_N: jax.Array | None,
+) -> jax.Array:
+    """Attention of a device's queries to its own keys, and then to those that come by."""
+    return _ring_forward(options, q_BTNH, k_BSKH, v_BSKW, segment_BT, sink_N)[0]
+
+
+def _ring_forward(
+    options: _Options,
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKW: jax.Array,
+    segment_BT: jax.Array,
+    sink_N: jax.Array | None,
+) -> Any:
+    arguments, axes = (q_BTNH, k_BSKH, v_BSKW, segment_BT), (_HEADS, _HEADS, _HEADS, _TOKENS)
+    sinks, sink_axes = ((), ()) if sink_N is None else ((sink_N,), (_SINKS,))
+    run = over_shards(functools.partial(_shard_forward, options), (*axes, *sink_axes), [_HEADS, _ROWS])
+    context_BTNW, log_partition_BKGT1 = (checkpoint_name(x, "context") for x in run(*arguments, *sinks))
+    return context_BTNW, (*arguments, context_BTNW, log_partition_BKGT1, sink_N)
+
+
+def _ring_backward(options: _Options, residuals: Any, g_BTNW: jax.Array) -> Any:
+    *residuals, context_BTNW, log_partition_BKGT1, sink_N = residuals
+    in_axes = (_HEADS, _HEADS, _HEADS, _TOKENS, _HEADS, _ROWS, _HEADS)
+    run = over_shards(functools.partial(_shard_backward, options), in_axes, [_HEADS, _HEADS, _HEADS])
+    dq_BTNH, dk_BSKH, dv_BSKW = run(*residuals, context_BTNW, log_partition_BKGT1, g_BTNW)
+    return dq_BTNH, dk_BSKH, dv_BSKW, None, sink_gradient(sink_N, log_partition_BKGT1, context_BTNW, g_BTNW)
+
+
+_ring.defvjp(_ring_forward, _ring_backward)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pairs:
+    """Two pairs of chunks, of a device's queries and another shard's keys, none of which is later than a query.
+
+    Attributes:
+      query: place of the first query of each among its device's tokens.
+      key: place of the first key of each among its device's tokens.
+    """
+
+    query: tuple[Any, Any]
+    key: tuple[Any, Any]
+    chunk: int
+
+    @classmethod
+    def of(cls, other: jax.Array, chunk: int) -> "_Pairs":
+        """The late queries with the early keys, and both late or both early chunks."""
+        later = chunk * (other > own_shard()).astype(jnp.int32)
+        return cls((chunk, later), (0, later), chunk)
+
+    def queries(self, x: jax.Array, axis: int) -> jax.Array:
+        """Those of both pairs, of [B, ...] as [2 B, ...]."""
+        return jnp.concatenate([part(x, first, self.chunk, axis) for first in self.query])
+
+    def keys(self, x: jax.Array, axis: int) -> jax.Array:
+        """Those of both pairs."""
+        return jnp.concatenate([part(x, first, self.chunk, axis) for first in self.key])
+
+    def updated(self, state: Any, found: Any, firsts: tuple[Any, Any], change: Callable[[Any, Any], Any]) -> Any:
+        """`state`, arrays whose dim 3 counts tokens, after `change(before, found)` where each pair stands."""
+        for first, *of_pair in zip(firsts, *(jnp.split(x, 2) for x in found), strict=True):
+            before = tuple(part(x, first, self.chunk, axis=3) for x in state)
+            state = tuple(put(x, new, first) for x, new in zip(state, change(before, tuple(of_pair)), strict=True))
+        return state
+
+
+def _attend(options: _Options, mask: splash_attention_mask.Mask, *rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Context [B, N, 1, T, W] and log-partition [B, N, 1, T, 1], float32, of rows [B, ...] of q, k, v and documents."""
+    kernel = options.kernel(mask, rows[0].shape[1], mask.shape[0], save_residuals=True)
+
+    def one_row(q_NTH: Any, k_KSH: Any, v_KSW: Any, segment_T: Any, segment_S: Any) -> Any:
+        return kernel(q_NTH, k_KSH, v_KSW, segment_ids=splash_attention_kernel.SegmentIds(segment_T, segment_S))
+
+    context_BNTW, (log_partition_BNT,) = jax.vmap(one_row)(*rows)
+    return context_BNTW.astype(jnp.float32)[:, :, None], log_partition_BNT[:, :, None, :, None]
+
+
+def _attend_backward(options: _Options, mask: splash_attention_mask.Mask, *rows: jax.Array) -> tuple[jax.Array, ...]:
+    """What these queries and keys add to the gradients of both, float32.
+
+    Args:
+      rows: q, k, v and documents as in `_attend`; the context, log-partition [B, N, T] and gradient of the context of
+        these queries over all their keys.
+    Returns:
+      dq [B, N, 1, T, H], dk [B, K, 1, S, H] and dv [B, K, 1, S, W].
+    """
+    kernel = options.kernel(mask, rows[0].shape[1], mask.shape[0])
+
+    def one_row(
+        q_NTH: Any, k_KSH: Any, v_KSW: Any, segment_T: Any, segment_S: Any, context_NTW: Any, partition_NT: Any, g: Any
+    ) -> Any:
+        segments = splash_attention_kernel.SegmentIds(segment_T, segment_S)
+        kept = (q_NTH, k_KSH, v_KSW, segments, None, context_NTW, partition_NT)
+        kept = (*kept, kernel.dq_mask_info, kernel.dkv_mask_info)
+        # Private: `kernel`'s own derivative knows only the context and log-partition of these keys.
+        return splash_attention_kernel._splash_attention_bwd(**kernel.kwargs, res=kept, do=g)[3:6]
+
+    return tuple(x.astype(jnp.float32)[:, :, None] for x in jax.vmap(one_row)(*rows))
+
+
+def _shard_forward(
+    options: _Options,
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKW: jax.Array,
+    segment_BT: jax.Array,
+    sink_N: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """One device's context and log-partitions."""
+    T = q_BTNH.shape[1]
+    chunk, q_BNTH = T // CHUNKS_PER_SHARD, options.scaled(q_BTNH)
+    own = k_BSKH.swapaxes(1, 2), v_BSKW.swapaxes(1, 2), segment_BT
+    full = splash_attention_mask.FullMask((chunk, chunk))
+
+    def visit(state: Any, sums: Any, theirs: Any, other: jax.Array) -> tuple[Any, Any]:
+        pairs = _Pairs.of(other, chunk)
+        keys = (pairs.keys(x, axis) for x, axis in zip(theirs, (2, 2, 1), strict=True))
+        k, v, segment_S = keys
+        found = _attend(options, full, pairs.queries(q_BNTH, 2), k, v, pairs.queries(segment_BT, 1), segment_S)
+        return pairs.updated(state, found, pairs.query, merge), sums
+
+    # A later place on a shard is a later token.
+    state = _attend(options, splash_attention_mask.CausalMask((T, T)), q_BNTH, *own[:2], segment_BT, segment_BT)
+    state, _ = STRATEGIES["ring"](visit, state, own, ())
+    context_BKGTW, log_partition_BKGT1 = with_sink(state, sink_N)
+    return ungrouped(context_BKGTW).astype(q_BTNH.dtype), log_partition_BKGT1
+
+
+def _shard_backward(
+    options: _Options,
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKW: jax.Array,
+    segment_BT: jax.Array,
+    context_BTNW: jax.Array,
+    log_partition_BKGT1: jax.Array,
+    g_BTNW: jax.Array,
+) -> tuple[jax.Array, ...]:
+    """One device's dq, dk and dv; what other devices' queries add to dk and dv comes back from them."""
+    T, H, dtype = q_BTNH.shape[1], q_BTNH.shape[3], q_BTNH.dtype
+    chunk, q_BNTH = T // CHUNKS_PER_SHARD, options.scaled(q_BTNH)
+    own = k_BSKH.swapaxes(1, 2), v_BSKW.swapaxes(1, 2), segment_BT
+    of_queries = context_BTNW.swapaxes(1, 2), log_partition_BKGT1[:, :, 0, :, 0], g_BTNW.swapaxes(1, 2)
+    full = splash_attention_mask.FullMask((chunk, chunk))
+
+    def add(before: Any, found: Any) -> Any:
+        return tuple(x + new for x, new in zip(before, found, strict=True))
+
+    def visit(dq_BKGTH: jax.Array, sums: Any, theirs: Any, other: jax.Array) -> tuple[Any, Any]:
+        pairs = _Pairs.of(other, chunk)
+        k, v, segment_S = (pairs.keys(x, axis) for x, axis in zip(theirs, (2, 2, 1), strict=True))
+        q, segment_T = pairs.queries(q_BNTH, 2), pairs.queries(segment_BT, 1)
+        dq, *dkv = _attend_backward(
+            options, full, q, k, v, segment_T, segment_S, *(pairs.queries(x, axis=2) for x in of_queries)
+        )
+        (dq_BKGTH,) = pairs.updated((dq_BKGTH,), (dq,), pairs.query, add)
+        return dq_BKGTH, pairs.updated(sums, dkv, pairs.key, add)
+
+    causal = splash_attention_mask.CausalMask((T, T))
+    dq_BKGTH, *own_sums = _attend_backward(options, causal, q_BNTH, *own[:2], segment_BT, segment_BT, *of_queries)
+    zeros = tuple(jnp.zeros(x.shape, jnp.float32) for x in own_sums)
+    dq_BKGTH, sums = STRATEGIES["ring"](visit, dq_BKGTH, own, zeros)
+    dq_BTNH = ungrouped(dq_BKGTH) * options.scoring.scale_of(H)
+    return dq_BTNH.astype(dtype), *(ungrouped(x).astype(dtype) for x in add(own_sums, sums))

@@ -1,0 +1,249 @@
+"""Attention by plain matmuls, tile by tile, of whole examples and of examples split over the context axis.
+
+The contexts of a query's tiles are merged by their log-partitions. One tile's scores exist at a time and none are kept,
+so that memory is linear in the tokens. Each device first attends its own queries to its own keys, then to those of the
+other shards: the strategies differ in how these come, and how their gradients go back.
+Source: Dao 2023, arXiv:2307.08691; Liu et al. 2023, arXiv:2310.01889; Dubey et al. 2024, arXiv:2407.21783, 3.3.2.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from maxtext_lite.models.tile import (
+    PLAIN,
+    BackwardKeys,
+    BackwardQueries,
+    Index,
+    Keys,
+    Scoring,
+    attend,
+    attend_backward,
+    grouped,
+    may_see,
+    merge,
+    part,
+    put,
+    sink_gradient,
+    ungrouped,
+    with_sink,
+)
+from maxtext_lite.models.tile_layout import Layout, Strip
+from maxtext_lite.parallel import (
+    context_shards,
+    from_all_shards,
+    over_shards,
+    own_shard,
+    sum_to_shards,
+    to_next_shard,
+)
+
+_HEADS = ("batch", "length", "activation_heads", None)
+_ROWS = ("batch", "activation_heads", None, "length", None)
+_TOKENS = ("batch", "length")
+_SINKS = ("activation_heads",)
+
+_NO_DOCUMENT = -1  # of padding behind a run
+
+Visit = Callable[[Any, Any, Any, jax.Array], tuple[Any, Any]]
+"""(state, sums for the other shard, the other shard's keys, its number) -> (state, sums)."""
+
+
+def _all_gather(visit: Visit, state: Any, keys: Any, sums: Any) -> tuple[Any, Any]:
+    """Every shard's keys come at once; one reduction brings the sums home. Two collectives, and a device's keys
+    and sums are those of whole examples."""
+    own, shards, of_all = own_shard(), context_shards(), from_all_shards(keys)
+
+    def body(distance: Any, carry: Any) -> Any:
+        state, sums = carry
+        other = (own - distance) % shards
+        theirs, their_sums = jax.tree.map(lambda x: x[other], (of_all, sums))
+        state, their_sums = visit(state, their_sums, theirs, other)
+        return state, jax.tree.map(lambda x, new: x.at[other].set(new), sums, their_sums)
+
+    sums = jax.tree.map(lambda x: jnp.zeros((shards, *x.shape), x.dtype), sums)
+    state, sums = jax.lax.fori_loop(1, shards, body, (state, sums))
+    return state, sum_to_shards(sums)
+
+
+def _ring(visit: Visit, state: Any, keys: Any, sums: Any) -> tuple[Any, Any]:
+    """Keys go round from shard to shard, and with them the sums, which are home after the last hop. A device never
+    holds more than its own keys and one other shard's, and one more on their way while it works."""
+    own, shards = own_shard(), context_shards()
+
+    def hop(state: Any, sums: Any, theirs: Any, distance: Any) -> tuple[Any, Any]:
+        state, sums = visit(state, sums, theirs, (own - distance) % shards)
+        return state, to_next_shard(sums)
+
+    def body(carry: Any, distance: Any) -> Any:
+        state, sums, theirs = carry
+        coming = to_next_shard(theirs)
+        state, sums = hop(state, sums, theirs, distance)
+        return (state, sums, coming), None
+
+    carry = (state, sums, to_next_shard(keys))
+    if shards > 2:
+        carry, _ = jax.lax.scan(body, carry, jnp.arange(1, shards - 1))
+    return hop(*carry, shards - 1)
+
+
+STRATEGIES: dict[str, Callable[[Visit, Any, Any, Any], tuple[Any, Any]]] = {"all_gather": _all_gather, "ring": _ring}
+"""How each shard's keys come to the others, by the value of context_parallel_strategy."""
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 6))
+def tiled_attention(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKW: jax.Array,
+    segment_BT: jax.Array,
+    strategy: str,
+    sink_N: jax.Array | None = None,
+    scoring: Scoring = PLAIN,
+) -> jax.Array:
+    """`attention` of examples in context order, where the mesh in use splits T over its context axis.
+
+    Kept for the backward pass are its arguments, the context and the log-partitions, each device's own part of them.
+
+    Args:
+      strategy: one of STRATEGIES.
+    Raises:
+      KeyError: the strategy is unknown.
+    """
+    return _forward(q_BTNH, k_BSKH, v_BSKW, segment_BT, strategy, sink_N, scoring)[0]
+
+
+def _forward(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKW: jax.Array,
+    segment_BT: jax.Array,
+    strategy: str,
+    sink_N: jax.Array | None,
+    scoring: Scoring,
+) -> Any:
+    local = functools.partial(_shard_forward, STRATEGIES[strategy], scoring)
+    arguments, axes = (q_BTNH, k_BSKH, v_BSKW, segment_BT), (_HEADS, _HEADS, _HEADS, _TOKENS)
+    sinks, sink_axes = ((), ()) if sink_N is None else ((sink_N,), (_SINKS,))
+    context_BTNW, log_partition_BKGT1 = over_shards(local, (*axes, *sink_axes), [_HEADS, _ROWS])(*arguments, *sinks)
+    context_BTNW, log_partition_BKGT1 = (checkpoint_name(x, "context") for x in (context_BTNW, log_partition_BKGT1))
+    return context_BTNW, (*arguments, context_BTNW, log_partition_BKGT1, sink_N)
+
+
+def _backward(strategy: str, scoring: Scoring, residuals: Any, g_BTNW: jax.Array) -> Any:
+    *residuals, context_BTNW, log_partition_BKGT1, sink_N = residuals
+    local = functools.partial(_shard_backward, STRATEGIES[strategy], scoring)
+    in_axes = (_HEADS, _HEADS, _HEADS, _TOKENS, _HEADS, _ROWS, _HEADS)
+    dq_BTNH, dk_BSKH, dv_BSKW = over_shards(local, in_axes, [_HEADS, _HEADS, _HEADS])(
+        *residuals, context_BTNW, log_partition_BKGT1, g_BTNW
+    )
+    return dq_BTNH, dk_BSKH, dv_BSKW, None, sink_gradient(sink_N, log_partition_BKGT1, context_BTNW, g_BTNW)
+
+
+tiled_attention.defvjp(_forward, _backward)
+
+
+def _shard_forward(
+    strategy: Any,
+    scoring: Scoring,
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKW: jax.Array,
+    segment_BT: jax.Array,
+    sink_N: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """One device's context and log-partitions."""
+    layout, W = Layout.of(q_BTNH.shape[1], scoring.window), v_BSKW.shape[-1]
+    own = _padded_keys(layout, k_BSKH, v_BSKW, segment_BT)
+    q_BKGTH = grouped(layout.pad(q_BTNH, axis=1), k_BSKH.shape[2]).transpose(0, 2, 3, 1, 4)
+
+    def nothing(num_queries: int) -> tuple[jax.Array, jax.Array]:
+        rows = (*q_BKGTH.shape[:3], num_queries)
+        return jnp.zeros((*rows, W), jnp.float32), jnp.full((*rows, 1), -jnp.inf, jnp.float32)
+
+    def look(state: Any, keys: Keys, tiles: Any) -> Any:
+        """`state`, the context and log-partition so far, after these tiles."""
+
+        def find(strip: Strip, query: Index, key: Index, distance: Index | None) -> Any:
+            seen_keys = keys.part(key, strip.num_keys)
+            of_queries = part(own[2], query, strip.num_queries, axis=1)
+            seen_B11TS = may_see(of_queries, seen_keys.segment_BS, distance, 0, scoring.window)
+            return attend(part(q_BKGTH, query, strip.num_queries, axis=3), seen_keys, seen_B11TS, scoring)
+
+        def add(state: Any, found: Any, strip: Strip, query: Index, key: Index) -> Any:
+            context_BKGTW, log_partition_BKGT1 = (part(x, query, strip.num_queries, axis=3) for x in state)
+            both = merge((context_BKGTW, log_partition_BKGT1), found)
+            return tuple(put(x, new, query) for x, new in zip(state, both, strict=True))
+
+        return layout.fold(tiles, state, find, add, lambda: nothing(layout.tile))
+
+    def visit(state: Any, sums: Any, theirs: Any, other: jax.Array) -> tuple[Any, Any]:
+        return look(state, Keys.of(*theirs), layout.tiles_with(other)), sums
+
+    state = look(nothing(q_BKGTH.shape[3]), Keys.of(*own), layout.own_tiles())
+    if context_shards() > 1:
+        state, _ = strategy(visit, state, own, ())
+    context_BKGTW, log_partition_BKGT1 = with_sink(state, sink_N)
+    context_BTNW = ungrouped(context_BKGTW.astype(q_BTNH.dtype))
+    return layout.unpad(context_BTNW, axis=1), layout.unpad(log_partition_BKGT1, axis=3)
+
+
+def _shard_backward(
+    strategy: Any,
+    scoring: Scoring,
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKW: jax.Array,
+    segment_BT: jax.Array,
+    context_BTNW: jax.Array,
+    log_partition_BKGT1: jax.Array,
+    g_BTNW: jax.Array,
+) -> tuple[jax.Array, ...]:
+    """One device's dq, dk and dv; what other devices' queries add to dk and dv comes back from them."""
+    layout, dtype = Layout.of(q_BTNH.shape[1], scoring.window), q_BTNH.dtype
+    own = _padded_keys(layout, k_BSKH, v_BSKW, segment_BT)
+    q_BTNH, g_BTNW, context_BTNW = (layout.pad(x, axis=1) for x in (q_BTNH, g_BTNW, context_BTNW))
+    log_partition_BKGT1 = layout.pad(log_partition_BKGT1, axis=3)
+    queries = BackwardQueries.of(q_BTNH, g_BTNW, context_BTNW, log_partition_BKGT1, own[2])
+
+    def look(state: Any, keys: BackwardKeys, tiles: Any) -> Any:
+        """`state`, dq, and dk and dv of these keys, with what these tiles add."""
+
+        def find(strip: Strip, query: Index, key: Index, distance: Index | None) -> Any:
+            of_strip, seen_keys = queries.part(query, strip.num_queries), keys.part(key, strip.num_keys)
+            seen_B11TS = may_see(of_strip.segment_BT, seen_keys.segment_BS, distance, 0, scoring.window)
+            return attend_backward(of_strip, seen_keys, seen_B11TS, scoring)
+
+        def add(state: Any, found: Any, strip: Strip, query: Index, key: Index) -> Any:
+            places = (query, key, key)
+            before = (part(x, at, new.shape[3], axis=3) for x, new, at in zip(state, found, places, strict=True))
+            sums = [x + new for x, new in zip(before, found, strict=True)]
+            return tuple(put(x, new, at) for x, new, at in zip(state, sums, places, strict=True))
+
+        def nothing() -> Any:
+            shapes = [(*x.shape[:3], layout.tile, *x.shape[4:]) for x in state]
+            return tuple(jnp.zeros(shape, jnp.float32) for shape in shapes)
+
+        return layout.fold(tiles, state, find, add, nothing)
+
+    def visit(dq_BKGTH: jax.Array, sums: Any, theirs: Any, other: jax.Array) -> tuple[Any, Any]:
+        dq_BKGTH, *sums = look((dq_BKGTH, *sums), BackwardKeys.of(*theirs), layout.tiles_with(other))
+        return dq_BKGTH, tuple(sums)
+
+    keys = BackwardKeys.of(*own)
+    zeros = jnp.zeros(keys.k_BKHS.shape, jnp.float32), jnp.zeros(keys.v_BKWS.shape, jnp.float32)
+    dq_BKGTH = jnp.zeros(queries.q_BKGTH.shape, jnp.float32)
+    dq_BKGTH, *own_sums = look((dq_BKGTH, *zeros), keys, layout.own_tiles())
+    if context_shards() > 1:
+        dq_BKGTH, sums = strategy(visit, dq_BKGTH, own, zeros)
+        own_sums = [one + others for one, others in zip(own_sums, sums, strict=True)]
+    results = ungrouped(dq_BKGTH.astype(dtype)), *(x.transpose(0, 3, 1, 2).astype(dtype) for x in own_sums)
+    return tuple(layout.unpad(x, axis=1) for x in results)
+
+
+def _padded_keys(layout: Layout, k_BSKH: jax.Array, v_BSKW: jax.Array, segment_BS: jax.Array) -> tuple[jax.Array, ...]:
+    return layout.pad(k_BSKH, axis=1), layout.pad(v_BSKW, axis=1), layout.pad(segment_BS, axis=1, value=_NO_DOCUMENT)
