@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
         plan = _plan(config, arguments.devices, arguments.hosts or 1, "cpu")
     import jax  # only once the config is known to be right
 
-    from maxtext_lite.parallel import simulated_devices, start_devices, topology_devices
+    from maxtext_lite.parallel import accelerator_of, simulated_devices, start_devices, topology_devices
     from maxtext_lite.training.program import compile_program
 
     if arguments.devices is not None:
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
         plan = _plan(config, len(devices), len({device.process_index for device in devices}), "tpu")
     else:
         devices = start_devices()
-        plan = _plan(config, len(devices), jax.process_count(), jax.default_backend())
+        plan = _plan(config, len(devices), jax.process_count(), accelerator_of(devices[0]))
     program = compile_program(config, plan, devices)
     if jax.process_index() == 0:
         print(json.dumps(to_json(program, plan), indent=2) if arguments.json else format_program(program, plan))

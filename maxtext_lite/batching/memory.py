@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from maxtext_lite.batching.parameters import ParameterCount, count_factored, count_parameters
 from maxtext_lite.batching.pipeline import Schedule
 from maxtext_lite.config import Config, remat_of
-from maxtext_lite.config.kernels import Platform, attention_kernel
+from maxtext_lite.config.kernels import Accelerator, planned_kernel
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_GPU = Accelerator("gpu")
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def estimate_memory(
     num_pipeline_microbatches: int,
     device_memory_gb: float | None,
     diloco_num_replicas: int | None = None,
-    platform: Platform = "gpu",
+    accelerator: Accelerator = _GPU,
 ) -> MemoryEstimate:
     """Bytes per device during a training step on this mesh.
 
@@ -69,7 +70,7 @@ def estimate_memory(
       diloco_num_replicas: copies of local updates, or None. A device then holds replicas / data copies of parameters,
         optimizer state and gradients, and beside them the outer parameters and their float32 momentum. Frozen
         parameters are there once.
-      platform: what the devices are, which decides the attention kernel.
+      accelerator: what the devices are, which decides the attention kernel.
     """
     count = count_parameters(config, **_shards(mesh))
     weight_bytes = _BYTES[config.weight_dtype]
@@ -90,7 +91,9 @@ def estimate_memory(
         params, state, gradients = (copies + 1) * params, copies * state + outer_momentum, copies * gradients
     params, state = params + frozen, state + masters
     schedule = config.pipeline_schedule
-    activations = estimate_activations(config, mesh, micro_batch_slots, num_pipeline_microbatches, schedule, platform)
+    activations = estimate_activations(
+        config, mesh, micro_batch_slots, num_pipeline_microbatches, schedule, accelerator
+    )
     # Float32 logits of one piece of the sequence, and their gradient; stages share the tokens out.
     tokens = _tokens(config, mesh, micro_batch_slots) // mesh["stage"]
     at_once = tokens // num_pipeline_microbatches if schedule == "1f1b" else tokens
@@ -151,7 +154,7 @@ def estimate_activations(
     micro_batch_slots: int,
     num_pipeline_microbatches: int,
     schedule: Schedule,
-    platform: Platform = "gpu",
+    accelerator: Accelerator = _GPU,
 ) -> int:
     """Bytes per device kept for the backward pass, and of what is recomputed in it at a time.
 
@@ -175,18 +178,19 @@ def estimate_activations(
     rows = piece * mesh["context"] // config.max_target_length
     # And what goes into the experts of a layer and comes out of them.
     routed = 2 * _rows_per_token(config, mesh) * config.base_emb_dim * _BYTES[config.dtype]
-    at_once = piece * (recomputed + routed) + rows * _attention_bytes(config, mesh, platform)
+    at_once = piece * (recomputed + routed) + rows * _attention_bytes(config, mesh, accelerator)
     if schedule == "1f1b":
         waiting = (2 * stages - 1) * sizes["decoder_layer_input"]
         return piece * (kept_of_layer * layers + waiting) + at_once + outside
     return piece * kept_of_layer * layers * (num_pipeline_microbatches + stages - 1) + at_once + outside
 
 
-def _attention_bytes(config: Config, mesh: Mapping[str, int], platform: Platform) -> int:
+def _attention_bytes(config: Config, mesh: Mapping[str, int], accelerator: Accelerator) -> int:
     """Bytes of what attention in one layer works with per row.
 
-    cuDNN's and splash attention hold no scores. Plain attention has three float32 copies of them at once, of the half
-    of the square that it computes; on context shards, of one tile of at most about 512 x 512 (models/
+    Fused kernels hold no scores; pallas_mha has keys, values and their gradients for every query head, and cudnn_masked
+    a mask as wide as the scores and a bias that is made of it. Plain attention has three float32 copies of scores at
+    once, of the half of the square that it computes; on context shards, of one tile of at most about 512 x 512 (models/
     context_attention.py). There it has other shards' keys and values too, and their float32 gradients: of all shards
     with all_gather, of two with ring.
     """
@@ -197,9 +201,15 @@ def _attention_bytes(config: Config, mesh: Mapping[str, int], platform: Platform
         keys_and_values = (config.base_num_kv_heads // tensor) * (config.head_dim + config.value_dim)
         tile = min(length // (2 * shards), 512)
         return 3 * 4 * heads * tile**2 + others * keys_and_values * (_BYTES[config.dtype] + 4)
-    named = config.attention  # of a kernel that runs elsewhere, what it takes there
-    kernel = attention_kernel(config, platform=platform) if named == "auto" else named
-    return 0 if kernel != "dot_product" else 3 * 4 * heads * length**2 // 2
+    match planned_kernel(config, accelerator, shards).name:
+        case "dot_product":
+            return 3 * 4 * heads * length**2 // 2
+        case "cudnn_masked":
+            return (1 + _BYTES[config.dtype]) * length**2
+        case "pallas_mha":
+            return 4 * _BYTES[config.dtype] * heads * config.head_dim * length
+        case _:
+            return 0
 
 
 def offloaded_activations(

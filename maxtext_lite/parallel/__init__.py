@@ -25,7 +25,13 @@ from maxtext_lite.parallel.context import (
     sum_to_shards,
     to_next_shard,
 )
-from maxtext_lite.parallel.distributed import end_soon, simulated_devices, start_devices, topology_devices
+from maxtext_lite.parallel.distributed import (
+    accelerator_of,
+    end_soon,
+    simulated_devices,
+    start_devices,
+    topology_devices,
+)
 from maxtext_lite.parallel.hosts import bytes_of_host, exchange, make_any_host, value_of_host
 from maxtext_lite.parallel.mesh import MESH_AXES, make_mesh
 from maxtext_lite.parallel.pipeline import Flight, Pipeline
@@ -35,6 +41,7 @@ __all__ = [
     "MESH_AXES",
     "Flight",
     "Pipeline",
+    "accelerator_of",
     "also_over_data",
     "bytes_of_host",
     "constrain",

@@ -11,6 +11,7 @@ import jax
 from jax.experimental import topologies
 
 from maxtext_lite.config import UserError
+from maxtext_lite.config.kernels import Accelerator
 from maxtext_lite.parallel.cluster import Place, place
 from maxtext_lite.process.signals import command_signals
 
@@ -40,6 +41,12 @@ def start_devices(*, timeout_seconds: float = 300) -> list[Any]:
         if found is not None:
             _join_the_others(found, timeout_seconds)
     return jax.devices()
+
+
+def accelerator_of(device: Any) -> Accelerator:
+    """What a device is, as far as the choice of a kernel depends on it."""
+    is_gpu = device.platform == "gpu"
+    return Accelerator.of(device.platform, device.compute_capability if is_gpu else None)
 
 
 def simulated_devices(num_devices: int) -> list[Any]:

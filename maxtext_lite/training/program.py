@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from maxtext_lite.batching import BatchPlan, flops_per_example, scaled_optimizer
 from maxtext_lite.config import Config
-from maxtext_lite.parallel import make_mesh
+from maxtext_lite.parallel import accelerator_of, make_mesh
 from maxtext_lite.parallel.hlo import Collective, collectives
 from maxtext_lite.training.executables import Executables
 from maxtext_lite.training.local_updates import LocalUpdates, local_updates
@@ -116,7 +116,7 @@ def compile_program(config: Config, plan: BatchPlan, devices: Sequence[Any]) -> 
     """
     config = scaled_optimizer(config, plan)
     mesh = make_mesh(plan.ici_mesh, plan.dcn_mesh, devices)
-    decoder = make_decoder(config, devices[0].platform, plan)
+    decoder = make_decoder(config, accelerator_of(devices[0]), plan)
     optimizer = make_optimizer(config, decoder.trained(decoder.axes))
     local = local_updates(config, plan.diloco_num_replicas)
     schedule = learning_rate_schedule(config, last=plan.steps)
