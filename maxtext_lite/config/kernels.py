@@ -1,5 +1,6 @@
 """Attention's kernels: what each runs on, what it knows, and the one that a config gets. Imports no jax."""
 
+import dataclasses
 import importlib.metadata
 import importlib.util
 from collections.abc import Mapping
@@ -265,7 +266,7 @@ def kernel_problem(config: Config) -> Refusal | None:
     name = config.attention
     if name == "auto":
         return None
-    facts, others = KERNELS[name], ("dot_product",)
+    facts, others = KERNELS[name], tuple[object, ...](("dot_product",))
     if config.dtype not in facts.dtypes:
         message = f"attention={name} does not compute in dtype={config.dtype}."
         return Refusal("attention", message, ({"dtype": "bfloat16"}, *others))
@@ -273,6 +274,8 @@ def kernel_problem(config: Config) -> Refusal | None:
     if length % multiple:
         message = f"attention={name} needs max_target_length={length} to be a multiple of {multiple}."
         return Refusal("attention", message, others)
-    if lacks := lacking(name, needs_of(config)):
+    if lacks := lacking(name, needs := needs_of(config)):
+        if not lacking(name, dataclasses.replace(needs, documents=False)):
+            others = ("cudnn_masked", {"packing": False})
         return Refusal("attention", f"attention={name} does not know {' or '.join(lacks)}.", others)
     return None

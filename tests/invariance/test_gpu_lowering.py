@@ -1,0 +1,99 @@
+"""The train step in bfloat16 lowers for NVIDIA GPUs: each family and kind of mesh, by a fused kernel where there is one.
+
+No GPU is asked (tests/gpu.py answers for one): StableHLO says which kernels are called and how large arrays are.
+"""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from maxtext_lite.config.kernels import TOKAMAX_VERSIONS, Accelerator
+from tests.gpu import kernels, squares, step_for_gpu
+
+T = 384
+"""Tokens of a row: more than any other dim here, so that no square is anything but one of tokens."""
+SMALL = (
+    f"max_target_length={T}", "base_emb_dim=64", "base_num_query_heads=8", "base_num_kv_heads=4", "head_dim=16",
+    "base_mlp_dim=96", "base_num_decoder_layers=2", "vocab_size=300", "dtype=bfloat16", "remat_policy=full",
+    "dataset_path=README.md", "tokenizer_type=byte",
+)  # fmt: skip
+EXPERTS = ("num_experts=4", "num_experts_per_tok=2", "base_moe_mlp_dim=32")
+WINDOW = "sliding_window_size=64"
+LATENT = (
+    "mla={q_lora_rank: 0, kv_lora_rank: 24, qk_nope_head_dim: 16, qk_rope_head_dim: 8, v_head_dim: 16}", "head_dim=24",
+    "base_num_kv_heads=8", "base_num_decoder_layers=3", "shared_experts=1", *EXPERTS,
+)  # fmt: skip
+MHA = {"mha_forward", "mha_preprocess_backward", "mha_backward"}
+CUDNN = {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"}
+A100, H100 = Accelerator("gpu", "8.0"), Accelerator("gpu", "9.0", TOKAMAX_VERSIONS[0])
+
+
+def mesh(**axes):
+    """Keys of a mesh whose other axes are 1, with two examples on each of its parts in either micro-batch."""
+    return tuple(f"ici_{axis}_parallelism={size}" for axis, size in ({"fsdp": 1} | axes).items())
+
+
+def accumulating(steps):
+    return (f"gradient_accumulation_steps={steps}",)
+
+
+CASES = {
+    "llama on one GPU": (1, ("model_name=llama3-8b", *mesh(), *accumulating(4)), MHA),
+    "qwen3, data x fsdp x tensor": (8, ("model_name=qwen3-8b", *mesh(data=2, fsdp=2, tensor=2), *accumulating(4)), MHA),
+    "gpt2, a pipeline": (
+        8, ("model_name=gpt2", f"trainable_position_size={T}", *mesh(pipeline=2, fsdp=4), "base_num_kv_heads=8",
+            "num_pipeline_microbatches=2"), MHA),
+    "mixtral, experts": (
+        8, ("model_name=mixtral-8x7b", *EXPERTS, *mesh(expert=2, data=2, tensor=2), *accumulating(4)), MHA),
+    "olmo2, 1f1b": (
+        8, ("model_name=olmo2-7b", *mesh(pipeline=2, data=2, tensor=2), "base_num_kv_heads=8",
+            "num_pipeline_microbatches=2", "pipeline_schedule=1f1b"), MHA),
+    "llama, context shards": (8, ("model_name=llama3-8b", *mesh(context=2, fsdp=4)), set()),
+    "gemma2": (8, ("model_name=gemma2-9b", WINDOW, *mesh(data=2, fsdp=2, tensor=2)), set()),
+    "gpt-oss": (8, ("model_name=gpt-oss-20b", WINDOW, *EXPERTS, *mesh(data=2, fsdp=2, tensor=2)), set()),
+    "deepseek": (8, ("model_name=deepseek-v2-lite", *LATENT, *mesh(data=2, fsdp=4), *accumulating(4)), set()),
+    "mistral, a document a row": (
+        8, ("model_name=mistral-7b-v0.1", WINDOW, "packing=false", *mesh(data=2, fsdp=2, tensor=2), *accumulating(4)),
+        CUDNN),
+}  # fmt: skip
+
+
+def lower(monkeypatch, overrides, num_devices, accelerator):
+    text, _ = step_for_gpu(monkeypatch, [*overrides_of(overrides)], num_devices=num_devices, accelerator=accelerator)
+    return text
+
+
+def overrides_of(overrides):
+    """The small model's keys, with those of the case in their place."""
+    return (*SMALL, *overrides)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_lowers_by_the_kernel_that_can_run_on_ampere_and_makes_no_square_of_tokens(name, monkeypatch):
+    num_devices, overrides, expected = CASES[name]
+    text = lower(monkeypatch, overrides, num_devices, A100)
+    assert {kernel for kernel in kernels(text) if kernel.startswith(("mha", "__cudnn", "mosaic"))} == expected
+    assert squares(text, T) == {}
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt-oss", "deepseek"])
+def test_a_step_lowers_by_tokamax_on_hopper_whatever_its_layers_need(name, monkeypatch):
+    pytest.importorskip("tokamax", reason="tokamax is not installed")
+    num_devices, overrides, _ = CASES[name]
+    text = lower(monkeypatch, overrides, num_devices, H100)
+    assert any(kernel.startswith("mosaic_gpu") for kernel in kernels(text))
+    assert squares(text, T) == {}
+
+
+def test_a_dense_mask_is_found_where_it_is_asked_for(monkeypatch):
+    """What the checker is for: cuDNN with a mask lowers too, and its mask is a square of tokens."""
+    text = lower(monkeypatch, ("attention=cudnn_masked", *mesh(data=2, fsdp=2, tensor=2)), 8, A100)
+    assert {"__cudnn$fmhaScaleBiasSoftmax", "__cudnn$fmhaScaleBiasSoftmaxBackward"} <= kernels(text).keys()
+    assert any(dims.endswith(f"{T}x{T}x") for dims in squares(text, T))
+
+
+def test_the_checker_finds_a_planted_square_and_takes_no_long_row_for_one():
+    row = jnp.ones((4, T), jnp.bfloat16)
+    planted = jax.jit(lambda x: (x[:, :, None] * x[:, None, :]).sum()).lower(row).as_text()
+    assert squares(planted, T).keys() == {f"4x{T}x{T}x"}
+    assert squares(jax.jit(lambda x: x @ jnp.ones((T, T - 1), x.dtype)).lower(row).as_text(), T) == {}
