@@ -17,7 +17,7 @@ from maxtext_lite.config import Config, remat_of
 from maxtext_lite.config.kernels import Accelerator, planned_kernel
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_GPU = Accelerator("gpu")
+_GPU = Accelerator.planned("gpu")
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ def make_plan(
       UserError: with every broken rule, each naming values that work.
     """
     _check_data_and_memory(num_examples, device_memory_gb)
-    topology = Topology(num_devices, num_hosts, Accelerator.of(platform))
+    topology = Topology(num_devices, num_hosts, Accelerator.planned(platform))
     resolved = resolve(config, topology, num_examples)
     if isinstance(resolved, list):
         raise UserError(str(refusal) for refusal in refusals(config, topology, num_examples))
@@ -184,7 +184,7 @@ def load_plan(
     Raises:
       UserError: with every problem of the config and of its plan.
     """
-    topology = Topology(num_devices, num_hosts, Accelerator.of(platform))
+    topology = Topology(num_devices, num_hosts, Accelerator.planned(platform))
     known = None if callable(num_examples) else num_examples
     _check_data_and_memory(known, device_memory_gb)
     reading = read_config(path, overrides)

@@ -29,7 +29,7 @@ class Topology:
 
     num_devices: int
     num_hosts: int = 1
-    accelerator: Accelerator = field(default_factory=lambda: Accelerator.of("gpu"))
+    accelerator: Accelerator = field(default_factory=lambda: Accelerator.planned("gpu"))
 
 
 @dataclass(frozen=True)

@@ -26,21 +26,34 @@ class Accelerator:
     """The devices and what is installed beside them, as far as a kernel depends on it.
 
     Attributes:
-      compute_capability: of an NVIDIA GPU, as "9.0"; None: unknown, and ASSUMED_CAPABILITY is assumed.
+      compute_capability: of an NVIDIA GPU.
       tokamax: the version that is installed; None: none is.
+      assumed: what of this was not asked of a machine, in words; "": nothing that matters.
     """
 
     platform: str
-    compute_capability: str | None = None
+    compute_capability: str = ASSUMED_CAPABILITY
     tokamax: str | None = None
+    assumed: str = ""
 
     @classmethod
-    def of(cls, platform: "str | Accelerator", compute_capability: str | None = None) -> "Accelerator":
+    def of(cls, platform: "str | Accelerator") -> "Accelerator":
         """Such devices, with what is installed for this Python, of which nothing is imported; or what is given."""
         if isinstance(platform, Accelerator):
             return platform
-        there = importlib.util.find_spec("tokamax") is not None
-        return cls(platform, compute_capability, importlib.metadata.version("tokamax") if there else None)
+        return cls(platform, tokamax=installed_tokamax(), assumed=f"compute capability {ASSUMED_CAPABILITY}")
+
+    @classmethod
+    def planned(cls, platform: "str | Accelerator") -> "Accelerator":
+        """Such devices in a machine that need not exist, with what the extras cuda12 and cuda13 bring; or the given."""
+        if isinstance(platform, Accelerator):
+            return platform
+        return cls(platform, ASSUMED_CAPABILITY, TOKAMAX_VERSIONS[-1], f"compute capability {ASSUMED_CAPABILITY}")
+
+
+def installed_tokamax() -> str | None:
+    """The version of tokamax, which is not imported; None where it is not installed."""
+    return None if importlib.util.find_spec("tokamax") is None else importlib.metadata.version("tokamax")
 
 
 @dataclass(frozen=True)
@@ -151,29 +164,25 @@ class KernelChoice:
 
     Attributes:
       passed_over: a reason for each better kernel of the platform.
-      assumed_capability: the compute capability that was assumed for the choice, where it was.
+      assumed: what was assumed of the machine and mattered, in words; "": nothing.
     """
 
     name: str
     passed_over: Mapping[str, str] = field(default_factory=dict[str, str])
-    assumed_capability: str | None = None
+    assumed: str = ""
 
     def __str__(self) -> str:
         kernels_of: dict[str, list[str]] = {}
         for kernel, reason in self.passed_over.items():
             kernels_of.setdefault(reason, []).append(kernel)
         notes = [f"{', '.join(kernels)}: {reason}" for reason, kernels in kernels_of.items()]
-        if self.assumed_capability:
-            notes.append(f"compute capability {self.assumed_capability} is assumed")
+        if self.assumed:
+            notes.append(f"{self.assumed} is assumed")
         return f"{self.name} ({'; '.join(notes)})" if notes else self.name
 
     def to_json(self) -> dict[str, object]:
         """The fields, as plan.json has them."""
-        return {
-            "name": self.name,
-            "passed_over": dict(self.passed_over),
-            "assumed_capability": self.assumed_capability,
-        }
+        return {"name": self.name, "passed_over": dict(self.passed_over), "assumed": self.assumed}
 
 
 def lacking(kernel: str, needs: Needs) -> list[str]:
@@ -222,8 +231,7 @@ def attention_kernel(config: Config, accelerator: Accelerator, num_context_shard
     for kernel, facts in KERNELS.items():
         reasons = _obstacles(kernel, config, accelerator, num_context_shards)
         if not reasons and facts.by_auto:
-            assumed = bool(facts.capabilities) and accelerator.compute_capability is None
-            return KernelChoice(kernel, passed_over, ASSUMED_CAPABILITY if assumed else None)
+            return KernelChoice(kernel, passed_over, accelerator.assumed if facts.capabilities else "")
         if reasons and facts.by_auto and facts.platform == accelerator.platform:
             passed_over[kernel] = reasons[0]
     raise AssertionError("dot_product runs everywhere")
@@ -250,10 +258,9 @@ def _obstacles(kernel: str, config: Config, accelerator: Accelerator, num_contex
         reasons.append(f"it takes whole examples, not those of {num_context_shards} context shards")
     if facts.platform not in (None, accelerator.platform):
         return [*reasons, f"it runs on {facts.platform}, not on {accelerator.platform}"]
-    capability = accelerator.compute_capability or ASSUMED_CAPABILITY
-    if facts.capabilities and capability not in facts.capabilities:
+    if facts.capabilities and accelerator.compute_capability not in facts.capabilities:
         known = any_of(facts.capabilities)
-        reasons.append(f"it runs on compute capability {known}, not on {capability}")
+        reasons.append(f"it runs on compute capability {known}, not on {accelerator.compute_capability}")
     if facts.of_tokamax and accelerator.tokamax is None:
         reasons.append("tokamax is not installed")
     elif facts.of_tokamax and accelerator.tokamax not in TOKAMAX_VERSIONS:

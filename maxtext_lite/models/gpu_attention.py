@@ -238,11 +238,13 @@ class Mha:
 
     @staticmethod
     def _blocks() -> Any:
-        return _mha().BlockSizes.get_default()
+        of_backward = dict.fromkeys(("block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), _MHA_BLOCK // 2)
+        return _mha().BlockSizes(block_q=_MHA_BLOCK, block_k=_MHA_BLOCK, **of_backward)
 
 
-_MHA_BLOCK = 128
-"""Tokens of the largest of `BlockSizes.get_default`: a row is filled up to a multiple of it."""
+_MHA_BLOCK = 64
+"""Tokens of a block, of which a row has a whole number. Two stages of blocks of 128 tokens and 128 dims would take more
+shared memory than GPUs for graphics have."""
 
 _HEADS = ("batch", None, "activation_heads", None)
 _ROWS = ("batch", None)
@@ -279,7 +281,7 @@ def mha_attention(
     scoring: Scoring = PLAIN,
     interpret: bool = False,
 ) -> jax.Array:
-    """`attention` by jax's kernels for Triton, which know no windows or soft caps and take T in blocks of 128.
+    """`attention` by jax's kernels for Triton, which know no windows or soft caps and take T in blocks of 64.
 
     Tokens are added up to whole blocks, as a document of their own. Each key's head is repeated for the queries that
     share it: given fewer, the kernel silently takes another head's.

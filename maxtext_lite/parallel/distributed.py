@@ -11,7 +11,7 @@ import jax
 from jax.experimental import topologies
 
 from maxtext_lite.config import UserError
-from maxtext_lite.config.kernels import Accelerator
+from maxtext_lite.config.kernels import Accelerator, installed_tokamax
 from maxtext_lite.parallel.cluster import Place, place
 from maxtext_lite.process.signals import command_signals
 
@@ -45,8 +45,9 @@ def start_devices(*, timeout_seconds: float = 300) -> list[Any]:
 
 def accelerator_of(device: Any) -> Accelerator:
     """What a device is, as far as the choice of a kernel depends on it."""
-    is_gpu = device.platform == "gpu"
-    return Accelerator.of(device.platform, device.compute_capability if is_gpu else None)
+    if device.platform != "gpu":
+        return Accelerator(device.platform)
+    return Accelerator("gpu", device.compute_capability, installed_tokamax())
 
 
 def simulated_devices(num_devices: int) -> list[Any]:

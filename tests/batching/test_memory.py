@@ -177,7 +177,7 @@ def test_a_sharded_optimizer_state_is_divided_by_the_data_axis():
 
 
 def test_scores_are_counted_where_the_kernel_that_runs_holds_them():
-    """gemma2-9b caps its scores, which tokamax's kernel can: elsewhere 3 float32 copies of half a square of 16 heads."""
+    """gemma2-9b caps its scores, as tokamax's kernel can: elsewhere 3 float32 copies of half a square of 16 heads."""
     keys = ["model_name=gemma2-9b", "dtype=bfloat16", "tokenizer_type=huggingface", "tokenizer_path=x"]
     hopper, ampere = Accelerator("gpu", "9.0", "0.0.17"), Accelerator("gpu", "8.0", "0.0.17")
 
