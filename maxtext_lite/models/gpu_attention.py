@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from absl import flags
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
 
@@ -174,7 +175,12 @@ class Mosaic:
 
 
 def tokamax_flash() -> tuple[Any, Any]:
-    """tokamax's flash attention and its type of masks, which the package shows in no public way."""
+    """tokamax's flash attention and its type of masks, which the package shows in no public way.
+
+    Unless absl's flags are parsed already, tokamax 0.0.12 would read this process's command line as such.
+    """
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()
     op = importlib.import_module("tokamax._src.ops.attention.pallas_mosaic_gpu").PallasMosaicGpuFlashAttention()
     return op, importlib.import_module("tokamax._src.ops.attention.base").Mask
 
@@ -242,6 +248,8 @@ class Mha:
         return _mha().BlockSizes(block_q=_MHA_BLOCK, block_k=_MHA_BLOCK, **of_backward)
 
 
+_MOSAIC_BLOCK = 256
+"""Tokens of the largest block of queries, of which tokamax 0.0.12 takes a whole number only."""
 _MHA_BLOCK = 64
 """Tokens of a block, of which a row has a whole number. Two stages of blocks of 128 tokens and 128 dims would take more
 shared memory than GPUs for graphics have."""
@@ -259,12 +267,14 @@ def mosaic_attention(
     *,
     scoring: Scoring = PLAIN,
 ) -> jax.Array:
-    """`attention` by tokamax's Mosaic kernels."""
+    """`attention` by tokamax's Mosaic kernels. Tokens are added up to whole blocks, as a document of their own."""
 
     def local(q_BTNH: Any, k_BSKH: Any, v_BSKW: Any, segment_BT: Any, sink_N: Any = None) -> jax.Array:
         """The heads and rows of one device."""
-        kernel = Mosaic(scoring.scale_of(q_BTNH.shape[-1]), scoring.soft_cap)
-        return fused_attention(q_BTNH, k_BSKH, v_BSKW, first_keys(segment_BT, scoring.window), sink_N, kernel)
+        T, kernel = q_BTNH.shape[1], Mosaic(scoring.scale_of(q_BTNH.shape[-1]), scoring.soft_cap)
+        *heads, segment_BT = _filled(_MOSAIC_BLOCK, q_BTNH, k_BSKH, v_BSKW, segment_BT)
+        context_BTNW: Any = fused_attention(*heads, first_keys(segment_BT, scoring.window), sink_N, kernel)
+        return context_BTNW[:, :T]
 
     if sink_N is None:
         return over_shards(local, (_HEADS, _HEADS, _HEADS, _ROWS), _HEADS)(q_BTNH, k_BSKH, v_BSKW, segment_BT)
@@ -283,26 +293,33 @@ def mha_attention(
 ) -> jax.Array:
     """`attention` by jax's kernels for Triton, which know no windows or soft caps and take T in blocks of 64.
 
-    Tokens are added up to whole blocks, as a document of their own. Each key's head is repeated for the queries that
+    Tokens are added as for `mosaic_attention`. Each key's head is repeated for the queries that
     share it: given fewer, the kernel silently takes another head's.
 
     Args:
       interpret: run the kernels' steps as plain XLA operations, as tests on CPU do.
     """
-    T = q_BTNH.shape[1]
 
     def local(q_BTNH: Any, k_BSKH: Any, v_BSKH: Any, segment_BT: Any) -> jax.Array:
         """The heads and rows of one device."""
-        group = q_BTNH.shape[2] // k_BSKH.shape[2]
-        whole = (q_BTNH, jnp.repeat(k_BSKH, group, axis=2), jnp.repeat(v_BSKH, group, axis=2))
-        fill = -T % _MHA_BLOCK
-        q_BTNH, k_BTNH, v_BTNH = (jnp.pad(x, ((0, 0), (0, fill), (0, 0), (0, 0))) for x in whole)
-        filled_BT = jnp.pad(segment_BT, ((0, 0), (0, fill)), constant_values=_PADDING)
+        T, group = q_BTNH.shape[1], q_BTNH.shape[2] // k_BSKH.shape[2]
+        k_BTNH, v_BTNH = (jnp.repeat(x, group, axis=2) for x in (k_BSKH, v_BSKH))
         kernel = Mha(scoring.scale_of(q_BTNH.shape[-1]), interpret)
-        context_BTNH: Any = fused_attention(q_BTNH, k_BTNH, v_BTNH, filled_BT, None, kernel)
+        filled = _filled(_MHA_BLOCK, q_BTNH, k_BTNH, v_BTNH, segment_BT)
+        context_BTNH: Any = fused_attention(*filled, None, kernel)
         return context_BTNH[:, :T]
 
     return over_shards(local, (_HEADS, _HEADS, _HEADS, _ROWS), _HEADS)(q_BTNH, k_BSKH, v_BSKH, segment_BT)
+
+
+def _filled(block: int, *arrays: Any) -> list[Any]:
+    """Arrays [B, T, ...], of which the last is the tokens' documents, with T a multiple of `block`.
+
+    What is added is a document of its own.
+    """
+    fill = -arrays[-1].shape[1] % block
+    padded = [jnp.pad(x, ((0, 0), (0, fill), *((0, 0),) * (x.ndim - 2))) for x in arrays[:-1]]
+    return [*padded, jnp.pad(arrays[-1], ((0, 0), (0, fill)), constant_values=_PADDING)]
 
 
 def cudnn_attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, *, scoring: Scoring = PLAIN) -> jax.Array:
