@@ -48,7 +48,8 @@ class Accelerator:
         """Such devices in a machine that need not exist, with what the extras cuda12 and cuda13 bring; or the given."""
         if isinstance(platform, Accelerator):
             return platform
-        return cls(platform, ASSUMED_CAPABILITY, TOKAMAX_VERSIONS[-1], f"compute capability {ASSUMED_CAPABILITY}")
+        assumed = f"compute capability {ASSUMED_CAPABILITY} with tokamax"
+        return cls(platform, ASSUMED_CAPABILITY, TOKAMAX_VERSIONS[-1], assumed)
 
 
 def installed_tokamax() -> str | None:

@@ -111,8 +111,12 @@ def test_a_choice_is_said_in_one_line_with_a_reason_once():
     )
     assert str(attention_kernel(wide, CPU)) == "dot_product"
     planned = attention_kernel(wide, Accelerator.planned("gpu"))
-    assert str(planned) == f"tokamax_mosaic (compute capability {ASSUMED_CAPABILITY} is assumed)"
-    assert planned.to_json() == {"name": "tokamax_mosaic", "passed_over": {}, "assumed": "compute capability 9.0"}
+    assert str(planned) == f"tokamax_mosaic (compute capability {ASSUMED_CAPABILITY} with tokamax is assumed)"
+    assert planned.to_json() == {
+        "name": "tokamax_mosaic",
+        "passed_over": {},
+        "assumed": "compute capability 9.0 with tokamax",
+    }
 
 
 def test_a_plan_takes_a_kernel_that_is_named_at_its_word():
