@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
         plan = _plan(config, arguments.devices, arguments.hosts or 1, "cpu", "cpu")
     import jax  # only once the config is known to be right
 
-    from maxtext_lite.parallel import described, described_devices, simulated_devices, start_devices
+    from maxtext_lite.parallel import accelerator_of, described, described_devices, simulated_devices, start_devices
 
     if arguments.devices is not None:
         devices = simulated_devices(arguments.devices)
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
         plan = _plan(config, len(devices), num_hosts, devices[0].platform, devices[0].device_kind)
     else:
         devices = start_devices()
-        plan = _plan(config, len(devices), jax.process_count(), jax.default_backend(), devices[0].device_kind)
+        plan = _plan(config, len(devices), jax.process_count(), accelerator_of(devices[0]), devices[0].device_kind)
     program = _compiled(config, plan, devices)
     if jax.process_index() == 0:
         print(json.dumps(to_json(program, plan), indent=2) if arguments.json else format_program(program, plan))

@@ -72,7 +72,7 @@ def subjects(variants: Sequence[Variant], num_devices: int, overrides: Sequence[
     import jax
 
     from maxtext_lite.config import load_config
-    from maxtext_lite.parallel import sharding
+    from maxtext_lite.parallel import accelerator_of, sharding
     from maxtext_lite.training.optimizer import learning_rate_schedule, make_optimizer
     from maxtext_lite.training.state import init_state, make_decoder
     from maxtext_lite.training.step import TRAIN_BATCH_AXES, make_train_step
@@ -92,7 +92,7 @@ def subjects(variants: Sequence[Variant], num_devices: int, overrides: Sequence[
             ],
         )
         plan, mesh = _plan_and_mesh(config, num_devices)
-        decoder = make_decoder(config, jax.default_backend(), plan)
+        decoder = make_decoder(config, accelerator_of(jax.devices()[0]), plan)
         optimizer = make_optimizer(config, decoder.trained(decoder.axes))
         if not holder:
             holder.append(init_state(decoder, optimizer, mesh, 0))

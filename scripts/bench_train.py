@@ -70,7 +70,7 @@ def ours(work: Workload, dtype: str) -> Step:
     import jax
 
     from maxtext_lite.config import load_config
-    from maxtext_lite.parallel import MESH_AXES, make_mesh, sharding
+    from maxtext_lite.parallel import MESH_AXES, accelerator_of, make_mesh, sharding
     from maxtext_lite.training.optimizer import learning_rate_schedule, make_optimizer
     from maxtext_lite.training.state import init_state, make_decoder
     from maxtext_lite.training.step import TRAIN_BATCH_AXES, make_train_step
@@ -78,7 +78,7 @@ def ours(work: Workload, dtype: str) -> Step:
     config = load_config(None, overrides(work, dtype))
     ones = dict.fromkeys(MESH_AXES, 1)
     mesh = make_mesh(ones, ones, jax.devices()[:1])
-    decoder = make_decoder(config, jax.default_backend())
+    decoder = make_decoder(config, accelerator_of(jax.devices()[0]))
     optimizer = make_optimizer(config, decoder.trained(decoder.axes))
     state = init_state(decoder, optimizer, mesh, 0)
     schedule = learning_rate_schedule(config, last=config.steps)

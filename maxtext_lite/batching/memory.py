@@ -16,10 +16,11 @@ from maxtext_lite.batching.parameters import ParameterCount, count_factored, cou
 from maxtext_lite.batching.pipeline import Schedule
 from maxtext_lite.config import Config, remat_of
 from maxtext_lite.config.experts import exchanged_rows
-from maxtext_lite.config.kernels import Platform, attention_kernel
+from maxtext_lite.config.kernels import Accelerator, planned_kernel
 from maxtext_lite.config.problem import divisors
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_GPU = Accelerator.planned("gpu")
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def estimate_memory(
     num_pipeline_microbatches: int,
     device_memory_gb: float | None,
     diloco_num_replicas: int | None = None,
-    platform: Platform = "gpu",
+    accelerator: Accelerator = _GPU,
 ) -> MemoryEstimate:
     """Bytes per device during a training step on this mesh.
 
@@ -102,7 +103,7 @@ def estimate_memory(
       diloco_num_replicas: copies of local updates, or None. A device then holds replicas / data copies of parameters,
         optimizer state and gradients, and beside them the outer parameters and their float32 momentum. Frozen
         parameters are there once.
-      platform: what the devices are, which decides the attention kernel.
+      accelerator: what the devices are, which decides the attention kernel.
     """
     count = count_parameters(config, **_shards(mesh))
     weight_bytes = _BYTES[config.weight_dtype]
@@ -123,7 +124,9 @@ def estimate_memory(
         params, state, gradients = (copies + 1) * params, copies * state + outer_momentum, copies * gradients
     params, state = params + frozen, state + masters
     schedule = config.pipeline_schedule
-    activations = estimate_activations(config, mesh, micro_batch_slots, num_pipeline_microbatches, schedule, platform)
+    activations = estimate_activations(
+        config, mesh, micro_batch_slots, num_pipeline_microbatches, schedule, accelerator
+    )
     logits = _logits_bytes(config, mesh, micro_batch_slots, num_pipeline_microbatches if schedule == "1f1b" else 1)
     offloaded = offloaded_activations(config, mesh, micro_batch_slots, num_pipeline_microbatches)
     total = params + state + gradients + activations + logits
@@ -201,7 +204,7 @@ def estimate_activations(
     micro_batch_slots: int,
     num_pipeline_microbatches: int,
     schedule: Schedule,
-    platform: Platform = "gpu",
+    accelerator: Accelerator = _GPU,
 ) -> int:
     """Bytes per device kept for the backward pass, and of what is recomputed in it at a time.
 
@@ -225,7 +228,7 @@ def estimate_activations(
     rows = piece * mesh["context"] // config.max_target_length
     # And what comes out of the experts of a layer, in float32.
     routed = int(_rows_per_token(config, mesh, piece) * config.base_emb_dim * 4)
-    at_once = piece * (recomputed + routed) + rows * _attention_bytes(config, mesh, platform)
+    at_once = piece * (recomputed + routed) + rows * _attention_bytes(config, mesh, accelerator)
     at_once += _gathered_bytes(config, mesh)
     if schedule == "1f1b":
         waiting = (2 * stages - 1) * sizes["decoder_layer_input"]
@@ -243,27 +246,34 @@ def _gathered_bytes(config: Config, mesh: Mapping[str, int]) -> int:
     return 2 * config.base_emb_dim * width * _BYTES[config.dtype]
 
 
-def _attention_bytes(config: Config, mesh: Mapping[str, int], platform: Platform) -> int:
+def _attention_bytes(config: Config, mesh: Mapping[str, int], accelerator: Accelerator) -> int:
     """Bytes of what attention in one layer works with per row.
 
-    cuDNN's and splash attention hold no scores. Plain attention has three float32 copies of those of a tile of at most
-    512 x 512, or of a strip of 128 queries where one tile is all there is (models/tile_layout.py). On context shards
-    there are other shards' keys and values too, and their float32 gradients: of all shards with all_gather, of two with
-    ring.
+    Fused kernels hold no scores; pallas_mha has keys, values and their gradients for every query head, and cudnn_masked
+    a mask as wide as the scores and a bias that is made of it. Plain attention has three float32 copies of those of a
+    tile of at most 512 x 512, or of a strip of 128 queries where one tile is all there is (models/tile_layout.py). On
+    context shards there are other shards' keys and values too, and their float32 gradients: of all shards with
+    all_gather, of two with ring.
     """
     shards, tensor, length = mesh["context"], mesh["tensor"], config.max_target_length
-    named = config.attention  # of a kernel that runs elsewhere, what it takes there
-    if named == "auto":
-        named = attention_kernel(config, platform=platform, num_context_shards=shards)
-    run = length if shards == 1 else length // (2 * shards)
-    tile = min(run, 512)
-    queries = min(tile, 128) if shards == 1 and run == tile else tile
-    scores = 3 * 4 * (config.base_num_query_heads // tensor) * queries * tile if named == "dot_product" else 0
+    heads = config.base_num_query_heads // tensor
+    match planned_kernel(config, accelerator, shards).name:
+        case "dot_product":
+            run = length if shards == 1 else length // (2 * shards)
+            tile = min(run, 512)
+            queries = min(tile, 128) if shards == 1 and run == tile else tile
+            held = 3 * 4 * heads * queries * tile
+        case "cudnn_masked":
+            held = (1 + _BYTES[config.dtype]) * length**2
+        case "pallas_mha":
+            held = 4 * _BYTES[config.dtype] * heads * config.head_dim * length
+        case _:
+            held = 0
     if shards == 1:
-        return scores
+        return held
     others = length if config.context_parallel_strategy == "all_gather" else 2 * length // shards
     keys_and_values = (config.base_num_kv_heads // tensor) * (config.head_dim + config.value_dim)
-    return scores + others * keys_and_values * (_BYTES[config.dtype] + 4)
+    return held + others * keys_and_values * (_BYTES[config.dtype] + 4)
 
 
 def offloaded_activations(

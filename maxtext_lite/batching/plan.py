@@ -13,6 +13,7 @@ from maxtext_lite.batching.pipeline import PipelineShape, Schedule
 from maxtext_lite.batching.rampup import BatchStage, RampupBatchManager, samples_before, stage_at
 from maxtext_lite.batching.rl import RLBatch
 from maxtext_lite.batching.scaling import OptimizerScaling
+from maxtext_lite.config.kernels import KernelChoice
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class BatchPlan:
       rampup: the ramp, or None.
       diloco_num_replicas: copies of local updates; None where they are off, as is diloco_sync_period.
       rows_per_example: rows of max_target_length tokens in an example: in DPO two, otherwise one.
+      attention_kernel: what `attention` means on these devices.
       warnings: what works but is probably not meant.
       rl: the batches of reinforcement learning; None in other runs. There an example is a pair of a prompt with a
         response, the devices are those that train, and num_examples counts prompts.
@@ -88,6 +90,7 @@ class BatchPlan:
     expansion_factor_real_data: Fraction
     rampup: RampupBatchManager | None
     memory: MemoryEstimate
+    attention_kernel: KernelChoice
     warnings: tuple[str, ...]
     rl: RLBatch | None = None
 
@@ -227,6 +230,7 @@ class BatchPlan:
             "rampup": None if self.rampup is None else _rampup_json(self.rampup),
             "pipeline_schedules": {name: cost.to_json() for name, cost in self.pipeline_schedules.items()},
             "memory": self.memory.to_json(),
+            "attention_kernel": self.attention_kernel.to_json(),
             **({} if self.rl is None else {"rl": self.rl.to_json()}),
             "warnings": list(self.warnings),
         }

@@ -23,7 +23,7 @@ from maxtext_lite.batching.sizes import Sizes
 from maxtext_lite.batching.topology import Topology
 from maxtext_lite.config import Config, RLRunConfig, UserError
 from maxtext_lite.config.errors import number_text, value_text
-from maxtext_lite.config.kernels import Platform
+from maxtext_lite.config.kernels import Accelerator, Platform, planned_kernel
 from maxtext_lite.config.load import read_config
 
 _MOST_EXAMPLES = 2**62  # a number of an example is a 64-bit integer
@@ -37,7 +37,7 @@ def make_plan(
     num_hosts: int = 1,
     num_examples: int | None = None,
     device_memory_gb: float | None = None,
-    platform: Platform = "gpu",
+    platform: Platform | Accelerator = "gpu",
 ) -> BatchPlan:
     """The plan of a config on a machine.
 
@@ -46,12 +46,13 @@ def make_plan(
       num_hosts: hosts (processes), each with as many devices.
       num_examples: training examples in the data; where not known, `epochs` is None and num_epochs cannot be planned.
       device_memory_gb: memory of a device in GB (1e9 bytes), to be compared with the estimate.
-      platform: what the devices are; it decides the attention kernel, whose memory is counted.
+      platform: what the devices are, alone or with what more is known of them; it decides the attention kernel, whose
+        memory is counted.
     Raises:
       UserError: with every broken rule, each naming values that work.
     """
     _check_data_and_memory(num_examples, device_memory_gb)
-    topology = Topology(num_devices, num_hosts, platform)
+    topology = Topology(num_devices, num_hosts, Accelerator.planned(platform))
     resolved = resolve(config, topology, num_examples)
     if isinstance(resolved, list):
         raise UserError(str(refusal) for refusal in refusals(config, topology, num_examples))
@@ -77,7 +78,8 @@ def _check_data_and_memory(num_examples: int | None, device_memory_gb: float | N
 
 
 def _plan(config: Config, sizes: Sizes, num_examples: int | None, device_memory_gb: float | None) -> BatchPlan:
-    num_devices, num_hosts, platform = sizes.topology.num_devices, sizes.topology.num_hosts, sizes.topology.platform
+    num_devices, num_hosts = sizes.topology.num_devices, sizes.topology.num_hosts
+    accelerator = sizes.topology.accelerator
     if sizes.length is None:
         raise UserError(
             f"num_epochs={number_text(config.num_epochs)} gives no steps without the number of training examples. "
@@ -96,12 +98,13 @@ def _plan(config: Config, sizes: Sizes, num_examples: int | None, device_memory_
         pieces,
         device_memory_gb,
         replicas,
-        platform=platform,
+        accelerator=accelerator,
     )
     shape = PipelineShape(stages, pieces, sizes.num_pipeline_repeats, batch.gradient_accumulation_steps)
     schedules: dict[Schedule, ScheduleCost] = {
         schedule: ScheduleCost(
-            shape.bubble_fraction(schedule), estimate_activations(config, mesh.total, rows, pieces, schedule, platform)
+            shape.bubble_fraction(schedule),
+            estimate_activations(config, mesh.total, rows, pieces, schedule, accelerator),
         )
         for schedule in SCHEDULES
         if stages > 1 and (schedule == "gpipe" or sizes.num_pipeline_repeats == 1)
@@ -145,6 +148,7 @@ def _plan(config: Config, sizes: Sizes, num_examples: int | None, device_memory_
         expansion_factor_real_data=sizes.loading.factor,
         rampup=sizes.rampup,
         memory=memory,
+        attention_kernel=planned_kernel(config, accelerator, mesh.total["context"]),
         warnings=tuple(_warnings(config, sizes, sizes.length, slots, memory)),
     )
 
@@ -170,7 +174,7 @@ def load_plan(
     num_hosts: int = 1,
     num_examples: int | Callable[[Config], int] | None = None,
     device_memory_gb: float | None = None,
-    platform: Platform = "gpu",
+    platform: Platform | Accelerator = "gpu",
 ) -> tuple[Config, BatchPlan]:
     """`load_config` and `make_plan` together, so that the problems of both are reported at once.
 
@@ -180,7 +184,7 @@ def load_plan(
     Raises:
       UserError: with every problem of the config and of its plan.
     """
-    topology = Topology(num_devices, num_hosts, platform)
+    topology = Topology(num_devices, num_hosts, Accelerator.planned(platform))
     known = None if callable(num_examples) else num_examples
     _check_data_and_memory(known, device_memory_gb)
     reading = read_config(path, overrides)

@@ -22,7 +22,7 @@ from maxtext_lite.batching.topology import (
 )
 from maxtext_lite.config import BatchConfig, Config
 from maxtext_lite.config.errors import any_of, value_text
-from maxtext_lite.config.kernels import splash_tokens
+from maxtext_lite.config.kernels import KERNELS, token_multiple
 from maxtext_lite.config.problem import Edit, Later, Problem, divisors, multiples, single_edits
 
 
@@ -189,7 +189,7 @@ def _context_problems(config: Config, num_shards: int) -> list[Problem]:
         return []
     problems: list[Problem] = []
     key, kernel = "attention", config.attention
-    unit = splash_tokens(num_shards)
+    unit = token_multiple("splash", num_shards)
     if kernel == "splash" and config.max_target_length % unit:
         length = "max_target_length"
         message = (
@@ -198,7 +198,7 @@ def _context_problems(config: Config, num_shards: int) -> list[Problem]:
         )
         below, above = multiples(length, unit, config.max_target_length)
         problems.append(Problem(key, message, below, above, otherwise=({key: "auto"},), rule="a kernel for shards"))
-    if kernel not in ("auto", "dot_product", "splash"):
+    if kernel != "auto" and not KERNELS[kernel].context_shards:
         message = f"{key}={kernel} does not work on {num_shards} context shards, whose tokens are dealt in chunks."
         problems.append(Problem(key, message, otherwise=({key: "auto"},), rule="a kernel for shards"))
     key, pieces = "num_vocab_tiling", config.num_vocab_tiling

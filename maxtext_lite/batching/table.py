@@ -12,7 +12,7 @@ _MOST_STAGES = 12
 
 
 def format_plan(plan: BatchPlan) -> str:
-    """The plan in lines of at most about 120 characters: batch, reading, pipeline, length, ramp and memory."""
+    """The plan in lines of at most about 120 characters: batch, reading, pipeline, length, ramp, memory and kernel."""
     rows: list[tuple[str, str]] = [
         ("num_devices", f"{plan.num_devices} = {_mesh_text(plan)}, on {plan.num_hosts} host{_s(plan.num_hosts)}"),
         *(_rl_rows(plan.rl) if plan.rl else ()),
@@ -28,6 +28,7 @@ def format_plan(plan: BatchPlan) -> str:
     ]
     width = max(len(name) for name, _ in rows)
     lines = [f"{name:<{width}}  {text}" for name, text in rows]
+    lines.append(f"attention kernel: {plan.attention_kernel}")
     return "\n".join([*lines, *(f"warning: {warning}" for warning in plan.warnings)])
 
 

@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from maxtext_lite.config import Config, MeshConfig
 from maxtext_lite.config.errors import value_text
-from maxtext_lite.config.kernels import Platform
+from maxtext_lite.config.kernels import Accelerator
 from maxtext_lite.config.problem import Edit, Later, Problem, divisors, single_edits
 
 _MOST_DEVICES = 1_000_000
@@ -24,12 +24,12 @@ class Topology:
     """A machine, which need not exist: its devices and the hosts that they are attached to, equally many to each.
 
     Attributes:
-      platform: what the devices are; it decides the attention kernel, and so the memory that a step takes.
+      accelerator: what the devices are; it decides the attention kernel, and so the memory that a step takes.
     """
 
     num_devices: int
     num_hosts: int = 1
-    platform: Platform = "gpu"
+    accelerator: Accelerator = field(default_factory=lambda: Accelerator.planned("gpu"))
 
 
 @dataclass(frozen=True)

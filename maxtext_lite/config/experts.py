@@ -1,27 +1,26 @@
 """Experts: the kernel of their matmuls on a platform, and how tokens come to their devices. Imports no jax."""
 
-import importlib.util
 import math
 from fractions import Fraction
 from typing import Literal
+
+from maxtext_lite.config.kernels import TOKAMAX_VERSIONS, Accelerator
 
 GroupedMatmul = Literal["ragged_dot", "blocks", "tokamax", "megablox"]
 """jax's own (a kernel on TPUs; elsewhere a dense matmul of every row by every expert), a loop over blocks of rows in
 plain jax (any platform), tokamax's kernels (NVIDIA's Hopper GPUs), Pallas's (TPUs)."""
 
 
-def grouped_matmul_kernel(platform: str, dtype: str, compute_capability: str | None = None) -> GroupedMatmul:
-    """The grouped matmul that suits a platform ("cpu", "gpu", "tpu").
+def grouped_matmul_kernel(accelerator: Accelerator, dtype: str) -> GroupedMatmul:
+    """The grouped matmul that suits these devices.
 
     Args:
-      dtype: of activations; tokamax's kernels know two bytes.
-      compute_capability: of an NVIDIA GPU; tokamax's kernels have both directions on "9.0" only, which None is taken
-        for.
+      dtype: of activations; tokamax's kernels know two bytes, and have both directions on compute capability 9.0 only.
     """
-    if platform != "gpu":
-        return "megablox" if platform == "tpu" else "ragged_dot"
-    suits = dtype != "float32" and compute_capability in (None, "9.0")
-    return "tokamax" if suits and importlib.util.find_spec("tokamax") else "blocks"
+    if accelerator.platform != "gpu":
+        return "megablox" if accelerator.platform == "tpu" else "ragged_dot"
+    suits = dtype != "float32" and accelerator.compute_capability == "9.0"
+    return "tokamax" if suits and accelerator.tokamax in TOKAMAX_VERSIONS else "blocks"
 
 
 ROOM = Fraction(5, 4)

@@ -1,92 +1,294 @@
 """Attention's kernels: what each runs on, what it knows, and the one that a config gets. Imports no jax."""
 
-from collections.abc import Collection
+import dataclasses
+import importlib.metadata
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Literal
 
-from maxtext_lite.config.errors import Refusal
+from maxtext_lite.config.errors import Refusal, any_of
 from maxtext_lite.config.schema import Config
 
 Platform = Literal["cpu", "gpu", "tpu"]
-KERNELS = ("dot_product", "cudnn_flash", "splash")
-"""XLA's matmuls in blocks (any platform), cuDNN's (NVIDIA GPUs), Pallas splash (TPU); the later the faster."""
 SPLASH_BLOCK = 128
 """Tokens that splash attention works on at once."""
+ASSUMED_CAPABILITY = "9.0"
+"""The compute capability of a GPU that there is none of to ask: that of an H100 or H200."""
+TOKAMAX_VERSIONS = ("0.0.12", "0.0.17")
+"""Those that the kernel is written for, on Python 3.11 and on newer ones: it takes what their public functions hide."""
+_NVIDIA_SINCE_AMPERE = ("8.0", "8.6", "8.7", "8.9", "9.0", "10.0", "10.3", "11.0", "12.0", "12.1")
 
 
-def splash_tokens(num_context_shards: int) -> int:
-    """The number of tokens of which splash attention takes multiples: whole blocks in each of a shard's two chunks."""
-    return SPLASH_BLOCK * (1 if num_context_shards == 1 else 2 * num_context_shards)
+@dataclass(frozen=True)
+class Accelerator:
+    """The devices and what is installed beside them, as far as a kernel depends on it.
+
+    Attributes:
+      compute_capability: of an NVIDIA GPU.
+      tokamax: the version that is installed; None: none is.
+      assumed: what of this was not asked of a machine, in words; "": nothing that matters.
+    """
+
+    platform: str
+    compute_capability: str = ASSUMED_CAPABILITY
+    tokamax: str | None = None
+    assumed: str = ""
+
+    @classmethod
+    def of(cls, platform: "str | Accelerator") -> "Accelerator":
+        """Such devices, with what is installed for this Python, of which nothing is imported; or what is given."""
+        if isinstance(platform, Accelerator):
+            return platform
+        return cls(platform, tokamax=installed_tokamax(), assumed=f"compute capability {ASSUMED_CAPABILITY}")
+
+    @classmethod
+    def planned(cls, platform: "str | Accelerator") -> "Accelerator":
+        """Such devices in a machine that need not exist, with what the extras cuda12 and cuda13 bring; or the given."""
+        if isinstance(platform, Accelerator):
+            return platform
+        assumed = f"compute capability {ASSUMED_CAPABILITY} with tokamax"
+        return cls(platform, ASSUMED_CAPABILITY, TOKAMAX_VERSIONS[-1], assumed)
 
 
-def lacking(kernel: str, *, soft_caps: Collection[float], sinks: bool, values_differ: bool) -> list[str]:
-    """What layers need and a kernel does not have, in words; [] for a kernel that suits them.
+def installed_tokamax() -> str | None:
+    """The version of tokamax, which is not imported; None where it is not installed."""
+    return None if importlib.util.find_spec("tokamax") is None else importlib.metadata.version("tokamax")
 
-    Args:
-      soft_caps: of scores, those that are not 0.
-      sinks: heads have sinks.
+
+@dataclass(frozen=True)
+class Kernel:
+    """What a kernel of causal attention runs on and what it knows.
+
+    Attributes:
+      platform: None: any.
+      documents: rows may hold several.
+      windows, soft_caps, sinks: of scores.
+      value_widths: values may be of another width than keys.
+      most_head_dim, head_dim_multiple: widths of heads; None: any.
+      token_multiple: of max_target_length.
+      context_shards: works where a row's tokens are split over devices.
+      capabilities: compute capabilities of GPUs; (): whatever they are.
+      of_tokamax: it is of the package tokamax.
+      by_auto: attention=auto may choose it.
+    """
+
+    platform: Platform | None
+    dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
+    documents: bool = True
+    windows: bool = True
+    soft_caps: bool = True
+    sinks: bool = True
+    value_widths: bool = True
+    most_head_dim: int | None = None
+    head_dim_multiple: int = 1
+    token_multiple: int = 1
+    context_shards: bool = False
+    capabilities: tuple[str, ...] = ()
+    of_tokamax: bool = False
+    by_auto: bool = True
+
+
+_NARROW = ("bfloat16", "float16")
+KERNELS: Mapping[str, Kernel] = MappingProxyType(
+    {
+        "splash": Kernel("tpu", token_multiple=SPLASH_BLOCK, context_shards=True),
+        "tokamax_mosaic": Kernel(
+            "gpu", _NARROW, most_head_dim=256, head_dim_multiple=8, capabilities=("9.0", "10.0"), of_tokamax=True
+        ),
+        "cudnn_flash": Kernel(
+            "gpu",
+            _NARROW,
+            documents=False,
+            soft_caps=False,
+            sinks=False,
+            value_widths=False,
+            most_head_dim=128,
+            head_dim_multiple=8,
+            capabilities=_NVIDIA_SINCE_AMPERE,
+        ),
+        "pallas_mha": Kernel(
+            "gpu",
+            _NARROW,
+            windows=False,
+            soft_caps=False,
+            sinks=False,
+            value_widths=False,
+            most_head_dim=128,
+            capabilities=_NVIDIA_SINCE_AMPERE,
+        ),
+        "cudnn_masked": Kernel(
+            "gpu",
+            _NARROW,
+            soft_caps=False,
+            sinks=False,
+            value_widths=False,
+            most_head_dim=128,
+            head_dim_multiple=8,
+            token_multiple=2,
+            capabilities=_NVIDIA_SINCE_AMPERE,
+            by_auto=False,
+        ),
+        "dot_product": Kernel(None, context_shards=True),
+    }
+)
+"""Attention's kernels; `auto` takes the first that can run.
+
+splash: Pallas, TPU. tokamax_mosaic: tokamax's Pallas kernels for Hopper and Blackwell, whose mask is the first key that
+each query sees. cudnn_flash: cuDNN's without a mask. pallas_mha: jax's own, by Triton. cudnn_masked: cuDNN's with a
+mask of [B, 1, T, T], which takes memory and time in T squared. dot_product: XLA's matmuls in blocks.
+"""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What attention asks of a kernel, in a layer or in all of a model's.
+
+    Attributes:
+      soft_cap: of scores; 0: none.
       values_differ: values are not as wide as keys.
+      documents: a row may hold several.
     """
-    if kernel != "cudnn_flash":  # the others do everything
-        return []
-    caps = ", ".join(map(str, sorted(soft_caps)))
-    needs = {
-        f"a soft cap of scores ({caps})": bool(soft_caps),
-        "attention sinks": sinks,
-        "values of another width than keys": values_differ,
+
+    head_dim: int
+    window: bool = False
+    soft_cap: float = 0.0
+    sinks: bool = False
+    values_differ: bool = False
+    documents: bool = False
+
+
+@dataclass(frozen=True)
+class KernelChoice:
+    """A kernel by name, and what kept the better ones from being chosen.
+
+    Attributes:
+      passed_over: a reason for each better kernel of the platform.
+      assumed: what was assumed of the machine and mattered, in words; "": nothing.
+    """
+
+    name: str
+    passed_over: Mapping[str, str] = field(default_factory=dict[str, str])
+    assumed: str = ""
+
+    def __str__(self) -> str:
+        kernels_of: dict[str, list[str]] = {}
+        for kernel, reason in self.passed_over.items():
+            kernels_of.setdefault(reason, []).append(kernel)
+        notes = [f"{', '.join(kernels)}: {reason}" for reason, kernels in kernels_of.items()]
+        if self.assumed:
+            notes.append(f"{self.assumed} is assumed")
+        return f"{self.name} ({'; '.join(notes)})" if notes else self.name
+
+    def to_json(self) -> dict[str, object]:
+        """The fields, as plan.json has them."""
+        return {"name": self.name, "passed_over": dict(self.passed_over), "assumed": self.assumed}
+
+
+def lacking(kernel: str, needs: Needs) -> list[str]:
+    """What is needed and a kernel does not have, in words; [] for a kernel that suits."""
+    facts = KERNELS[kernel]
+    most, multiple = facts.most_head_dim, facts.head_dim_multiple
+    missing = {
+        "several documents in a row": needs.documents and not facts.documents,
+        "windows": needs.window and not facts.windows,
+        f"a soft cap of scores ({needs.soft_cap})": needs.soft_cap and not facts.soft_caps,
+        "attention sinks": needs.sinks and not facts.sinks,
+        "values of another width than keys": needs.values_differ and not facts.value_widths,
+        f"heads of more than {most} dims ({needs.head_dim})": most is not None and needs.head_dim > most,
+        f"heads whose dims are no multiple of {multiple} ({needs.head_dim})": needs.head_dim % multiple,
     }
-    return [what for what, needed in needs.items() if needed]
+    return [what for what, is_missing in missing.items() if is_missing]
 
 
-def attention_kernel(config: Config, *, platform: str, num_context_shards: int = 1) -> str:
-    """The kernel that `attention` means on a platform; `auto` means the fastest that runs there and knows the model.
+def token_multiple(kernel: str, num_context_shards: int) -> int:
+    """The number of tokens of which a kernel takes multiples; on context shards, each of their two chunks must be one."""
+    return KERNELS[kernel].token_multiple * (1 if num_context_shards == 1 else 2 * num_context_shards)
+
+
+def needs_of(config: Config) -> Needs:
+    """What a config's layers and rows ask of a kernel."""
+    return Needs(
+        head_dim=config.head_dim,
+        window="local" in config.pattern and config.sliding_window_size < config.max_target_length,
+        soft_cap=config.attn_logits_soft_cap,
+        sinks=config.attention_sinks,
+        values_differ=config.value_dim != config.head_dim,
+        documents=config.packing and config.dataset_type != "synthetic",  # whose rows are one document each
+    )
+
+
+def attention_kernel(config: Config, accelerator: Accelerator, num_context_shards: int = 1) -> KernelChoice:
+    """The kernel that `attention` means on these devices; `auto` means the first of KERNELS that can run.
 
     Args:
-      platform: "cpu", "gpu" or "tpu".
-      num_context_shards: devices that an example's tokens are split over; cudnn_flash does not work on several.
+      num_context_shards: devices that an example's tokens are split over.
     Raises:
-      ValueError: the named kernel does not run there, or lacks what the layers need; says what.
+      ValueError: the named kernel cannot run there; says why.
     """
-    name, dtype, num_tokens = config.attention, config.dtype, config.max_target_length
-    alone = num_context_shards == 1
-    runs = {
-        "dot_product": (True, "nothing"),
-        "cudnn_flash": (
-            platform == "gpu" and dtype != "float32" and alone,
-            "an NVIDIA GPU, dtype=bfloat16 and one context shard",
-        ),
-        "splash": (
-            platform == "tpu" and num_tokens % splash_tokens(num_context_shards) == 0,
-            f"a TPU, with a max_target_length that is a multiple of {splash_tokens(num_context_shards)}",
-        ),
-    }
-    if name == "auto":
-        return next(kernel for kernel in reversed(KERNELS) if runs[kernel][0] and not _lacking(config, kernel))
-    if not runs[name][0]:
-        shards = f"{num_context_shards} context shard{'' if alone else 's'}"
-        raise ValueError(
-            f"attention={name} needs {runs[name][1]}; here are {platform}, {dtype}, {num_tokens} tokens and {shards}. "
-            "Nearest that works: dot_product."
-        )
-    if refusal := kernel_problem(config):
-        raise ValueError(str(refusal))
-    return name
+    name, passed_over = config.attention, dict[str, str]()
+    if name != "auto":
+        if reasons := _obstacles(name, config, accelerator, num_context_shards):
+            nearest = attention_kernel(config.model_copy(update={"attention": "auto"}), accelerator, num_context_shards)
+            why = " and ".join(reasons)
+            raise ValueError(f"attention={name} cannot run: {why}. Nearest that works: {nearest.name}.")
+        return KernelChoice(name)
+    for kernel, facts in KERNELS.items():
+        reasons = _obstacles(kernel, config, accelerator, num_context_shards)
+        if not reasons and facts.by_auto:
+            return KernelChoice(kernel, passed_over, accelerator.assumed if facts.capabilities else "")
+        if reasons and facts.by_auto and facts.platform == accelerator.platform:
+            passed_over[kernel] = reasons[0]
+    raise AssertionError("dot_product runs everywhere")
+
+
+def planned_kernel(config: Config, accelerator: Accelerator, num_context_shards: int) -> KernelChoice:
+    """`attention_kernel` for a plan: a kernel that is named may be meant for other devices than are planned for."""
+    if config.attention != "auto":
+        return KernelChoice(config.attention)
+    return attention_kernel(config, accelerator, num_context_shards)
+
+
+def _obstacles(kernel: str, config: Config, accelerator: Accelerator, num_context_shards: int) -> list[str]:
+    """What keeps a kernel from running, those first that no other device and nothing installed would change."""
+    facts, length = KERNELS[kernel], config.max_target_length
+    reasons: list[str] = []
+    if config.dtype not in facts.dtypes:
+        reasons.append(f"it does not compute in dtype={config.dtype}")
+    if lacks := lacking(kernel, needs_of(config)):
+        reasons.append(f"it does not know {' or '.join(lacks)}")
+    if length % (multiple := token_multiple(kernel, num_context_shards)):
+        reasons.append(f"max_target_length={length} is not a multiple of {multiple}")
+    if num_context_shards > 1 and not facts.context_shards:
+        reasons.append(f"it takes whole examples, not those of {num_context_shards} context shards")
+    if facts.platform not in (None, accelerator.platform):
+        return [*reasons, f"it runs on {facts.platform}, not on {accelerator.platform}"]
+    if facts.capabilities and accelerator.compute_capability not in facts.capabilities:
+        known = any_of(facts.capabilities)
+        reasons.append(f"it runs on compute capability {known}, not on {accelerator.compute_capability}")
+    if facts.of_tokamax and accelerator.tokamax is None:
+        reasons.append("tokamax is not installed")
+    elif facts.of_tokamax and accelerator.tokamax not in TOKAMAX_VERSIONS:
+        reasons.append(f"it needs tokamax {any_of(TOKAMAX_VERSIONS)}, not {accelerator.tokamax}")
+    return reasons
 
 
 def kernel_problem(config: Config) -> Refusal | None:
     """Refuses a kernel that is named and that no platform can run with this config."""
-    name, others = config.attention, ("dot_product",)
-    if name == "cudnn_flash" and config.dtype == "float32":
+    name = config.attention
+    if name == "auto":
+        return None
+    facts, others = KERNELS[name], tuple[object, ...](("dot_product",))
+    if config.dtype not in facts.dtypes:
         message = f"attention={name} does not compute in dtype={config.dtype}."
         return Refusal("attention", message, ({"dtype": "bfloat16"}, *others))
-    if name == "splash" and config.max_target_length % SPLASH_BLOCK:
-        message = f"attention={name} needs max_target_length={config.max_target_length} to be a multiple of 128."
+    multiple, length = facts.token_multiple, config.max_target_length
+    if length % multiple:
+        message = f"attention={name} needs max_target_length={length} to be a multiple of {multiple}."
         return Refusal("attention", message, others)
-    if lacks := _lacking(config, name):
+    if lacks := lacking(name, needs := needs_of(config)):
+        if not lacking(name, dataclasses.replace(needs, documents=False)):
+            others = ("cudnn_masked", {"packing": False})
         return Refusal("attention", f"attention={name} does not know {' or '.join(lacks)}.", others)
     return None
-
-
-def _lacking(config: Config, kernel: str) -> list[str]:
-    cap = config.attn_logits_soft_cap
-    differ = config.value_dim != config.head_dim
-    return lacking(kernel, soft_caps=[cap] if cap else [], sinks=config.attention_sinks, values_differ=differ)

@@ -243,7 +243,7 @@ class NumericsConfig(Section):
     ]
     remat_save: Text
     remat_offload: Text
-    attention: Literal["auto", "dot_product", "cudnn_flash", "splash"]
+    attention: Literal["auto", "dot_product", "pallas_mha", "cudnn_flash", "cudnn_masked", "tokamax_mosaic", "splash"]
     num_vocab_tiling: CountOrMinusOne
     z_loss_multiplier: NotNegative
     router_z_loss_multiplier: NotNegative

@@ -38,9 +38,9 @@ def project(x: jax.Array, weight: nnx.Param) -> jax.Array:
         return _project(x, value, axes, grad_dtype)
     of_a, of_b = halves(axes, axes, "lora_rank")
     narrow = _project(x, value.a, of_a, grad_dtype)
-    added = _project(narrow, value.b, of_b, grad_dtype).astype(jnp.float32)
-    y = _project(x, value.weight, axes, grad_dtype).astype(jnp.float32)
-    return (y + value.scale * added).astype(x.dtype)
+    added: Any = _project(narrow, value.b, of_b, grad_dtype)
+    y: Any = _project(x, value.weight, axes, grad_dtype)
+    return (y.astype(jnp.float32) + value.scale * added.astype(jnp.float32)).astype(x.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
-from maxtext_lite.config.kernels import splash_tokens
+from maxtext_lite.config.kernels import token_multiple
 from maxtext_lite.models.tile import PLAIN, Scoring, merge, part, put, sink_gradient, ungrouped, with_sink
 from maxtext_lite.models.tiled_attention import STRATEGIES
 from maxtext_lite.parallel import (
@@ -67,7 +67,7 @@ def splash_attention(
       ValueError: T, or a chunk, is not a multiple of 128.
     """
     T, shards = q_BTNH.shape[1], context_shards()
-    unit = splash_tokens(shards)
+    unit = token_multiple("splash", shards)
     if T % unit:
         raise ValueError(f"attention=splash needs max_target_length={T} to be a multiple of {unit}")
     options = _Options(scoring, interpret)

@@ -29,7 +29,7 @@ from maxtext_lite.parallel.context import (
     whole_examples,
 )
 from maxtext_lite.parallel.described import described, described_devices
-from maxtext_lite.parallel.distributed import end_soon, simulated_devices, start_devices
+from maxtext_lite.parallel.distributed import accelerator_of, end_soon, simulated_devices, start_devices
 from maxtext_lite.parallel.hosts import bytes_of_host, exchange, make_any_host, value_of_host
 from maxtext_lite.parallel.mesh import MESH_AXES, make_mesh
 from maxtext_lite.parallel.pipeline import Flight, Pipeline
@@ -39,6 +39,7 @@ __all__ = [
     "MESH_AXES",
     "Flight",
     "Pipeline",
+    "accelerator_of",
     "also_over_data",
     "axes_in_use",
     "bytes_of_host",

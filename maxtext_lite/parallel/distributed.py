@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from maxtext_lite.config import UserError
+from maxtext_lite.config.kernels import Accelerator, installed_tokamax
 from maxtext_lite.parallel.cluster import Place, place
 from maxtext_lite.process.signals import command_signals
 
@@ -39,6 +40,13 @@ def start_devices(*, timeout_seconds: float = 300) -> list[Any]:
         if found is not None:
             _join_the_others(found, timeout_seconds)
     return jax.devices()
+
+
+def accelerator_of(device: Any) -> Accelerator:
+    """What a device is, as far as the choice of a kernel depends on it."""
+    if device.platform != "gpu":
+        return Accelerator(device.platform)
+    return Accelerator("gpu", device.compute_capability, installed_tokamax())
 
 
 def simulated_devices(num_devices: int) -> list[Any]:

@@ -39,6 +39,7 @@ _FORMULAS = {
     "num_pipeline_microbatches": "pieces of one micro-batch that flow through the stages",
     "num_pipeline_repeats": "rounds through the stages",
     "pipeline_schedule": "gpipe: all forwards, then backwards; 1f1b: one of each in a tick",
+    "attention_kernel": "what `attention` means on these devices, and why none of the better ones is it",
     "pipeline_schedules": "what each schedule costs: bubble, and bytes of activations (estimate)",
     "pipeline_microbatch_size": "examples in the largest of them",
     "pipeline_bubble_fraction": "of a pass that stages wait",

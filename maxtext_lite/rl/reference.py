@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from maxtext_lite.config import RLRunConfig, UserError
 from maxtext_lite.models import Decoder
-from maxtext_lite.parallel import tree_shardings
+from maxtext_lite.parallel import accelerator_of, tree_shardings
 from maxtext_lite.rl.log_probabilities import make_log_probabilities
 from maxtext_lite.training.parameters import load_parameters, save_parameters
 from maxtext_lite.training.run import Run
@@ -62,4 +62,6 @@ class Reference:
 def _without_adapters(run: Run, config: RLRunConfig) -> Decoder:
     if not config.lora_rank:
         return run.decoder
-    return make_decoder(run.config.model_copy(update={"lora_rank": 0}), jax.default_backend(), run.plan)
+    return make_decoder(
+        run.config.model_copy(update={"lora_rank": 0}), accelerator_of(run.mesh.devices.flat[0]), run.plan
+    )

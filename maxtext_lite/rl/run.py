@@ -13,7 +13,7 @@ from maxtext_lite.config.rl_rules import endless_evaluation
 from maxtext_lite.data import Tokenizer, check_vocabulary, load_tokenizer, open_prompts
 from maxtext_lite.interop import stop_ids_of
 from maxtext_lite.models import Sampling
-from maxtext_lite.parallel import start_devices
+from maxtext_lite.parallel import accelerator_of, start_devices
 from maxtext_lite.rl.http_engine import HttpEngine
 from maxtext_lite.rl.policy import Policy
 from maxtext_lite.rl.rewards import Rewards
@@ -78,7 +78,7 @@ def open_rl_run(config: RLRunConfig) -> RLRun:
     """
     devices = start_devices()
     machine: Any = {
-        "num_devices": len(devices), "num_hosts": jax.process_count(), "platform": jax.default_backend()
+        "num_devices": len(devices), "num_hosts": jax.process_count(), "platform": accelerator_of(devices[0])
     }  # fmt: skip
     plan = make_plan(config, **machine)
     assert plan.rl is not None, "a config of reinforcement learning has a plan of it"

@@ -14,7 +14,7 @@ from maxtext_lite.batching import BatchPlan, flops_per_example, scaled_optimizer
 from maxtext_lite.batching.devices import device_of_kind
 from maxtext_lite.batching.roofline import Roofline, roofline
 from maxtext_lite.config import Config
-from maxtext_lite.parallel import make_mesh
+from maxtext_lite.parallel import accelerator_of, make_mesh
 from maxtext_lite.parallel.hlo import Collective, collectives
 from maxtext_lite.parallel.hlo_text import parse
 from maxtext_lite.parallel.hlo_work import Work, work
@@ -154,7 +154,7 @@ def compile_program(config: Config, plan: BatchPlan, devices: Sequence[Any]) -> 
     """
     config = scaled_optimizer(config, plan)
     mesh = make_mesh(plan.ici_mesh, plan.dcn_mesh, devices)
-    decoder = make_decoder(config, devices[0].platform, plan)
+    decoder = make_decoder(config, accelerator_of(devices[0]), plan)
     optimizer = make_optimizer(config, decoder.trained(decoder.axes))
     local = local_updates(config, plan.diloco_num_replicas)
     schedule = learning_rate_schedule(config, last=plan.steps)

@@ -26,7 +26,7 @@ from maxtext_lite.data import (
     target_tokens_of_run,
 )
 from maxtext_lite.interop import carry_files
-from maxtext_lite.parallel import make_mesh, start_devices
+from maxtext_lite.parallel import accelerator_of, make_mesh, start_devices
 from maxtext_lite.training.checkpoint import Checkpointer, Counts, fingerprint
 from maxtext_lite.training.environment import environment
 from maxtext_lite.training.failures import Failures
@@ -86,7 +86,7 @@ class Run:
         self.stated_config = config
         self.config = config = scaled_optimizer(config, plan)
         self.mesh = make_mesh(plan.ici_mesh, plan.dcn_mesh, devices)
-        self.decoder = make_decoder(config, jax.default_backend(), plan)
+        self.decoder = make_decoder(config, accelerator_of(self.mesh.devices.flat[0]), plan)
         self.optimizer = make_optimizer(config, self.decoder.trained(self.decoder.axes))
         self.local = local_updates(config, plan.diloco_num_replicas)
         self.examples_per_epoch = len(source) * examples_of_entry
@@ -217,7 +217,6 @@ class Run:
         terminal.say("")
         terminal.say(format_plan(self.plan))
         terminal.say("")
-        terminal.say(f"attention kernel: {self.decoder.shape.attention} (attention={self.config.attention})")
         parameters = _count(self.decoder.abstract_params)
         trained = _count(self.decoder.trained(self.decoder.abstract_params))
         of_them = "" if trained == parameters else f", {trained:,} of them in adapters, which alone are trained,"
@@ -270,9 +269,9 @@ def open_run(config: Config) -> Run:
     Raises:
       UserError: the config cannot be trained on these devices or this data, or contradicts the run directory.
     """
-    start_devices()
+    devices = start_devices()
     machine: Any = {
-        "num_devices": jax.device_count(), "num_hosts": jax.process_count(), "platform": jax.default_backend()
+        "num_devices": len(devices), "num_hosts": jax.process_count(), "platform": accelerator_of(devices[0])
     }  # fmt: skip
     plan = make_plan(_before_data(config), **machine)
     source, eval_source = open_sources_on_hosts(

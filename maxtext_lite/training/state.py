@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from maxtext_lite.batching import BatchPlan
 from maxtext_lite.config import Config, UserError, adapted_weights, remat_of
 from maxtext_lite.config.experts import grouped_matmul_kernel
-from maxtext_lite.config.kernels import attention_kernel
+from maxtext_lite.config.kernels import Accelerator, attention_kernel
 from maxtext_lite.models import Decoder, DecoderShape, ExpertShape, Lora
 from maxtext_lite.parallel import Pipeline, also_over_data, per_replica, sharding, tree_shardings, with_dims
 from maxtext_lite.training.accumulate import GradientAccumulation, master_of
@@ -58,25 +58,24 @@ class TrainState:
         return self.model_params if self.frozen is None else self.frozen
 
 
-def make_decoder(config: Config, platform: str, plan: BatchPlan | None = None) -> Decoder:
-    """The decoder a config describes, with the kernels that suit the platform ("cpu", "gpu", "tpu").
+def make_decoder(config: Config, platform: str | Accelerator, plan: BatchPlan | None = None) -> Decoder:
+    """The decoder a config describes, with the kernels that suit the devices.
 
     Args:
+      platform: "cpu", "gpu" or "tpu", or that with what more is known of the devices.
       plan: deals layers to pipeline stages and tokens to context shards; None: every device has all of them.
     Raises:
       UserError: the attention kernel that the config names does not run there.
     """
-    shape = decoder_shape(config)
+    shape, accelerator = decoder_shape(config), Accelerator.of(platform)
     try:
-        kernel = attention_kernel(
-            config, platform=platform, num_context_shards=1 if plan is None else plan.mesh["context"]
-        )
+        kernel = attention_kernel(config, accelerator, 1 if plan is None else plan.mesh["context"])
     except ValueError as error:
         raise UserError(str(error)) from None
     if shape.experts is not None:
-        matmul = grouped_matmul_kernel(platform, config.dtype)
+        matmul = grouped_matmul_kernel(accelerator, config.dtype)
         shape = dataclasses.replace(shape, experts=dataclasses.replace(shape.experts, matmul=matmul))
-    return Decoder(dataclasses.replace(shape, attention=kernel), None if plan is None else _pipeline(plan))
+    return Decoder(dataclasses.replace(shape, attention=kernel.name), None if plan is None else _pipeline(plan))
 
 
 def make_plain_decoder(config: Config) -> Decoder:

@@ -2,6 +2,7 @@ import pytest
 
 from maxtext_lite.batching.memory import bytes_text, estimate_memory, tiles_kept, vocab_tiles
 from maxtext_lite.config import load_config
+from maxtext_lite.config.kernels import Accelerator
 
 ONE_DEVICE = dict.fromkeys(("stage", "data", "fsdp", "expert", "context", "tensor"), 1)
 # V 320, D 128, N 8, K 4, H 16, F 384, L 4, by hand: tables 2VD, attention 2DNH + 2DKH, mlp 3DF, norms (2L + 1)D.
@@ -221,18 +222,32 @@ def test_a_sharded_optimizer_state_is_divided_by_the_data_axis():
 
 
 def test_scores_are_counted_where_the_kernel_that_runs_holds_them():
-    """gemma2-9b caps its scores, which cuDNN's attention cannot: 3 float32 copies of a strip of 16 heads."""
+    """gemma2-9b caps its scores, as tokamax's kernel can: elsewhere 3 float32 copies of a strip of 16 heads."""
     keys = ["model_name=gemma2-9b", "dtype=bfloat16", "tokenizer_type=huggingface", "tokenizer_path=x"]
+    hopper, ampere = Accelerator("gpu", "9.0", "0.0.17"), Accelerator("gpu", "8.0", "0.0.17")
 
-    def activations(*overrides, platform="gpu"):
+    def activations(*overrides, accelerator=ampere):
         config = load_config(None, [*keys, *overrides])
-        return estimate_memory(config, ONE_DEVICE, 1, 1, 1, None, platform=platform).activations
+        return estimate_memory(config, ONE_DEVICE, 1, 1, 1, None, accelerator=accelerator).activations
 
-    flash = activations("attn_logits_soft_cap=0")
+    flash = activations(accelerator=hopper)
     assert activations() - flash == 3 * 4 * 16 * 128 * 256
-    assert activations("attn_logits_soft_cap=0", platform="cpu") == activations(platform="cpu") == activations()
-    assert activations(platform="tpu") == flash  # splash attention knows caps
-    assert activations("attention=dot_product", platform="tpu") == activations()
+    assert activations(accelerator=Accelerator("cpu")) == activations()
+    assert activations(accelerator=Accelerator("tpu")) == flash  # splash attention knows caps
+    assert activations("attention=dot_product", accelerator=hopper) == activations()
+
+
+def test_what_kernels_hold_beside_the_rows_is_counted():
+    """Of 8 query heads of 16 dims and 256 tokens: jax's kernel has keys and values for each, cuDNN's a mask."""
+    gpu = Accelerator("gpu", "8.0")
+
+    def activations(*overrides):
+        config = load_config(None, ["dtype=bfloat16", *overrides])
+        return estimate_memory(config, ONE_DEVICE, 1, 1, 1, None, accelerator=gpu).activations
+
+    fused = activations("packing=false")
+    assert activations() - fused == 2 * 4 * 8 * 16 * 256
+    assert activations("attention=cudnn_masked") - fused == (1 + 2) * 256**2
 
 
 def test_narrow_weights_have_masters_wherever_their_state_lies():

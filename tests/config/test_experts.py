@@ -1,25 +1,24 @@
 """The kernel that experts' matmuls get on each platform, and how tokens come to their devices."""
 
-import importlib.util
-
 import pytest
 
 from maxtext_lite.config.experts import exchanged_rows, grouped_matmul_kernel
+from maxtext_lite.config.kernels import Accelerator
 
 
-@pytest.mark.parametrize(("platform", "dtype", "tokamax", "capability", "kernel"), [
-    ("cpu", "bfloat16", True, None, "ragged_dot"),
-    ("tpu", "bfloat16", True, None, "megablox"),
-    ("gpu", "bfloat16", True, None, "tokamax"),
-    ("gpu", "float16", True, "9.0", "tokamax"),
-    ("gpu", "float16", True, "8.0", "blocks"),
-    ("gpu", "bfloat16", True, "10.0", "blocks"),
-    ("gpu", "float32", True, None, "blocks"),
-    ("gpu", "bfloat16", False, None, "blocks"),
+@pytest.mark.parametrize(("accelerator", "dtype", "kernel"), [
+    (Accelerator("cpu", tokamax="0.0.17"), "bfloat16", "ragged_dot"),
+    (Accelerator("tpu", tokamax="0.0.17"), "bfloat16", "megablox"),
+    (Accelerator("gpu", "9.0", "0.0.17"), "bfloat16", "tokamax"),
+    (Accelerator("gpu", "9.0", "0.0.12"), "float16", "tokamax"),
+    (Accelerator("gpu", "9.0", "0.0.13"), "float16", "blocks"),  # a version that nobody has looked at
+    (Accelerator("gpu", "8.0", "0.0.17"), "float16", "blocks"),
+    (Accelerator("gpu", "10.0", "0.0.17"), "bfloat16", "blocks"),
+    (Accelerator("gpu", "9.0", "0.0.17"), "float32", "blocks"),
+    (Accelerator("gpu", "9.0"), "bfloat16", "blocks"),
 ])  # fmt: skip
-def test_each_platform_has_its_kernel(platform, dtype, tokamax, capability, kernel, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if tokamax else None)
-    assert grouped_matmul_kernel(platform, dtype, capability) == kernel
+def test_each_platform_has_its_kernel(accelerator, dtype, kernel):
+    assert grouped_matmul_kernel(accelerator, dtype) == kernel
 
 
 def _by_bytes(axis, chosen, element_bytes, num_tokens=4096, num_experts=64):

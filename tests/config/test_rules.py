@@ -55,7 +55,7 @@ REFUSED = {
                                  "that work: 0.125 or 0.25.",
     "trainable_position_size=128": "trainable_position_size=128 is less than max_target_length=256. Nearest that "
                                    "works: 256.",
-    "attention=cudnn_flash": "attention=cudnn_flash does not compute in dtype=float32. Nearest that work: "
+    "attention=cudnn_masked": "attention=cudnn_masked does not compute in dtype=float32. Nearest that work: "
                              "dtype=bfloat16 or attention=dot_product.",
 }  # fmt: skip
 

@@ -143,23 +143,6 @@ def test_gradients_equal_automatic_ones_of_the_full_square(name):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("scoring", [Scoring(), Scoring(scale=0.4, window=40)], ids=str)
-def test_what_cudnn_is_asked_for_is_right_where_xla_does_it(scoring, monkeypatch):
-    q, k, v, segment = inputs()
-    segment, asked = with_a_long_document(segment), []
-
-    def by_xla(*arrays, implementation, **options):
-        asked.append(implementation)
-        return by_kernel(*arrays, implementation="xla", **options)
-
-    by_kernel = jax.nn.dot_product_attention
-    monkeypatch.setattr(jax.nn, "dot_product_attention", by_xla)
-    run = jax.jit(lambda *x: attention(*x, kernel="cudnn_flash", strategy="ring", scoring=scoring))
-    got = run(q, k, v, segment)
-    assert asked == ["cudnn"]
-    np.testing.assert_allclose(got, by_loops(q, k, v, segment, scoring=scoring), rtol=2e-5, atol=2e-5)
-
-
 @pytest.mark.parametrize("kernel", ["splash", "dot_product"])
 def test_gradients_of_float32_sinks_are_float32_whatever_the_queries_are(kernel):
     q, k, v, segment = (jnp.asarray(x) for x in inputs())

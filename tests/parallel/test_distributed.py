@@ -6,12 +6,14 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import jax
 import pytest
 
 from maxtext_lite.config import UserError
-from maxtext_lite.parallel import start_devices
+from maxtext_lite.config.kernels import Accelerator
+from maxtext_lite.parallel import accelerator_of, distributed, start_devices
 from maxtext_lite.parallel.distributed import end_soon
 from tests.source_tree import REPOSITORY
 
@@ -197,3 +199,10 @@ def test_one_process_alone_is_not_ended_by_its_failure(monkeypatch):
     before = threading.active_count()
     end_soon(2)
     assert threading.active_count() == before
+
+
+def test_a_device_says_what_a_kernel_must_know(monkeypatch):
+    monkeypatch.setattr(distributed, "installed_tokamax", lambda: "0.0.17")
+    h100 = SimpleNamespace(platform="gpu", compute_capability="9.0")
+    assert accelerator_of(h100) == Accelerator("gpu", "9.0", "0.0.17")
+    assert accelerator_of(jax.devices()[0]) == Accelerator("cpu")

@@ -1,0 +1,387 @@
+"""Attention by kernels for NVIDIA GPUs: tokamax's by Mosaic, jax's by Triton, and cuDNN's.
+
+The first two come as a forward and a backward kernel. What both lack is added here, in one custom_vjp around them:
+replicas, which become more rows; sinks, whose share of the softmax is taken off the kernel's context; and names for
+what a rematerialised layer may keep.
+"""
+
+import dataclasses
+import functools
+import importlib
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from absl import flags
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_batching import custom_vmap
+
+from maxtext_lite.models.tile import PLAIN, Scoring, may_see
+from maxtext_lite.parallel import over_shards
+
+_PADDING = -1  # the document of tokens that only fill up a kernel's last block
+
+
+class FusedKernel(Protocol):
+    """A kernel of causal attention in its two directions, over rows of which each has int32 [T] of its own.
+
+    The rows' own numbers say which keys a query may see: `mask_BT`.
+    """
+
+    def forward(
+        self, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKW: jax.Array, mask_BT: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Context [B, T, N, W] and the float32 natural log-partition of each row of scores, [B, N, T]."""
+        ...
+
+    def backward(
+        self,
+        q_BTNH: jax.Array,
+        k_BSKH: jax.Array,
+        v_BSKW: jax.Array,
+        mask_BT: jax.Array,
+        context_BTNW: jax.Array,
+        log_partition_BNT: jax.Array,
+        g_BTNW: jax.Array,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The gradients of queries, keys and values; context and log-partition may count more than the keys."""
+        ...
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def fused_attention(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKW: jax.Array,
+    mask_BT: jax.Array,
+    sink_N: jax.Array | None,
+    kernel: FusedKernel,
+) -> jax.Array:
+    """Context [B, T, N, W] by a kernel, with sinks or without; under vmap, replicas are more rows of one call.
+
+    Source of the sinks' share: gpt-oss, arXiv:2508.10925.
+    """
+    return _forward(q_BTNH, k_BSKH, v_BSKW, mask_BT, sink_N, kernel)[0]
+
+
+def _forward(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKW: jax.Array,
+    mask_BT: jax.Array,
+    sink_N: jax.Array | None,
+    kernel: FusedKernel,
+) -> Any:
+    context_BTNW, log_partition_BNT = by_rows(kernel.forward)(q_BTNH, k_BSKH, v_BSKW, mask_BT)
+    if sink_N is not None:
+        of_keys_BNT = log_partition_BNT
+        log_partition_BNT = jnp.logaddexp(of_keys_BNT, sink_N.astype(jnp.float32)[None, :, None])
+        share_BTN = jnp.exp(of_keys_BNT - log_partition_BNT).swapaxes(1, 2)
+        context_BTNW = (context_BTNW * share_BTN[..., None]).astype(context_BTNW.dtype)
+    context_BTNW = checkpoint_name(context_BTNW, "context")
+    log_partition_BNT = checkpoint_name(log_partition_BNT, "context")
+    return context_BTNW, (q_BTNH, k_BSKH, v_BSKW, mask_BT, sink_N, context_BTNW, log_partition_BNT)
+
+
+def _backward(kernel: FusedKernel, residuals: Any, g_BTNW: jax.Array) -> Any:
+    *inputs, sink_N, context_BTNW, log_partition_BNT = residuals
+    dq_BTNH, dk_BSKH, dv_BSKW = by_rows(kernel.backward)(*inputs, context_BTNW, log_partition_BNT, g_BTNW)
+    if sink_N is None:
+        return dq_BTNH, dk_BSKH, dv_BSKW, None, None
+    # As of a key whose value is 0: its weight, times what the gradient has of the context, taken off.
+    product_BTN = jnp.sum(g_BTNW.astype(jnp.float32) * context_BTNW.astype(jnp.float32), axis=-1)
+    weight_BNT = jnp.exp(sink_N.astype(jnp.float32)[None, :, None] - log_partition_BNT)
+    dsink_N = -jnp.sum(weight_BNT.swapaxes(1, 2) * product_BTN, axis=(0, 1)).astype(sink_N.dtype)
+    return dq_BTNH, dk_BSKH, dv_BSKW, None, dsink_N
+
+
+fused_attention.defvjp(_forward, _backward)
+
+
+def by_rows(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` of arrays [B, ...], with a rule for vmap: what is mapped are more rows of one call."""
+    folded = custom_vmap(function)
+
+    @folded.def_vmap
+    def rule(count: int, is_mapped: Any, *arrays: jax.Array) -> Any:
+        whole = [
+            x if mapped else jnp.broadcast_to(x, (count, *x.shape)) for x, mapped in zip(arrays, is_mapped, strict=True)
+        ]
+        found = folded(*[x.reshape(-1, *x.shape[2:]) for x in whole])
+        apart = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), found)
+        return apart, jax.tree.map(lambda _: True, found)
+
+    return folded
+
+
+def first_keys(segment_BT: jax.Array, window: int | None) -> jax.Array:
+    """The first key that each query sees, int32 [B, T]: that of its document, and no earlier one than of its window.
+
+    Args:
+      segment_BT: document number of each token; the tokens of a document stand together.
+    """
+    at_T = jnp.arange(segment_BT.shape[1], dtype=jnp.int32)
+    begins_BT = segment_BT[:, 1:] != segment_BT[:, :-1]
+    begins_BT = jnp.concatenate([jnp.ones_like(segment_BT[:, :1], bool), begins_BT], axis=1)
+    first_BT = jax.lax.cummax(jnp.where(begins_BT, at_T, 0), axis=1)
+    return first_BT if window is None else jnp.maximum(first_BT, at_T + 1 - window)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mosaic:
+    """tokamax's flash attention for Hopper and Blackwell; `mask_BT` is the first key that each query sees.
+
+    The op's public side hides ranges, and drops the gradient of the residuals, which sinks need: config/kernels.py
+    says for which versions this is written.
+    """
+
+    scale: float
+    soft_cap: float | None
+
+    def forward(
+        self, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKW: jax.Array, mask_BT: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """See FusedKernel."""
+        op, options = self._op(mask_BT)
+        context_BTNW, (max_BNT, sum_BNT) = op(q_BTNH, k_BSKH, v_BSKW, return_residuals=True, **options)
+        return context_BTNW, max_BNT + jnp.log(sum_BNT)
+
+    def backward(
+        self,
+        q_BTNH: jax.Array,
+        k_BSKH: jax.Array,
+        v_BSKW: jax.Array,
+        mask_BT: jax.Array,
+        context_BTNW: jax.Array,
+        log_partition_BNT: jax.Array,
+        g_BTNW: jax.Array,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """See FusedKernel."""
+        op, options = self._op(mask_BT)
+        bound = dict(op.bind(q_BTNH, k_BSKH, v_BSKW, **options).kwargs)
+        del bound["return_residuals"]
+        residuals = (log_partition_BNT, jnp.ones_like(log_partition_BNT))  # maximum and denominator: any two that agree
+        gradients = op.vjp(residuals, context_BTNW, g_BTNW, q_BTNH, k_BSKH, v_BSKW, **bound)
+        return gradients["q"], gradients["k"], gradients["v"]
+
+    def _op(self, first_key_BT: jax.Array) -> tuple[Any, dict[str, Any]]:
+        """The op, and what it is told beside queries, keys and values."""
+        op, mask = tokamax_flash()
+        seen = mask(k_start=first_key_BT[:, None], is_causal=True)
+        return op, {"mask": seen, "logits_scale": self.scale, "logits_soft_cap": self.soft_cap}
+
+
+def tokamax_flash() -> tuple[Any, Any]:
+    """tokamax's flash attention and its type of masks, which the package shows in no public way.
+
+    Unless absl's flags are parsed already, tokamax 0.0.12 would read this process's command line as such.
+    """
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()
+    op = importlib.import_module("tokamax._src.ops.attention.pallas_mosaic_gpu").PallasMosaicGpuFlashAttention()
+    return op, importlib.import_module("tokamax._src.ops.attention.base").Mask
+
+
+@functools.cache
+def _mha() -> Any:
+    """jax's module of attention by Triton, which newer versions of jax call deprecated in favour of tokamax."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return importlib.import_module("jax.experimental.pallas.ops.gpu.attention")
+
+
+@dataclasses.dataclass(frozen=True)
+class Mha:
+    """jax's attention by Triton; `mask_BT` is the document of each token. There are as many keys' heads as queries'.
+
+    Its backward pass is a private function, whose arguments are the same in jax 0.10 to 0.12.
+
+    Attributes:
+      interpret: run the kernel's steps as plain XLA operations, as tests on CPU do.
+    """
+
+    scale: float
+    interpret: bool
+
+    def forward(
+        self, q_BTNH: jax.Array, k_BTNH: jax.Array, v_BTNH: jax.Array, mask_BT: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """See FusedKernel."""
+        options: Any = {"block_sizes": self._blocks(), "interpret": self.interpret, "return_residuals": True}
+        found = _mha().mha(q_BTNH, k_BTNH, v_BTNH, mask_BT, self.scale, True, **options)
+        context_BTNH, log2_partition_BNT = found
+        return context_BTNH, log2_partition_BNT * math.log(2)
+
+    def backward(
+        self,
+        q_BTNH: jax.Array,
+        k_BTNH: jax.Array,
+        v_BTNH: jax.Array,
+        mask_BT: jax.Array,
+        context_BTNH: jax.Array,
+        log_partition_BNT: jax.Array,
+        g_BTNH: jax.Array,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """See FusedKernel."""
+        log2_partition_BNT = log_partition_BNT / math.log(2)
+        residuals = (q_BTNH, k_BTNH, v_BTNH, mask_BT, context_BTNH, log2_partition_BNT)
+        names = ("num_warps", "num_stages", "grid", "debug", "return_residuals")
+        options: Any = dict(zip(names, (None, 2, None, False, False), strict=True))
+        gradients = _mha()._mha_backward(
+            sm_scale=self.scale,
+            causal=True,
+            block_sizes=self._blocks(),
+            backward_pass_impl="triton",
+            interpret=self.interpret,
+            res=residuals,
+            do=g_BTNH,
+            **options,
+        )
+        return gradients[:3]
+
+    @staticmethod
+    def _blocks() -> Any:
+        of_backward = dict.fromkeys(("block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), _MHA_BLOCK // 2)
+        return _mha().BlockSizes(block_q=_MHA_BLOCK, block_k=_MHA_BLOCK, **of_backward)
+
+
+_MOSAIC_BLOCK = 256
+"""Tokens of the largest block of queries, of which tokamax 0.0.12 takes a whole number only."""
+_MHA_BLOCK = 64
+"""Tokens of a block, of which a row has a whole number. Two stages of blocks of 128 tokens and 128 dims would take more
+shared memory than GPUs for graphics have."""
+
+_HEADS = ("batch", None, "activation_heads", None)
+_ROWS = ("batch", None)
+
+
+def mosaic_attention(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKW: jax.Array,
+    segment_BT: jax.Array,
+    sink_N: jax.Array | None = None,
+    *,
+    scoring: Scoring = PLAIN,
+) -> jax.Array:
+    """`attention` by tokamax's Mosaic kernels. Tokens are added up to whole blocks, as a document of their own."""
+
+    def local(q_BTNH: Any, k_BSKH: Any, v_BSKW: Any, segment_BT: Any, sink_N: Any = None) -> jax.Array:
+        """The heads and rows of one device."""
+        T, kernel = q_BTNH.shape[1], Mosaic(scoring.scale_of(q_BTNH.shape[-1]), scoring.soft_cap)
+        *heads, segment_BT = _filled(_MOSAIC_BLOCK, q_BTNH, k_BSKH, v_BSKW, segment_BT)
+        context_BTNW: Any = fused_attention(*heads, first_keys(segment_BT, scoring.window), sink_N, kernel)
+        return context_BTNW[:, :T]
+
+    if sink_N is None:
+        return over_shards(local, (_HEADS, _HEADS, _HEADS, _ROWS), _HEADS)(q_BTNH, k_BSKH, v_BSKW, segment_BT)
+    axes = (_HEADS, _HEADS, _HEADS, _ROWS, ("activation_heads",))
+    return over_shards(local, axes, _HEADS)(q_BTNH, k_BSKH, v_BSKW, segment_BT, sink_N)
+
+
+def mha_attention(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    segment_BT: jax.Array,
+    *,
+    scoring: Scoring = PLAIN,
+    interpret: bool = False,
+) -> jax.Array:
+    """`attention` by jax's kernels for Triton, which know no windows or soft caps and take T in blocks of 64.
+
+    Tokens are added as for `mosaic_attention`. Each key's head is repeated for the queries that
+    share it: given fewer, the kernel silently takes another head's.
+
+    Args:
+      interpret: run the kernels' steps as plain XLA operations, as tests on CPU do.
+    """
+
+    def local(q_BTNH: Any, k_BSKH: Any, v_BSKH: Any, segment_BT: Any) -> jax.Array:
+        """The heads and rows of one device."""
+        T, group = q_BTNH.shape[1], q_BTNH.shape[2] // k_BSKH.shape[2]
+        k_BTNH, v_BTNH = (jnp.repeat(x, group, axis=2) for x in (k_BSKH, v_BSKH))
+        kernel = Mha(scoring.scale_of(q_BTNH.shape[-1]), interpret)
+        filled = _filled(_MHA_BLOCK, q_BTNH, k_BTNH, v_BTNH, segment_BT)
+        context_BTNH: Any = fused_attention(*filled, None, kernel)
+        return context_BTNH[:, :T]
+
+    return over_shards(local, (_HEADS, _HEADS, _HEADS, _ROWS), _HEADS)(q_BTNH, k_BSKH, v_BSKH, segment_BT)
+
+
+def _filled(block: int, *arrays: Any) -> list[Any]:
+    """Arrays [B, T, ...], of which the last is the tokens' documents, with T a multiple of `block`.
+
+    What is added is a document of its own.
+    """
+    fill = -arrays[-1].shape[1] % block
+    padded = [jnp.pad(x, ((0, 0), (0, fill), *((0, 0),) * (x.ndim - 2))) for x in arrays[:-1]]
+    return [*padded, jnp.pad(arrays[-1], ((0, 0), (0, fill)), constant_values=_PADDING)]
+
+
+def cudnn_attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, *, scoring: Scoring = PLAIN) -> jax.Array:
+    """`attention` by cuDNN of rows that hold one document each, with padding after it; it is given no documents."""
+    # A query of the padding sees the document before it, which no token of the document, and so no loss, can see.
+    window = None if scoring.window is None else (scoring.window - 1, 0)
+
+    def local(q_BTNH: Any, k_BSKH: Any, v_BSKH: Any) -> jax.Array:
+        """The heads and rows of one device."""
+        return jax.nn.dot_product_attention(
+            q_BTNH,
+            k_BSKH,
+            v_BSKH,
+            is_causal=True,
+            scale=scoring.scale,
+            local_window_size=window,
+            implementation="cudnn",
+        )
+
+    return over_shards(local, (_HEADS, _HEADS, _HEADS), _HEADS)(q_BTNH, k_BSKH, v_BSKH)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _masked(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, seen_B1TS: jax.Array, scale: float) -> jax.Array:
+    """cuDNN's attention with a mask; its own rule for vmap takes the mask for one of each head, and fails."""
+
+    def attend(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, seen_B1TS: jax.Array) -> jax.Array:
+        return jax.nn.dot_product_attention(
+            q_BTNH, k_BSKH, v_BSKH, mask=seen_B1TS, is_causal=True, scale=scale, implementation="cudnn"
+        )
+
+    return by_rows(attend)(q_BTNH, k_BSKH, v_BSKH, seen_B1TS)
+
+
+def _masked_backward(scale: float, inputs: Any, g_BTNH: jax.Array) -> Any:
+    """Runs the forward kernel again, as `jax.nn` does not hand its residuals out."""
+
+    def gradients(q_BTNH: Any, k_BSKH: Any, v_BSKH: Any, seen_B1TS: Any, g_BTNH: Any) -> Any:
+        def attend(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array) -> jax.Array:
+            return jax.nn.dot_product_attention(
+                q_BTNH, k_BSKH, v_BSKH, mask=seen_B1TS, is_causal=True, scale=scale, implementation="cudnn"
+            )
+
+        return jax.vjp(attend, q_BTNH, k_BSKH, v_BSKH)[1](g_BTNH)
+
+    return (*by_rows(gradients)(*inputs, g_BTNH), None)
+
+
+_masked.defvjp(lambda *arguments: (_masked(*arguments), arguments[:4]), _masked_backward)
+
+
+def cudnn_masked_attention(
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, segment_BT: jax.Array, *, scoring: Scoring = PLAIN
+) -> jax.Array:
+    """`attention` by cuDNN with a mask [B, 1, T, S] of documents; T must be even."""
+
+    def local(q_BTNH: Any, k_BSKH: Any, v_BSKH: Any, segment_BT: Any) -> jax.Array:
+        """The heads and rows of one device."""
+        # cuDNN before 9.10.2 has no window beside a mask, and would refuse the step when it compiles: the window is a
+        # part of the mask.
+        first = None if scoring.window is None else 0
+        seen_B1TS = may_see(segment_BT, segment_BT, first, first, scoring.window)[:, 0]
+        return _masked(q_BTNH, k_BSKH, v_BSKH, seen_B1TS, scoring.scale_of(q_BTNH.shape[-1]))
+
+    return over_shards(local, (_HEADS, _HEADS, _HEADS, _ROWS), _HEADS)(q_BTNH, k_BSKH, v_BSKH, segment_BT)
