@@ -203,7 +203,7 @@ def lacking(kernel: str, needs: Needs) -> list[str]:
 
 
 def token_multiple(kernel: str, num_context_shards: int) -> int:
-    """The number of tokens of which a kernel takes multiples; on context shards, each of their two chunks must be one."""
+    """The number of tokens of which a kernel takes multiples; each of the two chunks of a context shard must be one."""
     return KERNELS[kernel].token_multiple * (1 if num_context_shards == 1 else 2 * num_context_shards)
 
 
