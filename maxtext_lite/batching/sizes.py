@@ -243,7 +243,7 @@ def _schedule_problems(config: Config, num_stages: int, context: int) -> list[Pr
         message = f"{key}=1f1b has no use with 1 pipeline stage (ici_pipeline_parallelism x dcn_pipeline_parallelism)."
         return [Problem(key, message, below=[gpipe])]
     layers, at_once = config.num_stacked_layers, config.num_layers_per_pipeline_stage
-    if layers % (num_stages * at_once) == 0 and layers != num_stages * at_once:
+    if layers > num_stages * at_once and layers % (num_stages * at_once) == 0:
         once: Edit = {"num_layers_per_pipeline_stage": layers // num_stages}
         if config.num_pipeline_repeats not in (-1, 1):
             once = {**once, "num_pipeline_repeats": 1}
@@ -300,6 +300,8 @@ def _layer_problems(config: Config, num_stages: int, num_devices: int) -> list[P
                 rule="layers",
             )
         ]
+    if layers < 1:  # which is first_num_dense_layers' fault, and refused as that
+        return []
     first = config.first_num_dense_layers  # before the pipeline
     unit = num_stages * at_once * max(repeats, 1)
     fewer, more = multiples("base_num_decoder_layers", unit, layers, offset=first)

@@ -2,9 +2,10 @@ from fractions import Fraction
 
 import pytest
 
+from maxtext_lite.batching.planning import load_plan
 from maxtext_lite.batching.sizes import Sizes, work_out
 from maxtext_lite.batching.topology import Topology
-from maxtext_lite.config import load_config
+from maxtext_lite.config import UserError, load_config
 
 BASE = load_config()
 
@@ -108,3 +109,15 @@ def test_problems_of_all_parts_come_at_once():
     )
     assert len(messages) == len(starts)
     assert all(message.startswith(start) for message, start in zip(messages, starts, strict=True))
+
+
+@pytest.mark.parametrize("more", [
+    ["layer_pattern=local,global", "sliding_window_size=4"], ["num_layers_per_pipeline_stage=7"],
+    ["num_layers_per_pipeline_stage=2", "num_pipeline_repeats=3"], ["pipeline_schedule=1f1b", "max_target_length=240"],
+])  # fmt: skip
+def test_a_model_without_a_layer_for_the_pipeline_is_refused_for_that_alone(more):
+    keys = ["ici_pipeline_parallelism=6", "num_experts=4", "first_num_dense_layers=1000"]
+    with pytest.raises(UserError) as refused:
+        load_plan(None, [*keys, *more], num_devices=6)
+    (problem,) = refused.value.problems
+    assert problem.startswith("first_num_dense_layers=1000 leaves none of base_num_decoder_layers=4 for experts.")
