@@ -33,14 +33,16 @@ def project(x: jax.Array, weight: nnx.Param) -> jax.Array:
     shards instead, which keeps writing the product. The gradient goes back to where the weight lies, as partial sums of
     devices in the weight's `grad_dtype`.
     """
-    value, axes, grad_dtype = weight[...], tuple(weight.axes), weight.grad_dtype
+    value, axes = weight[...], tuple(weight.axes)
+
+    def times(x: jax.Array, value: jax.Array, axes: tuple[str, ...]) -> Any:
+        return _project(x, value, axes, weight.grad_dtype)
+
     if not isinstance(value, Adapted):
-        return _project(x, value, axes, grad_dtype)
+        return times(x, value, axes)
     of_a, of_b = halves(axes, axes, "lora_rank")
-    narrow = _project(x, value.a, of_a, grad_dtype)
-    added = _project(narrow, value.b, of_b, grad_dtype).astype(jnp.float32)
-    y = _project(x, value.weight, axes, grad_dtype).astype(jnp.float32)
-    return (y + value.scale * added).astype(x.dtype)
+    added = times(times(x, value.a, of_a), value.b, of_b).astype(jnp.float32)
+    return (times(x, value.weight, axes).astype(jnp.float32) + value.scale * added).astype(x.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
