@@ -21,9 +21,13 @@ from maxtext_lite.models.moe import (
     route,
     with_capacity,
 )
-from maxtext_lite.models.ops import RESIDUAL_AXES, Rotation, layer_norm, mlp_hidden, project, rms_norm, rotate
+from maxtext_lite.models.ops import Rotation, layer_norm, mlp_hidden, project, rms_norm, rotate
 from maxtext_lite.models.shape import DecoderShape
 from maxtext_lite.parallel import constrain
+
+RESIDUAL_AXES = ("batch", "residual_length", "activation_embed")
+"""Logical axes of the stream between blocks: split over `tensor` along the tokens, so that no device holds or norms
+all of it. Source: Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2."""
 
 HEADS_AXES = ("batch", "length", "activation_heads", None)
 """Logical axes of queries, keys, values and context."""
