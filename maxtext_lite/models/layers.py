@@ -15,9 +15,13 @@ from jax.ad_checkpoint import checkpoint_name
 from maxtext_lite.models.capacity import with_capacity
 from maxtext_lite.models.dropless import dropless
 from maxtext_lite.models.moe import DROPPED, ExpertShape, ExpertWeights, Router, route
-from maxtext_lite.models.ops import RESIDUAL_AXES, Rotation, layer_norm, mlp_hidden, project, rms_norm, rotate
+from maxtext_lite.models.ops import Rotation, layer_norm, mlp_hidden, project, rms_norm, rotate
 from maxtext_lite.models.shape import DecoderShape
 from maxtext_lite.parallel import constrain
+
+RESIDUAL_AXES = ("batch", "residual_length", "activation_embed")
+"""Logical axes of the stream between blocks: split over `tensor` along the tokens, so that no device holds or norms
+all of it. Source: Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2."""
 
 HEADS_AXES = ("batch", "length", "activation_heads", None)
 """Logical axes of queries, keys, values and context."""

@@ -18,10 +18,6 @@ from maxtext_lite.models.lora import Adapted, halves
 from maxtext_lite.models.weights import num_inputs
 from maxtext_lite.parallel import axes_in_use, constrain, num_shards
 
-RESIDUAL_AXES = ("batch", "residual_length", "activation_embed")
-"""Logical axes of the stream between blocks: split over `tensor` along the tokens, so that no device holds or norms
-all of it. Source: Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2."""
-
 Rotation = tuple[jax.Array, jax.Array]
 """Cosines and sines [B, T, R/2] of R rotated dims, float32."""
 
@@ -33,14 +29,16 @@ def project(x: jax.Array, weight: nnx.Param) -> jax.Array:
     shards instead, which keeps writing the product. The gradient goes back to where the weight lies, as partial sums of
     devices in the weight's `grad_dtype`.
     """
-    value, axes, grad_dtype = weight[...], tuple(weight.axes), weight.grad_dtype
+    value, axes = weight[...], tuple(weight.axes)
+
+    def times(x: jax.Array, value: jax.Array, axes: tuple[str, ...]) -> Any:
+        return _project(x, value, axes, weight.grad_dtype)
+
     if not isinstance(value, Adapted):
-        return _project(x, value, axes, grad_dtype)
+        return times(x, value, axes)
     of_a, of_b = halves(axes, axes, "lora_rank")
-    narrow = _project(x, value.a, of_a, grad_dtype)
-    added: Any = _project(narrow, value.b, of_b, grad_dtype)
-    y: Any = _project(x, value.weight, axes, grad_dtype)
-    return (y.astype(jnp.float32) + value.scale * added.astype(jnp.float32)).astype(x.dtype)
+    added = times(times(x, value.a, of_a), value.b, of_b).astype(jnp.float32)
+    return (times(x, value.weight, axes).astype(jnp.float32) + value.scale * added).astype(x.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -59,14 +57,10 @@ def _as_matrices(x: jax.Array, weight: jax.Array, axes: tuple[str, ...]) -> tupl
     return x_BTi, constrain(weight_io, axes_in_use((axes[0], axes[cut])))
 
 
-def _sums_cross(axis: str) -> bool:
-    """Whether devices have parts of a sum over this axis of a weight in use, which is then split over `tensor`."""
-    return axes_in_use((axis,)) == (axis,) and num_shards(axis) > 1
-
-
 def dtype_of_sums(dtype: Any, axis: str) -> Any:
-    """What products over a weight's axis end in: float32, or, where they cross the mesh, the activations' dtype."""
-    return dtype if _sums_cross(axis) else jnp.float32
+    """What the products over a weight's axis end in: float32, or, where devices along `tensor` add theirs up, the
+    activations' dtype, in which these then cross."""
+    return jnp.float32 if axes_in_use((axis,)) == (None,) or num_shards(axis) == 1 else dtype
 
 
 def weight_gradient(x: jax.Array, g: jax.Array, grad_dtype: Any = jnp.float32) -> jax.Array:
@@ -86,11 +80,8 @@ def _project_backward(
     x, weight = residuals
     x_BTi, weight_io = _as_matrices(x, weight, axes)
     g_BTo = g.reshape(*g.shape[:2], -1)
-    out = axes[num_inputs(axes)]
-    dtype = dtype_of_sums(x.dtype, out)
+    dtype = dtype_of_sums(x.dtype, axes[num_inputs(axes)])
     dx_BTi = jnp.einsum("BTo,io->BTi", g_BTo, weight_io, preferred_element_type=dtype).astype(x.dtype)
-    if _sums_cross(out):  # to where x comes from, each device's tokens
-        dx_BTi = constrain(dx_BTi, RESIDUAL_AXES)
     dweight_io = weight_gradient(x_BTi, g_BTo, grad_dtype).astype(weight.dtype)
     return dx_BTi.reshape(x.shape), constrain(dweight_io.reshape(weight.shape), axes)
 

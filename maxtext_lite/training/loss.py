@@ -255,9 +255,9 @@ def hidden_loss(
 ) -> tuple[jax.Array, LossSums]:
     """Summed loss of predicting `rows["targets"]` from the final hidden states, weighted by `rows["weights"]`."""
     x_BTD, head_DV = head_inputs(decoder, params, x_BTD)
-    shape, z_loss, tiles = decoder.shape, config.z_loss_multiplier, config.num_vocab_tiling
-    targets, weights, soft_cap = rows["targets"], rows["weights"], shape.final_soft_cap
-    return cross_entropy(x_BTD, head_DV, targets, weights, z_loss, tiles, soft_cap, 1.0, shape.grad_dtype)
+    z_loss, tiles, soft_cap = config.z_loss_multiplier, config.num_vocab_tiling, decoder.shape.final_soft_cap
+    targets, weights, grad_dtype = rows["targets"], rows["weights"], jnp.dtype(config.grad_dtype)
+    return cross_entropy(x_BTD, head_DV, targets, weights, z_loss, tiles, soft_cap, 1.0, grad_dtype)
 
 
 def head_inputs(decoder: Decoder, params: Any, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -293,8 +293,9 @@ def loss_by_token(
     fixed = jax.lax.stop_gradient((x_BTD, head_DV))
     nll_BT = uncut(token_losses(*fixed, target, tiles, soft_cap, temperature))
     (loss, beside), weight_BT = jax.value_and_grad(total, has_aux=True)(nll_BT)
+    grad_dtype = jnp.dtype(config.grad_dtype)
     surrogate: Any = cross_entropy(
-        x_BTD, head_DV, target, cut(weight_BT), 0.0, tiles, soft_cap, temperature, decoder.shape.grad_dtype
+        x_BTD, head_DV, target, cut(weight_BT), 0.0, tiles, soft_cap, temperature, grad_dtype
     )
     return surrogate[0], loss, beside
 
