@@ -1,6 +1,8 @@
 """What devices tell each other inside `over_shards`, by logical axis; without a mesh, or along an axis that is not
 split, nothing."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -28,10 +30,11 @@ def scattered_sum(x: jax.Array, axis: str, dim: int) -> jax.Array:
     names = _split_over(axis)
     if not names:
         return x
-    num_parts = jax.lax.axis_size(names)
+    width = x.shape[dim] // jax.lax.axis_size(names)
     x = jax.lax.all_to_all(x, names, dim, dim, tiled=True)
-    parts = x.reshape(*x.shape[:dim], num_parts, x.shape[dim] // num_parts, *x.shape[dim + 1 :])
-    return jnp.sum(parts, axis=dim, dtype=jnp.float32)
+    # One by one: a sum over a dim of parts reads them several times slower on TPUs.
+    parts = (jax.lax.slice_in_dim(x, at, at + width, axis=dim) for at in range(0, x.shape[dim], width))
+    return functools.reduce(jnp.add, (part.astype(jnp.float32) for part in parts))
 
 
 def largest(x: jax.Array, axis: str) -> jax.Array:
