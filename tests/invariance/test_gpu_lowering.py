@@ -55,7 +55,7 @@ CASES = {
     "gemma2": (8, ("model_name=gemma2-9b", WINDOW, *mesh(data=2, fsdp=2, tensor=2)), set()),
     "gpt-oss": (8, ("model_name=gpt-oss-20b", WINDOW, *EXPERTS, *mesh(data=2, fsdp=2, tensor=2)), set()),
     "deepseek": (8, ("model_name=deepseek-v2-lite", *LATENT, *mesh(data=2, fsdp=4), *accumulating(4)), set()),
-    "gemma3": (8, ("model_name=gemma3-4b", WINDOW, "base_num_decoder_layers=6", *mesh(fsdp=8)), set()),
+    "gemma3": (8, ("model_name=gemma3-4b", WINDOW, "layer_pattern=local,global", *mesh(fsdp=8)), set()),
     "qwen3, experts": (8, ("model_name=qwen3-30b-a3b", *EXPERTS, *mesh(expert=4, fsdp=2)), MHA),
     "smollm3": (8, ("model_name=smollm3-3b", "base_num_decoder_layers=4", *mesh(data=8), *accumulating(4)), MHA),
     "mistral, a document a row": (
