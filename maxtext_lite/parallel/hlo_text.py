@@ -224,7 +224,7 @@ def _runs(computations: Mapping[str, Computation], entry: str, where_unknown: in
             for keyword, target in instruction.called:
                 if target in computations:
                     looped = keyword in ("body", "condition")
-                    trips = _trips(instruction, computations, where_unknown) if looped else 1
+                    trips = _trips(instruction, computation, computations, where_unknown) if looped else 1
                     inside = instruction.opcode == "fusion" or (keyword == "to_apply" and instruction.opcode != "call")
                     callers.setdefault(target, []).append((name, trips, looped, inside))
     found = {entry: Runs(1, in_loop=False, inside=False)}
@@ -245,8 +245,13 @@ def _runs(computations: Mapping[str, Computation], entry: str, where_unknown: in
     return {name: runs(name) for name in computations if name == entry or name in callers}
 
 
-def _trips(loop: Instruction, computations: Mapping[str, Computation], where_unknown: int | None) -> int | None:
-    """Trips of a loop: as XLA noted them, or as its condition and body say that count up to a limit, from 0."""
+def _trips(
+    loop: Instruction, around: Computation, computations: Mapping[str, Computation], where_unknown: int | None
+) -> int | None:
+    """Trips of a loop: as XLA noted them, or as its condition and body say that count up to a limit.
+
+    They count from the constant that goes in; from 0, as scans do, where that is written elsewhere.
+    """
     known = loop.attribute(_TRIPS.pattern)
     if known:
         return int(known)
@@ -258,19 +263,32 @@ def _trips(loop: Instruction, computations: Mapping[str, Computation], where_unk
     if test.opcode != "compare" or "direction=LT" not in test.attributes or following.opcode != "tuple":
         return where_unknown
     counter, limit = test.operands
-    number = condition.instructions[counter].attribute(r"index=(\d+)") if counter in condition.instructions else None
+    tested = _source(counter, condition)
+    number = None if tested is None else tested.attribute(r"index=(\d+)")
     if number is None:
         return where_unknown
-    added = body.instructions.get(following.operands[int(number)])
+    added = _source(following.operands[int(number)], body)
     if added is None or added.opcode != "add":
         return where_unknown
     steps = [_constant(name, body) for name in added.operands]
     upper, step = _constant(limit, condition), next((step for step in steps if step), None)
-    return where_unknown if upper is None or step is None else -(-upper // step)
+    if upper is None or step is None:
+        return where_unknown
+    state = _source(loop.operands[0], around)
+    first = _constant(state.operands[int(number)], around) if state is not None and state.opcode == "tuple" else None
+    return max(0, -(-(upper - (first or 0)) // step))
+
+
+def _source(name: str, computation: Computation) -> Instruction | None:
+    """The instruction that makes a value, before it is copied."""
+    it = computation.instructions.get(name)
+    while it is not None and it.opcode in ("copy", "bitcast"):
+        it = computation.instructions.get(it.operands[0])
+    return it
 
 
 def _constant(name: str, computation: Computation) -> int | None:
-    it = computation.instructions.get(name)
+    it = _source(name, computation)
     if it is None or it.opcode != "constant" or not it.operands or not it.operands[0].isdigit():
         return None
     return int(it.operands[0])
