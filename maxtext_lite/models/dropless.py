@@ -21,6 +21,9 @@ from maxtext_lite.models.moe import TOKEN_AXES, ExpertShape, ExpertWeights
 from maxtext_lite.models.ops import mlp_hidden
 from maxtext_lite.parallel import gathered, num_shards, over_shards, scattered_sum, shard_index, summed
 
+FURTHER_ROUNDS = "further_rounds"
+"""Stands in the names of what an exchange does after its first round, which evenly chosen experts never need."""
+
 # ---- Experts on rows ------------------------------------------------------------------------------------------------
 
 
@@ -146,7 +149,8 @@ def _further_rounds(queues: Queues | None, run: Callable[[ExchangedRows, Any], A
     def step(number: jax.Array, sums: Any) -> Any:
         return run(queues.round(number), sums)
 
-    return jax.lax.fori_loop(1, queues.num_rounds(), step, start)
+    with jax.named_scope(FURTHER_ROUNDS):
+        return jax.lax.fori_loop(1, queues.num_rounds(), step, start)
 
 
 def _local_backward(

@@ -160,11 +160,12 @@ class Module:
                     yield computation, instruction, runs.times
 
 
-def parse(hlo: str, *, trips_where_unknown: int | None = None) -> Module:
+def parse(hlo: str, *, trips_where_unknown: int | None = None, not_run: str | None = None) -> Module:
     """A module from its text (`compiled.as_text()`).
 
     Args:
       trips_where_unknown: trips of a loop whose number XLA does not know, such as one with a traced bound.
+      not_run: the name of a scope (`jax.named_scope`) whose loops, if XLA does not know their trips, have none.
     Raises:
       ValueError: the text holds no computation.
     """
@@ -174,7 +175,7 @@ def parse(hlo: str, *, trips_where_unknown: int | None = None) -> Module:
         raise ValueError(f"the text has {len(entries)} entry computations, not one: it is no HLO module")
     computations = {match[2]: _computation(match[2], match[3]) for match in matches}
     header = re.search(r"\bnum_partitions=(\d+)", hlo)
-    runs = _runs(computations, entries[0], trips_where_unknown)
+    runs = _runs(computations, entries[0], trips_where_unknown, not_run)
     return Module(computations, runs, int(header[1]) if header else 1)
 
 
@@ -217,14 +218,18 @@ def _closing(text: str, start: int) -> int:
     return len(text)
 
 
-def _runs(computations: Mapping[str, Computation], entry: str, where_unknown: int | None) -> dict[str, Runs]:
+def _runs(
+    computations: Mapping[str, Computation], entry: str, where_unknown: int | None, not_run: str | None
+) -> dict[str, Runs]:
     callers: dict[str, list[tuple[str, int | None, bool, bool]]] = {}
     for name, computation in computations.items():
         for instruction in computation.instructions.values():
             for keyword, target in instruction.called:
                 if target in computations:
                     looped = keyword in ("body", "condition")
-                    trips = _trips(instruction, computation, computations, where_unknown) if looped else 1
+                    is_left_out = not_run is not None and f"/{not_run}/" in instruction.line
+                    unknown = 0 if is_left_out else where_unknown
+                    trips = _trips(instruction, computation, computations, unknown) if looped else 1
                     inside = instruction.opcode == "fusion" or (keyword == "to_apply" and instruction.opcode != "call")
                     callers.setdefault(target, []).append((name, trips, looped, inside))
     found = {entry: Runs(1, in_loop=False, inside=False)}

@@ -14,6 +14,7 @@ from maxtext_lite.batching import BatchPlan, flops_per_example, scaled_optimizer
 from maxtext_lite.batching.devices import device_of_kind
 from maxtext_lite.batching.roofline import Roofline, roofline
 from maxtext_lite.config import Config
+from maxtext_lite.models.dropless import FURTHER_ROUNDS
 from maxtext_lite.parallel import accelerator_of, make_mesh
 from maxtext_lite.parallel.hlo import Collective, collectives
 from maxtext_lite.parallel.hlo_text import parse
@@ -171,7 +172,8 @@ def compile_program(config: Config, plan: BatchPlan, devices: Sequence[Any]) -> 
             meet = make_synchronise(decoder, optimizer, mesh, local).lower(state).compile()
         meeting = total_traffic(collectives(meet.as_text()), mesh)
     # A ramp of the accumulation leaves one loop's bound open: that over micro-batches.
-    module = parse(compiled.as_text(), trips_where_unknown=_open_trips(plan))
+    # Experts are taken to be chosen evenly.
+    module = parse(compiled.as_text(), trips_where_unknown=_open_trips(plan), not_run=FURTHER_ROUNDS)
     done = work(module, memory_spaces=(0, 1) if devices[0].platform == "gpu" else (0,))
     traffic = total_traffic(collectives(module), mesh)
     model_flops = (

@@ -11,7 +11,7 @@ import pytest
 
 from maxtext_lite.config.remat import PROJECTIONS, Remat
 from maxtext_lite.models import Decoder, DecoderShape
-from maxtext_lite.models.dropless import dropless
+from maxtext_lite.models.dropless import FURTHER_ROUNDS, dropless
 from maxtext_lite.models.moe import ExpertShape, ExpertWeights
 from maxtext_lite.parallel import MESH_AXES, make_mesh, over_replicas, over_stages, sharding
 from maxtext_lite.parallel.hlo import collectives
@@ -88,6 +88,9 @@ def test_values_and_gradients_do_not_depend_on_the_mesh_or_on_how_even_choices_a
     for expert in (EVEN, UNEVEN):
         _close(jax.device_get(run(expert)), _by_hand(expert))
     crossing = [c for c in collectives(compiled.as_text()) if c.crosses(mesh, "expert")]
+    further = [c for c in crossing if FURTHER_ROUNDS in c.line]
+    assert further == [c for c in crossing if c.times is None]
+    assert bool(further) == (sizes in EXCHANGES)
     gathered = [c for c in crossing if c.kind == "all-gather"]
     assert bool(gathered) == (sizes in GATHERS)
     assert any(c.kind == "all-to-all" for c in crossing)

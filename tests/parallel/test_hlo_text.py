@@ -82,6 +82,11 @@ def test_trips_that_xla_noted_win_and_a_loop_that_counts_in_another_way_is_unkno
     assert odd != MODULE
     assert parse(odd).runs["body"].times is None
     assert parse(odd, trips_where_unknown=3).runs["body"].times == 3
+    scoped = odd.replace("body=%body", 'body=%body, metadata={op_name="jit(f)/spare/while"}')
+    assert parse(scoped, trips_where_unknown=3, not_run="spare").runs["body"].times == 0
+    assert parse(scoped, not_run="other").runs["body"].times is None
+    known = noted.replace("body=%body", 'body=%body, metadata={op_name="jit(f)/spare/while"}')
+    assert parse(known, not_run="spare").runs["body"].times == 5
 
 
 def test_a_counter_may_be_copied_and_begin_elsewhere():
