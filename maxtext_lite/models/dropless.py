@@ -149,8 +149,9 @@ def _further_rounds(queues: Queues | None, run: Callable[[ExchangedRows, Any], A
     def step(number: jax.Array, sums: Any) -> Any:
         return run(queues.round(number), sums)
 
+    num_rounds = queues.num_rounds()
     with jax.named_scope(FURTHER_ROUNDS):
-        return jax.lax.fori_loop(1, queues.num_rounds(), step, start)
+        return jax.lax.fori_loop(1, num_rounds, step, start)
 
 
 def _local_backward(
