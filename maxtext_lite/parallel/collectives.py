@@ -5,6 +5,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
 
 from maxtext_lite.parallel.axes import MESH_AXES_OF
 
@@ -18,7 +19,7 @@ def gathered(x: jax.Array, axis: str, dim: int) -> jax.Array:
 def exchanged(x: jax.Array, axis: str) -> jax.Array:
     """One part from each device along a logical axis: the first device has the first parts of all, in their order."""
     names = _split_over(axis)
-    return jax.lax.all_to_all(x, names, 0, 0, tiled=True) if names else x
+    return _exchanged(x, names) if names else x
 
 
 def scattered_sum(x: jax.Array, axis: str, dim: int) -> jax.Array:
@@ -30,11 +31,11 @@ def scattered_sum(x: jax.Array, axis: str, dim: int) -> jax.Array:
     names = _split_over(axis)
     if not names:
         return x
-    width = x.shape[dim] // jax.lax.axis_size(names)
-    x = jax.lax.all_to_all(x, names, dim, dim, tiled=True)
+    x = _exchanged(jnp.moveaxis(x, dim, 0), names)
     # One by one: a sum over a dim of parts reads them several times slower on TPUs.
-    parts = (jax.lax.slice_in_dim(x, at, at + width, axis=dim) for at in range(0, x.shape[dim], width))
-    return functools.reduce(jnp.add, (part.astype(jnp.float32) for part in parts))
+    parts = jnp.split(x, jax.lax.axis_size(names))
+    total = functools.reduce(jnp.add, (part.astype(jnp.float32) for part in parts))
+    return jnp.moveaxis(total, 0, dim)
 
 
 def largest(x: jax.Array, axis: str) -> jax.Array:
@@ -58,3 +59,25 @@ def shard_index(axis: str) -> jax.Array:
 def _split_over(axis: str) -> tuple[str, ...]:
     mesh = jax.sharding.get_abstract_mesh()
     return () if mesh.empty else tuple(name for name in MESH_AXES_OF[axis] if mesh.shape[name] > 1)
+
+
+def _exchanged(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
+    """`exchanged` along mesh axes.
+
+    On TPUs the first dim is laid out outermost for it. Dims of size 1, such as that of a device's only replica under
+    `vmap`, would come after it, where they are padded to a tile: whole copies, slower than the exchange. They are left
+    out.
+    """
+
+    @custom_vmap
+    def exchange(x: jax.Array) -> jax.Array:
+        return jax.lax.all_to_all(x, names, 0, 0, tiled=True)
+
+    @exchange.def_vmap
+    def of_sets(num_sets: int, is_mapped: list[bool], x: jax.Array) -> tuple[jax.Array, bool]:
+        del num_sets, is_mapped
+        if len(x) == 1:
+            return exchange(x[0])[None], True
+        return jax.lax.all_to_all(x, names, 1, 1, tiled=True), True
+
+    return exchange(x.reshape(len(x), *(size for size in x.shape[1:] if size > 1))).reshape(x.shape)

@@ -1,8 +1,11 @@
 """What devices tell each other inside `over_shards`, and that they say nothing where an axis is not split."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from maxtext_lite.parallel import (
     MESH_AXES,
@@ -58,6 +61,28 @@ def test_narrow_parts_of_a_sum_are_added_in_float32():
 
     got, _ = _run(function, ("batch", "activation_mlp"), expert=2)
     np.testing.assert_array_equal(got, np.full((4, 4), 1 + 2.0**-8, np.float32))
+
+
+@pytest.mark.parametrize("sets", [1, 3])
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_sets_under_vmap_are_exchanged_and_summed_as_each_alone(sets, dim):
+    """And dims of one are not sent, which TPUs pad to whole tiles."""
+
+    def of_one(x, factor):
+        x = jnp.moveaxis(factor * x[:, None], 0, dim)  # whose other dims are 1 and 4
+        whole = scattered_sum(jnp.concatenate([x, 10 * x], axis=dim), "experts", dim)
+        return jnp.moveaxis(whole, dim, 0)[:, 0] + exchanged(x.reshape(-1, 1), "experts").reshape(-1, 4)
+
+    factor = jnp.arange(1.0, sets + 1)
+
+    def of_all(x):
+        return jax.vmap(of_one, in_axes=(None, 0), out_axes=1)(x, factor).reshape(len(x), -1)
+
+    alone = [_run(lambda x, f=f: of_one(x, f), AXES, expert=2)[0] for f in factor]
+    got, text = _run(of_all, AXES, expert=2)
+    np.testing.assert_array_equal(got, np.concatenate(alone, axis=1))
+    sent = re.findall(r"all_to_all.*-> tensor<([\dx]+)xf32>", text)
+    assert sorted(sent) == (["16", "8x4"] if sets == 1 else ["3x16", "3x8x4"])
 
 
 def test_parts_are_exchanged_and_the_largest_is_found():
