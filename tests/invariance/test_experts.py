@@ -134,7 +134,9 @@ def _only_tokens_cross(it, found, *, exchanged):
     assert any(c.kind == "all-to-all" for c in crossing)
     assert not any(c.kind == "reduce-scatter" for c in crossing)
     matrices = {f"{a},{b}" for d in (16, 8) for f in (8, 4) for a, b in ((d, f), (f, d))}  # D x F, whole or split
-    gathered = [c.line.split(" all-gather")[0] for c in crossing if c.kind == "all-gather"]
+    looked_up = re.compile(r"/vmap\([^/]*\)/sharding_constraint")  # on the way to the table of tokens and back
+    gathers = [c.line for c in crossing if c.kind == "all-gather" and not looked_up.search(c.line)]
+    gathered = [line.split(" all-gather")[0] for line in gathers]
     shapes = [shape for line in gathered for shape in re.findall(r"\w+\[([\d,]+)\]", line)]
     assert bool(shapes) != exchanged
     scores = {"32,4"}  # of tokens' choices among 4 experts: each device makes its own
