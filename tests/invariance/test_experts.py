@@ -122,7 +122,9 @@ def test_gradients_equal_those_of_all_rows_at_once(split, wanted, setup, rows, a
     gradients = Gradients(it, it.batch(rows, accumulation, slots))
     for (params, result), loss_scale in zip(cases, (3.0, 1.0), strict=True):
         _same(gradients(params, loss_scale), result, agrees)
-    found = collectives(gradients.compiled.as_text())
+    text = gradients.compiled.as_text()
+    assert text is not None
+    found = collectives(text)
     if "expert" in mesh:
         # Two choices a token, in float32: all tokens of four devices would be more bytes than their choices.
         _only_tokens_cross(it, found, exchanged=CAPACITY in keys or mesh["expert"] == 4)
