@@ -225,7 +225,8 @@ def test_the_test_script_and_ci_run_pytest_on_the_whole_suite_and_pass_arguments
     checkout.answer("pytest", "exit 5")
     code, _ = checkout.run(".ci/run", CI="true")
     assert code == 5
-    assert re.fullmatch(r"-m pytest -n \d+ --dist loadscope --no-loadscope-reorder", checkout.calls[-1])
+    ci = r"-m pytest -n \d+ --dist loadscope --no-loadscope-reorder --hypothesis-profile=ci"
+    assert re.fullmatch(ci, checkout.calls[-1])
 
 
 CHECKS = ["-m ruff check .", "-m ruff format --check .", "-m pyright --pythonpath", "scripts/check.sh"]

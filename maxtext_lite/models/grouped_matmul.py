@@ -5,6 +5,7 @@ more groups: R sets of E groups are R*E groups, with the rows of one set after t
 """
 
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -240,15 +241,13 @@ def on_hopper() -> _Kernel:
 
     def run(dims: Any, instead: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         def function(left: jax.Array, right: jax.Array, size_E: jax.Array) -> jax.Array:
-            import tokamax  # pyright: ignore[reportMissingImports]  # optional, and only GPUs ask for it
-
             if any(size % 64 for size in (left.shape[1], *right.shape[1:])):
                 return instead(left, right, size_E)
             if dims is _OVER_ROWS:  # it multiplies rows after the last group by 0, which need not be numbers
                 is_used_U1 = (jnp.arange(len(left)) < jnp.sum(size_E))[:, None]
                 left, right = (jnp.where(is_used_U1, rows, 0) for rows in (left, right))
             # Named, because the last of its own choice is a dense matmul over all groups.
-            y: Any = tokamax.ragged_dot_general(
+            y: Any = importlib.import_module("tokamax").ragged_dot_general(
                 left, right, size_E, dims, preferred_element_type=jnp.float32, implementation="mosaic_gpu"
             )
             return y

@@ -1,18 +1,15 @@
 """Each kernel of the grouped matmul against a loop over groups, with its derivatives; under one and two vmaps."""
 
-import dataclasses
 import functools
 import re
-from types import SimpleNamespace
 
 import jax
-import jax.extend.backend
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.mesh import AbstractDevice
 
 from maxtext_lite.models.grouped_matmul import block_rows, grouped_matmul, in_blocks, on_tpu
+from tests.gpu import absent_gpu
 
 U, IN, OUT, E = 9, 5, 4, 3
 RNG = np.random.default_rng(0)
@@ -123,15 +120,11 @@ def test_for_nvidia_no_operand_has_every_row_for_every_group():
     assert _per_row_of_all(_lowered_for_cuda(dense), 1024, 16)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of jax, in tokamax
 def test_tokamax_lowers_both_ways_for_a_hopper_gpu(monkeypatch):
     """Where it is installed. It asks the default device what it is, and is told."""
     pytest.importorskip("tokamax")
-    hopper = SimpleNamespace(platform="gpu", compute_capability="9.0", core_count=132, device_kind="NVIDIA H100", id=0)
-    monkeypatch.setattr(jax.extend.backend, "get_default_device", lambda: hopper)
-    names = {field.name for field in dataclasses.fields(AbstractDevice)}
-    known = {"device_kind": "NVIDIA H100", "num_cores": 132, "platform": "gpu"}
-    device = AbstractDevice(**{name: value for name, value in known.items() if name in names})
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
+    with absent_gpu(monkeypatch, jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))):
         text = _lowered_for_cuda(functools.partial(_with_gradients, kernel="tokamax"))
     assert len(re.findall(r"custom_call @mosaic_gpu", text)) == 3
     assert "dot_general" not in text

@@ -82,10 +82,10 @@ def test_a_process_that_nobody_has_waited_for_is_dead(new, tmp_path):
     process.communicate()
 
 
-def test_ps_tells_starts_where_there_is_no_proc(monkeypatch):
+def test_ps_tells_starts_where_there_is_no_proc(monkeypatch, tmp_path):
     """As on macOS."""
     here = lease_module._started(os.getpid())
-    nowhere = lease_module.Path("/nowhere")
+    nowhere = tmp_path / "nowhere"
     monkeypatch.setattr(lease_module, "Path", lambda path: nowhere if str(path).startswith("/proc") else path)
     assert lease_module._machine() == ""
     by_ps = lease_module._started(os.getpid())

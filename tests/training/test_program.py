@@ -16,6 +16,7 @@ from tests.training.conftest import TINY, make_setup
 # TINY has two layers of 1,920 matrix elements and two norms of 16, a last norm, and two tables of 264 x 16.
 LAYERS, TABLES, NORMS = 2 * 1920 * 4, 2 * 264 * 16 * 4, 5 * 16 * 4  # bytes
 STREAM = 8 * 32 * 16 * 4  # of 8 rows on a device: 16 on fsdp 2
+IDS = 16 * 32 * 4  # of all 16 rows
 PARAMETERS = LAYERS + TABLES + NORMS
 TABLE = TABLES // 2
 LAYERS_OF_4_KV_HEADS = LAYERS + 2 * 2 * 16 * 2 * 4 * 4
@@ -43,17 +44,22 @@ REFERENCES = {
 TABLES_OF = {
     "data 8": {("all-reduce", "data"): (2, PARAMETERS + 24)},
     "fsdp 8": {
-        ("all-gather", "fsdp"): (30, 2 * LAYERS + TABLES),  # of a layer once forward and once backward
-        ("all-reduce", "fsdp"): (7, PARAMETERS + 120),
+        # Of a layer once forward and once backward; the head; the token ids, which each device looks up in its part of
+        # the table, and of which 2 rows of vectors come to it, and 2 of their gradients go.
+        ("all-gather", "fsdp"): (30, 2 * LAYERS + TABLE + IDS),
+        ("all-to-all", "fsdp"): (2, 2 * STREAM // 4),
+        ("all-reduce", "fsdp"): (6, PARAMETERS - TABLE + 120),
     },
     "data 2 x fsdp 4": {
-        ("all-gather", "fsdp"): (30, 2 * LAYERS + TABLES),
-        ("all-reduce", "fsdp"): (7, PARAMETERS + 152),
-        ("all-reduce", "data"): (3, (LAYERS + TABLES) // 4 + NORMS + 24),  # each device its share
+        ("all-gather", "fsdp"): (30, 2 * LAYERS + TABLE + IDS // 2),
+        ("all-to-all", "fsdp"): (2, 2 * STREAM // 4),
+        ("all-reduce", "fsdp"): (7, PARAMETERS - TABLE + 160),
+        ("all-reduce", "data"): (2, (LAYERS + TABLES) // 4 + NORMS + 24),  # each device its share
     },
     "fsdp 2 x tensor 4": {
-        ("all-gather", "fsdp"): (30, (2 * LAYERS_OF_4_KV_HEADS + 2 * TABLE) // 4),
-        ("all-reduce", "fsdp"): (8, 13240),
+        ("all-gather", "fsdp"): (30, (2 * LAYERS_OF_4_KV_HEADS + TABLE) // 4 + IDS),
+        ("all-to-all", "fsdp"): (2, 2 * STREAM),
+        ("all-reduce", "fsdp"): (7, 13240 - TABLE // 4),
         # Two in the forward pass and four in the backward pass of each of two layers, two at the ends.
         ("all-gather", "tensor"): (14, 14 * STREAM),
         # As many sums, and the look-up's and the loss's; logits' maxima and sums; gradients of norms; scalars.
@@ -64,8 +70,9 @@ TABLES_OF = {
         ("all-gather", "data"): (12, PARAMETERS),
     },
     "data 2 x fsdp 2 x tensor 2, local updates": {
-        ("all-gather", "fsdp"): (30, (2 * LAYERS + 2 * TABLE) // 2),
-        ("all-reduce", "fsdp"): (8, 25016),
+        ("all-gather", "fsdp"): (30, (2 * LAYERS + TABLE) // 2 + IDS // 2),
+        ("all-to-all", "fsdp"): (2, 2 * STREAM // 2),
+        ("all-reduce", "fsdp"): (7, 25016 - TABLE // 2),
         ("all-gather", "tensor"): (14, 14 * STREAM // 2),
         ("all-reduce", "tensor"): (16, 16 * STREAM // 2 + 2 * STREAM // 32 + NORMS + 620),
     },
@@ -84,11 +91,12 @@ def test_the_collectives_of_a_reference_config(name):
 
 def test_what_a_device_sends_on_rings_follows_from_what_it_holds_afterwards():
     rows = {(row.kind, "+".join(row.axes)): row for row in program().collectives}
-    gathers, sums = rows["all-gather", "fsdp"], rows["all-reduce", "fsdp"]
-    assert gathers.sent_bytes == (2 * LAYERS + TABLES) * 7 / 8
-    assert sums.sent_bytes == 2 * (PARAMETERS + 120) * 7 / 8
-    assert program().sent_bytes == gathers.sent_bytes + sums.sent_bytes
-    assert gathers.payload == {"f32": 2 * LAYERS + TABLES}
+    gathers, sums, tokens = (rows[kind, "fsdp"] for kind in ("all-gather", "all-reduce", "all-to-all"))
+    assert gathers.sent_bytes == (2 * LAYERS + TABLE + IDS) * 7 / 8
+    assert sums.sent_bytes == 2 * (PARAMETERS - TABLE + 120) * 7 / 8
+    assert tokens.sent_bytes == 2 * STREAM // 4 * 7 / 8
+    assert program().sent_bytes == gathers.sent_bytes + sums.sent_bytes + tokens.sent_bytes
+    assert gathers.payload == {"f32": 2 * LAYERS + TABLE, "s32": IDS}
     assert (gathers.async_times, sums.async_times) == (0, 0)  # a CPU waits for each
 
 
@@ -120,6 +128,7 @@ def test_what_is_exchanged_in_the_loop_counts_once_for_each_micro_batch_though_i
             "per_device_batch_size_increment=2", "per_device_batch_size=6", "gradient_accumulation_steps=3",
             "global_rampup_samples=96", "steps=40")  # fmt: skip
     ramp, (times, size) = program(*keys), table(program().collectives)["all-gather", "fsdp"]
+    size += 2 * IDS  # of micro-batches of 6 rows a device
     assert table(ramp.collectives)["all-gather", "fsdp"] == (3 * times, 3 * size)
     assert None in [row.times for row in total_traffic(collectives(ramp.compiled.as_text()), ramp.mesh)]
 
