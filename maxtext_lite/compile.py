@@ -50,12 +50,12 @@ def main(argv: Sequence[str]) -> int:
         plan = _plan(config, arguments.devices, arguments.hosts or 1, "cpu", "cpu")
     import jax  # only once the config is known to be right
 
-    from maxtext_lite.parallel import accelerator_of, described, described_devices, simulated_devices, start_devices
+    from maxtext_lite.parallel import accelerator_of, simulated_devices, start_devices, topology_devices
 
     if arguments.devices is not None:
         devices = simulated_devices(arguments.devices)
     elif arguments.topology is not None:
-        devices = described_devices(described(arguments.topology, arguments.slices))
+        devices = topology_devices(arguments.topology, arguments.slices)
         num_hosts = len({device.process_index for device in devices})
         plan = _plan(config, len(devices), num_hosts, devices[0].platform, devices[0].device_kind)
     else:

@@ -28,7 +28,7 @@ from maxtext_lite.parallel.context import (
     to_next_shard,
     whole_examples,
 )
-from maxtext_lite.parallel.described import described, described_devices
+from maxtext_lite.parallel.described import topology_devices
 from maxtext_lite.parallel.distributed import accelerator_of, end_soon, simulated_devices, start_devices
 from maxtext_lite.parallel.hosts import bytes_of_host, exchange, make_any_host, value_of_host
 from maxtext_lite.parallel.mesh import MESH_AXES, make_mesh
@@ -46,8 +46,6 @@ __all__ = [
     "constrain",
     "context_order",
     "context_shards",
-    "described",
-    "described_devices",
     "end_soon",
     "exchange",
     "exchanged",
@@ -74,6 +72,7 @@ __all__ = [
     "sum_to_shards",
     "summed",
     "to_next_shard",
+    "topology_devices",
     "tree_shardings",
     "value_of_host",
     "whole_examples",

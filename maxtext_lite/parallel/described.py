@@ -85,12 +85,15 @@ def described(name: str, num_slices: int | None = None) -> Described:
     return Described(name, device, match[3], slices)
 
 
-def described_devices(machine: Described) -> list[Any]:
-    """The devices of a machine, to compile for; jax itself runs on the CPU. Call it before jax is asked for a device.
+def topology_devices(name: str, num_slices: int | None = None) -> list[Any]:
+    """The devices of a machine by name (`described`), to compile for; jax itself runs on the CPU.
+
+    Call it before jax is asked for a device.
 
     Raises:
       UserError: there is no such machine, or the library that compiles for it is not installed.
     """
+    machine = described(name, num_slices)
     jax.config.update("jax_platforms", "cpu")
     return _tpu_devices(machine) if machine.device.platform == "tpu" else _gpu_devices(machine)
 

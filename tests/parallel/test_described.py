@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 
 from maxtext_lite.config import UserError
-from maxtext_lite.parallel.described import NAMES, described, described_devices
+from maxtext_lite.parallel.described import NAMES, described, topology_devices
 
 
 @pytest.mark.parametrize(("name", "slices", "found"), [
@@ -48,7 +48,7 @@ def test_a_library_that_is_missing_is_named_with_what_brings_it(name, library, e
     hidden = ("libtpu", "jax_cuda12_plugin", "jax_cuda13_plugin")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in hidden else found(name))
     with pytest.raises(UserError) as error:
-        described_devices(described(name))
+        topology_devices(name)
     assert str(error.value).startswith(f"--topology={name} needs {library}, which is not installed; the extra ")
     assert extra in str(error.value)
 
@@ -61,4 +61,4 @@ def test_every_name_is_described_by_itself(name):
 def test_a_slice_of_a_shape_that_there_is_not_is_refused_by_libtpu_in_one_line():
     pytest.importorskip("libtpu", reason="libtpu, of the extra tpu, is not installed")
     with pytest.raises(UserError, match=r"^--topology=v5e:3x3 cannot be compiled for here: .*not divisible"):
-        described_devices(described("v5e:3x3"))
+        topology_devices("v5e:3x3")
