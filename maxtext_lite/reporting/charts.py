@@ -4,7 +4,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from maxtext_lite.reporting.run_data import EVALUATION_METRICS, Column, Run
+from maxtext_lite.reporting.records import EVALUATION_METRICS
+from maxtext_lite.reporting.run_data import Column, Run
 from maxtext_lite.reporting.scales import Scale, short_number, value_scale
 from maxtext_lite.reporting.thinning import Bucket, Points, at_middles, changes, make_buckets, running_median, thin
 

@@ -9,7 +9,8 @@ from typing import Any
 from maxtext_lite.reporting.charts import AXES, Board, Chart, make_board
 from maxtext_lite.reporting.facts import NONE, advice, facts, status
 from maxtext_lite.reporting.plan_view import memory_parts, plain, plan_rows
-from maxtext_lite.reporting.run_data import EVALUATION_METRICS, Run
+from maxtext_lite.reporting.records import EVALUATION_METRICS
+from maxtext_lite.reporting.run_data import Run
 from maxtext_lite.reporting.scales import long_number
 from maxtext_lite.reporting.svg import chart_svg, color_class
 from maxtext_lite.reporting.timeline_view import timeline_svg

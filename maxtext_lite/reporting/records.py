@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+EVALUATION_METRICS = ("eval_loss", "eval_target_tokens", "eval_accuracy", "eval_reward")
+"""The numbers of an evaluation's line that a report shows; no other line has them."""
+
 _MOST_NUMBERS = 5
 _MOST_STEPS = 2**63
 
@@ -53,6 +56,36 @@ class Records:
             self.notes.append(
                 f"{self._path.name}: {len(bad)} of {number} lines are left out, as they hold no step: {shown}."
             )
+
+
+class Steps:
+    """Numbers of steps, kept as ranges: of a run that lost none, one."""
+
+    def __init__(self) -> None:
+        self._ranges: list[list[int]] = []
+
+    def add(self, step: int) -> None:
+        """Takes a step in; one that is there already changes nothing."""
+        if self._ranges and self._ranges[-1][0] <= step <= self._ranges[-1][1] + 1:
+            self._ranges[-1][1] = max(self._ranges[-1][1], step)
+        else:
+            self._ranges.append([step, step])
+
+    def missing(self, last: int) -> str:
+        """Which of the steps 1 to `last` are not there, in words: "step 3, 7 to 9"; "" if none is missing."""
+        gaps, expected = [], 1
+        for first, end in [*sorted(self._ranges), [last + 1, last + 1]]:
+            first = min(first, last + 1)
+            if first > expected:
+                gaps.append(f"{expected}" if first == expected + 1 else f"{expected} to {first - 1}")
+            expected = max(expected, end + 1)
+        shown = ", ".join(gaps[:_MOST_NUMBERS]) + (" ..." if len(gaps) > _MOST_NUMBERS else "")
+        return shown and f"step {shown}"
+
+
+def is_evaluation(record: dict[str, Any]) -> bool:
+    """Whether a line of metrics.jsonl is of an evaluation, not of a step of training."""
+    return any(name in record for name in EVALUATION_METRICS)
 
 
 def record_text(record: dict[str, Any]) -> str:

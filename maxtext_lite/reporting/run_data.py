@@ -13,7 +13,7 @@ from maxtext_lite.config import ConfigError, UserError, load_config
 from maxtext_lite.config.errors import full_text, nearest_clause
 from maxtext_lite.config.files import packaged_directory
 from maxtext_lite.config.yaml_text import parse_mapping
-from maxtext_lite.reporting.records import Records
+from maxtext_lite.reporting.records import EVALUATION_METRICS, Records, Steps, is_evaluation
 
 STEP_METRICS = (
     "loss", "grad_norm", "param_norm", "learning_rate", "examples_seen", "tokens_seen", "epoch",
@@ -25,9 +25,6 @@ STEP_METRICS = (
     "clip_fraction_low", "clip_fraction_high", "rollout_seconds", "reward_seconds", "train_seconds", "overlap_fraction",
 )  # fmt: skip
 """The numbers of a step's line in metrics.jsonl that a report shows."""
-
-EVALUATION_METRICS = ("eval_loss", "eval_target_tokens", "eval_accuracy", "eval_reward")
-"""The numbers of an evaluation's line that a report shows."""
 
 _FILES = ("config.yml", "plan.json", "metrics.jsonl")
 _TIMELINE_STEPS = 3
@@ -224,7 +221,7 @@ def _read_metrics(path: Path, notes: list[str]) -> tuple[dict[str, Column], list
     evaluations: dict[int, tuple[float | None, ...]] = {}
     for record in _records(path, notes):
         step = record["step"]  # one that stands twice counts as the later line has it
-        if any(name in record for name in EVALUATION_METRICS):
+        if is_evaluation(record):
             evaluations[step] = tuple(_number(record.get(name)) for name in EVALUATION_METRICS)
         else:
             steps[step] = tuple(_number(record.get(name)) for name in STEP_METRICS)
@@ -232,6 +229,11 @@ def _read_metrics(path: Path, notes: list[str]) -> tuple[dict[str, Column], list
     if path.is_file() and not steps:
         notes.append("metrics.jsonl has no step yet.")
     order, eval_order = sorted(steps), sorted(evaluations)
+    present = Steps()
+    for step in order:
+        present.add(step)
+    if order and (missing := present.missing(order[-1])):
+        notes.append(f"metrics.jsonl holds no {missing}.")
     columns: dict[str, Column] = {"step": order}
     for index, name in enumerate(STEP_METRICS):
         values = [steps[step][index] for step in order]

@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 
 from maxtext_lite.reporting.charts import AXES, BOTTOM, LEFT, RIGHT, TOP, Board, Chart, Line, Mark
-from maxtext_lite.reporting.run_data import EVALUATION_METRICS, Column
+from maxtext_lite.reporting.records import EVALUATION_METRICS
+from maxtext_lite.reporting.run_data import Column
 from maxtext_lite.reporting.scales import Scale, short_number
 
 WIDTH, HEIGHT = 480, 236

@@ -13,7 +13,7 @@ import rich.console
 import rich.progress
 
 from maxtext_lite.process.signals import command_signals
-from maxtext_lite.reporting.records import Records, record_text
+from maxtext_lite.reporting.records import Records, Steps, is_evaluation, record_text
 from maxtext_lite.training.failures import Failures
 
 _FLUSH_SECONDS = 30.0
@@ -31,6 +31,7 @@ class JsonLines:
       failures: are told what cannot be written.
     Attributes:
       notes: sentences on what was wrong with the lines that were there.
+      steps: of the lines that were kept; lines of evaluations are none of them.
     Raises:
       OSError: the file cannot be read or written.
     """
@@ -40,14 +41,14 @@ class JsonLines:
         records = Records(path)
         scratch = path.with_suffix(".jsonl.tmp")
         with scratch.open("w", encoding="utf-8") as kept:
-            last = 0
+            self.steps = Steps()
             for record in records:
                 if record["step"] <= after_step:
                     kept.write(record_text(record))
-                    last = max(last, record["step"])
+                    if not is_evaluation(record):
+                        self.steps.add(record["step"])
         scratch.replace(path)
         self.notes = tuple(note for note in records.notes if "cut short" not in note)  # as any kill leaves it
-        self.last_step = last
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: dict[str, Any]) -> None:
@@ -75,8 +76,8 @@ class MetricsLog:
         self._lines = JsonLines(run_directory / "metrics.jsonl", after_step, failures)
         self._board = _Board(run_directory / "tensorboard", max(after_step + 1, 0), failures)
         self.notes = self._lines.notes
-        if self._lines.last_step < after_step:
-            self.notes += (f"metrics.jsonl holds no step from {self._lines.last_step + 1} to {after_step} any more.",)
+        if missing := self._lines.steps.missing(after_step):
+            self.notes += (f"metrics.jsonl holds no {missing} any more.",)
 
     def write(self, record: dict[str, Any]) -> None:
         """Appends a record; non-finite numbers become null."""

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from maxtext_lite.reporting.records import Records, record_text
+from maxtext_lite.reporting.records import Records, Steps, record_text
 
 
 def read(path):
@@ -41,3 +41,15 @@ def test_a_record_is_written_as_json_has_it():
         "step": 1, "loss": None, "phases": [["train", None, 0.5]], "name": "é"
     }  # fmt: skip
     assert record_text({"step": 1, "loss": 0.1}) == '{"step": 1, "loss": 0.1}\n'
+
+
+@pytest.mark.parametrize(
+    ("steps", "missing"),
+    [([], "step 1 to 9"), (range(1, 10), ""), ([1, 2, 2, 1, 3, 4, 5, 6, 7, 8, 9, 12], ""),
+     ([9, 3, 1, 4, 2], "step 5 to 8"), ([2, 4, 5, 9], "step 1, 3, 6 to 8")],
+)  # fmt: skip
+def test_steps_that_are_missing_are_named(steps, missing):
+    found = Steps()
+    for step in steps:
+        found.add(step)
+    assert found.missing(9) == missing

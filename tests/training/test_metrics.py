@@ -41,7 +41,10 @@ def test_a_damaged_line_in_the_middle_costs_no_other_line_and_is_told(damaged, t
     log = MetricsLog(tmp_path, 5, Failures())
     log.close()
     assert (tmp_path / "metrics.jsonl").read_bytes() == b"\n".join([*lines[:2], *lines[3:5]]) + b"\n"
-    assert log.notes == ("metrics.jsonl: 1 of 6 lines are left out, as they hold no step: 3.",)
+    assert log.notes == (
+        "metrics.jsonl: 1 of 6 lines are left out, as they hold no step: 3.",
+        "metrics.jsonl holds no step 3 any more.",
+    )
 
 
 def test_numbers_that_json_does_not_have_become_null(tmp_path):
@@ -54,10 +57,19 @@ def test_numbers_that_json_does_not_have_become_null(tmp_path):
 
 def test_lines_that_are_gone_are_told(tmp_path):
     with contextlib.closing(MetricsLog(tmp_path, 9, Failures())) as log:
-        assert log.notes == ("metrics.jsonl holds no step from 1 to 9 any more.",)
-        log.write({"step": 9})
+        assert log.notes == ("metrics.jsonl holds no step 1 to 9 any more.",)
+        log.write({"step": 9, "loss": 1.0})
     with contextlib.closing(MetricsLog(tmp_path, 9, Failures())) as log:
-        assert log.notes == ()
+        assert log.notes == ("metrics.jsonl holds no step 1 to 8 any more.",)
+
+
+@pytest.mark.parametrize("instead", [{"step": 2, "loss": 9.0}, {"step": 7, "loss": 9.0}, {"step": 3, "eval_loss": 1.0}])
+def test_a_step_whose_line_is_another_now_is_told(instead, tmp_path):
+    lines = [{"step": step, "loss": 1.0} for step in range(1, 9)]
+    lines[2] = instead
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with contextlib.closing(MetricsLog(tmp_path, 8, Failures())) as log:
+        assert log.notes == ("metrics.jsonl holds no step 3 any more.",)
 
 
 def test_what_is_no_file_of_lines_is_one_sentence(tmp_path):
