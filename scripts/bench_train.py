@@ -1,11 +1,16 @@
 """Times the train step in target tokens a second, beside peers where they are installed, and prints ratios as JSON.
 
     python scripts/bench_train.py                       the 4-layer, d=256 Llama of docs/performance.md, on any device
-    python scripts/bench_train.py --model 1b            a 1B-class Llama at 4,096 tokens in bfloat16, for an accelerator
+    python scripts/bench_train.py --model 1b --apart    a 1B-class Llama at 4,096 tokens in bfloat16, for an accelerator
+    python scripts/bench_train.py --model 8b --apart    Llama 3 8B at 8,192 tokens: 130 GB of weights and
+                                                        optimizer state; --layers 12 of its 32 need 60 GB
 
-Subjects take turns within one run, so that a slow minute of the machine falls on all of them. `plain` is the same
-model written by hand without any of our kernels; `torch` is transformers' Llama. `loop_overhead` is the whole
-training loop (data, metrics, logging) over the bare compiled step, less 1, both by their medians.
+Subjects take turns within one run, so that a slow minute of the machine falls on all of them; with --apart each has a
+process of its own, one after the other, where the device's memory holds one only. `plain` is the same model written by
+hand without any of our kernels; `torch` is transformers' Llama, by torch.compile on a GPU, where its attention is a
+flash kernel. `mfu` counts the FLOPs of the model, recomputation left out, by both conventions: attention's full square,
+and half of it, as a causal mask needs. `loop_overhead` is the whole training loop (data, metrics, logging) over the
+bare compiled step, less 1, both by their medians.
 """
 
 import argparse
@@ -15,10 +20,14 @@ import json
 import os
 import platform
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -44,10 +53,18 @@ class Workload:
         """Target tokens of a step."""
         return self.batch * self.length
 
+    def flops(self, *, causal: bool) -> float:
+        """Model FLOPs of a step: 6 per weight of a matmul and token, and attention's full square, or half of it."""
+        width, kv_width = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        layer = self.emb * (2 * width + 2 * kv_width) + 3 * self.emb * self.mlp
+        attention = 12 * width * self.length / (2 if causal else 1)
+        return self.tokens * (6 * (self.layers * layer + self.emb * self.vocab) + self.layers * attention)
+
 
 WORKLOADS = {
     "small": Workload(4, 256, 4, 4, 64, 768, 8192, 512, 8, "minimal", 8),
     "1b": Workload(16, 2048, 16, 8, 128, 8192, 32768, 4096, 4, "save_qkv_proj", 8),
+    "8b": Workload(32, 4096, 32, 8, 128, 14336, 128256, 8192, 1, "full", -1),
 }
 
 Step = Callable[[], None]
@@ -183,6 +200,8 @@ def torch_peer(work: Workload, dtype: str) -> Step:
     )
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config).to(device)
+    if device == "cuda":
+        model = torch.compile(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1)
     ids = torch.randint(0, work.vocab, (work.batch, work.length), device=device)
 
@@ -229,59 +248,98 @@ def summary(work: Workload, seconds: list[float]) -> dict[str, float]:
     return {"min": round(min(rates), 1), "median": round(statistics.median(rates), 1), "max": round(max(rates), 1)}
 
 
-def main() -> None:
-    """Runs the bench and prints one JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=WORKLOADS, default="small")
-    parser.add_argument("--dtypes", default=None, help="float32,bfloat16 (default for small) or bfloat16 (for 1b)")
-    parser.add_argument("--subjects", default=None, help=f"of {', '.join(SUBJECTS)}; default: what is installed")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--no-loop", action="store_true", help="leave out loop_overhead")
-    arguments = parser.parse_args()
-    work = WORKLOADS[arguments.model]
-    dtypes = (arguments.dtypes or ("bfloat16" if arguments.model == "1b" else "float32,bfloat16")).split(",")
-    names = (arguments.subjects or ",".join(SUBJECTS)).split(",")
-
+def measured(
+    work: Workload, dtypes: Sequence[str], names: Sequence[str], repeats: int, *, loop: bool
+) -> dict[str, Any]:
+    """The report of subjects that take turns."""
     import jax
 
-    report = {
-        "workload": dataclasses.asdict(work),
-        "platform": platform.platform(),
-        "cores": os.cpu_count(),
-        "device": jax.devices()[0].device_kind,
-        "versions": {},
-        "tokens_per_second": {},
-        "ratio_to": {},
-    }
-    for package in ("jax", "jaxlib", "flax", "optax", "numpy", "torch", "transformers"):
-        try:
-            report["versions"][package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            names = [name for name in names if not (name == "torch" and package in ("torch", "transformers"))]
+    from maxtext_lite.batching.devices import device_of_kind
+
+    kind = jax.devices()[0].device_kind
+    device = device_of_kind(kind)
+    report: dict[str, Any] = {"device": kind, "tokens_per_second": {}, "mfu": {}}
     for dtype in dtypes:
         steps = {name: SUBJECTS[name](work, dtype) for name in names}
         seconds: dict[str, list[float]] = {name: [] for name in names}
         for run in steps.values():
             run()
-        for _ in range(arguments.repeats):
+        for _ in range(repeats):
             for name, run in steps.items():
                 started = time.perf_counter()
                 run()
                 seconds[name].append(time.perf_counter() - started)
         del steps
         report["tokens_per_second"][dtype] = {name: summary(work, times) for name, times in seconds.items()}
-        if "ours" in names:
-            best = {name: min(times) for name, times in seconds.items()}
-            report["ratio_to"][dtype] = {name: round(best[name] / best["ours"], 3) for name in names if name != "ours"}
-            if not arguments.no_loop:
-                from contextlib import redirect_stdout
+        if device is not None and (peak := device.peak(dtype)):
+            report["mfu"][dtype] = {
+                name: {
+                    convention: round(work.flops(causal=convention == "causal") / min(times) / peak, 4)
+                    for convention in ("full_attention", "causal")
+                }
+                for name, times in seconds.items()
+            }
+        if loop and "ours" in names:
+            with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
+                of_loop = statistics.median(loop_seconds(work, dtype, repeats))
+            overhead = of_loop / statistics.median(seconds["ours"]) - 1
+            report.setdefault("loop_overhead", {})[dtype] = round(overhead, 4)
+    return report
 
-                with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
-                    loop = loop_seconds(work, dtype, arguments.repeats)
-                report.setdefault("loop_overhead", {})[dtype] = round(
-                    statistics.median(loop) / statistics.median(seconds["ours"]) - 1, 4
-                )
-    print(json.dumps(report, indent=2))
+
+def measured_apart(arguments: argparse.Namespace, dtypes: Sequence[str], names: Sequence[str]) -> dict[str, Any]:
+    """The same report of subjects that have a process each, one after the other."""
+    report: dict[str, Any] = {}
+    for name in names:
+        command = [sys.executable, __file__, "--model", arguments.model, "--repeats", str(arguments.repeats)]
+        command += ["--dtypes", ",".join(dtypes), "--subjects", name, *["--no-loop"] * arguments.no_loop]
+        command += [] if arguments.layers is None else ["--layers", str(arguments.layers)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        found = json.loads(done.stdout)
+        report.setdefault("device", found["device"])
+        for part in ("tokens_per_second", "mfu"):
+            for dtype, of_names in found[part].items():
+                report.setdefault(part, {}).setdefault(dtype, {}).update(of_names)
+        if "loop_overhead" in found:
+            report["loop_overhead"] = found["loop_overhead"]
+    return report
+
+
+def main() -> None:
+    """Runs the bench and prints one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=WORKLOADS, default="small")
+    parser.add_argument("--layers", type=int, default=None, help="that many of the model's layers")
+    parser.add_argument("--dtypes", default=None, help="default: float32,bfloat16 for small, bfloat16 for the others")
+    parser.add_argument("--subjects", default=None, help=f"of {', '.join(SUBJECTS)}; default: what is installed")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--no-loop", action="store_true", help="leave out loop_overhead")
+    parser.add_argument("--apart", action="store_true", help="a process for each subject")
+    arguments = parser.parse_args()
+    work = WORKLOADS[arguments.model]
+    if arguments.layers is not None:
+        work = dataclasses.replace(work, layers=arguments.layers)
+    dtypes = (arguments.dtypes or ("float32,bfloat16" if arguments.model == "small" else "bfloat16")).split(",")
+    versions = {}
+    for package in ("jax", "jaxlib", "flax", "optax", "numpy", "torch", "transformers", "tokamax"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    has_peer = {"torch", "transformers"} <= set(versions)
+    names = [name for name in (arguments.subjects or ",".join(SUBJECTS)).split(",") if name != "torch" or has_peer]
+    if arguments.apart:
+        report = measured_apart(arguments, dtypes, names)
+    else:
+        report = measured(work, dtypes, names, arguments.repeats, loop=not arguments.no_loop)
+    fastest = {
+        dtype: {name: rate["max"] for name, rate in of.items()} for dtype, of in report["tokens_per_second"].items()
+    }
+    if "ours" in names:
+        report["ratio_to"] = {
+            dtype: {name: round(of["ours"] / of[name], 3) for name in names if name != "ours"}
+            for dtype, of in fastest.items()
+        }
+    about = {"workload": dataclasses.asdict(work), "platform": platform.platform(), "cores": os.cpu_count()}
+    print(json.dumps(about | {"versions": versions} | report, indent=2))
 
 
 if __name__ == "__main__":
