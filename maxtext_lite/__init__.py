@@ -12,4 +12,6 @@ if runs_a_command(sys.orig_argv):  # a mere import leaves the process as it is
 from maxtext_lite.batching import make_plan
 from maxtext_lite.config import load_config
 
-__all__ = ["load_config", "make_plan"]
+__all__ = ["__version__", "load_config", "make_plan"]
+
+__version__ = "0.1.0"

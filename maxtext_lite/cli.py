@@ -10,6 +10,7 @@ from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from maxtext_lite import __version__
 from maxtext_lite.config import RLRunConfig, UserError, parse_value
 from maxtext_lite.config.errors import WrongKind, did_you_mean, echoed, value_text
 from maxtext_lite.config.hints import key_hint, words_hint, words_meant
@@ -95,13 +96,11 @@ def version_text() -> str:
     """`maxtext_lite 0.1.0 (jax 0.10.2, Python 3.11.2)`, without importing any of them."""
     from importlib.metadata import PackageNotFoundError, version
 
-    def of(package: str) -> str:
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            return "not installed"
-
-    return f"maxtext_lite {of('maxtext-lite')} (jax {of('jax')}, Python {sys.version.split()[0]})"
+    try:
+        of_jax = version("jax")
+    except PackageNotFoundError:
+        of_jax = "not installed"
+    return f"maxtext_lite {__version__} (jax {of_jax}, Python {sys.version.split()[0]})"
 
 
 def config_arguments(parser: ArgumentParser) -> None:

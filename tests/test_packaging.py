@@ -11,10 +11,12 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import maxtext_lite
 from maxtext_lite.config import packaged_directory, packaged_file
 from tests.source_tree import PACKAGE, REPOSITORY, imports, modules
 
@@ -60,7 +62,16 @@ def test_the_wheel_holds_the_configs_the_assets_and_the_style_of_reports(wheel: 
         assert f"maxtext_lite/{file.relative_to(REPOSITORY).as_posix()}" in names
     for file in (PACKAGE / "assets").iterdir():
         assert f"maxtext_lite/assets/{file.name}" in names
-    assert {"maxtext_lite/reporting/page.css", "maxtext_lite/reporting/page.js"} <= names
+    assert {"maxtext_lite/reporting/page.css", "maxtext_lite/reporting/page.js", "maxtext_lite/py.typed"} <= names
+
+
+def test_the_version_is_stated_once_and_followed(wheel: zipfile.ZipFile):
+    assert "version" in PROJECT["dynamic"]
+    assert any(name.startswith(f"maxtext_lite-{maxtext_lite.__version__}.dist-info/") for name in wheel.namelist())
+    citation = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["version"] == maxtext_lite.__version__
+    changes = (REPOSITORY / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert re.findall(r"^## ([\d.]+)", changes, re.MULTILINE)[0] == maxtext_lite.__version__
 
 
 def test_the_wheel_holds_every_module_and_nothing_else(wheel: zipfile.ZipFile):

@@ -1,4 +1,4 @@
-"""Every command of README.md runs as written, in order, in an empty folder, and prints what the page says.
+"""Every command of README.md, then of docs/running.md, runs as written, in order, and prints what its page says.
 
 A block of commands is ```bash. A comment on the line before may say `<!-- not run: WHY -->` or `<!-- exit code N -->`.
 A ```text block after `<!-- output -->` is what the block before it prints, to the letter.
@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from maxtext_lite.cli import COMMANDS
 from tests.conftest import QUICK_COMPILATION
 from tests.source_tree import REPOSITORY
 
-README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+PAGES = {name: (REPOSITORY / name).read_text(encoding="utf-8") for name in ("README.md", "docs/running.md")}
 BLOCK = re.compile(
     r"(?:^<!-- (?P<note>[^\n]*?) -->\n)?^```(?P<language>\w+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
 )
@@ -33,7 +34,7 @@ class Commands:
     output: str | None = None
 
 
-def blocks(page: str = README) -> list[Commands]:
+def blocks(page: str) -> list[Commands]:
     found: list[Commands] = []
     for match in BLOCK.finditer(page):
         note = match["note"] or ""
@@ -56,9 +57,9 @@ def environment() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder in which all commands of the page have run, in their order."""
+    """The folder in which all commands of the pages have run, in their order."""
     folder = tmp_path_factory.mktemp("readme")
-    for block in blocks():
+    for name, block in [(name, block) for name, page in PAGES.items() for block in blocks(page)]:
         result = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", block.text],
             cwd=folder,
@@ -69,16 +70,25 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
             text=True,
             timeout=600,
         )
-        said = f"README.md:{block.line} exited with {result.returncode} and printed\n{result.stdout}"
+        said = f"{name}:{block.line} exited with {result.returncode} and printed\n{result.stdout}"
         assert result.returncode == block.exit_code, said
         if block.output is not None:
             assert result.stdout == block.output, said
     return folder
 
 
-def test_every_command_of_the_readme_runs_and_prints_what_the_page_says(ran: Path):
-    assert len(blocks()) >= 6
-    assert (ran / "runs").is_dir()
+def test_every_command_runs_and_prints_what_its_page_says(ran: Path):
+    assert [len(blocks(page)) for page in PAGES.values()] == [3, 6]
+    assert (ran / "runs" / "first" / "report.html").is_file()
+    assert (ran / "first-hf" / "model.safetensors").is_file()
+
+
+@pytest.mark.fast
+def test_the_readme_shows_every_command_and_stays_short():
+    commands = {path.stem for path in (REPOSITORY / "maxtext_lite").glob("*.py")} & set(COMMANDS)
+    assert commands == set(COMMANDS)
+    assert set(re.findall(r"^python -m maxtext_lite\.(\w+)", PAGES["README.md"], re.MULTILINE)) == commands
+    assert PAGES["README.md"].count("\n") <= 120
 
 
 def training_steps(run_directory: Path) -> list[dict]:
@@ -87,18 +97,18 @@ def training_steps(run_directory: Path) -> list[dict]:
     return [line for line in lines if "loss" in line]
 
 
-def test_the_run_of_the_readme_has_each_step_once_after_it_was_resumed(ran: Path):
+def test_the_run_of_the_page_has_each_step_once_after_it_was_resumed(ran: Path):
     assert [line["step"] for line in training_steps(ran / "runs" / "tiny")] == list(range(1, 31))
 
 
-def test_the_run_directory_holds_what_the_readme_lists(ran: Path):
-    (sentence,) = re.findall(r"^A run lives in `base_output_directory/run_name`: (.*)$", README, re.MULTILINE)
+def test_the_run_directory_holds_what_the_page_lists(ran: Path):
+    (sentence,) = re.findall(r"^A run lives in `base_output_directory/run_name`: (.*)$", PAGES["docs/running.md"], re.MULTILINE)
     listed = set(re.findall(r"`([^`]+)`", sentence))
     assert listed
     assert {name for name in listed if not (ran / "runs" / "tiny" / name).exists()} == set()
 
 
-def test_eight_simulated_devices_give_the_losses_of_one_as_the_readme_says(ran: Path):
+def test_eight_simulated_devices_give_the_losses_of_one_as_the_page_says(ran: Path):
     one = training_steps(ran / "runs" / "tiny")[:20]  # the other ten have another learning rate
     eight = training_steps(ran / "runs" / "tiny-on-eight")
     assert len(one) == len(eight) == 20
@@ -108,12 +118,16 @@ def test_eight_simulated_devices_give_the_losses_of_one_as_the_readme_says(ran: 
     assert losses_of_eight == pytest.approx(losses_of_one, rel=1e-4)
 
 
-@pytest.mark.fast
-def test_every_link_of_the_readme_leads_to_a_file():
-    links = re.findall(r"\]\(([^)#]+)\)", README)
-    missing = [link for link in links if "://" not in link and not (REPOSITORY / link).exists()]
+@pytest.mark.parametrize(
+    "page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/running.md", "docs/architecture.md"]
+)
+def test_every_link_leads_to_a_file(page: str):
+    path = REPOSITORY / page
+    links = re.findall(r"\]\(([^)#]+)\)", path.read_text(encoding="utf-8"))
+    missing = [link for link in links if "://" not in link and not (path.parent / link).exists()]
+    assert links
     assert not missing
 
 
-def test_no_figure_of_the_readme_is_left_to_be_measured():
-    assert "TODO" not in README
+def test_no_figure_is_left_to_be_measured():
+    assert not [name for name, page in PAGES.items() if "TODO" in page]
