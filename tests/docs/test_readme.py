@@ -102,7 +102,9 @@ def test_the_run_of_the_page_has_each_step_once_after_it_was_resumed(ran: Path):
 
 
 def test_the_run_directory_holds_what_the_page_lists(ran: Path):
-    (sentence,) = re.findall(r"^A run lives in `base_output_directory/run_name`: (.*)$", PAGES["docs/running.md"], re.MULTILINE)
+    (sentence,) = re.findall(
+        r"^A run lives in `base_output_directory/run_name`: (.*)$", PAGES["docs/running.md"], re.MULTILINE
+    )
     listed = set(re.findall(r"`([^`]+)`", sentence))
     assert listed
     assert {name for name in listed if not (ran / "runs" / "tiny" / name).exists()} == set()
