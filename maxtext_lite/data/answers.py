@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from maxtext_lite.config import DataConfig, UserError
-from maxtext_lite.data.conversations import ANSWERED, COMPARED, Answered, Writer, Written
+from maxtext_lite.data.conversations import DPO_FIELDS, SFT_FIELDS, Rendered, Renderer, Tokenized
 from maxtext_lite.data.files import find_files, json_lines
 from maxtext_lite.data.packing import FIELDS, REFERENCE, FilledRows, fill_rows
 from maxtext_lite.data.tokenizer import Tokenizer
@@ -33,12 +33,12 @@ class Sequences:
     starts: np.ndarray
 
     @classmethod
-    def of(cls, answered: Sequence[Answered]) -> Sequences:
+    def of(cls, tokenized: Sequence[Tokenized]) -> Sequences:
         """These sequences, in their order."""
-        lengths = [len(each.token_ids) for each in answered]
+        lengths = [len(each.token_ids) for each in tokenized]
         return cls(
-            np.concatenate([np.zeros(0, np.int32), *(each.token_ids for each in answered)]),
-            np.concatenate([np.zeros(0, bool), *(each.is_answer for each in answered)]),
+            np.concatenate([np.zeros(0, np.int32), *(each.token_ids for each in tokenized)]),
+            np.concatenate([np.zeros(0, bool), *(each.is_answer for each in tokenized)]),
             np.cumsum([0, *lengths], dtype=np.int64),
         )
 
@@ -201,14 +201,14 @@ def open_answers(
     Raises:
       UserError: a file is missing or a line is not one, or nothing is left to train on or to hold out.
     """
-    writer = Writer(config, tokenizer, begins_as_elsewhere=begins_as_elsewhere)
-    lines = list(_read_lines(config, writer, "dataset_path", config.dataset_path))
+    renderer = Renderer(config, tokenizer, begins_as_elsewhere=begins_as_elsewhere)
+    lines = list(_read_lines(config, renderer, "dataset_path", config.dataset_path))
 
     def source(lines: Sequence[_Line], key: str) -> AnswerSource | PairSource:
-        return _source(config, tokenizer, writer, lines, f"{key}={getattr(config, key)!r}")
+        return _source(config, tokenizer, renderer, lines, f"{key}={getattr(config, key)!r}")
 
     if config.eval_dataset_path:
-        held_out = list(_read_lines(config, writer, "eval_dataset_path", config.eval_dataset_path))
+        held_out = list(_read_lines(config, renderer, "eval_dataset_path", config.eval_dataset_path))
         return source(lines, "dataset_path"), source(held_out, "eval_dataset_path")
     if config.eval_fraction == 0:
         return source(lines, "dataset_path"), None
@@ -222,27 +222,27 @@ def open_answers(
     return source(lines[:-count], "dataset_path"), source(lines[-count:], "dataset_path")
 
 
-_Line = tuple[Written, ...] | None
+_Line = tuple[Rendered, ...] | None
 """The texts of a line, one for SFT and two for DPO; None for a pair whose answers are the same."""
 
 
-def _read_lines(config: DataConfig, writer: Writer, key: str, path: str) -> Iterator[_Line]:
+def _read_lines(config: DataConfig, renderer: Renderer, key: str, path: str) -> Iterator[_Line]:
     for name, file in find_files(key, path):
         if name.endswith((".txt", ".txt.gz")):
             raise UserError(f"{key}={path!r}: dataset_type={config.dataset_type} reads .jsonl files, not {name!r}.")
         if config.dataset_type == "sft":
-            for where, value in json_lines(name, file, wanted=ANSWERED):
-                yield (writer.answered(where, value),)
+            for where, value in json_lines(name, file, wanted=SFT_FIELDS):
+                yield (renderer.sft_text(where, value),)
         else:
-            for where, value in json_lines(name, file, wanted=COMPARED):
+            for where, value in json_lines(name, file, wanted=DPO_FIELDS):
                 same = "chosen" in value and value["chosen"] == value.get("rejected")
-                yield None if same else writer.compared(where, value)
+                yield None if same else renderer.dpo_texts(where, value)
 
 
 def _source(
-    config: DataConfig, tokenizer: Tokenizer, writer: Writer, lines: Sequence[_Line], named: str
+    config: DataConfig, tokenizer: Tokenizer, renderer: Renderer, lines: Sequence[_Line], named: str
 ) -> AnswerSource | PairSource:
-    kept, notes = _fitted(config, writer, lines)
+    kept, notes = _fitted(config, renderer, lines)
     if not kept:
         raise UserError(f"{named} has no answer to learn from. {' '.join(notes)}".rstrip())
     columns = [Sequences.of(column) for column in zip(*kept, strict=True)]
@@ -257,8 +257,8 @@ def _source(
 
 
 def _fitted(
-    config: DataConfig, writer: Writer, lines: Sequence[_Line]
-) -> tuple[list[tuple[Answered, ...]], tuple[str, ...]]:
+    config: DataConfig, renderer: Renderer, lines: Sequence[_Line]
+) -> tuple[list[tuple[Tokenized, ...]], tuple[str, ...]]:
     """The tokens of each line that has an answer in the row, and sentences about those that do not fit.
 
     Raises:
@@ -266,16 +266,16 @@ def _fitted(
     """
     most = config.max_target_length + 1  # the last token is a target only
     counts: dict[str, int] = dict.fromkeys(("long", "without", "cut", "same"), 0)
-    kept: list[tuple[Answered, ...]] = []
+    kept: list[tuple[Tokenized, ...]] = []
     texts = [line for line in lines if line is not None]
     counts["same"] = len(lines) - len(texts)
     for first in range(0, len(texts), _LINES_PER_ENCODING):
         some = texts[first : first + _LINES_PER_ENCODING]
-        tokens = iter(writer.tokens([written for line in some for written in line]))
+        tokens = iter(renderer.tokens([rendered for line in some for rendered in line]))
         for line in some:
-            answered = tuple(next(tokens) for _ in line)
-            longest = max(len(each.token_ids) for each in answered)
-            counts["cut"] += sum(each.num_cut for each in answered)
+            tokenized = tuple(next(tokens) for _ in line)
+            longest = max(len(each.token_ids) for each in tokenized)
+            counts["cut"] += sum(each.num_cut for each in tokenized)
             if longest > most:
                 if config.long_examples == "refuse":
                     raise UserError(
@@ -286,16 +286,16 @@ def _fitted(
                 counts["long"] += 1
                 if config.long_examples == "drop":
                     continue
-                answered = tuple(_first_tokens(each, most) for each in answered)
-            if all(each.is_answer[1:].any() for each in answered):
-                kept.append(answered)
+                tokenized = tuple(_first_tokens(each, most) for each in tokenized)
+            if all(each.is_answer[1:].any() for each in tokenized):
+                kept.append(tokenized)
             else:
                 counts["without"] += 1
     return kept, _sentences(config, len(lines), counts)
 
 
-def _first_tokens(answered: Answered, most: int) -> Answered:
-    return answered._replace(token_ids=answered.token_ids[:most], is_answer=answered.is_answer[:most])
+def _first_tokens(tokenized: Tokenized, most: int) -> Tokenized:
+    return tokenized._replace(token_ids=tokenized.token_ids[:most], is_answer=tokenized.is_answer[:most])
 
 
 def _sentences(config: DataConfig, num_lines: int, counts: Mapping[str, int]) -> tuple[str, ...]:

@@ -19,19 +19,19 @@ from maxtext_lite.data.files import check_unicode
 from maxtext_lite.data.tokenizer import PlacedTokens, Tokenizer
 
 ROLES = ("system", "user", "assistant")
-ANSWERED = '"messages", or "prompt" and "completion"'
+SFT_FIELDS = '"messages", or "prompt" and "completion"'
 """What a line for SFT has."""
-COMPARED = '"chosen" and "rejected", with their "prompt"'
+DPO_FIELDS = '"chosen" and "rejected", with their "prompt"'
 """What a line for DPO has."""
 
 
-class Written(NamedTuple):
+class Rendered(NamedTuple):
     """A text with the stretches of it that are answers.
 
     Attributes:
       where: file and line.
       answers: first character, and the one after the last, of each.
-      is_plain: no chat template wrote it: tokens of the tokenizer's own go before it, and end-of-text after it.
+      is_plain: no chat template rendered it: tokens of the tokenizer's own go before it, and end-of-text after it.
     """
 
     where: str
@@ -40,7 +40,7 @@ class Written(NamedTuple):
     is_plain: bool
 
 
-class Answered(NamedTuple):
+class Tokenized(NamedTuple):
     """The tokens of a text.
 
     Attributes:
@@ -54,8 +54,8 @@ class Answered(NamedTuple):
     num_cut: int
 
 
-class Writer:
-    """What makes texts of lines; the chat template is looked for when the first turns come.
+class Renderer:
+    """Renders lines as texts; the chat template is looked for when the first turns come.
 
     Args:
       begins_as_elsewhere: a plain text begins with the tokens that the tokenizer's own template puts there, as texts
@@ -67,11 +67,11 @@ class Writer:
         self._template: ChatTemplate | None = None
         self._begin = _beginning(tokenizer) if begins_as_elsewhere else np.zeros(0, np.int32)
 
-    def answered(self, where: str, value: Mapping[str, Any]) -> Written:
+    def sft_text(self, where: str, value: Mapping[str, Any]) -> Rendered:
         """The text of a line for SFT.
 
         Raises:
-          UserError: the line is not one, or its turns cannot be written; names `where`.
+          UserError: the line is not one, or its turns cannot be rendered; names `where`.
         """
         if "messages" in value:
             turns = _turns(where, "messages", value["messages"])
@@ -82,15 +82,15 @@ class Writer:
             return self._conversation(where, [*turns, *_turns(where, "completion", completion)], len(turns))
         if isinstance(prompt, str) and isinstance(completion, str):
             return _plain(where, prompt, completion, "completion")
-        raise UserError(f"{where}: not a JSON object with {ANSWERED}, both texts or both lists of turns.")
+        raise UserError(f"{where}: not a JSON object with {SFT_FIELDS}, both texts or both lists of turns.")
 
-    def compared(self, where: str, value: Mapping[str, Any]) -> tuple[Written, Written]:
+    def dpo_texts(self, where: str, value: Mapping[str, Any]) -> tuple[Rendered, Rendered]:
         """The texts of a line for DPO: with the chosen answer, and with the rejected one.
 
         Where the two are lists of turns and there is none under "prompt", the prompt is the turns that both begin with.
 
         Raises:
-          UserError: the line is not one, or its turns cannot be written; names `where`.
+          UserError: the line is not one, or its turns cannot be rendered; names `where`.
         """
         prompt, chosen, rejected = (value.get(key) for key in ("prompt", "chosen", "rejected"))
         if isinstance(chosen, list) and isinstance(rejected, list):
@@ -103,51 +103,51 @@ class Writer:
             )
         if isinstance(prompt, str) and isinstance(chosen, str) and isinstance(rejected, str):
             return _plain(where, prompt, chosen, "chosen"), _plain(where, prompt, rejected, "rejected")
-        raise UserError(f"{where}: not a JSON object with {COMPARED}, all texts or all lists of turns.")
+        raise UserError(f"{where}: not a JSON object with {DPO_FIELDS}, all texts or all lists of turns.")
 
-    def asked(self, where: str, key: str, value: str | Sequence[Any]) -> Written:
+    def prompt_text(self, where: str, key: str, value: str | Sequence[Any]) -> Rendered:
         """The text of a prompt that an answer follows: of turns, the last one being the user's, or as it stands.
 
         Args:
           key: what the line calls it.
         Raises:
-          UserError: it is none, or its turns cannot be written; names `where`.
+          UserError: it is none, or its turns cannot be rendered; names `where`.
         """
         if isinstance(value, str):
             check_unicode(where, key, value)
-            return Written(where, value, (), True)
+            return Rendered(where, value, (), True)
         turns = _turns(where, key, value)
         _check_order(where, turns)
         if turns[-1]["role"] != "user":
             raise UserError(f"{where}: the last turn of \"{key}\" is the {turns[-1]['role']}'s, not the user's.")
-        return Written(where, self._render(where, turns, answer_follows=True), (), False)
+        return Rendered(where, self._render(where, turns, answer_follows=True), (), False)
 
-    def asked_tokens(self, written: Sequence[Written]) -> list[np.ndarray]:
+    def prompt_tokens(self, rendered: Sequence[Rendered]) -> list[np.ndarray]:
         """The tokens of prompts, int32 [number of tokens] each; as `tokens` has them before an answer."""
         nothing, end = self._begin[:0], np.array([self._tokenizer.end_of_text_id], np.int32)
-        texts = self._tokenizer.encode_documents([each.text for each in written])
-        pieces = zip((self._begin if each.is_plain else nothing for each in written), texts, strict=True)
+        texts = self._tokenizer.encode_documents([each.text for each in rendered])
+        pieces = zip((self._begin if each.is_plain else nothing for each in rendered), texts, strict=True)
         return [np.concatenate([begin, text]) if len(begin) + len(text) else end for begin, text in pieces]
 
-    def tokens(self, written: Sequence[Written]) -> list[Answered]:
+    def tokens(self, rendered: Sequence[Rendered]) -> list[Tokenized]:
         """The tokens of texts."""
-        placed = self._tokenizer.encode_placed([each.text for each in written])
-        return [self._answered(*both) for both in zip(written, placed, strict=True)]
+        placed = self._tokenizer.encode_placed([each.text for each in rendered])
+        return [self._tokenized(*both) for both in zip(rendered, placed, strict=True)]
 
-    def _answered(self, written: Written, placed: PlacedTokens) -> Answered:
+    def _tokenized(self, rendered: Rendered, placed: PlacedTokens) -> Tokenized:
         is_answer = np.zeros(len(placed.token_ids), bool)
         num_cut = 0
-        for start, stop in written.answers:
+        for start, stop in rendered.answers:
             within = (placed.starts >= start) & (placed.starts < stop) & (placed.stops <= stop)
             touching = (placed.starts < stop) & (placed.stops > start)
             num_cut += int((touching & ~within).any())
-            is_answer |= self._without_what_follows(written.text, placed, within, stop)
-        if not written.is_plain:
-            return Answered(placed.token_ids, is_answer, num_cut)
+            is_answer |= self._without_what_follows(rendered.text, placed, within, stop)
+        if not rendered.is_plain:
+            return Tokenized(placed.token_ids, is_answer, num_cut)
         end = np.array([self._tokenizer.end_of_text_id], np.int32)
         # Of no prompt at all, end-of-text: a text begins after the end of another.
-        begin = self._begin if len(self._begin) or written.answers[0][0] else end
-        return Answered(
+        begin = self._begin if len(self._begin) or rendered.answers[0][0] else end
+        return Tokenized(
             np.concatenate([begin, placed.token_ids, end]),
             np.concatenate([np.zeros(len(begin), bool), is_answer, np.ones(1, bool)]),
             num_cut,
@@ -161,16 +161,16 @@ class Writer:
             within[special[-1] + 1 :] = False
         return within
 
-    def _conversation(self, where: str, turns: list[Turn], first_learned: int) -> Written:
+    def _conversation(self, where: str, turns: list[Turn], first_learned: int) -> Rendered:
         _check_order(where, turns)
         learned = [at for at in range(first_learned, len(turns)) if turns[at]["role"] == "assistant"]
         if not learned:
             raise UserError(f"{where}: there is no answer to learn from: no turn of the assistant.")
-        whole, starts = self._written(where, turns)
+        whole, starts = self._rendered(where, turns)
         answers = None if starts is None else self._places(where, turns, learned, whole, starts)
         if answers is None:
             answers = [self._place(where, turns, at, whole) for at in learned]
-        return Written(where, whole, tuple(answers), False)
+        return Rendered(where, whole, tuple(answers), False)
 
     def _place(self, where: str, turns: list[Turn], at: int, whole: str) -> tuple[int, int]:
         """Where the answer of a turn stands, by what is written of the turns before it, and with it."""
@@ -204,13 +204,13 @@ class Writer:
             return None
         begin, end = before[starts[first] :], after[ends[first] :]
         places = [(starts[at] + len(begin), min(ends[at] + len(end), len(whole))) for at in learned]
-        written = all(
+        as_given = all(
             whole.startswith(begin, starts[at]) and (at == len(turns) - 1 or whole.startswith(end, ends[at]))
             for at in learned
         )
-        return places if written else None
+        return places if as_given else None
 
-    def _written(self, where: str, turns: list[Turn]) -> tuple[str, list[int] | None]:
+    def _rendered(self, where: str, turns: list[Turn]) -> tuple[str, list[int] | None]:
         """See ChatTemplate.turn_starts."""
         with self._named(where):
             return self._found().turn_starts(turns)
@@ -237,12 +237,12 @@ class Writer:
             raise UserError(f"{where}: {error}") from None
 
 
-def _plain(where: str, prompt: str, answer: str, key: str) -> Written:
+def _plain(where: str, prompt: str, answer: str, key: str) -> Rendered:
     for name, text in (("prompt", prompt), (key, answer)):
         check_unicode(where, name, text)
     if not answer:
         raise UserError(f'{where}: "{key}" is empty: there is no answer to learn from.')
-    return Written(where, prompt + answer, ((len(prompt), len(prompt) + len(answer)),), True)
+    return Rendered(where, prompt + answer, ((len(prompt), len(prompt) + len(answer)),), True)
 
 
 def _turns(where: str, key: str, value: Any) -> list[Turn]:

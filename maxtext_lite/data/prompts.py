@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from maxtext_lite.config import RLRunConfig, UserError
 from maxtext_lite.config.rl_rules import ANSWER_REWARDS, reward_names
-from maxtext_lite.data.conversations import Writer, Written
+from maxtext_lite.data.conversations import Rendered, Renderer
 from maxtext_lite.data.files import find_files, json_lines
 from maxtext_lite.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 
@@ -71,7 +71,7 @@ def open_prompts(
 
     Args:
       vocab_size: rows of the embedding table, which the tokenizer must fit; None: the tokenizer's own size.
-      begins_as_elsewhere: see `conversations.Writer`.
+      begins_as_elsewhere: see `conversations.Renderer`.
     Returns:
       (training, held out); the latter is None where eval_fraction is 0 and eval_dataset_path is empty.
     Raises:
@@ -81,7 +81,7 @@ def open_prompts(
     tokenizer = load_tokenizer(config)
     if vocab_size is not None:
         check_vocabulary(tokenizer, vocab_size)
-    asking = _Asking(config, tokenizer, Writer(config, tokenizer, begins_as_elsewhere=begins_as_elsewhere))
+    asking = _Asking(config, tokenizer, Renderer(config, tokenizer, begins_as_elsewhere=begins_as_elsewhere))
     if config.dataset_type == "arithmetic":
         return _open_arithmetic(asking)
     lines = list(_read_lines(asking, "dataset_path", config.dataset_path))
@@ -180,8 +180,8 @@ class ArithmeticPrompts:
     def _prompt(self, number: int, operation: str, a: int, b: int) -> Prompt:
         result = {"+": a + b, "-": a - b, "*": a * b}[operation]
         problem = f"{a}{operation}{b}="
-        written = self._asking.written(f"arithmetic problem {problem}", "prompt", problem)
-        (token_ids,) = self._asking.writer.asked_tokens([written])
+        rendered = self._asking.rendered(f"arithmetic problem {problem}", "prompt", problem)
+        (token_ids,) = self._asking.renderer.prompt_tokens([rendered])
         most = self._asking.config.max_prefill_predict_length
         if len(token_ids) > most:
             raise UserError(
@@ -189,7 +189,7 @@ class ArithmeticPrompts:
                 f"max_prefill_predict_length={most}. Use a smaller arithmetic_largest or prompt_template. "
                 f"{_longer(self._asking.config, len(token_ids))}."
             )
-        return Prompt(number, written.text, tuple(token_ids.tolist()), {"answer": str(result)})
+        return Prompt(number, rendered.text, tuple(token_ids.tolist()), {"answer": str(result)})
 
 
 def num_problems(config: RLRunConfig) -> int:
@@ -202,18 +202,18 @@ class _Asking(NamedTuple):
 
     config: RLRunConfig
     tokenizer: Tokenizer
-    writer: Writer
+    renderer: Renderer
 
-    def written(self, where: str, key: str, value: str | list[Any]) -> Written:
+    def rendered(self, where: str, key: str, value: str | list[Any]) -> Rendered:
         """The text of a prompt: the template around it, or around what the user says last; then the chat template."""
         template = self.config.prompt_template
         if isinstance(value, str):
             text = template.replace("{prompt}", value)
-            return self.writer.asked(where, key, [_user(text)] if self.config.apply_chat_template else text)
+            return self.renderer.prompt_text(where, key, [_user(text)] if self.config.apply_chat_template else text)
         last = value[-1] if value else None
         if isinstance(last, dict) and isinstance(last.get("content"), str):
             value = [*value[:-1], {**last, "content": template.replace("{prompt}", last["content"])}]
-        return self.writer.asked(where, key, value)
+        return self.renderer.prompt_text(where, key, value)
 
     def content(self) -> Any:
         """A hash that has begun with what all prompts depend on."""
@@ -225,7 +225,7 @@ class _Asking(NamedTuple):
 class _Line(NamedTuple):
     """A prompt that is not tokenized yet, and the fields of its line."""
 
-    written: Written
+    rendered: Rendered
     fields: dict[str, Any]
 
 
@@ -302,7 +302,7 @@ def _line(asking: _Asking, where: str, value: Mapping[str, Any]) -> _Line:
         answer = json.dumps(answer)
     if answer is not None:
         fields["answer"] = answer
-    return _Line(asking.written(where, key, asked), fields)
+    return _Line(asking.rendered(where, key, asked), fields)
 
 
 def _before_the_answer(turns: Any) -> tuple[Any, str | None]:
@@ -330,12 +330,12 @@ def _fitted(asking: _Asking, lines: Sequence[_Line], key: str) -> FilePrompts:
     long: list[tuple[str, int]] = []
     for first in range(0, len(lines), _LINES_PER_ENCODING):
         some = lines[first : first + _LINES_PER_ENCODING]
-        for (written, fields), tokens in zip(some, asking.writer.asked_tokens([w for w, _ in some]), strict=True):
+        for (rendered, fields), tokens in zip(some, asking.renderer.prompt_tokens([w for w, _ in some]), strict=True):
             if len(tokens) > most:
-                long.append((written.where, len(tokens)))
+                long.append((rendered.where, len(tokens)))
                 continue
-            prompts.append(Prompt(len(prompts), written.text, tuple(tokens.tolist()), fields))
-            content.update(json.dumps([written.text, prompts[-1].token_ids, fields], sort_keys=True).encode())
+            prompts.append(Prompt(len(prompts), rendered.text, tuple(tokens.tolist()), fields))
+            content.update(json.dumps([rendered.text, prompts[-1].token_ids, fields], sort_keys=True).encode())
     if long and asking.config.long_examples == "refuse":
         where, count = long[0]
         others = "" if len(long) == 1 else f" ({len(long)} of {len(lines)} lines have more than that)"

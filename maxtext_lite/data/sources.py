@@ -76,7 +76,7 @@ def open_sources(
     Args:
       vocab_size: rows of the embedding table: the tokenizer must fit, and synthetic tokens are drawn below it. None:
         the tokenizer's own size.
-      begins_as_elsewhere: see `conversations.Writer`.
+      begins_as_elsewhere: see `conversations.Renderer`.
     Returns:
       (training, evaluation); evaluation is None where eval_fraction is 0 and eval_dataset_path is empty.
     Raises:

@@ -1,13 +1,21 @@
-"""Charts: which there are, and their values over the x-axes, thinned to what a screen can show."""
+"""Charts: which there are, and their values over the x-axes, downsampled to what a screen can show."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from maxtext_lite.reporting.downsample import (
+    Bucket,
+    Points,
+    at_middles,
+    changes,
+    downsample,
+    make_buckets,
+    running_median,
+)
 from maxtext_lite.reporting.records import EVALUATION_METRICS
 from maxtext_lite.reporting.run_data import Column, Run
 from maxtext_lite.reporting.scales import Scale, short_number, value_scale
-from maxtext_lite.reporting.thinning import Bucket, Points, at_middles, changes, make_buckets, running_median, thin
 
 LEFT, RIGHT, TOP, BOTTOM = 52, 468, 12, 206
 """The frame that lines are drawn in, in the pixels of svg.py."""
@@ -387,7 +395,7 @@ def _points(line: LineSpec, run: Run, column: Column, buckets: Sequence[Bucket])
         errors = run.steps[line.error]
         low = [_with_error(value, error, -1) for value, error in zip(column, errors, strict=True)]
         high = [_with_error(value, error, 1) for value, error in zip(column, errors, strict=True)]
-    points = thin(column, buckets, low=low, high=high)
+    points = downsample(column, buckets, low=low, high=high)
     # The mean of two batch sizes is none: such a line has the value of the row that its position is taken from.
     return Points(at_middles(column, buckets), points.low, points.high) if line.stepped else points
 

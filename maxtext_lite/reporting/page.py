@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from maxtext_lite.reporting.charts import AXES, Board, Chart, make_board
-from maxtext_lite.reporting.facts import NONE, advice, facts, status
 from maxtext_lite.reporting.plan_view import memory_parts, plain, plan_rows
 from maxtext_lite.reporting.records import EVALUATION_METRICS
 from maxtext_lite.reporting.run_data import Run
 from maxtext_lite.reporting.scales import long_number
+from maxtext_lite.reporting.summary import NONE, advice, status, summary
 from maxtext_lite.reporting.svg import chart_svg, color_class
 from maxtext_lite.reporting.timeline_view import timeline_svg
 
@@ -37,7 +37,7 @@ def render_page(runs: Sequence[Run]) -> str:
     data = data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
     body = [
         _header(runs, title),
-        f'<section id="facts">{_facts(runs)}</section>\n',
+        f'<section id="summary">{_summary(runs)}</section>\n',
         _section("Batch size", "advice", _advice(runs)),
         _section("Curves", "curves", _curves(runs, board)),
         _section("Timeline", "timeline", _timelines(runs)),
@@ -94,15 +94,15 @@ def _of_run(number: int, runs: Sequence[Run]) -> str:
     return _swatch(color_class(number, 0, len(runs)))
 
 
-def _facts(runs: Sequence[Run]) -> str:
+def _summary(runs: Sequence[Run]) -> str:
     if len(runs) == 1:
         tiles = (
             f"<div><dt>{_e(name)}</dt><dd>{_e(value)}<small>{_e(remark)}</small></dd></div>"
-            for name, value, remark in facts(runs[0])
+            for name, value, remark in summary(runs[0])
             if value != NONE
         )
         return f'<dl class="tiles">{"".join(tiles)}</dl>'
-    columns = [facts(run) for run in runs]
+    columns = [summary(run) for run in runs]
     rows = [
         (cells[0][0], [f"{_e(value)}<small>{_e(remark)}</small>" for _, value, remark in cells])
         for cells in zip(*columns, strict=True)
@@ -327,7 +327,7 @@ def _environments(runs: Sequence[Run]) -> str:
 
 
 def _flat(environment: Mapping[str, Any]) -> dict[str, str]:
-    """environment.json without nesting: the versions of packages beside the rest, devices left to the facts."""
+    """environment.json without nesting: the versions of packages beside the rest, devices left to the summary."""
     rest = {key: value for key, value in environment.items() if key != "devices"}
     packages = rest.pop("packages") if isinstance(rest.get("packages"), dict) else {}
     return {key: plain(value) for key, value in (rest | packages).items()}

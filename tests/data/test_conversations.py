@@ -8,7 +8,7 @@ import tokenizers
 
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.data.chat import ChatTemplate
-from maxtext_lite.data.conversations import Writer
+from maxtext_lite.data.conversations import Renderer
 from maxtext_lite.data.tokenizer import load_tokenizer
 
 CHATML = (
@@ -59,22 +59,22 @@ def tokenizer_path(tmp_path_factory):
     return directory
 
 
-def writer(path, template=None, tmp_path=None, *keys, elsewhere=False):
+def renderer(path, template=None, tmp_path=None, *keys, elsewhere=False):
     overrides = [f"tokenizer_path={path}", "tokenizer_type=huggingface", "dataset_type=sft", "vocab_size=100000", *keys]
     if template is not None:
         (tmp_path / "t.jinja").write_text(template)
         overrides.append(f"chat_template={tmp_path / 't.jinja'}")
     config = load_config(None, [*overrides, "eval_interval=-1"])
-    return Writer(config, load_tokenizer(config), begins_as_elsewhere=elsewhere)
+    return Renderer(config, load_tokenizer(config), begins_as_elsewhere=elsewhere)
 
 
-def learned(it, written, tokenizer):
-    """The text of each stretch of learned tokens, special tokens written out."""
-    (answered,) = it.tokens([written])
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], answered.is_answer.astype(int), [0]])))
+def learned(it, rendered, tokenizer):
+    """The text of each stretch of learned tokens, special tokens spelled out."""
+    (tokenized,) = it.tokens([rendered])
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], tokenized.is_answer.astype(int), [0]])))
     pieces = zip(edges[::2], edges[1::2], strict=True)
-    texts = [tokenizer.decode(answered.token_ids[a:b].tolist(), skip_special_tokens=False) for a, b in pieces]
-    return texts, tokenizer.decode(answered.token_ids.tolist(), skip_special_tokens=False), answered
+    texts = [tokenizer.decode(tokenized.token_ids[a:b].tolist(), skip_special_tokens=False) for a, b in pieces]
+    return texts, tokenizer.decode(tokenized.token_ids.tolist(), skip_special_tokens=False), tokenized
 
 
 @pytest.fixture(scope="module")
@@ -92,15 +92,15 @@ def plain(tokenizer_path):
     (INSTRUCT, ["  Yes, 東. </s>", " No.</s>"]),
 ], ids=["chatml", "llama3", "instruct"])  # fmt: skip
 def test_answers_are_what_the_assistant_says(template, answers, tokenizer_path, plain, tmp_path):
-    it = writer(tokenizer_path, template, tmp_path)
-    written = it.answered("d:1", {"messages": TURNS, "other": 1})
-    texts, whole, answered = learned(it, written, plain)
+    it = renderer(tokenizer_path, template, tmp_path)
+    rendered = it.sft_text("d:1", {"messages": TURNS, "other": 1})
+    texts, whole, tokenized = learned(it, rendered, plain)
     assert texts == answers
-    assert whole == written.text
-    assert answered.num_cut == 0
+    assert whole == rendered.text
+    assert tokenized.num_cut == 0
     # In lists under prompt and completion, only the turns of the completion are learned.
-    written = it.answered("d:1", {"prompt": TURNS[:4], "completion": TURNS[4:]})
-    assert learned(it, written, plain)[:2] == (answers[1:], whole)
+    rendered = it.sft_text("d:1", {"prompt": TURNS[:4], "completion": TURNS[4:]})
+    assert learned(it, rendered, plain)[:2] == (answers[1:], whole)
     # Of pairs, the answers after what both begin with.
     other = [*TURNS[:4], {"role": "assistant", "content": "Yes."}]
     for value in (
@@ -108,7 +108,7 @@ def test_answers_are_what_the_assistant_says(template, answers, tokenizer_path, 
         {"prompt": "Sure?", "chosen": TURNS, "rejected": other},
         {"prompt": TURNS[:4], "chosen": TURNS[4:], "rejected": other[4:]},
     ):
-        chosen, rejected = it.compared("d:1", value)
+        chosen, rejected = it.dpo_texts("d:1", value)
         assert learned(it, chosen, plain)[:2] == (answers[1:], whole)
         assert learned(it, rejected, plain)[0] == [answers[1].replace("No.", "Yes.")]
 
@@ -127,7 +127,7 @@ LENGTH = "{% if messages|length %}" + CHATML + "{% endif %}"  # writes the same,
 def test_the_places_of_answers_are_those_of_renderings_up_to_each_turn(
     template, system, tokenizer_path, tmp_path, monkeypatch
 ):
-    it = writer(tokenizer_path, template, tmp_path)
+    it = renderer(tokenizer_path, template, tmp_path)
     answers = [{"role": "assistant", "content": f" {'x' * number} "} for number in range(1, 30)]
     asked = [{"role": "user", "content": f"{'y' * (number % 3)}?"} for number in range(1, 30)]
     turns = [*TURNS[:system], *(turn for pair in zip(asked, answers, strict=True) for turn in pair)]
@@ -141,26 +141,26 @@ def test_the_places_of_answers_are_those_of_renderings_up_to_each_turn(
             yield piece
 
     monkeypatch.setattr(ChatTemplate, "_pieces", counted)
-    written = it.answered("d:1", {"messages": turns})
+    rendered = it.sft_text("d:1", {"messages": turns})
     in_one, characters = characters, 0
-    monkeypatch.setattr(Writer, "_places", lambda *_: None)
-    assert it.answered("d:1", {"messages": turns}) == written
+    monkeypatch.setattr(Renderer, "_places", lambda *_: None)
+    assert it.sft_text("d:1", {"messages": turns}) == rendered
     if template not in (LENGTH, "{% for m in messages %}{% endfor %}"):
-        assert in_one < 2 * len(written.text)
-        assert characters > 25 * len(written.text)
+        assert in_one < 2 * len(rendered.text)
+        assert characters > 25 * len(rendered.text)
 
 
 def test_a_token_that_an_answer_begins_inside_is_no_answer(tokenizer_path, plain, tmp_path):
     """ChatML's line break before the answer and the first in it are one token; the second is one by itself."""
-    it = writer(tokenizer_path, CHATML, tmp_path)
+    it = renderer(tokenizer_path, CHATML, tmp_path)
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "\n\nNo."}]
-    texts, _, answered = learned(it, it.answered("d:1", {"messages": turns}), plain)
+    texts, _, tokenized = learned(it, it.sft_text("d:1", {"messages": turns}), plain)
     assert texts == ["\nNo.<|im_end|>"]
-    assert answered.num_cut == 1
+    assert tokenized.num_cut == 1
     # Trimmed offsets hide that the space of the prompt is the answer's token's.
-    texts, _, answered = learned(it, it.answered("d:1", {"prompt": "Q: ", "completion": "Yes, sure"}), plain)
+    texts, _, tokenized = learned(it, it.sft_text("d:1", {"prompt": "Q: ", "completion": "Yes, sure"}), plain)
     assert "Yes" not in texts[0]
-    assert answered.num_cut == 1
+    assert tokenized.num_cut == 1
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
@@ -171,23 +171,23 @@ def test_plain_text_ends_with_end_of_text(elsewhere, tokenizer_path, plain, tmp_
     source.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 5)])
     source.save(str(path / "tokenizer.json"))
     (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
-    it = writer(path, elsewhere=elsewhere)
+    it = renderer(path, elsewhere=elsewhere)
     begin = "<s>" if elsewhere else ""
-    texts, whole, _ = learned(it, it.answered("d:1", {"prompt": "user", "completion": " No."}), plain)
+    texts, whole, _ = learned(it, it.sft_text("d:1", {"prompt": "user", "completion": " No."}), plain)
     assert (texts, whole) == ([" No.</s>"], f"{begin}user No.</s>")
     # Without a prompt, the answer's first token comes after the end of another text, or where all texts begin.
-    texts, whole, answered = learned(it, it.answered("d:1", {"prompt": "", "completion": "No."}), plain)
+    texts, whole, tokenized = learned(it, it.sft_text("d:1", {"prompt": "", "completion": "No."}), plain)
     assert (texts, whole) == (["No.</s>"], f"{begin or '</s>'}No.</s>")
-    assert not answered.is_answer[0]
+    assert not tokenized.is_answer[0]
 
 
 def test_bytes_are_conversations_too_where_a_template_is_named(tmp_path):
     (tmp_path / "t.jinja").write_text(CHATML)
     config = load_config(None, ["dataset_type=sft", f"chat_template={tmp_path / 't.jinja'}"])
-    it = Writer(config, load_tokenizer(config), begins_as_elsewhere=False)
-    (answered,) = it.tokens([it.answered("d:1", {"messages": TURNS})])
+    it = Renderer(config, load_tokenizer(config), begins_as_elsewhere=False)
+    (tokenized,) = it.tokens([it.sft_text("d:1", {"messages": TURNS})])
     # No byte is an end-of-turn: an answer goes as far as its template writes it.
-    said = bytes(answered.token_ids[answered.is_answer].astype(np.uint8)).decode()
+    said = bytes(tokenized.token_ids[tokenized.is_answer].astype(np.uint8)).decode()
     assert said == " Yes, 東. <|im_end|>\nNo.<|im_end|>\n"
 
 
@@ -214,7 +214,7 @@ USER, ASSISTANT = {"role": "user", "content": "Hi"}, {"role": "assistant", "cont
 ])  # fmt: skip
 def test_what_is_no_line_for_sft_is_refused_by_its_place(value, message, tokenizer_path, tmp_path):
     with pytest.raises(UserError) as refused:
-        writer(tokenizer_path, CHATML, tmp_path).answered("d.jsonl:7", value)
+        renderer(tokenizer_path, CHATML, tmp_path).sft_text("d.jsonl:7", value)
     assert str(refused.value).startswith("d.jsonl:7: ")
     assert message in str(refused.value)
 
@@ -226,35 +226,35 @@ def test_what_is_no_line_for_sft_is_refused_by_its_place(value, message, tokeniz
 ])  # fmt: skip
 def test_what_is_no_pair_is_refused_by_its_place(value, tokenizer_path):
     with pytest.raises(UserError, match=r'd:7: not a JSON object with "chosen" and "rejected", with their "prompt"'):
-        writer(tokenizer_path).compared("d:7", value)
+        renderer(tokenizer_path).dpo_texts("d:7", value)
 
 
 def test_templates_in_which_answers_cannot_be_found_are_refused(tokenizer_path, tmp_path):
     with pytest.raises(UserError, match=r"d:1: the chat template writes the first 2 turns otherwise when more follow"):
-        writer(tokenizer_path, FORGETFUL, tmp_path).answered("d:1", {"messages": TURNS})
+        renderer(tokenizer_path, FORGETFUL, tmp_path).sft_text("d:1", {"messages": TURNS})
     with pytest.raises(UserError, match=r"d:1: .* has no chat template"):
-        writer(tokenizer_path).answered("d:1", {"messages": TURNS})
+        renderer(tokenizer_path).sft_text("d:1", {"messages": TURNS})
     with pytest.raises(UserError, match=r"d:1: .*refuses these turns: no system"):
-        writer(tokenizer_path, "{{ raise_exception('no system') }}", tmp_path).answered("d:1", {"messages": TURNS})
+        renderer(tokenizer_path, "{{ raise_exception('no system') }}", tmp_path).sft_text("d:1", {"messages": TURNS})
     config = load_config(None, ["dataset_type=sft"])
     with pytest.raises(UserError, match=r"d:1: turns of a conversation need a chat template, and tokenizer_type=byte"):
-        Writer(config, load_tokenizer(config), begins_as_elsewhere=False).answered("d:1", {"messages": TURNS})
+        Renderer(config, load_tokenizer(config), begins_as_elsewhere=False).sft_text("d:1", {"messages": TURNS})
     config = config.model_copy(update={"tokenizer_type": "sentencepiece"})
     bytes_ = load_tokenizer(load_config(None, []))
     with pytest.raises(UserError, match=r"d:1: tokenizer_type=sentencepiece does not know the special tokens"):
-        Writer(config, bytes_, begins_as_elsewhere=False).answered("d:1", {"messages": TURNS})
+        Renderer(config, bytes_, begins_as_elsewhere=False).sft_text("d:1", {"messages": TURNS})
 
 
 @pytest.mark.parametrize("template", [CHATML, LLAMA3, INSTRUCT], ids=["chatml", "llama3", "instruct"])
 def test_a_prompt_is_what_comes_before_its_answer(template, tokenizer_path, plain, tmp_path):
-    it = writer(tokenizer_path, template, tmp_path)
-    prompt = it.asked("d:1", "messages", TURNS[:2])
-    written = it.answered("d:1", {"messages": [*TURNS[:2], {"role": "assistant", "content": "No."}]})
-    (asked,), (answered,) = it.asked_tokens([prompt]), it.tokens([written])
-    assert prompt.text == written.text[: written.answers[0][0]]
+    it = renderer(tokenizer_path, template, tmp_path)
+    prompt = it.prompt_text("d:1", "messages", TURNS[:2])
+    rendered = it.sft_text("d:1", {"messages": [*TURNS[:2], {"role": "assistant", "content": "No."}]})
+    (asked,), (tokenized,) = it.prompt_tokens([prompt]), it.tokens([rendered])
+    assert prompt.text == rendered.text[: rendered.answers[0][0]]
     assert plain.decode(asked.tolist(), skip_special_tokens=False) == prompt.text
     if template is not LLAMA3:  # this tokenizer joins two line breaks unless a word follows
-        assert asked.tolist() == answered.token_ids[: np.flatnonzero(answered.is_answer)[0]].tolist()
+        assert asked.tolist() == tokenized.token_ids[: np.flatnonzero(tokenized.is_answer)[0]].tolist()
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
@@ -265,10 +265,10 @@ def test_a_plain_prompt_begins_as_a_text_does(elsewhere, tokenizer_path, plain, 
     source.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 5)])
     source.save(str(path / "tokenizer.json"))
     (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
-    it = writer(path, elsewhere=elsewhere)
-    some, none = it.asked_tokens([it.asked("d:1", "prompt", text) for text in ("user", "")])
-    written = [plain.decode(tokens.tolist(), skip_special_tokens=False) for tokens in (some, none)]
-    assert written == (["<s>user", "<s>"] if elsewhere else ["user", "</s>"])
+    it = renderer(path, elsewhere=elsewhere)
+    some, none = it.prompt_tokens([it.prompt_text("d:1", "prompt", text) for text in ("user", "")])
+    rendered = [plain.decode(tokens.tolist(), skip_special_tokens=False) for tokens in (some, none)]
+    assert rendered == (["<s>user", "<s>"] if elsewhere else ["user", "</s>"])
     assert some.dtype == none.dtype == np.int32
 
 
@@ -281,5 +281,5 @@ def test_a_plain_prompt_begins_as_a_text_does(elsewhere, tokenizer_path, plain, 
 ])  # fmt: skip
 def test_what_is_no_prompt_is_refused_by_its_place(value, message, tokenizer_path, tmp_path):
     with pytest.raises(UserError) as refused:
-        writer(tokenizer_path, CHATML, tmp_path).asked("d:7", "prompt", value)
+        renderer(tokenizer_path, CHATML, tmp_path).prompt_text("d:7", "prompt", value)
     assert str(refused.value).startswith(message)

@@ -13,7 +13,7 @@ import pytest
 from maxtext_lite import plan
 from maxtext_lite.config import RLRunConfig, load_config
 from maxtext_lite.config.rl_rules import SHIPPED_REWARDS
-from maxtext_lite.data.conversations import Writer
+from maxtext_lite.data.conversations import Renderer
 from maxtext_lite.data.prompts import Prompt, open_prompts
 from maxtext_lite.data.tokenizer import load_tokenizer
 from maxtext_lite.rl.loop import train_rl
@@ -33,12 +33,12 @@ REWARDS = RL.partition("### Rewards")[2]
 def test_every_line_of_the_tables_is_read(tmp_path):
     (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}")
     config = load_config(None, ["dataset_type=sft", f"chat_template={tmp_path / 't.jinja'}"])
-    writer = Writer(config, load_tokenizer(config), begins_as_elsewhere=False)
+    renderer = Renderer(config, load_tokenizer(config), begins_as_elsewhere=False)
     before_rl = PAGE.partition("\n## RL\n")[0]
     lines = [json.loads(line) for line in re.findall(r"^\| `(\{.*?\})` \|", before_rl, re.MULTILINE)]
     assert len(lines) == 6
     for line in lines:
-        texts = writer.compared("here", line) if "chosen" in line else (writer.answered("here", line),)
+        texts = renderer.dpo_texts("here", line) if "chosen" in line else (renderer.sft_text("here", line),)
         for text in texts:
             (answer,) = text.answers
             assert text.text[slice(*answer)] in ("5", "05", "assistant:Hello.;", "assistant:No.;")

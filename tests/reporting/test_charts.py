@@ -50,7 +50,7 @@ def test_the_numbers_of_a_short_run_are_those_of_the_file(tmp_path):
     assert (held_out["mean"], data["grids"][held_out["grid"]]["step"]) == ([2.5], [300])
 
 
-def test_a_long_run_is_thinned_to_500_buckets_that_keep_a_spike(tmp_path):
+def test_a_long_run_is_downsampled_to_500_buckets_that_keep_a_spike(tmp_path):
     lines = [step_line(step, loss=50.0 if step == 777 else 2.0) for step in range(1, 2001)]
     data = board_of(tmp_path, lines).to_json()
     (loss,) = data["charts"][0]["lines"]

@@ -46,7 +46,9 @@ def make_buckets(num_rows: int, most: int) -> list[Bucket]:
     return [Bucket(first, end) for first, end in zip([0, *ends], ends, strict=False)]
 
 
-def thin(column: Column, buckets: Sequence[Bucket], *, low: Column | None = None, high: Column | None = None) -> Points:
+def downsample(
+    column: Column, buckets: Sequence[Bucket], *, low: Column | None = None, high: Column | None = None
+) -> Points:
     """A column over buckets.
 
     Args:

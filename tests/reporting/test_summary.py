@@ -1,8 +1,8 @@
 import pytest
 
 from maxtext_lite.batching.advice import batch_size_advice
-from maxtext_lite.reporting.facts import NONE, advice, facts, status
 from maxtext_lite.reporting.run_data import read_runs
+from maxtext_lite.reporting.summary import NONE, advice, status, summary
 from tests.run_directories import eval_line, step_line, write_metrics, write_run
 
 
@@ -11,11 +11,11 @@ def read(directory):
     return run
 
 
-def facts_of(directory):
-    return {name: (value, remark) for name, value, remark in facts(read(directory))}
+def summary_of(directory):
+    return {name: (value, remark) for name, value, remark in summary(read(directory))}
 
 
-def test_the_facts_of_a_run(tmp_path):
+def test_the_summary_of_a_run(tmp_path):
     lines = [
         *(
             step_line(step, step_seconds=1.0, tokens_per_second=speed, mfu=0.4)
@@ -27,7 +27,7 @@ def test_the_facts_of_a_run(tmp_path):
         ),
         eval_line(4, 3.5),
     ]
-    found = facts_of(write_run(tmp_path / "r", lines, ["steps=10", "warmup_steps=2"], num_devices=2))
+    found = summary_of(write_run(tmp_path / "r", lines, ["steps=10", "warmup_steps=2"], num_devices=2))
     assert found["Steps"] == ("4", "of 10, 1 skipped")
     assert found["Loss"] == ("3.97", "training, at step 3")
     assert found["Held-out loss"] == ("3.5", "at step 4; lowest 3.25 at step 2")
@@ -44,14 +44,14 @@ def test_the_facts_of_a_run(tmp_path):
 def test_a_run_of_reinforcement_learning_leads_with_accuracy_and_reward_and_has_no_loss(tmp_path):
     lines = [step_line(step, reward=step / 10, loss=-2e-9) for step in range(1, 31)]
     run = write_metrics(tmp_path / "r", [*lines, {"step": 30, "eval_accuracy": 0.75}])
-    shown = [(name, value, remark) for name, value, remark in facts(read(run)) if value != NONE]
+    shown = [(name, value, remark) for name, value, remark in summary(read(run)) if value != NONE]
     assert [name for name, _, _ in shown[:3]] == ["Steps", "Held-out accuracy", "Reward"]
     assert shown[2][1:] == ("2.05", "training, mean of steps 11 to 30")
     assert "Loss" not in [name for name, _, _ in shown]
 
 
 def test_what_is_not_known_is_none(tmp_path):
-    found = facts_of(write_metrics(tmp_path / "r", []))
+    found = summary_of(write_metrics(tmp_path / "r", []))
     assert found.pop("Steps") == ("0", "")
     assert {value for value, _ in found.values()} == {NONE}
 

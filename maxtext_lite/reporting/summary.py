@@ -25,7 +25,7 @@ def status(run: Run) -> str:
     return f"{run.num_steps:,} of {planned:,} steps done"
 
 
-def facts(run: Run) -> list[tuple[str, str, str]]:
+def summary(run: Run) -> list[tuple[str, str, str]]:
     """Name, value and a remark of each headline fact; a value that is not known is NONE."""
     return [(name, *make(run)) for name, make in _FACTS.items()]
 

@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from maxtext_lite.reporting.thinning import Bucket, at_middles, changes, make_buckets, running_median, thin
+from maxtext_lite.reporting.downsample import Bucket, at_middles, changes, downsample, make_buckets, running_median
 
 
 @pytest.mark.parametrize(("num_rows", "most"), [(0, 5), (1, 5), (5, 5), (6, 5), (17, 5), (200_000, 500), (999, 500)])
@@ -17,13 +17,13 @@ def test_buckets_cover_every_row_once_and_are_equal_but_for_one(num_rows, most):
 
 def test_few_rows_stay_as_they_are():
     column = [3.0, None, 1.0]
-    points = thin(column, make_buckets(3, 10))
+    points = downsample(column, make_buckets(3, 10))
     assert (points.mean, points.low, points.high) == (column, column, column)
     assert points.is_exact
 
 
 def test_a_bucket_has_the_mean_and_the_extremes_of_its_values():
-    points = thin([1.0, 5.0, None, 3.0, None, None], [Bucket(0, 4), Bucket(4, 6)])
+    points = downsample([1.0, 5.0, None, 3.0, None, None], [Bucket(0, 4), Bucket(4, 6)])
     assert (points.mean, points.low, points.high) == ([3.0, None], [1.0, None], [5.0, None])
     assert not points.is_exact
 
@@ -32,14 +32,14 @@ def test_one_spike_among_200_000_steps_survives():
     rng = random.Random(0)
     column = [rng.random() for _ in range(200_000)]
     column[123_456], column[7] = 99.0, -99.0
-    points = thin(column, make_buckets(len(column), 500))
+    points = downsample(column, make_buckets(len(column), 500))
     assert len(points.mean) == 500
     assert max(value for value in points.high if value is not None) == 99.0
     assert min(value for value in points.low if value is not None) == -99.0
 
 
 def test_error_bars_widen_the_extremes_and_not_the_mean():
-    points = thin([2.0, 4.0], [Bucket(0, 2)], low=[1.0, 3.5], high=[3.0, 4.5])
+    points = downsample([2.0, 4.0], [Bucket(0, 2)], low=[1.0, 3.5], high=[3.0, 4.5])
     assert (points.mean, points.low, points.high) == ([3.0], [1.0], [4.5])
 
 
