@@ -2,25 +2,38 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from maxtext_lite.batching import RLBatch, make_plan
 from maxtext_lite.config import RLRunConfig, UserError
 from maxtext_lite.config.hf_config import hf_directory
 from maxtext_lite.config.rl_rules import endless_evaluation
-from maxtext_lite.data import Tokenizer, check_vocabulary, load_tokenizer, open_prompts
+from maxtext_lite.data import Prompt, Tokenizer, check_vocabulary, load_tokenizer, open_prompts
 from maxtext_lite.interop import stop_ids_of
 from maxtext_lite.models import Sampling
-from maxtext_lite.parallel import accelerator_of, start_devices
+from maxtext_lite.parallel import accelerator_of, start_devices, value_of_host
 from maxtext_lite.rl.http_engine import HttpEngine
 from maxtext_lite.rl.policy import Policy
-from maxtext_lite.rl.rewards import Rewards
-from maxtext_lite.rl.rollout import LocalEngine, Response, RolloutEngine
+from maxtext_lite.rl.rewards import RewardError, Rewards, Scores
+from maxtext_lite.rl.rollout import LocalEngine, Request, Response, RolloutEngine
 from maxtext_lite.rl.transfer import sampling_mesh
 from maxtext_lite.training.run import Run, comes_from_elsewhere, run_directory
 from maxtext_lite.training.state import make_plain_decoder
+
+
+class Sampled(NamedTuple):
+    """Pairs that have not been judged yet; `texts` are the responses as reward functions see them."""
+
+    prompts: Sequence[Prompt]
+    responses: Sequence[Response]
+    texts: Sequence[str]
+
+
+Verdict = Scores | RewardError | None
+"""What the first host's judge says; None: on the others, which have none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,10 +76,54 @@ class RLRun:
         token_ids = response.token_ids[:-1] if response.ended else response.token_ids
         return self.tokenizer.decode(token_ids)
 
+    def sample(self, prompts: Sequence[Prompt], requests: Sequence[Request], sampling: Sampling) -> Sampled:
+        """A response to each request, which asks its prompt; any thread may call it."""
+        with jax.default_matmul_precision(self.config.matmul_precision):  # it is set for each thread by itself
+            responses = self.engine.generate(requests, sampling=sampling, max_new_tokens=self.batch.max_response_tokens)
+        return Sampled(prompts, responses, [self.text_of(response) for response in responses])
+
+    def judge(self, sampled: Sampled) -> Verdict:
+        """The scores, or why there are none, on the first host; any thread may call it."""
+        if not self.run.is_first:
+            return None
+        try:
+            return self.rewards.of(sampled.prompts, sampled.texts)
+        except RewardError as error:
+            return error
+
     def close(self) -> None:
         """Lets go of what samples and judges."""
         self.engine.close()
         self.rewards.close()
+
+
+def shared(verdict: Verdict) -> Scores:
+    """The first host's scores, on all hosts, which all call it: functions need not give the same everywhere.
+
+    Raises:
+      RewardError: the first host's.
+    """
+    encoded = value_of_host(0, None if verdict is None else _encoded(verdict))
+    found = _decoded(encoded) if verdict is None else verdict
+    if isinstance(found, RewardError):
+        raise found
+    return found
+
+
+def _encoded(verdict: Scores | RewardError) -> dict[str, Any]:
+    """A verdict as JSON, which holds doubles as they are."""
+    if isinstance(verdict, RewardError):
+        return {"problems": list(verdict.problems)}
+    by_name = {name: values.tolist() for name, values in verdict.by_name.items()}
+    about = {"errors": verdict.errors, "messages": list(verdict.messages)}
+    return {"total": verdict.total.tolist(), "by_name": by_name, **about}
+
+
+def _decoded(encoded: dict[str, Any]) -> Scores | RewardError:
+    if "problems" in encoded:
+        return RewardError(encoded["problems"])
+    by_name = {name: np.array(values, np.float64) for name, values in encoded["by_name"].items()}
+    return Scores(np.array(encoded["total"], np.float64), by_name, encoded["errors"], encoded["messages"])
 
 
 def open_rl_run(config: RLRunConfig) -> RLRun:

@@ -5,8 +5,13 @@ from typing import Any
 
 import jax
 
-from maxtext_lite.data import Batch
-from maxtext_lite.training.objective import NEXT_TOKEN, ScoredObjective
+from maxtext_lite.data import Batch, evaluation_batches
+from maxtext_lite.parallel import sharding
+from maxtext_lite.training.metrics import evaluation_text
+from maxtext_lite.training.objective import NEXT_TOKEN, ScoredObjective, objective_of
+from maxtext_lite.training.run import Run
+from maxtext_lite.training.state import TrainState
+from maxtext_lite.training.step import EVAL_BATCH_AXES, make_eval_step
 
 
 def evaluate(
@@ -24,3 +29,23 @@ def scores_of(eval_step: Any, params: Any, batches: Iterable[Batch]) -> Iterator
     """The scores of each batch, on the host."""
     for batch in batches:
         yield jax.device_get(eval_step(params, batch.arrays))
+
+
+class HeldOutLoss:
+    """A run's loss over its held-out examples, or over those of `eval_steps` batches; see `loop.Evaluation`."""
+
+    before_first_step = False
+
+    def __init__(self, run: Run):
+        self._run, self._objective = run, objective_of(run.config)
+        self._eval_step = make_eval_step(run.decoder, run.mesh, run.config, self._objective)
+
+    def of(self, state: TrainState, step: int) -> tuple[dict[str, float | int], str]:
+        """See `loop.Evaluation`."""
+        del step
+        run = self._run
+        where = sharding(run.mesh, EVAL_BATCH_AXES)
+        with evaluation_batches(run.eval_source, run.plan, sharding=where, eval_steps=run.config.eval_steps) as batches:
+            params = run.decoder.joined(state.model_params, state.frozen)
+            found = evaluate(self._eval_step, params, batches, self._objective)
+        return found, evaluation_text(found)

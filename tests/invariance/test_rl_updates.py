@@ -1,5 +1,7 @@
 """The updates of a batch of responses do not depend on how it is cut into chunks, nor on the mesh."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -48,9 +50,7 @@ def unsplit(setup):  # noqa: F811
         (batch,) = chunks_of(rows(), it.mesh, micro=PAIRS, slots=PAIRS)
         schedule = learning_rate_schedule(it.config, last=it.config.steps)
         with jax.set_mesh(it.mesh), jax.default_matmul_precision("highest"):
-            step = make_train_step(
-                it.decoder, it.optimizer, it.mesh, config=it.config, schedule=schedule, objective=POLICIES[aggregation]
-            )
+            step = make_train_step(dataclasses.replace(it.parts, objective=POLICIES[aggregation]), schedule)
             return it.run(step.lower(it.abstract, batch, None).compile(), batch, UPDATES)
 
     return {aggregation: updates(aggregation) for aggregation in AGGREGATIONS}
@@ -61,12 +61,12 @@ def test_updates_of_chunks_are_those_of_the_unsplit_batch(mesh, aggregation, mic
     sizes, pipeline = MESHES[mesh]
     it, policy = setup(*SGD, **sizes, pipeline=pipeline), POLICIES[aggregation]
     want, want_metrics = unsplit[aggregation]
-    pieces, keys = (it.decoder, it.optimizer, it.mesh), {"config": it.config, "objective": policy}
+    parts = dataclasses.replace(it.parts, objective=policy)
     schedule, expected = learning_rate_schedule(it.config, last=it.config.steps), policy.expected(PAIRS)
     with jax.set_mesh(it.mesh), jax.default_matmul_precision("highest"):
-        start = make_zero_sums(*pieces, **keys)
-        chunk_step = make_chunk_step(*pieces, **keys, expected=expected)
-        update = make_update(*pieces, **keys, schedule=schedule, expected=expected)
+        start = make_zero_sums(parts)
+        chunk_step = make_chunk_step(parts, expected=expected)
+        update = make_update(parts, schedule, expected=expected)
         state, metrics = it.state(), []
         for _ in range(UPDATES):
             sums = start()
