@@ -1,6 +1,7 @@
 """What a run of reinforcement learning is made of before its first step: a trainer, a sampler and a judge."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,13 +15,13 @@ from maxtext_lite.config.rl_rules import endless_evaluation
 from maxtext_lite.data import Prompt, Tokenizer, check_vocabulary, load_tokenizer, open_prompts
 from maxtext_lite.interop import stop_ids_of
 from maxtext_lite.models import Sampling
-from maxtext_lite.parallel import accelerator_of, start_devices, value_of_host
+from maxtext_lite.parallel import start_devices, value_of_host
 from maxtext_lite.rl.http_engine import HttpEngine
 from maxtext_lite.rl.policy import Policy
 from maxtext_lite.rl.rewards import RewardError, Rewards, Scores
 from maxtext_lite.rl.rollout import LocalEngine, Request, Response, RolloutEngine
 from maxtext_lite.rl.transfer import sampling_mesh
-from maxtext_lite.training.run import Run, comes_from_elsewhere, run_directory
+from maxtext_lite.training.run import Run, comes_from_elsewhere, machine_of, run_directory
 from maxtext_lite.training.state import make_plain_decoder
 
 
@@ -134,10 +135,8 @@ def open_rl_run(config: RLRunConfig) -> RLRun:
         directory.
     """
     devices = start_devices()
-    machine: Any = {
-        "num_devices": len(devices), "num_hosts": jax.process_count(), "platform": accelerator_of(devices[0])
-    }  # fmt: skip
-    plan = make_plan(config, **machine)
+    planned = functools.partial(make_plan, config, **machine_of(devices))
+    plan = planned()
     assert plan.rl is not None, "a config of reinforcement learning has a plan of it"
     tokenizer = load_tokenizer(config)
     check_vocabulary(tokenizer, config.vocab_size)
@@ -145,7 +144,7 @@ def open_rl_run(config: RLRunConfig) -> RLRun:
     source, eval_source = prompts
     if eval_source is not None and (refusal := endless_evaluation(config, len(eval_source))):
         raise UserError(str(refusal))
-    plan = make_plan(config, **machine, num_examples=len(source))
+    plan = planned(num_examples=len(source))
     assert plan.rl is not None
     stop_token_ids = _stop_token_ids(config, tokenizer)
     rewards = Rewards(config)

@@ -25,7 +25,7 @@ from maxtext_lite.training.loop import RunResult, train_run
 from maxtext_lite.training.metrics import JsonLines, Terminal
 from maxtext_lite.training.nonfinite import NonFinite, find_nonfinite
 from maxtext_lite.training.state import TrainState
-from maxtext_lite.training.step import make_chunk_step, make_update, make_zero_sums
+from maxtext_lite.training.step import ChunkedStep
 from maxtext_lite.training.step_log import Taken
 
 TRAINING = 0
@@ -65,14 +65,10 @@ class RolloutSteps:
         run, config, each = rl.run, rl.config, rl.config.num_iterations
         self._rl, self._run, self._config, self._batch, self._say = rl, run, config, rl.batch, terminal.say
         expected = rl.policy.expected(rl.batch.pairs_per_batch)
-        self._zero_sums = make_zero_sums(run.parts)
-        self._chunk_step = make_chunk_step(run.parts, expected=expected)
-        self._update = make_update(run.parts, run.schedule, expected=expected)
+        self._step = ChunkedStep(run.parts, run.schedule, expected=expected)
         self._reference = Reference(run, config, state, counts.step) if config.grpo_beta else None
-        self._old = None
-        if not rl.policy.on_policy:
-            temperature = config.decode_sampling_temperature
-            self._old = make_log_probabilities(run.decoder, run.mesh, config=run.config, temperature=temperature)
+        find_old = make_log_probabilities(run.parts, config.decode_sampling_temperature)
+        self._find_old = None if rl.policy.on_policy else find_old
         # Devices of its own, or another machine, sample at any time; those that also train, in turns with it.
         # Several hosts sample in their main threads, where what they do together is in one order.
         apart = not rl.batch.takes_turns or config.rollout_engine == "http"
@@ -98,7 +94,7 @@ class RolloutSteps:
         else:
             sums, about = self._add(state, timeline), {}
         with timeline.phase("train", batch.micro_batches - 1):
-            state, metrics = jax.block_until_ready(self._update(state, sums))
+            state, metrics = jax.block_until_ready(self._step.update(state, sums))
         if not step % self._config.num_iterations:
             self._prompts_seen += batch.prompts_per_batch
         if self._timeline:
@@ -125,17 +121,17 @@ class RolloutSteps:
         rl, run = self._rl, self._run
         params = run.decoder.joined(state.params, state.frozen)
         rl.engine.update(params, step - 1)
-        self._chunks, judged, sums = [], [], self._zero_sums()
+        self._chunks, judged, sums = [], [], self._step.start()
         where = sharding(run.mesh, TRAIN_BATCH_AXES)
         for number, chunk in enumerate(self._judged_chunks(numbers, timeline)):
             with timeline.phase("train", number):
                 arrays = chunk.rows(run.plan.micro_batch_slots, self._config.max_target_length)
                 rows = {name: _put(x, where) for name, x in arrays.items()}
-                if self._old is not None:
-                    rows["old_log_probabilities"] = self._old(params, rows)
+                if self._find_old is not None:
+                    rows["old_log_probabilities"] = self._find_old(params, rows)
                 if self._reference is not None:
                     rows["reference_log_probabilities"] = self._reference.of(rows)
-                sums = jax.block_until_ready(self._chunk_step(state, sums, rows))
+                sums = jax.block_until_ready(self._step.add(state, sums, rows))
             judged.append(chunk)
             self._chunks.append(rows)
         self._log_pairs(step, judged)
@@ -143,10 +139,10 @@ class RolloutSteps:
 
     def _add(self, state: TrainState, timeline: Timeline) -> GradientSums:
         """The sum of the gradients of a batch that is there already."""
-        sums = self._zero_sums()
+        sums = self._step.start()
         for number, rows in enumerate(self._chunks):
             with timeline.phase("train", number):
-                sums = jax.block_until_ready(self._chunk_step(state, sums, rows))
+                sums = jax.block_until_ready(self._step.add(state, sums, rows))
         return sums
 
     def _judged_chunks(self, numbers: np.ndarray, timeline: Timeline) -> Iterator[Chunk]:

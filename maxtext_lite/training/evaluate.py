@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
+from jax.stages import Wrapped
 
 from maxtext_lite.data import Batch, evaluation_batches
 from maxtext_lite.parallel import sharding
@@ -15,7 +16,7 @@ from maxtext_lite.training.step import EVAL_BATCH_AXES, make_eval_step
 
 
 def evaluate(
-    eval_step: Any, params: Any, batches: Iterable[Batch], objective: ScoredObjective = NEXT_TOKEN
+    eval_step: Wrapped, params: Any, batches: Iterable[Batch], objective: ScoredObjective = NEXT_TOKEN
 ) -> dict[str, float | int]:
     """The entries of an evaluation's record, `eval_loss` and `eval_target_tokens` among them.
 
@@ -25,7 +26,7 @@ def evaluate(
     return objective.evaluation(list(scores_of(eval_step, params, batches)))
 
 
-def scores_of(eval_step: Any, params: Any, batches: Iterable[Batch]) -> Iterator[Any]:
+def scores_of(eval_step: Wrapped, params: Any, batches: Iterable[Batch]) -> Iterator[Any]:
     """The scores of each batch, on the host."""
     for batch in batches:
         yield jax.device_get(eval_step(params, batch.arrays))
@@ -38,7 +39,7 @@ class HeldOutLoss:
 
     def __init__(self, run: Run):
         self._run, self._objective = run, objective_of(run.config)
-        self._eval_step = make_eval_step(run.decoder, run.mesh, run.config, self._objective)
+        self._eval_step = make_eval_step(run.parts)
 
     def of(self, state: TrainState, step: int) -> tuple[dict[str, float | int], str]:
         """See `loop.Evaluation`."""

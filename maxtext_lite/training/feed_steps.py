@@ -14,7 +14,7 @@ from maxtext_lite.parallel import sharding
 from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.executables import Executables
 from maxtext_lite.training.metrics import Terminal
-from maxtext_lite.training.nonfinite import find_nonfinite
+from maxtext_lite.training.nonfinite import NonFinite, find_nonfinite
 from maxtext_lite.training.reference import add_reference
 from maxtext_lite.training.run import Run
 from maxtext_lite.training.state import TrainState
@@ -108,7 +108,7 @@ class FeedSteps:
         """A function on the devices; where they can do only one thing at a time, once they have done what they do."""
         return function(jax.block_until_ready(argument) if self._one_at_a_time else argument)
 
-    def _find_cause(self, batch: Batch, state: TrainState) -> Any:
+    def _find_cause(self, batch: Batch, state: TrainState) -> NonFinite | None:
         return find_nonfinite(
             self._run.parts, state, batch.arrays, batch.example_ids, micro_batches=batch.num_micro_batches
         )

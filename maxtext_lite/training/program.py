@@ -162,8 +162,8 @@ def compile_program(config: Config, plan: BatchPlan, devices: Sequence[Any]) -> 
     meeting = None
     if local:
         with jax.set_mesh(mesh):
-            meet = make_synchronise(parts).lower(state).compile()
-        meeting = total_traffic(collectives(meet.as_text()), mesh)
+            synchronise: Any = make_synchronise(parts).lower(state).compile()
+        meeting = total_traffic(collectives(synchronise.as_text()), mesh)
     # A ramp of the accumulation leaves one loop's bound open: that over micro-batches.
     # Experts are taken to be chosen evenly.
     module = parse(compiled.as_text(), trips_where_unknown=_open_trips(plan), not_run=FURTHER_ROUNDS)

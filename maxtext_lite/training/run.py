@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
@@ -265,19 +266,21 @@ def open_run(config: Config) -> Run:
     Raises:
       UserError: the config cannot be trained on these devices or this data, or contradicts the run directory.
     """
-    devices = start_devices()
-    machine: Any = {
-        "num_devices": len(devices), "num_hosts": jax.process_count(), "platform": accelerator_of(devices[0])
-    }  # fmt: skip
-    plan = make_plan(_before_data(config), **machine)
+    planned = functools.partial(make_plan, **machine_of(start_devices()))
+    plan = planned(_before_data(config))
     source, eval_source = open_sources_on_hosts(
         config,
         vocab_size=config.vocab_size,
         loading_hosts=plan.loading_hosts,
         begins_as_elsewhere=comes_from_elsewhere(config),
     )
-    plan = make_plan(config, **machine, num_examples=len(source))
+    plan = planned(config, num_examples=len(source))
     return Run(config, plan, source=source, eval_source=eval_source)
+
+
+def machine_of(devices: Sequence[Any]) -> dict[str, Any]:
+    """What `make_plan` is to know of the machine that has these devices."""
+    return {"num_devices": len(devices), "num_hosts": jax.process_count(), "platform": accelerator_of(devices[0])}
 
 
 def comes_from_elsewhere(config: Config) -> bool:

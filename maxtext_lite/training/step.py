@@ -1,21 +1,20 @@
 """The train step and the evaluation step: one jitted function each; and the train step in pieces.
 
-A step whose batch comes in chunks, each after the one before has gone, is `make_zero_sums`, a call of `make_chunk_step`
-for each chunk, and `make_update`. `make_train_step` is the three in one.
+A step whose batch comes in chunks, each after the one before has gone, is a `ChunkedStep`; `make_train_step` is its
+three functions in one.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
+from jax.stages import Wrapped
 
-from maxtext_lite.config import NumericsConfig
-from maxtext_lite.models import Decoder
 from maxtext_lite.parallel import in_context_order, over_replicas, per_replica, sharding, tree_shardings
 from maxtext_lite.training.accumulate import master_of, with_master
 from maxtext_lite.training.gradients import (
@@ -26,7 +25,7 @@ from maxtext_lite.training.gradients import (
     accumulate_gradients,
 )
 from maxtext_lite.training.loss import AUXILIARY_METRICS
-from maxtext_lite.training.objective import NEXT_TOKEN, ScoredObjective
+from maxtext_lite.training.objective import ScoredObjective
 from maxtext_lite.training.optimizer import Progress, Schedule
 from maxtext_lite.training.preference import PREFERENCE_METRICS
 from maxtext_lite.training.state import StepParts, TrainState, gradient_shardings, state_shardings
@@ -34,7 +33,7 @@ from maxtext_lite.training.state import StepParts, TrainState, gradient_sharding
 EVAL_BATCH_AXES = ("global_batch", "length")
 
 
-def make_train_step(parts: StepParts, schedule: Schedule) -> Any:
+def make_train_step(parts: StepParts, schedule: Schedule) -> Wrapped:
     """The jitted function (state, batch, num_micro_batches=None) -> (state, metrics); the state passed in is donated.
 
     `batch` holds tokens, targets, segments, positions (int32) and weights (float32), each [A, B, T], and what else the
@@ -98,7 +97,7 @@ def _updated(
     opt_state: optax.MultiStepsState,
     progress: Progress,
     step: StepGradients,
-    skipped_in_a_row: Any,
+    skipped_in_a_row: jax.Array,
 ) -> tuple[Any, optax.MultiStepsState, Progress, dict[str, jax.Array]]:
     """One replica's parameters, optimizer state and progress after a step, unless it is skipped; and its metrics."""
     optimizer, config = parts.optimizer, parts.config
@@ -143,69 +142,52 @@ def _on_devices(tree: Any, on_host: Any) -> Any:
     return jax.tree.map(lambda x, where: jax.device_put(x, where.with_memory_kind("device")), tree, on_host)
 
 
-def make_zero_sums(parts: StepParts) -> Any:
-    """The jitted function () -> GradientSums before the first chunk of a step."""
-    loop = GradientLoop(parts)
-    return jax.jit(loop.start, out_shardings=loop.shardings())
+class ChunkedStep:
+    """The train step of a batch that comes chunk by chunk: `start`, `add` for each chunk, and `update`, all jitted.
 
-
-def make_chunk_step(parts: StepParts, *, expected: int) -> Any:
-    """The jitted function (state, sums, batch) -> sums, with a chunk of the step's batch; the sums passed in are
-    donated, the state is not.
-
+    Attributes:
+      start: () -> GradientSums before the first chunk.
+      add: (state, sums, batch) -> sums, with a chunk, whose arrays are [A, B, T], of any A and B; the sums passed in
+        are donated, the state is not.
+      update: (state, sums) -> (state, metrics), those of `make_train_step`, after the last chunk; the state passed in
+        is donated. Gradients cross the data axis here, and only here. The sums, as many float32 numbers as there are
+        gradients, stay: let go of them before the next step begins.
     Args:
-      expected: what the objective is expected to count in the whole step; as in `make_update`. `batch` arrays are
-        [A, B, T], of any A and B.
+      expected: what the objective is expected to count in the whole step. It divides the chunks' losses in place of
+        what the step turns out to count, which `update` makes up for.
     """
-    loop = GradientLoop(parts)
 
-    def chunk_step(state: TrainState, sums: GradientSums, batch: dict[str, jax.Array]) -> GradientSums:
-        rows = loop.rows(batch)
-        return loop.added(
-            sums,
-            state.params,
-            state.frozen,
-            rows,
-            counts=loop.counts(rows),
-            whole_R=loop.expected(expected),
-            loss_scale=parts.optimizer.loss_scale(state.opt_state),
-            is_all=False,
+    def __init__(self, parts: StepParts, schedule: Schedule, *, expected: int):
+        loop, shardings, everywhere = GradientLoop(parts), state_shardings(parts), sharding(parts.mesh)
+        of_sums, of_batch = loop.shardings(), sharding(parts.mesh, TRAIN_BATCH_AXES)
+        apply, optimizer = _applied(parts, shardings, schedule), parts.optimizer
+
+        def add(state: TrainState, sums: GradientSums, batch: dict[str, jax.Array]) -> GradientSums:
+            rows = loop.rows(batch)
+            return loop.added(
+                sums,
+                state.params,
+                state.frozen,
+                rows,
+                counts=loop.counts(rows),
+                whole_R=loop.expected(expected),
+                loss_scale=optimizer.loss_scale(state.opt_state),
+                is_all=False,
+            )
+
+        def update(state: TrainState, sums: GradientSums) -> tuple[TrainState, dict[str, jax.Array]]:
+            loss_scale, whole_R = optimizer.loss_scale(state.opt_state), loop.expected(expected)
+            return apply(state, loop.total(sums, whole_R=whole_R, loss_scale=loss_scale, is_expected=True))
+
+        self.start = jax.jit(loop.start, out_shardings=of_sums)
+        self.add = jax.jit(add, donate_argnums=1, in_shardings=(shardings, of_sums, of_batch), out_shardings=of_sums)
+        # The sums are not donated: no result has their shape, with a dim for replicas, so that JAX could not use them.
+        self.update = jax.jit(
+            update, donate_argnums=0, in_shardings=(shardings, of_sums), out_shardings=(shardings, everywhere)
         )
 
-    return jax.jit(
-        chunk_step,
-        donate_argnums=1,
-        in_shardings=(state_shardings(parts), loop.shardings(), sharding(parts.mesh, TRAIN_BATCH_AXES)),
-        out_shardings=loop.shardings(),
-    )
 
-
-def make_update(parts: StepParts, schedule: Schedule, *, expected: int) -> Any:
-    """The jitted function (state, sums) -> (state, metrics) after the last chunk; the state passed in is donated.
-
-    State and metrics are those of `make_train_step`. Gradients cross the data axis here, and only here. The sums,
-    as many float32 numbers as there are gradients, stay: let go of them before the next step begins.
-
-    Args:
-      expected: the divisor that the chunks' losses have had, in place of what the step turned out to count.
-    """
-    loop, shardings = GradientLoop(parts), state_shardings(parts)
-    apply = _applied(parts, shardings, schedule)
-
-    def update(state: TrainState, sums: GradientSums) -> tuple[TrainState, dict[str, jax.Array]]:
-        loss_scale = parts.optimizer.loss_scale(state.opt_state)
-        return apply(state, loop.total(sums, whole_R=loop.expected(expected), loss_scale=loss_scale, is_expected=True))
-
-    # The sums are not donated: no result has their shape, with a dim for replicas, so that JAX could not use them.
-    return jax.jit(
-        update,
-        donate_argnums=0,
-        in_shardings=(shardings, loop.shardings()),
-        out_shardings=(shardings, sharding(parts.mesh)),
-    )
-
-
-def make_synchronise(parts: StepParts) -> Any:
+def make_synchronise(parts: StepParts) -> Wrapped:
     """The jitted function state -> state that synchronises the replicas of local updates, unless the run has ended
     (`TrainState`); the state passed in is donated.
     """
@@ -232,7 +214,7 @@ def make_synchronise(parts: StepParts) -> Any:
     return jax.jit(synchronise, donate_argnums=0, in_shardings=(shardings,), out_shardings=shardings)
 
 
-def make_summarise(mesh: Mesh) -> Any:
+def make_summarise(mesh: Mesh) -> Wrapped:
     """The jitted function of a step's metrics, each [R], to scalars for the whole step.
 
     Losses are means over what is counted in all replicas, target tokens or pairs; norms and the learning rate are means
@@ -263,17 +245,17 @@ def make_summarise(mesh: Mesh) -> Any:
     return jax.jit(summarise, out_shardings=sharding(mesh))
 
 
-def make_eval_step(
-    decoder: Decoder, mesh: Mesh, config: NumericsConfig, objective: ScoredObjective = NEXT_TOKEN
-) -> Any:
-    """The jitted function (params, batch [B, T]) -> the objective's scores of examples, on every device.
+def make_eval_step(parts: StepParts) -> Wrapped:
+    """The jitted function (params, batch [B, T]) -> the scores of examples by the objective, a `ScoredObjective`, on
+    every device.
 
     Those of NEXT_TOKEN are (nll sums [B], target tokens [B]). `params` are all of the decoder's, as `Decoder.joined`
     gives them.
     """
+    decoder, mesh, objective = parts.decoder, parts.mesh, cast(ScoredObjective, parts.objective)
 
     def scores(params: Any, rows: dict[str, jax.Array]) -> Any:
-        return objective.scores(decoder, params, rows, num_tiles=config.num_vocab_tiling)
+        return objective.scores(decoder, params, rows, num_tiles=parts.config.num_vocab_tiling)
 
     by_replica = over_replicas(scores, mesh.shape["data"], rows=(1,))
 
