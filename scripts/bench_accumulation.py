@@ -71,10 +71,11 @@ def subjects(variants: Sequence[Variant], num_devices: int, overrides: Sequence[
     """The train step of each variant, compiled; they share one state, as its layout is the same for all."""
     import jax
 
+    from maxtext_lite import make_plan
     from maxtext_lite.config import load_config
-    from maxtext_lite.parallel import accelerator_of, sharding
-    from maxtext_lite.training.optimizer import learning_rate_schedule, make_optimizer
-    from maxtext_lite.training.state import init_state, make_decoder
+    from maxtext_lite.parallel import sharding
+    from maxtext_lite.training.optimizer import learning_rate_schedule
+    from maxtext_lite.training.state import init_state, make_parts
     from maxtext_lite.training.step import TRAIN_BATCH_AXES, make_train_step
 
     holder: list[Any] = []
@@ -91,36 +92,26 @@ def subjects(variants: Sequence[Variant], num_devices: int, overrides: Sequence[
                 f"pipeline_schedule={variant.schedule}",
             ],
         )
-        plan, mesh = _plan_and_mesh(config, num_devices)
-        decoder = make_decoder(config, accelerator_of(jax.devices()[0]), plan)
-        optimizer = make_optimizer(config, decoder.trained(decoder.axes))
+        plan = make_plan(config, num_devices=num_devices)
+        parts = make_parts(config, plan, jax.devices()[:num_devices])
+        mesh = parts.mesh
         if not holder:
-            holder.append(init_state(decoder, optimizer, mesh, 0))
+            holder.append(init_state(parts, 0))
         batch = {
             name: jax.device_put(array, sharding(mesh, TRAIN_BATCH_AXES))
             for name, array in _batch(config, plan, variant.accumulation).items()
         }
         schedule = learning_rate_schedule(config, last=config.steps)
-        step = make_train_step(decoder, optimizer, mesh, config=config, schedule=schedule)
+        step = make_train_step(parts, schedule)
         with jax.set_mesh(mesh), _norms(variant.norms), jax.default_matmul_precision(config.matmul_precision):
             compiled = step.lower(holder[0], batch, None).compile()
         found[variant] = Subject(
             _runner(compiled, holder, batch),
-            _norms_alone(decoder, mesh),
+            _norms_alone(parts.decoder, mesh),
             plan.global_batch_to_train,
             compiled.memory_analysis(),
         )
     return found
-
-
-def _plan_and_mesh(config: Any, num_devices: int) -> tuple[Any, Any]:
-    import jax
-
-    from maxtext_lite import make_plan
-    from maxtext_lite.parallel import make_mesh
-
-    plan = make_plan(config, num_devices=num_devices)
-    return plan, make_mesh(plan.ici_mesh, plan.dcn_mesh, jax.devices()[:num_devices])
 
 
 def _norms(wanted: bool) -> Any:

@@ -59,7 +59,7 @@ WAYS = (
 def steps_of(way: Way, overrides: Sequence[str], sampling_seconds: float) -> list[dict[str, Any]]:
     """The steps of a run, without those that compile."""
     from maxtext_lite.config import RLRunConfig, load_config
-    from maxtext_lite.rl import loop
+    from maxtext_lite.rl.train import train_rl
 
     with (
         tempfile.TemporaryDirectory() as directory,
@@ -71,7 +71,7 @@ def steps_of(way: Way, overrides: Sequence[str], sampling_seconds: float) -> lis
         words = [*RUN, *way.keys, *overrides, f"base_output_directory={directory}"]
         config = load_config("configs/post_train/rl.yml", words)
         assert isinstance(config, RLRunConfig)
-        result = loop.train_rl(config)
+        result = train_rl(config)
         lines = (result.run_directory / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines][LEFT_OUT:]
 
@@ -93,15 +93,15 @@ def _sampled_elsewhere(seconds: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _one_after_the_other(serial: bool) -> Iterator[None]:
-    from maxtext_lite.rl import loop
+    from maxtext_lite.rl.train import RolloutSteps
 
-    made = loop._Loop.__init__
+    made = RolloutSteps.__init__
 
     def make(self: Any, *arguments: Any) -> None:
         made(self, *arguments)
         self.samples_beside = self.samples_beside and not serial
 
-    with mock.patch.object(loop._Loop, "__init__", make):
+    with mock.patch.object(RolloutSteps, "__init__", make):
         yield
 
 

@@ -65,7 +65,7 @@ STAND_INS = {
     "invariance/test_hosts.py": "parallel/test_distributed.py",
     "invariance/test_models.py": "invariance/test_meshes.py",
     "invariance/test_resume.py": "training/test_loop.py",
-    "invariance/test_rl_hosts.py": "rl/test_loop.py",
+    "invariance/test_rl_hosts.py": "rl/test_train.py",
     "invariance/test_stopping.py": "training/test_stopping.py",
     "invariance/test_tpu_programs.py": "parallel/test_described.py",
 }

@@ -16,7 +16,7 @@ from maxtext_lite.data import example_shape, field_dtype
 from maxtext_lite.parallel import make_mesh, sharding
 from maxtext_lite.training.objective import objective_of
 from maxtext_lite.training.optimizer import learning_rate_schedule, make_optimizer
-from maxtext_lite.training.state import abstract_state, make_decoder
+from maxtext_lite.training.state import StepParts, abstract_state, make_decoder
 from maxtext_lite.training.step import TRAIN_BATCH_AXES, make_train_step
 
 
@@ -58,11 +58,9 @@ def step_for_gpu(monkeypatch, overrides, *, num_devices, accelerator):
     mesh = make_mesh(plan.ici_mesh, plan.dcn_mesh, jax.devices()[:num_devices])
     decoder = make_decoder(config, accelerator, plan)
     optimizer = make_optimizer(config, decoder.trained(decoder.axes))
-    schedule = learning_rate_schedule(config, last=plan.steps)
-    step = make_train_step(
-        decoder, optimizer, mesh, config=config, schedule=schedule, local=None, objective=objective_of(config)
-    )
-    state = abstract_state(decoder, optimizer, mesh, None)
+    parts = StepParts(decoder, optimizer, mesh, config, objective_of(config))
+    step = make_train_step(parts, learning_rate_schedule(config, last=plan.steps))
+    state = abstract_state(parts)
     tokens, fields = example_shape(config)
     rows = plan.slots_for(plan.stages[-1].micro_batch_to_train)
     where = sharding(mesh, TRAIN_BATCH_AXES)

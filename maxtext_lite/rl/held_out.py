@@ -1,11 +1,49 @@
 """What responses to held-out prompts say of a model: mean reward, accuracy and pass@k."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from maxtext_lite.rl.rewards import Scores
+from maxtext_lite.rl.rollout import Request
+from maxtext_lite.rl.run import RLRun, shared
+from maxtext_lite.training.state import TrainState
+
+HELD_OUT = 1
+"""The first int of a request's key; `train` has another."""
+
+
+class HeldOutResponses:
+    """Responses to a run's held-out prompts, or to those of `eval_steps` batches; see `loop.Evaluation`.
+
+    Args:
+      say: takes what reward functions have to say.
+    """
+
+    before_first_step = True
+
+    def __init__(self, rl: RLRun, say: Callable[[str], None]):
+        self._rl, self._say = rl, say
+
+    def of(self, state: TrainState, step: int) -> tuple[dict[str, float | int], str]:
+        """See `loop.Evaluation`."""
+        rl, config, source = self._rl, self._rl.config, self._rl.run.eval_source
+        count = len(source)
+        if config.eval_steps != -1:
+            count = min(count, config.eval_steps * config.batch_size)
+        each = config.eval_num_generations
+        prompts = [prompt for number in range(count) for prompt in [source[number]] * each]
+        requests = [
+            Request(prompt.token_ids, (HELD_OUT, prompt.number, at % each)) for at, prompt in enumerate(prompts)
+        ]
+        rl.engine.update(rl.run.decoder.joined(state.params, state.frozen), step)
+        sampled = rl.sample(prompts, requests, rl.eval_sampling)
+        scores = shared(rl.judge(sampled))
+        for message in scores.messages:
+            self._say(f"reward: {message}")
+        found = held_out_record(scores, [len(response.token_ids) for response in sampled.responses], each)
+        return found, held_out_text(found)
 
 
 def pass_at_k(num_responses: int, num_correct: int, k: int) -> float:

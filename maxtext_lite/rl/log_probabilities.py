@@ -4,10 +4,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.stages import Wrapped
 
-from maxtext_lite.config import NumericsConfig
-from maxtext_lite.models import Decoder
 from maxtext_lite.parallel import (
     constrain,
     in_context_order,
@@ -18,11 +16,12 @@ from maxtext_lite.parallel import (
 )
 from maxtext_lite.training.gradients import TRAIN_BATCH_AXES
 from maxtext_lite.training.loss import head_inputs, token_losses
+from maxtext_lite.training.state import StepParts
 
 _NEEDED = ("tokens", "targets", "segments", "positions", "weights")
 
 
-def make_log_probabilities(decoder: Decoder, mesh: Mesh, config: NumericsConfig, temperature: float) -> Any:
+def make_log_probabilities(parts: StepParts, temperature: float) -> Wrapped:
     """The jitted function (params, batch) -> log-probabilities of the targets, float32 [A, B, T]; 0 without a target.
 
     They lie where the batch does, and their tokens are in its order. One micro-batch is computed at a time.
@@ -31,11 +30,12 @@ def make_log_probabilities(decoder: Decoder, mesh: Mesh, config: NumericsConfig,
       temperature: the policy is the softmax of the logits divided by it. `params` are all of the decoder's, as
         `Decoder.joined` gives them; of the batch's arrays [A, B, T] only those of pre-training are looked at.
     """
+    decoder, mesh = parts.decoder, parts.mesh
 
     def of_rows(params: Any, rows: dict[str, jax.Array]) -> jax.Array:
         x_BTD = decoder.hidden(params, rows["tokens"], rows["segments"], rows["positions"])
         x_BTD, head_DV = head_inputs(decoder, params, x_BTD)
-        tiles, soft_cap = config.num_vocab_tiling, decoder.shape.final_soft_cap
+        tiles, soft_cap = parts.config.num_vocab_tiling, decoder.shape.final_soft_cap
         nll_BT = token_losses(x_BTD, head_DV, rows["targets"], tiles, soft_cap, temperature)
         return jnp.where(rows["weights"] > 0, -nll_BT, 0)
 

@@ -1,5 +1,6 @@
 """The frozen reference of the KL divergence: the model that the run began with."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -47,12 +48,11 @@ class Reference:
                 f"load_parameters_path={run.directory} to go on from its parameters as a new reference."
             )
         shardings = tree_shardings(run.mesh, decoder.axes)
-        # Copied: the trainer gives its own arrays up at the first update.
+        # Copied: the trainer's own arrays are donated at the first update.
         copy = jax.jit(lambda params: jax.tree.map(jnp.copy, decoder.cast(params)), out_shardings=shardings)
         self._params: Any = copy(plain)
-        self._find = make_log_probabilities(
-            decoder, run.mesh, config=run.config, temperature=config.decode_sampling_temperature
-        )
+        parts = dataclasses.replace(run.parts, decoder=decoder)
+        self._find = make_log_probabilities(parts, config.decode_sampling_temperature)
 
     def of(self, rows: dict[str, jax.Array]) -> jax.Array:
         """Log-probabilities [A, B, T] of the rows' targets."""

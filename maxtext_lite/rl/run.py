@@ -1,26 +1,40 @@
 """What a run of reinforcement learning is made of before its first step: a trainer, a sampler and a judge."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from maxtext_lite.batching import RLBatch, make_plan
 from maxtext_lite.config import RLRunConfig, UserError
 from maxtext_lite.config.hf_config import hf_directory
 from maxtext_lite.config.rl_rules import endless_evaluation
-from maxtext_lite.data import Tokenizer, check_vocabulary, load_tokenizer, open_prompts
+from maxtext_lite.data import Prompt, Tokenizer, check_vocabulary, load_tokenizer, open_prompts
 from maxtext_lite.interop import stop_ids_of
 from maxtext_lite.models import Sampling
-from maxtext_lite.parallel import accelerator_of, start_devices
+from maxtext_lite.parallel import start_devices, value_of_host
 from maxtext_lite.rl.http_engine import HttpEngine
 from maxtext_lite.rl.policy import Policy
-from maxtext_lite.rl.rewards import Rewards
-from maxtext_lite.rl.rollout import LocalEngine, Response, RolloutEngine
+from maxtext_lite.rl.rewards import RewardError, Rewards, Scores
+from maxtext_lite.rl.rollout import LocalEngine, Request, Response, RolloutEngine
 from maxtext_lite.rl.transfer import sampling_mesh
-from maxtext_lite.training.run import Run, comes_from_elsewhere, run_directory
+from maxtext_lite.training.run import Run, comes_from_elsewhere, machine_of, run_directory
 from maxtext_lite.training.state import make_plain_decoder
+
+
+class Sampled(NamedTuple):
+    """Pairs that have not been judged yet; `texts` are the responses as reward functions see them."""
+
+    prompts: Sequence[Prompt]
+    responses: Sequence[Response]
+    texts: Sequence[str]
+
+
+Verdict = Scores | RewardError | None
+"""What the first host's judge says; None: on the others, which have none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,10 +77,54 @@ class RLRun:
         token_ids = response.token_ids[:-1] if response.ended else response.token_ids
         return self.tokenizer.decode(token_ids)
 
+    def sample(self, prompts: Sequence[Prompt], requests: Sequence[Request], sampling: Sampling) -> Sampled:
+        """A response to each request, which asks its prompt; any thread may call it."""
+        with jax.default_matmul_precision(self.config.matmul_precision):  # it is set for each thread by itself
+            responses = self.engine.generate(requests, sampling=sampling, max_new_tokens=self.batch.max_response_tokens)
+        return Sampled(prompts, responses, [self.text_of(response) for response in responses])
+
+    def judge(self, sampled: Sampled) -> Verdict:
+        """The scores, or why there are none, on the first host; any thread may call it."""
+        if not self.run.is_first:
+            return None
+        try:
+            return self.rewards.of(sampled.prompts, sampled.texts)
+        except RewardError as error:
+            return error
+
     def close(self) -> None:
         """Lets go of what samples and judges."""
         self.engine.close()
         self.rewards.close()
+
+
+def shared(verdict: Verdict) -> Scores:
+    """The first host's scores, on all hosts, which all call it: functions need not give the same everywhere.
+
+    Raises:
+      RewardError: the first host's.
+    """
+    encoded = value_of_host(0, None if verdict is None else _encoded(verdict))
+    found = _decoded(encoded) if verdict is None else verdict
+    if isinstance(found, RewardError):
+        raise found
+    return found
+
+
+def _encoded(verdict: Scores | RewardError) -> dict[str, Any]:
+    """A verdict as JSON, which holds doubles as they are."""
+    if isinstance(verdict, RewardError):
+        return {"problems": list(verdict.problems)}
+    by_name = {name: values.tolist() for name, values in verdict.by_name.items()}
+    about = {"errors": verdict.errors, "messages": list(verdict.messages)}
+    return {"total": verdict.total.tolist(), "by_name": by_name, **about}
+
+
+def _decoded(encoded: dict[str, Any]) -> Scores | RewardError:
+    if "problems" in encoded:
+        return RewardError(encoded["problems"])
+    by_name = {name: np.array(values, np.float64) for name, values in encoded["by_name"].items()}
+    return Scores(np.array(encoded["total"], np.float64), by_name, encoded["errors"], encoded["messages"])
 
 
 def open_rl_run(config: RLRunConfig) -> RLRun:
@@ -77,10 +135,8 @@ def open_rl_run(config: RLRunConfig) -> RLRun:
         directory.
     """
     devices = start_devices()
-    machine: Any = {
-        "num_devices": len(devices), "num_hosts": jax.process_count(), "platform": accelerator_of(devices[0])
-    }  # fmt: skip
-    plan = make_plan(config, **machine)
+    planned = functools.partial(make_plan, config, **machine_of(devices))
+    plan = planned()
     assert plan.rl is not None, "a config of reinforcement learning has a plan of it"
     tokenizer = load_tokenizer(config)
     check_vocabulary(tokenizer, config.vocab_size)
@@ -88,7 +144,7 @@ def open_rl_run(config: RLRunConfig) -> RLRun:
     source, eval_source = prompts
     if eval_source is not None and (refusal := endless_evaluation(config, len(eval_source))):
         raise UserError(str(refusal))
-    plan = make_plan(config, **machine, num_examples=len(source))
+    plan = planned(num_examples=len(source))
     assert plan.rl is not None
     stop_token_ids = _stop_token_ids(config, tokenizer)
     rewards = Rewards(config)

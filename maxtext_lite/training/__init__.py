@@ -1,6 +1,6 @@
 """Training: state, loss, accumulation, optimizer, step, evaluation, checkpoints, metrics and the loop over them."""
 
-from maxtext_lite.training.ledger import NonFiniteLoss
 from maxtext_lite.training.loop import RunResult, train
+from maxtext_lite.training.step_log import NonFiniteLoss
 
 __all__ = ["NonFiniteLoss", "RunResult", "train"]

@@ -1,20 +1,16 @@
 """The gradients of a step, added up over micro-batches that are all there at once or come in chunks."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
-from maxtext_lite.config import NumericsConfig
-from maxtext_lite.models import Decoder
 from maxtext_lite.parallel import constrain, in_context_order, over_replicas, per_replica, sharding, tree_shardings
 from maxtext_lite.training.accumulate import GradientAccumulation
 from maxtext_lite.training.interleaved import InterleavedStep
-from maxtext_lite.training.local_updates import LocalUpdates
 from maxtext_lite.training.loss import LossSums
-from maxtext_lite.training.objective import NEXT_TOKEN, Objective
-from maxtext_lite.training.state import gradient_shardings
+from maxtext_lite.training.state import StepParts, gradient_shardings
 
 TRAIN_BATCH_AXES = ("accumulation", "global_batch", "length")
 
@@ -68,21 +64,14 @@ class GradientLoop:
     so that gradients add up to those of one big batch whatever A, B and the masks are. Where that is not known before
     the last batch has come, it is divided by what the step is expected to count, and `total` makes up for it.
 
-    Each replica of the `data` axis adds up its own gradients in float32; they meet once, in `total`, in `grad_dtype`.
-    With local updates they do not meet: each replica has parameters and a count of its own. With the pipeline schedule
-    1f1b the loop is over ticks instead of micro-batches, and adds up to the same.
+    Each replica of the `data` axis adds up its own gradients in float32; they are all-reduced once, in `total`, in
+    `grad_dtype`. With local updates they are not: each replica has parameters and a count of its own. With the pipeline
+    schedule 1f1b the loop is over ticks instead of micro-batches, and adds up to the same.
     """
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        optimizer: GradientAccumulation,
-        mesh: Mesh,
-        config: NumericsConfig,
-        local: LocalUpdates | None = None,
-        objective: Objective = NEXT_TOKEN,
-    ):
-        self._decoder, self._optimizer, self._mesh, self._config = decoder, optimizer, mesh, config
+    def __init__(self, parts: StepParts):
+        decoder, objective, mesh, local = parts.decoder, parts.objective, parts.mesh, parts.local
+        self._parts, self._decoder, self._optimizer, self._config = parts, decoder, parts.optimizer, parts.config
         self._local, self._objective = local, objective
         self._num_replicas = local.num_replicas if local else mesh.shape["data"]
         self._counted_names = sorted({"target_tokens", objective.divisor})
@@ -96,9 +85,8 @@ class GradientLoop:
         pipeline = decoder.pipeline
         self._interleaved = None
         if pipeline and pipeline.schedule == "1f1b":
-            self._interleaved = InterleavedStep(
-                decoder, config, self._num_replicas, objective, own_params=local is not None
-            )
+            own = local is not None
+            self._interleaved = InterleavedStep(decoder, parts.config, self._num_replicas, objective, own_params=own)
 
     def rows(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """The rows [A, B, T] of examples, in the order in which they are computed."""
@@ -132,8 +120,8 @@ class GradientLoop:
 
     def shardings(self) -> GradientSums:
         """Where the sums lie between batches: each replica's on its own devices, gradients as the parameters do."""
-        gradients = jax.tree.map(per_replica, tree_shardings(self._mesh, self._trained_axes))
-        each_R = sharding(self._mesh, ("replica",))
+        gradients = jax.tree.map(per_replica, tree_shardings(self._parts.mesh, self._trained_axes))
+        each_R = sharding(self._parts.mesh, ("replica",))
         others = jax.tree.map(lambda _: each_R, jax.eval_shape(self.start)._replace(gradients=None))
         return others._replace(gradients=gradients)
 
@@ -188,7 +176,7 @@ class GradientLoop:
     def total(
         self, sums: GradientSums, *, whole_R: jax.Array, loss_scale: jax.Array | None, is_expected: bool
     ) -> StepGradients:
-        """What the sums say of the step, where the replicas meet.
+        """What the sums say of the step, summed over the replicas.
 
         Args:
           whole_R: what losses were divided by.
@@ -199,29 +187,28 @@ class GradientLoop:
             # Where pieces of several micro-batches are under way at once, only replicas have gradients of their own.
             sums = self._with_groups(sums, sums.gradients, sums.counts[self._objective.divisor], whole_R)
 
-        def meet(x_R: jax.Array) -> jax.Array:
+        def all_reduce(x_R: jax.Array) -> jax.Array:
             return x_R if self._local else jnp.sum(x_R, axis=0)
 
         optimizer = self._optimizer
         gradients = optimizer.map_slopes(lambda g: g.astype(self._config.grad_dtype), sums.gradients)
-        gradients = jax.tree.map(meet, gradients)
+        gradients = jax.tree.map(all_reduce, gradients)
         if self._local:
             gradients = jax.tree.map(_lay_out, gradients, self._trained_axes)
         else:  # each where it is used: with ZeRO-1, a replica receives its share only
-            where = gradient_shardings(self._decoder, optimizer, self._mesh)
-            gradients = jax.lax.with_sharding_constraint(gradients, where)
+            gradients = jax.lax.with_sharding_constraint(gradients, gradient_shardings(self._parts))
         gradients = jax.tree.map(lambda g: g.astype(jnp.float32), gradients)
-        counts = jax.tree.map(meet, sums.counts)
+        counts = jax.tree.map(all_reduce, sums.counts)
         result = StepGradients(
             gradients,
-            meet(sums.losses.nll),
-            meet(sums.losses.log_partition_squared),
-            jax.tree.map(meet, sums.losses.aux),
+            all_reduce(sums.losses.nll),
+            all_reduce(sums.losses.log_partition_squared),
+            jax.tree.map(all_reduce, sums.losses.aux),
             counts[self._objective.divisor],
             counts["target_tokens"],
             counts["examples"],
-            meet(sums.group_squares),
-            meet(sums.groups),
+            all_reduce(sums.group_squares),
+            all_reduce(sums.groups),
         )
         if loss_scale is not None:
             result = _unscaled(result, loss_scale, optimizer)
@@ -257,14 +244,7 @@ class GradientLoop:
         return sums._replace(group_squares=sums.group_squares + group_squares, groups=sums.groups + groups)
 
 
-def accumulate_gradients(
-    decoder: Decoder,
-    optimizer: GradientAccumulation,
-    mesh: Mesh,
-    config: NumericsConfig,
-    local: LocalUpdates | None = None,
-    objective: Objective = NEXT_TOKEN,
-) -> Any:
+def accumulate_gradients(parts: StepParts) -> Callable[..., StepGradients]:
     """A function (params, batch, num_micro_batches=None, loss_scale=None, frozen=None) -> StepGradients of one step.
 
     Gradients are those of `params`; `frozen` is what else the decoder has (see `TrainState`).
@@ -273,7 +253,7 @@ def accumulate_gradients(
     so that the accumulation may change without another executable. See `GradientLoop`: what the step counts is known
     before its first micro-batch.
     """
-    loop = GradientLoop(decoder, optimizer, mesh, config, local, objective)
+    loop = GradientLoop(parts)
 
     def step_gradients(
         params: Any,

@@ -1,4 +1,4 @@
-"""Local updates: replicas train parameters of their own and meet every so many steps.
+"""Local updates: replicas train parameters of their own and are synchronised every so many steps.
 
 Source: Douillard et al. 2023, arXiv:2311.08105, algorithm 1. With outer learning rate 1 and momentum 0 it is local SGD:
 the plain mean of the replicas.
@@ -30,7 +30,7 @@ class OuterState:
 
 @dataclasses.dataclass(frozen=True)
 class LocalUpdates:
-    """How replicas train apart and meet.
+    """How replicas train apart and are synchronised.
 
     Attributes:
       num_replicas: sets of parameters, a multiple of the data axis.
@@ -51,7 +51,7 @@ class LocalUpdates:
     def synchronised(self, params_R: Any, outer: OuterState, masters_R: Any = None) -> tuple[Any, OuterState]:
         """The replicas' parameters [R, ...] and the shared state after they have met.
 
-        Where there are masters, it is they that meet: parameters are the rounding of what comes of it, and the
+        Where there are masters, it is they that are averaged: parameters are the rounding of what comes of it, and the
         replicas' masters are then copies of `OuterState.master`.
 
         The outer gradient is outer - mean(replicas); its step is written as (1 - lr) outer + lr mean, so that a single

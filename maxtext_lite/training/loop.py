@@ -1,43 +1,70 @@
-"""The loop: from a config to a trained state, through interruptions."""
+"""The loop of every run, pre-training, SFT, DPO or reinforcement learning: steps, evaluations, checkpoints, the end."""
 
 import contextlib
 import dataclasses
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
-import numpy as np
 
-from maxtext_lite.batching import BatchStage
 from maxtext_lite.config import Config
-from maxtext_lite.data import (
-    Batch,
-    ExampleSource,
-    evaluation_batches,
-    training_batches,
-)
-from maxtext_lite.parallel import sharding
 from maxtext_lite.training.checkpoint import Counts
-from maxtext_lite.training.evaluate import evaluate
-from maxtext_lite.training.executables import Executables
-from maxtext_lite.training.gradients import accumulate_gradients
-from maxtext_lite.training.ledger import Consumed, Ledger
-from maxtext_lite.training.metrics import MetricsLog, Terminal, evaluation_text
-from maxtext_lite.training.nonfinite import find_nonfinite
-from maxtext_lite.training.objective import objective_of
+from maxtext_lite.training.evaluate import HeldOutLoss
+from maxtext_lite.training.feed_steps import FeedSteps
+from maxtext_lite.training.metrics import MetricsLog, Terminal
 from maxtext_lite.training.profile import Profile
-from maxtext_lite.training.reference import add_reference
 from maxtext_lite.training.run import Run, open_run
 from maxtext_lite.training.state import TrainState
-from maxtext_lite.training.step import (
-    EVAL_BATCH_AXES,
-    TRAIN_BATCH_AXES,
-    make_eval_step,
-    make_summarise,
-    make_synchronise,
-    make_train_step,
-)
+from maxtext_lite.training.step_log import StepLog, Taken
 from maxtext_lite.training.stopping import Signals, Stop, watch_signals
+
+
+class Steps(Protocol):
+    """The steps of a run: where their batches come from, and how the state is updated with each."""
+
+    @property
+    def ahead(self) -> bool:
+        """Whether a step is dispatched before the last one is recorded, so that devices never wait for the host."""
+        ...
+
+    @property
+    def ready(self) -> bool:
+        """Whether the next step can be taken without `prepare`, which may take long."""
+        ...
+
+    def prepare(self, step: int) -> None:
+        """Gets ready for this step and those like it."""
+        ...
+
+    def take(self, state: TrainState, step: int) -> tuple[TrainState, Taken]:
+        """The next batch, and a step on it; `state`, of the step before, is donated."""
+        ...
+
+    def unfinished(self, step: int) -> Any:
+        """What a checkpoint after this step holds of a batch that more steps are to be made on; None: nothing."""
+        ...
+
+    def close(self) -> None:
+        """Ends what reads or compiles ahead."""
+        ...
+
+
+class Evaluation(Protocol):
+    """How a run's model is judged by what was held out."""
+
+    @property
+    def before_first_step(self) -> bool:
+        """Whether it is also judged untrained, at step 0."""
+        ...
+
+    def of(self, state: TrainState, step: int) -> tuple[Mapping[str, float | int], str]:
+        """The entries of an evaluation's record, and what the terminal says of them. All hosts call it."""
+        ...
+
+
+Begin = Callable[[Terminal, TrainState, Counts], tuple[Steps, Evaluation]]
+"""From the state that a run goes on from, restored or new: the steps after it, and how their model is judged."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +74,8 @@ class RunResult:
     Attributes:
       step: steps done in the whole run.
       loss: training loss of the last step; None if this process did none.
-      eval_loss: the last evaluation's, a mean over target tokens (dpo: pairs); None without one.
+      eval_loss: the last evaluation's, a mean over target tokens (dpo: pairs); None without one, and in reinforcement
+        learning.
       interrupted: a signal ended the run, after saving where checkpoints are on.
       is_first_host: this process is the one that writes the run directory.
       state: the final TrainState, on the devices.
@@ -62,15 +90,6 @@ class RunResult:
     state: TrainState
 
 
-@dataclasses.dataclass
-class _InFlight:
-    """A step that has been dispatched and not yet looked at."""
-
-    step: int
-    metrics: dict[str, jax.Array]
-    batch: Batch
-
-
 def train(config: Config) -> RunResult:
     """Trains to `config.steps`, from the newest checkpoint of the run directory where there is one.
 
@@ -78,15 +97,17 @@ def train(config: Config) -> RunResult:
       UserError: the config cannot be trained on these devices or this data, or contradicts the checkpoint.
       NonFiniteLoss: the loss stopped being a number.
     """
-    with jax.default_matmul_precision(config.matmul_precision):
-        run = open_run(config)
-        with jax.set_mesh(run.mesh), watch_signals() as signals:
-            return _train(run, signals)
+    run = open_run(config)
+    return train_run(run, lambda *start: (FeedSteps(run, *start), HeldOutLoss(run)))
 
 
-def _train(run: Run, signals: Signals) -> RunResult:
+def train_run(run: Run, begin: Begin) -> RunResult:
+    """Takes the steps of a run that are left; raises what `train` raises."""
     terminal = Terminal(log_period=run.config.log_period, quiet=not run.is_first)
     with contextlib.ExitStack() as open_things:
+        open_things.enter_context(jax.default_matmul_precision(run.config.matmul_precision))
+        open_things.enter_context(jax.set_mesh(run.mesh))
+        signals = open_things.enter_context(watch_signals())
         open_things.callback(terminal.close)
         open_things.enter_context(run.opened(terminal.say))
         state, counts = run.restore_or_init()
@@ -95,181 +116,103 @@ def _train(run: Run, signals: Signals) -> RunResult:
             terminal.say(f"nothing to do: {run.directory} has {counts.step} steps already, which is all")
             return RunResult(run.directory, counts.step, None, None, False, run.is_first, state)
         run.introduce(terminal, counts)
-        add_reference(run, state, counts, terminal)
-        log = run.open_log(lambda: MetricsLog(run.directory, counts.step, run.failures), terminal.say)
+        # An evaluation before the first step stands at step 0.
+        log = run.open_log(lambda: MetricsLog(run.directory, counts.step or -1, run.failures), terminal.say)
         if log:
             open_things.enter_context(contextlib.closing(log))
+        steps, evaluation = begin(terminal, state, counts)
+        open_things.enter_context(contextlib.closing(steps))
         terminal.start(counts.step, counts.step + left)
-        return _Loop(run, terminal, log, counts, signals).train_from(state)
+        step_log = StepLog(run, terminal, log, counts)
+        return _Loop(run, terminal, step_log, signals, steps, evaluation).train_from(state)
 
 
 class _Loop:
-    """The steps: one is always on its way while the one before is logged, so that devices never wait for the host."""
+    """The steps that are left: one at a time, or one under way while the one before it is recorded."""
 
-    def __init__(self, run: Run, terminal: Terminal, log: MetricsLog | None, counts: Counts, signals: Signals):
-        self.run, self.config, self.plan = run, run.config, run.plan
-        self.terminal = terminal
-        self.ledger = Ledger(run, terminal, log, counts)
+    def __init__(
+        self, run: Run, terminal: Terminal, log: StepLog, signals: Signals, steps: Steps, evaluation: Evaluation
+    ):
+        self.run, self.terminal, self.log, self.signals = run, terminal, log, signals
+        self.steps, self.evaluation = steps, evaluation
+        self.evaluates = run.eval_source is not None and run.config.eval_interval > 0
+        self.in_flight: tuple[int, Taken] | None = None
         self.eval_loss: float | None = None
-        num_traced = run.config.profiler_steps if run.is_first else 0
-        self.profile = Profile(run.directory / "tensorboard", num_traced, run.failures)
-        # The simulated devices of a CPU share a few threads: with two steps under way, a collective of one can wait
-        # for ever for a device whose thread the other holds. There, a step is finished before the next begins.
-        self.one_at_a_time = jax.default_backend() == "cpu" and jax.device_count() > 1
-        train_step = make_train_step(
-            run.decoder,
-            run.optimizer,
-            run.mesh,
-            config=run.config,
-            schedule=run.schedule,
-            local=run.local,
-            objective=run.objective,
-        )
-        self.executables = Executables(train_step, run.abstract_state, run.plan, run.mesh, config=run.config)
-        self.stage: BatchStage | None = None
-        self.signals = signals
-        if run.local:
-            self.synchronise = make_synchronise(run.decoder, run.optimizer, run.mesh, run.local)
-            self.summarise = make_summarise(run.mesh)
 
     def train_from(self, state: TrainState) -> RunResult:
-        """The steps after those of the ledger, until the last or a signal."""
-        run, config, plan, counts = self.run, self.config, self.plan, self.ledger.counts
-        steps_left = plan.steps_left(counts.step, counts.examples_seen)
-        last_step = counts.step + steps_left
+        """The steps after those of the log, until the last or a signal."""
+        run, log, steps, last_step = self.run, self.log, self.steps, self.terminal.last_step
         stopping = Stop(run.mesh, self.signals, run.failures)
-        with (
-            contextlib.closing(self.executables),
-            training_batches(
-                run.source,
-                plan,
-                sharding=sharding(run.mesh, TRAIN_BATCH_AXES),
-                examples_seen=counts.examples_seen,
-                num_steps=steps_left,
-                seed=config.data_shuffle_seed,
-                worker_count=config.grain_worker_count,
-            ) as batches,
-        ):
-            eval_step = make_eval_step(run.decoder, run.mesh, config, objective_of(config))
-            train_step = self._step_of(plan.stage_at(counts.examples_seen), counts.step + 1)
-            self.ledger.restart_clock()
-            in_flight: _InFlight | None = None
-            examples_seen = counts.examples_seen
-            for step in range(counts.step + 1, last_step + 1):
-                self.profile.before_step(step - counts.step)
-                if self.one_at_a_time:
-                    jax.block_until_ready(state)
-                stage = plan.stage_at(examples_seen)
-                if stage != self.stage:  # recorded first: should the next executable not be ready, its step waits
-                    self._finish(in_flight, state)
-                    in_flight = None
-                    train_step = self._step_of(stage, step)
-                batch = next(batches)
-                examples_seen += batch.num_examples
-                state, metrics = self._take(train_step, state, batch, step)
-                self.executables.request_after(stage)  # once the first step is on its way: tracing holds Python up
-                self._finish(in_flight, state)
-                in_flight = _InFlight(step, metrics, batch)
-                stops = stopping.after_this_step()
-                last = step == last_step or stops
-                saves = run.checkpointer is not None and (step % config.checkpoint_period == 0 or last)
-                evaluates = (
-                    run.eval_source is not None
-                    and config.eval_interval > 0
-                    and (step % config.eval_interval == 0 or step == last_step)
-                )
-                if saves or evaluates or last:
-                    # Everything up to this step is on record before its checkpoint is: a restart adds what follows.
-                    self._finish(in_flight, state)
-                    in_flight = None
-                    if stops:
-                        run.failures.raise_together()
-                    # A checkpoint after its evaluation: a kill between them repeats both. Asked to stop, save first.
-                    if stops:
-                        run.save(state, self.ledger.counts)
-                    if evaluates:
-                        self._evaluate(eval_step, state, run.eval_source)
-                    if saves:
-                        run.save(state, self.ledger.counts)
-                    self.ledger.restart_clock()
-                if last:
-                    break
-            self.profile.close()
-            self.ledger.flush()
-            run.wait()
-        interrupted = self.ledger.counts.step < last_step
+        profiler_steps = run.config.profiler_steps if run.is_first else 0
+        profile = Profile(run.directory / "tensorboard", profiler_steps, run.failures)
+        before = log.counts.step
+        if before == 0 and self.evaluates and self.evaluation.before_first_step:
+            self._evaluate(state)
+        steps.prepare(before + 1)
+        log.restart_clock()
+        for step in range(before + 1, last_step + 1):
+            profile.before_step(step - before)
+            if not steps.ready:
+                self._record(state)  # before a wait that may be long
+                steps.prepare(step)
+            state, taken = steps.take(state, step)
+            self._record(state)  # of the step before, as this one is under way
+            self.in_flight = step, taken
+            if not steps.ahead:
+                self._record(state)
+            stops = stopping.after_this_step()
+            self._pause(state, step, stops=stops, is_last=step == last_step)
+            if stops:
+                break
+        profile.close()
+        log.flush()
+        run.wait()
+        return self._result(state, interrupted=log.counts.step < last_step)
+
+    def _pause(self, state: TrainState, step: int, *, stops: bool, is_last: bool) -> None:
+        """Evaluates and saves, where this step is one to do so after."""
+        run, config = self.run, self.run.config
+        saves = run.checkpointer is not None and (step % config.checkpoint_period == 0 or is_last)
+        evaluates = self.evaluates and (step % config.eval_interval == 0 or is_last)
+        if not (saves or evaluates or stops or is_last):
+            return
+        # Everything up to this step is on record before its checkpoint is: a restart adds what follows.
+        self._record(state)
+        if stops:
+            run.failures.raise_together()
+        # A checkpoint after its evaluation: a kill between them repeats both. Asked to stop, save first.
+        if stops:
+            self._save(state)
+        if evaluates:
+            self._evaluate(state)
+        if saves:
+            self._save(state)
+        self.log.restart_clock()
+
+    def _record(self, state: TrainState) -> None:
+        """Waits for the step that is under way, if one is, and records it; `state` is that of the newest step."""
+        if self.in_flight is not None:
+            (step, taken), self.in_flight = self.in_flight, None
+            self.log.add(step, taken, state)
+            self.signals.take_requests()
+
+    def _save(self, state: TrainState) -> None:
+        counts = self.log.counts
+        self.run.save(state, counts, self.steps.unfinished(counts.step))
+
+    def _evaluate(self, state: TrainState) -> None:
+        step = self.log.counts.step
+        found, text = self.evaluation.of(state, step)
+        self.eval_loss = found.get("eval_loss")
+        self.log.write({"step": step, **found})
+        self.terminal.say(f"step {step}/{self.terminal.last_step}  {text}")
+
+    def _result(self, state: TrainState, *, interrupted: bool) -> RunResult:
+        """What the run came to; says so where it was interrupted."""
+        run, log = self.run, self.log
         if interrupted:
             saved = "saved" if run.checkpointer else "not saved (enable_checkpointing=false)"
             by = self.signals.received.name if self.signals.received else "another host"
-            self.terminal.say(f"stopped by {by} after step {self.ledger.counts.step}, {saved}")
-        self.ledger.advise()
-        done = self.ledger
-        return RunResult(run.directory, done.counts.step, done.loss, self.eval_loss, interrupted, run.is_first, state)
-
-    def _step_of(self, stage: BatchStage, step: int) -> Any:
-        """The compiled step of a stage that begins; says so."""
-        compiled, seconds = self.executables.of(stage)
-        if self.stage is None:
-            self.terminal.say(f"compiled the train step in {seconds:.1f} s")
-        elif self.executables.slots(stage) != self.executables.slots(self.stage):
-            self.terminal.say(f"compiled the train step of the next stage in {seconds:.1f} s, in the background")
-        if len(self.plan.stages) > 1:
-            self.terminal.say(
-                f"from step {step}: global_batch_to_train={stage.global_batch_to_train} = "
-                f"{float(stage.per_device_batch_size):g} per device x {self.plan.num_devices} devices x "
-                f"{stage.gradient_accumulation_steps} accumulation"
-            )
-        self.stage = stage
-        return compiled
-
-    def _take(self, train_step: Any, state: TrainState, batch: Batch, step: int) -> tuple[TrainState, Any]:
-        """One step; with local updates, also what follows it: scalars for the log, and the replicas' meeting."""
-        number = np.int32(batch.num_micro_batches) if self.plan.ramps_accumulation else None
-        state, metrics = train_step(state, batch.arrays, number)
-        if self.run.local:
-            metrics = self._alone(self.summarise, metrics)
-            state = dataclasses.replace(state, skipped_in_a_row=metrics.pop("skipped_in_a_row"))
-            if step % self.run.local.sync_period == 0:
-                state = self._alone(self.synchronise, state)
-        return state, metrics
-
-    def _alone(self, function: Any, argument: Any) -> Any:
-        """A function on the devices; where they can do only one thing at a time, once they have done what they do."""
-        return function(jax.block_until_ready(argument) if self.one_at_a_time else argument)
-
-    def _finish(self, done: _InFlight | None, state: TrainState) -> None:
-        """Waits for a step and takes it down; `state` is that of the newest step."""
-        if done is None:
-            return
-        batch = done.batch
-        consumed = Consumed(batch.example_ids, batch.num_examples, batch.data_seconds)
-        self.ledger.add(done.step, done.metrics, consumed, find_cause=lambda: self._find_cause(done, state))
-        self.signals.take_requests()
-
-    def _find_cause(self, done: _InFlight, state: TrainState) -> Any:
-        """Where a step's gradient stops being finite: the state, of a later step, still has that one's parameters."""
-        run = self.run
-        if self.one_at_a_time:
-            jax.block_until_ready(state)
-        step_gradients = accumulate_gradients(
-            run.decoder, run.optimizer, run.mesh, self.config, run.local, run.objective
-        )
-        return find_nonfinite(
-            lambda params, *rest: step_gradients(params[0], *rest, frozen=params[1]),
-            (state.params, state.frozen),
-            done.batch.arrays,
-            done.batch.example_ids,
-            micro_batches=done.batch.num_micro_batches,
-            loss_scale=run.optimizer.loss_scale(state.opt_state),
-        )
-
-    def _evaluate(self, eval_step: Any, state: TrainState, source: ExampleSource | None) -> None:
-        assert source is not None
-        with evaluation_batches(
-            source, self.plan, sharding=sharding(self.run.mesh, EVAL_BATCH_AXES), eval_steps=self.config.eval_steps
-        ) as batches:
-            params = self.run.decoder.joined(state.model_params, state.frozen)
-            found = evaluate(eval_step, params, batches, objective_of(self.config))
-        self.eval_loss = found["eval_loss"]
-        self.ledger.write({"step": self.ledger.counts.step, **found})
-        self.terminal.say(f"step {self.ledger.counts.step}/{self.terminal.last_step}  {evaluation_text(found)}")
+            self.terminal.say(f"stopped by {by} after step {log.counts.step}, {saved}")
+        log.advise()
+        return RunResult(run.directory, log.counts.step, log.loss, self.eval_loss, interrupted, run.is_first, state)

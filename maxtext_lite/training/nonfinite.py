@@ -1,12 +1,14 @@
 """Where a gradient that is not finite comes from: which micro-batch, which examples, which parameter first."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from maxtext_lite.training.gradients import accumulate_gradients
+from maxtext_lite.training.state import StepParts, TrainState
 
 _MOST_EXAMPLES = 8
 
@@ -36,37 +38,34 @@ class NonFinite:
 
 
 def find_nonfinite(
-    step_gradients: Callable[..., Any],
-    params: Any,
-    batch: dict[str, jax.Array],
-    example_ids: np.ndarray,
-    *,
-    micro_batches: int,
-    loss_scale: jax.Array | None = None,
+    parts: StepParts, state: TrainState, batch: dict[str, jax.Array], example_ids: np.ndarray, *, micro_batches: int
 ) -> NonFinite | None:
     """Looks for the cause by taking the gradient of ever smaller parts of a step; None where every part is finite.
 
     Args:
-      step_gradients: as `gradients.accumulate_gradients` makes it.
-      params: the parameters that the step had; it leaves them, and so do those after it (`state.TrainState`).
+      state: of the step or a later one: it leaves the parameters that it had, and so do those after it.
       batch: [A, B, T], as the step had it.
       example_ids: of the whole step; example j is in micro-batch j % micro_batches, slot j // micro_batches.
       micro_batches: those of the A that are in use.
     """
+    # The simulated devices of a CPU can do only one thing at a time, and a later step may be under way.
+    params, frozen = jax.block_until_ready((state.params, state.frozen))
+    loss_scale = parts.optimizer.loss_scale(state.opt_state)
+    step_gradients = accumulate_gradients(parts)
 
     @jax.jit
-    def finite_leaves(params: Any, batch: Any, micro_batch: Any, first: Any, stop: Any) -> Any:
+    def finite_leaves(params: Any, frozen: Any, batch: Any, micro_batch: Any, first: Any, stop: Any) -> Any:
         slots = jnp.arange(batch["weights"].shape[1])
         kept_1B1 = ((slots >= first) & (slots < stop))[None, :, None]
         part = {name: jax.lax.dynamic_slice_in_dim(x, micro_batch, 1) for name, x in batch.items()}
         # Selected, not multiplied: what is left out may itself be no number.
         part |= {name: jnp.where(kept_1B1, part[name], jnp.zeros_like(part[name])) for name in part}
-        gradients = step_gradients(params, part, None, loss_scale).gradients
+        gradients = step_gradients(params, part, None, loss_scale, frozen).gradients
         return jax.tree.map(lambda g: jnp.all(jnp.isfinite(g)), gradients)
 
     def bad_leaves(micro_batch: int, first: int, stop: int) -> list[str]:
         leaves = jax.tree_util.tree_leaves_with_path(
-            jax.device_get(finite_leaves(params, batch, micro_batch, first, stop))
+            jax.device_get(finite_leaves(params, frozen, batch, micro_batch, first, stop))
         )
         return [jax.tree_util.keystr(path, simple=True, separator=".") for path, finite in leaves if not finite]
 
@@ -77,15 +76,15 @@ def find_nonfinite(
             continue
         ids = example_ids[micro_batch::micro_batches]
         found: list[int] = []
-        parts = [(0, len(ids))]
-        while parts and len(found) <= _MOST_EXAMPLES:  # halves, the earlier one first
-            first, stop = parts.pop()
+        spans = [(0, len(ids))]
+        while spans and len(found) <= _MOST_EXAMPLES:  # halves, the earlier one first
+            first, stop = spans.pop()
             if not bad_leaves(micro_batch, first, stop):
                 continue
             if stop - first == 1:
                 found.append(int(ids[first]))
             else:
                 middle = (first + stop) // 2
-                parts += [(middle, stop), (first, middle)]
+                spans += [(middle, stop), (first, middle)]
         return NonFinite(micro_batch, tuple(found) or tuple(map(int, ids)), names[0])
     return None

@@ -15,15 +15,13 @@ from maxtext_lite.batching.devices import device_of_kind
 from maxtext_lite.batching.roofline import Roofline, roofline
 from maxtext_lite.config import Config
 from maxtext_lite.models.dropless import FURTHER_ROUNDS
-from maxtext_lite.parallel import accelerator_of, make_mesh
 from maxtext_lite.parallel.hlo import Collective, collectives
 from maxtext_lite.parallel.hlo_text import parse
 from maxtext_lite.parallel.hlo_work import Work, work
 from maxtext_lite.training.executables import Executables
-from maxtext_lite.training.local_updates import LocalUpdates, local_updates
-from maxtext_lite.training.objective import objective_of
-from maxtext_lite.training.optimizer import learning_rate_schedule, make_optimizer
-from maxtext_lite.training.state import TrainState, abstract_state, make_decoder
+from maxtext_lite.training.local_updates import LocalUpdates
+from maxtext_lite.training.optimizer import learning_rate_schedule
+from maxtext_lite.training.state import TrainState, abstract_state, make_parts
 from maxtext_lite.training.step import make_synchronise, make_train_step
 
 
@@ -154,23 +152,18 @@ def compile_program(config: Config, plan: BatchPlan, devices: Sequence[Any]) -> 
       UserError: the config asks for a kernel that does not run on these devices.
     """
     config = scaled_optimizer(config, plan)
-    mesh = make_mesh(plan.ici_mesh, plan.dcn_mesh, devices)
-    decoder = make_decoder(config, accelerator_of(devices[0]), plan)
-    optimizer = make_optimizer(config, decoder.trained(decoder.axes))
-    local = local_updates(config, plan.diloco_num_replicas)
-    schedule = learning_rate_schedule(config, last=plan.steps)
-    step = make_train_step(
-        decoder, optimizer, mesh, config=config, schedule=schedule, local=local, objective=objective_of(config)
-    )
-    state = abstract_state(decoder, optimizer, mesh, local)
+    parts = make_parts(config, plan, devices)
+    mesh, decoder, local = parts.mesh, parts.decoder, parts.local
+    step = make_train_step(parts, learning_rate_schedule(config, last=plan.steps))
+    state = abstract_state(parts)
     stage = plan.stages[-1]
     with contextlib.closing(Executables(step, state, plan, mesh, config=config)) as executables:
         compiled, seconds = executables.of(stage)
     meeting = None
     if local:
         with jax.set_mesh(mesh):
-            meet = make_synchronise(decoder, optimizer, mesh, local).lower(state).compile()
-        meeting = total_traffic(collectives(meet.as_text()), mesh)
+            synchronise: Any = make_synchronise(parts).lower(state).compile()
+        meeting = total_traffic(collectives(synchronise.as_text()), mesh)
     # A ramp of the accumulation leaves one loop's bound open: that over micro-batches.
     # Experts are taken to be chosen evenly.
     module = parse(compiled.as_text(), trips_where_unknown=_open_trips(plan), not_run=FURTHER_ROUNDS)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jax.stages import Wrapped
 
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import value_text
@@ -22,7 +23,6 @@ from maxtext_lite.parallel import bytes_of_host, sharding, value_of_host
 from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.evaluate import scores_of
 from maxtext_lite.training.metrics import Terminal
-from maxtext_lite.training.objective import objective_of
 from maxtext_lite.training.preference import pairs_of
 from maxtext_lite.training.run import Run
 from maxtext_lite.training.state import TrainState
@@ -45,7 +45,7 @@ def add_reference(run: Run, state: TrainState, counts: Counts, terminal: Termina
         tables = _read(run, sources)
     else:
         started = time.perf_counter()
-        eval_step = make_eval_step(run.decoder, run.mesh, run.config, objective_of(run.config))
+        eval_step = make_eval_step(run.parts)
         params = run.decoder.joined(state.model_params, state.frozen)  # new adapters add nothing
         tables = {source.fingerprint: _find(run, eval_step, params, source) for source in sources}
         run.failures.on_first_host(run.directory / FILE, lambda: _write(run.directory / FILE, tables))
@@ -62,7 +62,7 @@ def _with(source: ExampleSource, tables: Mapping[str, np.ndarray]) -> ExampleSou
     return source.with_reference(tables[source.fingerprint]) if isinstance(source, PairSource) else source
 
 
-def _find(run: Run, eval_step: Any, params: Any, source: ExampleSource) -> np.ndarray:
+def _find(run: Run, eval_step: Wrapped, params: Any, source: ExampleSource) -> np.ndarray:
     """Log-probabilities [pairs, 2], pairs by their number; on a host that does not read, in the order of examples."""
     where = sharding(run.mesh, EVAL_BATCH_AXES)
     with evaluation_batches(source, run.plan, sharding=where, eval_steps=-1) as batches:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
@@ -26,18 +27,17 @@ from maxtext_lite.data import (
     target_tokens_of_run,
 )
 from maxtext_lite.interop import carry_files
-from maxtext_lite.parallel import accelerator_of, make_mesh, start_devices
+from maxtext_lite.parallel import accelerator_of, start_devices
 from maxtext_lite.training.checkpoint import Checkpointer, Counts, fingerprint
 from maxtext_lite.training.environment import environment
 from maxtext_lite.training.failures import Failures
 from maxtext_lite.training.lease import Lease, hold
-from maxtext_lite.training.local_updates import local_updates
 from maxtext_lite.training.metrics import Speed, Terminal
 from maxtext_lite.training.noise import why_unknown
-from maxtext_lite.training.objective import Objective, objective_of
-from maxtext_lite.training.optimizer import Schedule, learning_rate_schedule, make_optimizer
+from maxtext_lite.training.objective import Objective
+from maxtext_lite.training.optimizer import Schedule, learning_rate_schedule
 from maxtext_lite.training.parameters import checkpoints_in, load_parameters
-from maxtext_lite.training.state import TrainState, abstract_state, init_state, make_decoder, state_from
+from maxtext_lite.training.state import TrainState, abstract_state, init_state, make_parts, state_from
 
 
 class _HasNotes(Protocol):
@@ -59,12 +59,12 @@ class Run:
     Attributes:
       config: as the plan scaled it; `stated_config` as the user wrote it.
       source: the training examples; `eval_source` the held-out ones, or None.
-      local: the local updates, or None.
-      objective: what a step minimises.
+      parts: what a step is made of; its mesh and its decoder are the run's.
       is_first: this process writes the run directory.
       failures: what could not be written.
       checkpointer: None where enable_checkpointing is false, and before `opened`.
     Args:
+      objective: what a step minimises; None: what the config says.
       devices: those that train; None: all.
       examples_of_entry: how often an entry of the source counts as an example in one epoch.
     Raises:
@@ -78,17 +78,15 @@ class Run:
         *,
         source: Any,
         eval_source: Any,
-        objective: Objective,
+        objective: Objective | None = None,
         devices: Sequence[Any] | None = None,
         examples_of_entry: int = 1,
     ):
-        self.plan, self.source, self.eval_source, self.objective = plan, source, eval_source, objective
+        self.plan, self.source, self.eval_source = plan, source, eval_source
         self.stated_config = config
         self.config = config = scaled_optimizer(config, plan)
-        self.mesh = make_mesh(plan.ici_mesh, plan.dcn_mesh, devices)
-        self.decoder = make_decoder(config, accelerator_of(self.mesh.devices.flat[0]), plan)
-        self.optimizer = make_optimizer(config, self.decoder.trained(self.decoder.axes))
-        self.local = local_updates(config, plan.diloco_num_replicas)
+        self.parts = make_parts(config, plan, devices, objective)
+        self.mesh, self.decoder = self.parts.mesh, self.parts.decoder
         self.examples_per_epoch = len(source) * examples_of_entry
         self.is_first = jax.process_index() == 0
         self.directory = run_directory(config)
@@ -168,7 +166,7 @@ class Run:
     @property
     def abstract_state(self) -> TrainState:
         """Shapes and shardings of the state."""
-        return abstract_state(self.decoder, self.optimizer, self.mesh, self.local)
+        return abstract_state(self.parts)
 
     @property
     def schedule(self) -> Schedule:
@@ -193,16 +191,15 @@ class Run:
         abstract = self.abstract_state
         if self.checkpointer and self.checkpointer.latest_step() is not None:
             state, counts = self.checkpointer.restore(abstract)
-            if self.optimizer.has_ended(counts.skipped_in_a_row):  # by a limit that is lower than it was
+            if self.parts.optimizer.has_ended(counts.skipped_in_a_row):  # by a limit that is lower than it was
                 none = jax.device_put(jax.numpy.int32(0), abstract.skipped_in_a_row.sharding)
                 state = dataclasses.replace(state, skipped_in_a_row=none)
             return state, counts
         path = self.config.load_parameters_path
         if path:  # before anything is compiled: it may not be there, or not fit
             params = load_parameters(path, abstract.plain_params, "load_parameters_path")
-            seed = self.config.seed
-            return state_from(params, self.decoder, self.optimizer, self.mesh, seed, self.local), Counts()
-        return init_state(self.decoder, self.optimizer, self.mesh, self.config.seed, self.local), Counts()
+            return state_from(self.parts, params, self.config.seed), Counts()
+        return init_state(self.parts, self.config.seed), Counts()
 
     def introduce(self, terminal: Terminal, counts: Counts) -> None:
         """Prints the config and the plan, and writes them into the run directory. All hosts call it.
@@ -233,7 +230,7 @@ class Run:
         unknown = why_unknown(
             num_replicas=self.plan.mesh["data"],
             accumulation=self.plan.gradient_accumulation_steps,
-            local_updates=self.local is not None,
+            local_updates=self.parts.local is not None,
             interleaved=self.plan.pipeline_schedule == "1f1b",
         )
         if unknown:
@@ -269,19 +266,21 @@ def open_run(config: Config) -> Run:
     Raises:
       UserError: the config cannot be trained on these devices or this data, or contradicts the run directory.
     """
-    devices = start_devices()
-    machine: Any = {
-        "num_devices": len(devices), "num_hosts": jax.process_count(), "platform": accelerator_of(devices[0])
-    }  # fmt: skip
-    plan = make_plan(_before_data(config), **machine)
+    planned = functools.partial(make_plan, **machine_of(start_devices()))
+    plan = planned(_before_data(config))
     source, eval_source = open_sources_on_hosts(
         config,
         vocab_size=config.vocab_size,
         loading_hosts=plan.loading_hosts,
         begins_as_elsewhere=comes_from_elsewhere(config),
     )
-    plan = make_plan(config, **machine, num_examples=len(source))
-    return Run(config, plan, source=source, eval_source=eval_source, objective=objective_of(config))
+    plan = planned(config, num_examples=len(source))
+    return Run(config, plan, source=source, eval_source=eval_source)
+
+
+def machine_of(devices: Sequence[Any]) -> dict[str, Any]:
+    """What `make_plan` is to know of the machine that has these devices."""
+    return {"num_devices": len(devices), "num_hosts": jax.process_count(), "platform": accelerator_of(devices[0])}
 
 
 def comes_from_elsewhere(config: Config) -> bool:

@@ -1,6 +1,7 @@
-"""TrainState: everything an optimizer step changes, and how it is made and laid out over the mesh."""
+"""What a step is made of, and TrainState: everything it changes, and how that is made and laid out over the mesh."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,14 +10,42 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from maxtext_lite.batching import BatchPlan
-from maxtext_lite.config import Config, UserError, adapted_weights, remat_of
+from maxtext_lite.config import Config, NumericsConfig, UserError, adapted_weights, remat_of
 from maxtext_lite.config.experts import grouped_matmul_kernel
 from maxtext_lite.config.kernels import Accelerator, attention_kernel
 from maxtext_lite.models import Decoder, DecoderShape, ExpertShape, Lora
-from maxtext_lite.parallel import Pipeline, also_over_data, per_replica, sharding, tree_shardings, with_dims
+from maxtext_lite.parallel import (
+    Pipeline,
+    accelerator_of,
+    also_over_data,
+    make_mesh,
+    per_replica,
+    sharding,
+    tree_shardings,
+    with_dims,
+)
 from maxtext_lite.training.accumulate import GradientAccumulation, master_of
-from maxtext_lite.training.local_updates import LocalUpdates, OuterState
-from maxtext_lite.training.optimizer import Progress
+from maxtext_lite.training.local_updates import LocalUpdates, OuterState, local_updates
+from maxtext_lite.training.objective import NEXT_TOKEN, Objective, objective_of
+from maxtext_lite.training.optimizer import Progress, make_optimizer
+
+
+@dataclasses.dataclass(frozen=True)
+class StepParts:
+    """What a step is made of, on a mesh.
+
+    Attributes:
+      config: its numerics: number formats, tiles, multipliers of auxiliary losses.
+      objective: what it minimises.
+      local: the local updates that it is one of; None: replicas share their parameters.
+    """
+
+    decoder: Decoder
+    optimizer: GradientAccumulation
+    mesh: Mesh
+    config: NumericsConfig
+    objective: Objective = NEXT_TOKEN
+    local: LocalUpdates | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -56,6 +85,29 @@ class TrainState:
     def plain_params(self) -> Any:
         """The parameters without adapters, as a run may start from them."""
         return self.model_params if self.frozen is None else self.frozen
+
+
+def make_parts(
+    config: Config, plan: BatchPlan, devices: Sequence[Any] | None = None, objective: Objective | None = None
+) -> StepParts:
+    """What the steps of a config are made of, which `plan` has scaled, on these devices.
+
+    Args:
+      devices: they need not be attached; None: all that are.
+      objective: None: what the config says.
+    Raises:
+      UserError: the config asks for a kernel that does not run on these devices.
+    """
+    mesh = make_mesh(plan.ici_mesh, plan.dcn_mesh, devices)
+    decoder = make_decoder(config, accelerator_of(mesh.devices.flat[0]), plan)
+    return StepParts(
+        decoder,
+        make_optimizer(config, decoder.trained(decoder.axes)),
+        mesh,
+        config,
+        objective_of(config) if objective is None else objective,
+        local_updates(config, plan.diloco_num_replicas),
+    )
 
 
 def make_decoder(config: Config, platform: str | Accelerator, plan: BatchPlan | None = None) -> Decoder:
@@ -162,19 +214,16 @@ def _expert_shape(config: Config) -> ExpertShape | None:
     )
 
 
-def create_state(
-    decoder: Decoder, optimizer: GradientAccumulation, key: jax.Array, local: LocalUpdates | None
-) -> TrainState:
+def create_state(parts: StepParts, key: jax.Array) -> TrainState:
     """The state before the first step."""
-    return _state_of(decoder.init(key), decoder, optimizer, local)
+    return _state_of(parts, parts.decoder.init(key))
 
 
-def _state_of(
-    all_params: Any, decoder: Decoder, optimizer: GradientAccumulation, local: LocalUpdates | None
-) -> TrainState:
+def _state_of(parts: StepParts, all_params: Any) -> TrainState:
     """The state before the first step of a run that starts from these parameters, adapters included."""
+    decoder, local = parts.decoder, parts.local
     params, frozen = decoder.trained(all_params), decoder.frozen(all_params)
-    opt_state, zero = optimizer.init(params), jnp.zeros([], jnp.int32)
+    opt_state, zero = parts.optimizer.init(params), jnp.zeros([], jnp.int32)
     if local is None:
         return TrainState(params, opt_state, Progress.start(), zero, zero, frozen=frozen)
     return TrainState(
@@ -188,28 +237,28 @@ def _state_of(
     )
 
 
-def gradient_shardings(decoder: Decoder, optimizer: GradientAccumulation, mesh: Mesh) -> Any:
+def gradient_shardings(parts: StepParts) -> Any:
     """Where a step's summed gradients lie and parameters are updated: with the parameters, or in shares (ZeRO-1)."""
-    params = tree_shardings(mesh, decoder.trained(decoder.axes))
-    if not optimizer.over_data:
+    decoder = parts.decoder
+    params = tree_shardings(parts.mesh, decoder.trained(decoder.axes))
+    if not parts.optimizer.over_data:
         return params
     trained = decoder.trained(decoder.abstract_params)
     return jax.tree.map(lambda where, leaf: also_over_data(where, leaf.shape), params, trained)
 
 
-def state_shardings(
-    decoder: Decoder, optimizer: GradientAccumulation, mesh: Mesh, local: LocalUpdates | None = None
-) -> TrainState:
+def state_shardings(parts: StepParts) -> TrainState:
     """Where each leaf of the state lives: optimizer state that is shaped as a parameter lies as its gradient does.
 
     State that lacks one dim of its parameter (adafactor's means over it) lies so too, but for that dim; what is left,
     counts, stands on every device.
     """
+    decoder, optimizer, mesh, local = parts.decoder, parts.optimizer, parts.mesh, parts.local
     everywhere: Any = sharding(mesh)
     params = tree_shardings(mesh, decoder.trained(decoder.axes))
     frozen = tree_shardings(mesh, decoder.frozen(decoder.axes))
     trained = decoder.trained(decoder.abstract_params)
-    gradients = jax.tree.leaves(gradient_shardings(decoder, optimizer, mesh))
+    gradients = jax.tree.leaves(gradient_shardings(parts))
     where_of = {
         _names(path): (leaf.shape, where)
         for (path, leaf), where in zip(jax.tree_util.tree_leaves_with_path(trained), gradients, strict=True)
@@ -258,50 +307,36 @@ def _names(path: Any) -> tuple[str, ...]:
     return tuple(entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey))
 
 
-def abstract_state(
-    decoder: Decoder, optimizer: GradientAccumulation, mesh: Mesh, local: LocalUpdates | None = None
-) -> TrainState:
+def abstract_state(parts: StepParts) -> TrainState:
     """Shapes, dtypes and shardings of the state; nothing is allocated."""
-    shapes = jax.eval_shape(lambda key: create_state(decoder, optimizer, key, local), jax.random.key(0))
+    shapes = jax.eval_shape(lambda key: create_state(parts, key), jax.random.key(0))
     return jax.tree.map(
         lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
         shapes,
-        state_shardings(decoder, optimizer, mesh, local),
+        state_shardings(parts),
     )
 
 
-def init_state(
-    decoder: Decoder, optimizer: GradientAccumulation, mesh: Mesh, seed: int, local: LocalUpdates | None = None
-) -> TrainState:
+def init_state(parts: StepParts, seed: int) -> TrainState:
     """The state before the first step, each leaf created on the devices that hold it.
 
     The values depend on the seed alone, not on the mesh.
     """
-    create = jax.jit(
-        lambda key: create_state(decoder, optimizer, key, local),
-        out_shardings=state_shardings(decoder, optimizer, mesh, local),
-    )
-    with jax.set_mesh(mesh):
+    create = jax.jit(lambda key: create_state(parts, key), out_shardings=state_shardings(parts))
+    with jax.set_mesh(parts.mesh):
         return create(jax.random.key(seed))
 
 
-def state_from(
-    params: Any,
-    decoder: Decoder,
-    optimizer: GradientAccumulation,
-    mesh: Mesh,
-    seed: int,
-    local: LocalUpdates | None = None,
-) -> TrainState:
-    """The state before the first step of a run that starts from parameters on the mesh; they are given up.
+def state_from(parts: StepParts, params: Any, seed: int) -> TrainState:
+    """The state before the first step of a run that starts from parameters on the mesh; they are donated.
 
     Args:
       params: without adapters; new ones, where there are to be any, depend on the seed.
     """
     create = jax.jit(
-        lambda params, key: _state_of(decoder.with_adapters(params, key), decoder, optimizer, local),
+        lambda params, key: _state_of(parts, parts.decoder.with_adapters(params, key)),
         donate_argnums=0,
-        out_shardings=state_shardings(decoder, optimizer, mesh, local),
+        out_shardings=state_shardings(parts),
     )
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(parts.mesh):
         return create(params, jax.random.key(seed))

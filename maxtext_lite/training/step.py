@@ -1,21 +1,22 @@
 """The train step and the evaluation step: one jitted function each; and the train step in pieces.
 
-A step whose batch comes in chunks, each after the one before has gone, is `make_zero_sums`, a call of `make_chunk_step`
-for each chunk, and `make_update`. `make_train_step` is the three in one.
+A step whose batch comes in chunks, each after the one before has gone, is a `ChunkedStep`; `make_train_step` is its
+three functions in one.
 """
 
 import dataclasses
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
+from jax.stages import Wrapped
 
-from maxtext_lite.config import NumericsConfig
-from maxtext_lite.models import Decoder
 from maxtext_lite.parallel import in_context_order, over_replicas, per_replica, sharding, tree_shardings
-from maxtext_lite.training.accumulate import GradientAccumulation, master_of, with_master
+from maxtext_lite.training.accumulate import master_of, with_master
 from maxtext_lite.training.gradients import (
     TRAIN_BATCH_AXES,
     GradientLoop,
@@ -23,27 +24,17 @@ from maxtext_lite.training.gradients import (
     StepGradients,
     accumulate_gradients,
 )
-from maxtext_lite.training.local_updates import LocalUpdates
 from maxtext_lite.training.loss import AUXILIARY_METRICS
-from maxtext_lite.training.objective import NEXT_TOKEN, Objective, ScoredObjective
+from maxtext_lite.training.objective import ScoredObjective
 from maxtext_lite.training.optimizer import Progress, Schedule
 from maxtext_lite.training.preference import PREFERENCE_METRICS
-from maxtext_lite.training.state import TrainState, gradient_shardings, state_shardings
+from maxtext_lite.training.state import StepParts, TrainState, gradient_shardings, state_shardings
 
 EVAL_BATCH_AXES = ("global_batch", "length")
 
 
-def make_train_step(
-    decoder: Decoder,
-    optimizer: GradientAccumulation,
-    mesh: Mesh,
-    *,
-    config: NumericsConfig,
-    schedule: Schedule,
-    local: LocalUpdates | None = None,
-    objective: Objective = NEXT_TOKEN,
-) -> Any:
-    """The jitted function (state, batch, num_micro_batches=None) -> (state, metrics); the state passed in is given up.
+def make_train_step(parts: StepParts, schedule: Schedule) -> Wrapped:
+    """The jitted function (state, batch, num_micro_batches=None) -> (state, metrics); the state passed in is donated.
 
     `batch` holds tokens, targets, segments, positions (int32) and weights (float32), each [A, B, T], and what else the
     objective needs. A step whose gradient is not finite, or that has no target, leaves parameters, optimizer state and
@@ -55,11 +46,9 @@ def make_train_step(
     itself, and nothing crosses the data axis: `summarise` and `make_synchronise` do. Of skipped_in_a_row, which is then
     a metric too, it is the caller who gives the state what `summarise` makes of it.
     """
-    step_gradients = accumulate_gradients(decoder, optimizer, mesh, config, local, objective)
-    shardings = state_shardings(decoder, optimizer, mesh, local)
-    apply = _applied(
-        decoder, optimizer, mesh, shardings, config=config, schedule=schedule, local=local, objective=objective
-    )
+    optimizer, step_gradients = parts.optimizer, accumulate_gradients(parts)
+    shardings = state_shardings(parts)
+    apply = _applied(parts, shardings, schedule)
 
     def train_step(
         state: TrainState, batch: dict[str, jax.Array], num_micro_batches: jax.Array | None = None
@@ -67,66 +56,21 @@ def make_train_step(
         loss_scale = optimizer.loss_scale(state.opt_state)
         return apply(state, step_gradients(state.params, batch, num_micro_batches, loss_scale, state.frozen))
 
-    everywhere = sharding(mesh)
+    everywhere = sharding(parts.mesh)
     return jax.jit(
         train_step,
         donate_argnums=0,
-        in_shardings=(shardings, sharding(mesh, TRAIN_BATCH_AXES), everywhere),
-        out_shardings=(shardings, per_replica(everywhere) if local else everywhere),
+        in_shardings=(shardings, sharding(parts.mesh, TRAIN_BATCH_AXES), everywhere),
+        out_shardings=(shardings, per_replica(everywhere) if parts.local else everywhere),
     )
 
 
 def _applied(
-    decoder: Decoder,
-    optimizer: GradientAccumulation,
-    mesh: Mesh,
-    shardings: TrainState,
-    *,
-    config: NumericsConfig,
-    schedule: Schedule,
-    local: LocalUpdates | None,
-    objective: Objective,
-) -> Any:
+    parts: StepParts, shardings: TrainState, schedule: Schedule
+) -> Callable[[TrainState, StepGradients], tuple[TrainState, dict[str, jax.Array]]]:
     """The function (state, StepGradients) -> (state, metrics) of `make_train_step`; `shardings` are the state's."""
-
-    def update(
-        params: Any, opt_state: optax.MultiStepsState, progress: Progress, step: StepGradients, skipped_in_a_row: Any
-    ) -> Any:
-        grad_norm = optax.tree.norm(optimizer.slopes(step.gradients))
-        finite = jnp.isfinite(grad_norm) & jnp.isfinite(step.loss)
-        has_ended = optimizer.has_ended(skipped_in_a_row)
-        applied = finite & (step.num_counted > 0) & ~has_ended
-        new_progress = progress.plus(step.examples, step.target_tokens)
-        learning_rate = schedule(opt_state.gradient_step + 1, new_progress)
-        if optimizer.over_data:
-            params = jax.lax.with_sharding_constraint(params, gradient_shardings(decoder, optimizer, mesh))
-        new_params, new_opt_state = optimizer.finish(step.gradients, opt_state, params, learning_rate)
-        new = (new_params, new_opt_state, new_progress)
-        params, opt_state, progress = jax.tree.map(
-            lambda new, old: jnp.where(applied, new, old), new, (params, opt_state, progress)
-        )
-        metrics = {
-            "loss": step.loss,
-            "target_tokens": step.target_tokens,
-            "grad_norm": grad_norm,
-            "param_norm": optax.tree.norm(params),
-            "learning_rate": learning_rate,
-            "skipped": ~applied,
-            "groups": step.groups,
-            "group_squares": step.group_squares,
-        }
-        if config.z_loss_multiplier:
-            metrics["z_loss"] = config.z_loss_multiplier * step.z_loss
-        metrics |= objective.metrics(step.aux, step.num_counted, config)
-        metrics["skipped_in_a_row"] = optimizer.skipped_after(skipped_in_a_row, finite, optimizer.loss_scale(opt_state))
-        if optimizer.loss_scaling:
-            metrics["loss_scale"] = optimizer.loss_scale(opt_state)
-            skip_state: Any = opt_state.skip_state
-            following = optimizer.loss_scaling.next(skip_state, finite)
-            following = jax.tree.map(lambda new, old: jnp.where(has_ended, old, new), following, skip_state)
-            opt_state = opt_state._replace(skip_state=following)
-        return params, opt_state, progress, metrics
-
+    optimizer, local = parts.optimizer, parts.local
+    update = functools.partial(_updated, parts, schedule)
     if local:
         update = over_replicas(update, local.num_replicas, own=(0, 1, 2, 3))
 
@@ -146,110 +90,110 @@ def _applied(
     return apply
 
 
+def _updated(
+    parts: StepParts,
+    schedule: Schedule,
+    params: Any,
+    opt_state: optax.MultiStepsState,
+    progress: Progress,
+    step: StepGradients,
+    skipped_in_a_row: jax.Array,
+) -> tuple[Any, optax.MultiStepsState, Progress, dict[str, jax.Array]]:
+    """One replica's parameters, optimizer state and progress after a step, unless it is skipped; and its metrics."""
+    optimizer, config = parts.optimizer, parts.config
+    grad_norm = optax.tree.norm(optimizer.slopes(step.gradients))
+    finite = jnp.isfinite(grad_norm) & jnp.isfinite(step.loss)
+    has_ended = optimizer.has_ended(skipped_in_a_row)
+    applied = finite & (step.num_counted > 0) & ~has_ended
+    new_progress = progress.plus(step.examples, step.target_tokens)
+    learning_rate = schedule(opt_state.gradient_step + 1, new_progress)
+    if optimizer.over_data:
+        params = jax.lax.with_sharding_constraint(params, gradient_shardings(parts))
+    new_params, new_opt_state = optimizer.finish(step.gradients, opt_state, params, learning_rate)
+    new = (new_params, new_opt_state, new_progress)
+    params, opt_state, progress = jax.tree.map(
+        lambda new, old: jnp.where(applied, new, old), new, (params, opt_state, progress)
+    )
+    metrics = {
+        "loss": step.loss,
+        "target_tokens": step.target_tokens,
+        "grad_norm": grad_norm,
+        "param_norm": optax.tree.norm(params),
+        "learning_rate": learning_rate,
+        "skipped": ~applied,
+        "groups": step.groups,
+        "group_squares": step.group_squares,
+    }
+    if config.z_loss_multiplier:
+        metrics["z_loss"] = config.z_loss_multiplier * step.z_loss
+    metrics |= parts.objective.metrics(step.aux, step.num_counted, config)
+    metrics["skipped_in_a_row"] = optimizer.skipped_after(skipped_in_a_row, finite, optimizer.loss_scale(opt_state))
+    if optimizer.loss_scaling:
+        metrics["loss_scale"] = optimizer.loss_scale(opt_state)
+        skip_state: Any = opt_state.skip_state
+        following = optimizer.loss_scaling.next(skip_state, finite)
+        following = jax.tree.map(lambda new, old: jnp.where(has_ended, old, new), following, skip_state)
+        opt_state = opt_state._replace(skip_state=following)
+    return params, opt_state, progress, metrics
+
+
 def _on_devices(tree: Any, on_host: Any) -> Any:
     """What lies in pinned host memory, as these shardings say, on the devices."""
     return jax.tree.map(lambda x, where: jax.device_put(x, where.with_memory_kind("device")), tree, on_host)
 
 
-def make_zero_sums(
-    decoder: Decoder,
-    optimizer: GradientAccumulation,
-    mesh: Mesh,
-    *,
-    config: NumericsConfig,
-    objective: Objective = NEXT_TOKEN,
-) -> Any:
-    """The jitted function () -> GradientSums before the first chunk of a step."""
-    loop = GradientLoop(decoder, optimizer, mesh, config, objective=objective)
-    return jax.jit(loop.start, out_shardings=loop.shardings())
+class ChunkedStep:
+    """The train step of a batch that comes chunk by chunk: `start`, `add` for each chunk, and `update`, all jitted.
 
-
-def make_chunk_step(
-    decoder: Decoder,
-    optimizer: GradientAccumulation,
-    mesh: Mesh,
-    *,
-    config: NumericsConfig,
-    expected: int,
-    objective: Objective = NEXT_TOKEN,
-) -> Any:
-    """The jitted function (state, sums, batch) -> sums, with a chunk of the step's batch; the sums passed in are given
-    up, the state is not.
-
+    Attributes:
+      start: () -> GradientSums before the first chunk.
+      add: (state, sums, batch) -> sums, with a chunk, whose arrays are [A, B, T], of any A and B; the sums passed in
+        are donated, the state is not.
+      update: (state, sums) -> (state, metrics), those of `make_train_step`, after the last chunk; the state passed in
+        is donated. Gradients cross the data axis here, and only here. The sums, as many float32 numbers as there are
+        gradients, stay: let go of them before the next step begins.
     Args:
-      expected: what the objective is expected to count in the whole step; as in `make_update`. `batch` arrays are
-        [A, B, T], of any A and B.
+      expected: what the objective is expected to count in the whole step. It divides the chunks' losses in place of
+        what the step turns out to count, which `update` makes up for.
     """
-    loop = GradientLoop(decoder, optimizer, mesh, config, objective=objective)
 
-    def chunk_step(state: TrainState, sums: GradientSums, batch: dict[str, jax.Array]) -> GradientSums:
-        rows = loop.rows(batch)
-        return loop.added(
-            sums,
-            state.params,
-            state.frozen,
-            rows,
-            counts=loop.counts(rows),
-            whole_R=loop.expected(expected),
-            loss_scale=optimizer.loss_scale(state.opt_state),
-            is_all=False,
+    def __init__(self, parts: StepParts, schedule: Schedule, *, expected: int):
+        loop, shardings, everywhere = GradientLoop(parts), state_shardings(parts), sharding(parts.mesh)
+        of_sums, of_batch = loop.shardings(), sharding(parts.mesh, TRAIN_BATCH_AXES)
+        apply, optimizer = _applied(parts, shardings, schedule), parts.optimizer
+
+        def add(state: TrainState, sums: GradientSums, batch: dict[str, jax.Array]) -> GradientSums:
+            rows = loop.rows(batch)
+            return loop.added(
+                sums,
+                state.params,
+                state.frozen,
+                rows,
+                counts=loop.counts(rows),
+                whole_R=loop.expected(expected),
+                loss_scale=optimizer.loss_scale(state.opt_state),
+                is_all=False,
+            )
+
+        def update(state: TrainState, sums: GradientSums) -> tuple[TrainState, dict[str, jax.Array]]:
+            loss_scale, whole_R = optimizer.loss_scale(state.opt_state), loop.expected(expected)
+            return apply(state, loop.total(sums, whole_R=whole_R, loss_scale=loss_scale, is_expected=True))
+
+        self.start = jax.jit(loop.start, out_shardings=of_sums)
+        self.add = jax.jit(add, donate_argnums=1, in_shardings=(shardings, of_sums, of_batch), out_shardings=of_sums)
+        # The sums are not donated: no result has their shape, with a dim for replicas, so that JAX could not use them.
+        self.update = jax.jit(
+            update, donate_argnums=0, in_shardings=(shardings, of_sums), out_shardings=(shardings, everywhere)
         )
 
-    return jax.jit(
-        chunk_step,
-        donate_argnums=1,
-        in_shardings=(
-            state_shardings(decoder, optimizer, mesh),
-            loop.shardings(),
-            sharding(mesh, TRAIN_BATCH_AXES),
-        ),
-        out_shardings=loop.shardings(),
-    )
 
-
-def make_update(
-    decoder: Decoder,
-    optimizer: GradientAccumulation,
-    mesh: Mesh,
-    *,
-    config: NumericsConfig,
-    schedule: Schedule,
-    expected: int,
-    objective: Objective = NEXT_TOKEN,
-) -> Any:
-    """The jitted function (state, sums) -> (state, metrics) after the last chunk; the state passed in is given up.
-
-    State and metrics are those of `make_train_step`. Gradients cross the data axis here, and only here. The sums,
-    as many float32 numbers as there are gradients, stay: let go of them before the next step begins.
-
-    Args:
-      expected: the divisor that the chunks' losses have had, in place of what the step turned out to count.
+def make_synchronise(parts: StepParts) -> Wrapped:
+    """The jitted function state -> state that synchronises the replicas of local updates, unless the run has ended
+    (`TrainState`); the state passed in is donated.
     """
-    loop = GradientLoop(decoder, optimizer, mesh, config, objective=objective)
-    shardings = state_shardings(decoder, optimizer, mesh)
-    apply = _applied(
-        decoder, optimizer, mesh, shardings, config=config, schedule=schedule, local=None, objective=objective
-    )
-
-    def update(state: TrainState, sums: GradientSums) -> tuple[TrainState, dict[str, jax.Array]]:
-        loss_scale = optimizer.loss_scale(state.opt_state)
-        return apply(state, loop.total(sums, whole_R=loop.expected(expected), loss_scale=loss_scale, is_expected=True))
-
-    # The sums are not given up: no result has their shape, with a dim for replicas, so that JAX could not use them.
-    return jax.jit(
-        update,
-        donate_argnums=0,
-        in_shardings=(shardings, loop.shardings()),
-        out_shardings=(shardings, sharding(mesh)),
-    )
-
-
-def make_synchronise(decoder: Decoder, optimizer: GradientAccumulation, mesh: Mesh, local: LocalUpdates) -> Any:
-    """The jitted function state -> state in which the replicas meet, unless the run has ended (`TrainState`); the state
-    passed in is given up.
-    """
-
-    shardings = state_shardings(decoder, optimizer, mesh, local)
+    optimizer, local = parts.optimizer, parts.local
+    assert local is not None
+    shardings = state_shardings(parts)
     on_host = master_of(shardings.opt_state)  # of optimizer_memory_host_offload; otherwise on the devices
 
     def synchronise(state: TrainState) -> TrainState:
@@ -258,10 +202,10 @@ def make_synchronise(decoder: Decoder, optimizer: GradientAccumulation, mesh: Me
         if optimizer.on_host:
             masters = _on_devices(masters, on_host)
         params, outer = local.synchronised(state.params, state.outer, masters)
-        met = params, outer, None if outer.master is None else local.copies(outer.master)
+        synchronised = params, outer, None if outer.master is None else local.copies(outer.master)
         has_ended = optimizer.has_ended(state.skipped_in_a_row)
         params, outer, masters = jax.tree.map(
-            lambda new, old: jnp.where(has_ended, old, new), met, (state.params, state.outer, masters)
+            lambda new, old: jnp.where(has_ended, old, new), synchronised, (state.params, state.outer, masters)
         )
         if optimizer.on_host:
             masters = jax.device_put(masters, on_host)
@@ -270,7 +214,7 @@ def make_synchronise(decoder: Decoder, optimizer: GradientAccumulation, mesh: Me
     return jax.jit(synchronise, donate_argnums=0, in_shardings=(shardings,), out_shardings=shardings)
 
 
-def make_summarise(mesh: Mesh) -> Any:
+def make_summarise(mesh: Mesh) -> Wrapped:
     """The jitted function of a step's metrics, each [R], to scalars for the whole step.
 
     Losses are means over what is counted in all replicas, target tokens or pairs; norms and the learning rate are means
@@ -301,17 +245,17 @@ def make_summarise(mesh: Mesh) -> Any:
     return jax.jit(summarise, out_shardings=sharding(mesh))
 
 
-def make_eval_step(
-    decoder: Decoder, mesh: Mesh, config: NumericsConfig, objective: ScoredObjective = NEXT_TOKEN
-) -> Any:
-    """The jitted function (params, batch [B, T]) -> the objective's scores of examples, on every device.
+def make_eval_step(parts: StepParts) -> Wrapped:
+    """The jitted function (params, batch [B, T]) -> the scores of examples by the objective, a `ScoredObjective`, on
+    every device.
 
     Those of NEXT_TOKEN are (nll sums [B], target tokens [B]). `params` are all of the decoder's, as `Decoder.joined`
     gives them.
     """
+    decoder, mesh, objective = parts.decoder, parts.mesh, cast(ScoredObjective, parts.objective)
 
     def scores(params: Any, rows: dict[str, jax.Array]) -> Any:
-        return objective.scores(decoder, params, rows, num_tiles=config.num_vocab_tiling)
+        return objective.scores(decoder, params, rows, num_tiles=parts.config.num_vocab_tiling)
 
     by_replica = over_replicas(scores, mesh.shape["data"], rows=(1,))
 

@@ -18,7 +18,7 @@ from maxtext_lite.parallel import MESH_AXES, Pipeline, make_mesh
 from maxtext_lite.parallel.axes import partition_spec
 from maxtext_lite.training.optimizer import make_optimizer
 from maxtext_lite.training.program import bytes_per_device
-from maxtext_lite.training.state import abstract_state, decoder_shape
+from maxtext_lite.training.state import StepParts, abstract_state, decoder_shape
 
 # V 320, D 128, N 8, K 4, H 16, F 384, L 4, by hand: tables 2VD, attention 2DNH + 2DKH, mlp 3DF, norms (2L + 1)D.
 TABLES = 2 * 320 * 128
@@ -84,7 +84,8 @@ def test_adafactors_state_on_a_device_is_as_counted(keys):
     sizes = {"fsdp": 2, "tensor": 2, "stage": 2}
     mesh = make_mesh(dict.fromkeys(MESH_AXES, 1) | sizes, dict.fromkeys(MESH_AXES, 1), jax.devices())
     decoder = Decoder(decoder_shape(config), Pipeline(2, 2, 2))
-    state = abstract_state(decoder, make_optimizer(config, decoder.trained(decoder.axes)), mesh).opt_state
+    optimizer = make_optimizer(config, decoder.trained(decoder.axes))
+    state = abstract_state(StepParts(decoder, optimizer, mesh, config)).opt_state
     leaves = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim and leaf.shape[-1] > 1]
     assert 4 * count_factored(config, **sizes) == sum(map(bytes_per_device, leaves))
 

@@ -43,7 +43,7 @@ class Gradients:
     def __init__(self, it, batch):
         self.it, self.batch = it, batch
         with jax.set_mesh(it.mesh), jax.default_matmul_precision("highest"):
-            function = accumulate_gradients(it.decoder, it.optimizer, it.mesh, it.config, it.local)
+            function = accumulate_gradients(it.parts)
             self.compiled = jax.jit(function).lower(it.abstract.params, batch, None, jnp.float32(1)).compile()
 
     def __call__(self, params, loss_scale=1.0):

@@ -76,7 +76,7 @@ def test_five_steps_and_the_evaluation_of_another_batch_agree(setup, rows, plain
     for each, state in ((one, want), (it, got)):
         eight = {name: jax.device_put(x[:8], sharding(each.mesh, EVAL_BATCH_AXES)) for name, x in rows.items()}
         with jax.set_mesh(each.mesh), jax.default_matmul_precision("highest"):
-            results.append(jax.device_get(make_eval_step(each.decoder, each.mesh, each.config)(state.params, eight)))
+            results.append(jax.device_get(make_eval_step(each.parts)(state.params, eight)))
     np.testing.assert_allclose(results[1][0], results[0][0], rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(results[1][1], results[0][1])
 

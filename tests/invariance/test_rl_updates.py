@@ -1,12 +1,14 @@
 """The updates of a batch of responses do not depend on how it is cut into chunks, nor on the mesh."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 
 from maxtext_lite.parallel import Pipeline
 from maxtext_lite.training.optimizer import learning_rate_schedule
-from maxtext_lite.training.step import make_chunk_step, make_train_step, make_update, make_zero_sums
+from maxtext_lite.training.step import ChunkedStep, make_train_step
 from tests.responses import AGGREGATIONS, PAIRS, chunks_of, rows, variant
 from tests.training.conftest import agrees, setup  # noqa: F401
 
@@ -48,9 +50,7 @@ def unsplit(setup):  # noqa: F811
         (batch,) = chunks_of(rows(), it.mesh, micro=PAIRS, slots=PAIRS)
         schedule = learning_rate_schedule(it.config, last=it.config.steps)
         with jax.set_mesh(it.mesh), jax.default_matmul_precision("highest"):
-            step = make_train_step(
-                it.decoder, it.optimizer, it.mesh, config=it.config, schedule=schedule, objective=POLICIES[aggregation]
-            )
+            step = make_train_step(dataclasses.replace(it.parts, objective=POLICIES[aggregation]), schedule)
             return it.run(step.lower(it.abstract, batch, None).compile(), batch, UPDATES)
 
     return {aggregation: updates(aggregation) for aggregation in AGGREGATIONS}
@@ -61,20 +61,18 @@ def test_updates_of_chunks_are_those_of_the_unsplit_batch(mesh, aggregation, mic
     sizes, pipeline = MESHES[mesh]
     it, policy = setup(*SGD, **sizes, pipeline=pipeline), POLICIES[aggregation]
     want, want_metrics = unsplit[aggregation]
-    pieces, keys = (it.decoder, it.optimizer, it.mesh), {"config": it.config, "objective": policy}
+    parts = dataclasses.replace(it.parts, objective=policy)
     schedule, expected = learning_rate_schedule(it.config, last=it.config.steps), policy.expected(PAIRS)
     with jax.set_mesh(it.mesh), jax.default_matmul_precision("highest"):
-        start = make_zero_sums(*pieces, **keys)
-        chunk_step = make_chunk_step(*pieces, **keys, expected=expected)
-        update = make_update(*pieces, **keys, schedule=schedule, expected=expected)
+        step = ChunkedStep(parts, schedule, expected=expected)
         state, metrics = it.state(), []
         for _ in range(UPDATES):
-            sums = start()
+            sums = step.start()
             for chunk in chunks_of(rows(), it.mesh, micro=micro, slots=slots):
-                sums = jax.block_until_ready(chunk_step(state, sums, chunk))
-            state, found = update(state, sums)
+                sums = jax.block_until_ready(step.add(state, sums, chunk))
+            state, found = step.update(state, sums)
             metrics.append(jax.device_get(found))
-    assert chunk_step._cache_size() == update._cache_size() == 1  # one executable for all chunks of all batches
+    assert step.add._cache_size() == step.update._cache_size() == 1  # one executable for all chunks of all batches
     got = jax.device_get(state.params)
     agrees(jax.tree.map(lambda x, like: np.reshape(x, like.shape), got, want.params), want.params)
     for name in set(want_metrics[0]) - {"groups", "group_squares"}:

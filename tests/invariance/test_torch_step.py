@@ -13,7 +13,7 @@ from maxtext_lite.interop import load_hf_parameters
 from maxtext_lite.models import Decoder
 from maxtext_lite.parallel import MESH_AXES, make_mesh, sharding, tree_shardings
 from maxtext_lite.training.optimizer import learning_rate_schedule, make_optimizer
-from maxtext_lite.training.state import make_decoder, state_from
+from maxtext_lite.training.state import StepParts, make_decoder, state_from
 from maxtext_lite.training.step import TRAIN_BATCH_AXES, accumulate_gradients, make_train_step
 from tests import hf_models
 
@@ -90,7 +90,7 @@ def test_a_step_is_that_of_torch(name, tmp_path):
         sizes = dict.fromkeys(MESH_AXES, 1) | sizes
         mesh = make_mesh(sizes, dict.fromkeys(MESH_AXES, 1), jax.devices()[: math.prod(sizes.values())])
         decoder = Decoder(make_decoder(config, "cpu").shape)
-        optimizer = make_optimizer(config, decoder.axes)
+        parts = StepParts(decoder, make_optimizer(config, decoder.axes), mesh, config)
         batch = {
             key: jax.device_put(x.reshape(-1, accumulation, 12).swapaxes(0, 1), sharding(mesh, TRAIN_BATCH_AXES))
             for key, x in rows.items()
@@ -98,13 +98,11 @@ def test_a_step_is_that_of_torch(name, tmp_path):
         params = load_hf_parameters(before, _laid_out(decoder, mesh), "HF_DIR")
         with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
             if accumulation == 1:
-                found = jax.jit(accumulate_gradients(decoder, optimizer, mesh, config))(params, batch)
+                found = jax.jit(accumulate_gradients(parts))(params, batch)
                 gradient = np.asarray(found.gradients["embedding"]["table"])
                 assert np.abs(gradient - want_gradient).max() <= 2e-4 * np.abs(want_gradient).max()
-            step = make_train_step(
-                decoder, optimizer, mesh, config=config, schedule=learning_rate_schedule(config, last=1)
-            )
-            state, metrics = step(state_from(params, decoder, optimizer, mesh, 0), batch, None)
+            step = make_train_step(parts, learning_rate_schedule(config, last=1))
+            state, metrics = step(state_from(parts, params, 0), batch, None)
         assert float(metrics["loss"]) == pytest.approx(want_loss, rel=1e-5)
         want = load_hf_parameters(tmp_path / "after", _laid_out(decoder, mesh), "HF_DIR")
         start = load_hf_parameters(before, _laid_out(decoder, mesh), "HF_DIR")

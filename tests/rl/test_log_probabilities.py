@@ -48,7 +48,7 @@ def test_every_mesh_gives_them_in_the_order_of_the_batch(name):
     it = make_setup("optimizer=sgd", *keys, **mesh, pipeline=pipeline)
     batch = it.batch(rows(), 2, 4)  # row j in micro-batch j % 2, slot j // 2
     with jax.set_mesh(it.mesh), jax.default_matmul_precision("highest"):
-        function = make_log_probabilities(it.decoder, it.mesh, it.config, 0.7)
+        function = make_log_probabilities(it.parts, 0.7)
         found = function(it.state().params, batch)
     assert found.dtype == jnp.float32
     assert found.sharding.is_equivalent_to(sharding(it.mesh, TRAIN_BATCH_AXES), 3)

@@ -1,5 +1,6 @@
 """The losses of GRPO and GSPO, and their gradients, are those of the published formulas."""
 
+import dataclasses
 import itertools
 import types
 
@@ -166,7 +167,7 @@ def gradients(it, policy, batch, params=None):
     """Of the rows as one micro-batch."""
     (whole,) = chunks_of(batch, it.mesh, micro=PAIRS, slots=PAIRS)
     with jax.set_mesh(it.mesh), jax.default_matmul_precision("highest"):
-        function = accumulate_gradients(it.decoder, it.optimizer, it.mesh, it.config, objective=policy)
+        function = accumulate_gradients(dataclasses.replace(it.parts, objective=policy))
         return jax.device_get(jax.jit(function)(it.state().params if params is None else params, whole))
 
 
@@ -199,7 +200,7 @@ def test_on_policy_is_the_old_policy_being_this_one(setup, agrees):  # noqa: F81
     it, batch = setup(*SGD), rows()
     (whole,) = chunks_of(batch, it.mesh, micro=PAIRS, slots=PAIRS)
     with jax.set_mesh(it.mesh), jax.default_matmul_precision("highest"):
-        log_probabilities = make_log_probabilities(it.decoder, it.mesh, it.config, GRPO.temperature)
+        log_probabilities = make_log_probabilities(it.parts, GRPO.temperature)
         batch["old_log_probabilities"] = np.asarray(log_probabilities(it.state().params, whole))[0]
     given = gradients(it, GRPO, batch)
     del batch["old_log_probabilities"]

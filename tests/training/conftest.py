@@ -19,7 +19,14 @@ from maxtext_lite.training.local_updates import LocalUpdates, local_updates
 from maxtext_lite.training.noise import NoiseScale
 from maxtext_lite.training.objective import objective_of
 from maxtext_lite.training.optimizer import learning_rate_schedule, make_optimizer
-from maxtext_lite.training.state import abstract_state, init_state, make_decoder, state_from, state_shardings
+from maxtext_lite.training.state import (
+    StepParts,
+    abstract_state,
+    init_state,
+    make_decoder,
+    state_from,
+    state_shardings,
+)
 from maxtext_lite.training.step import TRAIN_BATCH_AXES, accumulate_gradients, make_train_step
 
 TINY = (
@@ -53,13 +60,18 @@ class Setup:
     local: LocalUpdates | None = None
 
     @property
+    def parts(self):
+        """What a step of it is made of."""
+        return StepParts(self.decoder, self.optimizer, self.mesh, self.config, objective_of(self.config), self.local)
+
+    @property
     def abstract(self):
         """Shapes and shardings of the state."""
-        return abstract_state(self.decoder, self.optimizer, self.mesh, self.local)
+        return abstract_state(self.parts)
 
     def created(self):
         """The state before the first step, made on the mesh as a run makes it, which takes long to compile."""
-        return init_state(self.decoder, self.optimizer, self.mesh, 0, self.local)
+        return init_state(self.parts, 0)
 
     @functools.cached_property
     def initial(self):
@@ -71,11 +83,11 @@ class Setup:
             without_adapters.abstract_params,
             tree_shardings(ONE_DEVICE, without_adapters.axes),
         )
-        return jax.device_get(state_from(params, self.decoder, self.optimizer, ONE_DEVICE, 0, self.local))
+        return jax.device_get(state_from(dataclasses.replace(self.parts, mesh=ONE_DEVICE), params, 0))
 
     def state(self):
         """A new copy of the initial state, on the mesh: a step gives up the one that it is passed."""
-        return jax.device_put(self.initial, state_shardings(self.decoder, self.optimizer, self.mesh, self.local))
+        return jax.device_put(self.initial, state_shardings(self.parts))
 
     def batch(self, rows, accumulation, slots):
         """Rows as [A, slots, T]: row j in micro-batch j % A, slot j // A; slots without a row are zeros."""
@@ -88,23 +100,13 @@ class Setup:
         return laid_out
 
     def compile_step(self, batch, num_micro_batches=None):
-        step = make_train_step(
-            self.decoder,
-            self.optimizer,
-            self.mesh,
-            config=self.config,
-            schedule=learning_rate_schedule(self.config, last=self.config.steps),
-            local=self.local,
-            objective=objective_of(self.config),
-        )
+        step = make_train_step(self.parts, learning_rate_schedule(self.config, last=self.config.steps))
         with jax.set_mesh(self.mesh), jax.default_matmul_precision("highest"):
             return step.lower(self.abstract, batch, num_micro_batches).compile()
 
     def gradients(self, params, batch, num_micro_batches=None, loss_scale=None, frozen=None):
         with jax.set_mesh(self.mesh), jax.default_matmul_precision("highest"):
-            function = accumulate_gradients(
-                self.decoder, self.optimizer, self.mesh, self.config, self.local, objective_of(self.config)
-            )
+            function = accumulate_gradients(self.parts)
             return jax.device_get(jax.jit(function)(params, batch, num_micro_batches, loss_scale, frozen))
 
     def run(self, compiled, batch, steps, num_micro_batches=None):

@@ -35,7 +35,7 @@ def test_restores_to_the_bit_on_any_mesh(mesh, saved, setup):
     directory, it = saved
     other = setup("optimizer=adamw", **mesh)
     checkpointer = _open(directory)
-    state, counts = checkpointer.restore(abstract_state(other.decoder, other.optimizer, other.mesh))
+    state, counts = checkpointer.restore(abstract_state(other.parts))
     checkpointer.close()
     assert counts == COUNTS
     assert int(state.step) == 7
@@ -64,7 +64,7 @@ def test_refuses_another_run(overrides, data, differs, saved):
     directory, it = saved
     checkpointer = _open(directory, *overrides, data=data)
     with pytest.raises(UserError, match=differs) as refusal:
-        checkpointer.restore(abstract_state(it.decoder, it.optimizer, it.mesh))
+        checkpointer.restore(abstract_state(it.parts))
     checkpointer.close()
     assert "or another run_name" in str(refusal.value)
     assert len(refusal.value.problems) == 1
@@ -79,7 +79,7 @@ def test_what_does_not_change_the_model_may_change(override, saved, setup):
     directory, it = saved
     checkpointer = _open(directory, override)
     optimizer = make_optimizer(_config(override), it.decoder.axes)
-    assert checkpointer.restore(abstract_state(it.decoder, optimizer, it.mesh))[1] == COUNTS
+    assert checkpointer.restore(abstract_state(dataclasses.replace(it.parts, optimizer=optimizer)))[1] == COUNTS
     checkpointer.close()
 
 

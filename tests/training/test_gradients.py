@@ -1,5 +1,6 @@
 """Batches that come one by one add up to the step of all at once, whatever the step, and cross the data axis once."""
 
+import dataclasses
 import re
 
 import jax
@@ -10,7 +11,7 @@ from maxtext_lite.parallel import Pipeline, sharding
 from maxtext_lite.parallel.hlo import collectives
 from maxtext_lite.training.objective import NEXT_TOKEN
 from maxtext_lite.training.optimizer import learning_rate_schedule
-from maxtext_lite.training.step import TRAIN_BATCH_AXES, make_chunk_step, make_update, make_zero_sums
+from maxtext_lite.training.step import TRAIN_BATCH_AXES, ChunkedStep
 
 ACCUMULATION = 4
 
@@ -19,22 +20,20 @@ class Chunked:
     """A step in pieces, compiled for chunks of the shape of a micro-batch of `batch`."""
 
     def __init__(self, it, batch, expected, objective=NEXT_TOKEN):
-        self.it, keys = it, {"config": it.config, "objective": objective}
+        self.it, parts = it, dataclasses.replace(it.parts, objective=objective)
         schedule = learning_rate_schedule(it.config, last=it.config.steps)
-        pieces = it.decoder, it.optimizer, it.mesh
         with jax.set_mesh(it.mesh), jax.default_matmul_precision("highest"):
-            self.start = make_zero_sums(*pieces, **keys).lower().compile()
+            step = ChunkedStep(parts, schedule, expected=expected)
+            self.start = step.start.lower().compile()
             sums = jax.tree.map(
                 lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
-                jax.eval_shape(make_zero_sums(*pieces, **keys)),
+                jax.eval_shape(step.start),
                 self.start.output_shardings,
             )
             chunk = {name: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype, sharding=x.sharding)
                      for name, x in batch.items()}  # fmt: skip
-            step = make_chunk_step(*pieces, **keys, expected=expected)
-            self.chunk = step.lower(it.abstract, sums, chunk).compile()
-            update = make_update(*pieces, **keys, schedule=schedule, expected=expected)
-            self.update = update.lower(it.abstract, sums).compile()
+            self.chunk = step.add.lower(it.abstract, sums, chunk).compile()
+            self.update = step.update.lower(it.abstract, sums).compile()
 
     def run(self, batch, steps):
         state, metrics = self.it.state(), []

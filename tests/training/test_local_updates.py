@@ -17,7 +17,7 @@ from maxtext_lite.training.step import make_summarise, make_synchronise
 def _run(it, compiled, batch, steps):
     """State after `steps` steps with a meeting every sync_period, and each step's metrics for the whole step."""
     with jax.set_mesh(it.mesh):
-        synchronise = make_synchronise(it.decoder, it.optimizer, it.mesh, it.local)
+        synchronise = make_synchronise(it.parts)
         summarise = make_summarise(it.mesh)
     state, metrics = it.state(), []
     for step in range(1, steps + 1):
@@ -110,7 +110,7 @@ def test_replicas_with_narrow_weights_go_on_from_the_masters_that_met(setup):
     placed = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), apart, master_of(state.opt_state))
     state = dataclasses.replace(state, opt_state=with_master(state.opt_state, placed))
     with jax.set_mesh(it.mesh):
-        met = jax.device_get(make_synchronise(it.decoder, it.optimizer, it.mesh, it.local)(state))
+        met = jax.device_get(make_synchronise(it.parts)(state))
     for got_R, shared, rounded, was_R in zip(
         *map(jax.tree.leaves, (master_of(met.opt_state), met.outer.master, met.outer.params, apart)), strict=True
     ):
@@ -127,7 +127,7 @@ def test_nothing_crosses_the_replicas_between_synchronisations(setup, rows):
     assert found  # within a replica, over fsdp
     assert not [c.line for c in found if c.crosses(it.mesh, "data")]
     with jax.set_mesh(it.mesh):
-        meeting = make_synchronise(it.decoder, it.optimizer, it.mesh, it.local).lower(it.abstract).compile()
+        meeting = make_synchronise(it.parts).lower(it.abstract).compile()
     assert [c for c in collectives(meeting.as_text()) if c.crosses(it.mesh, "data")]
 
 

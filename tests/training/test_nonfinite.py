@@ -5,16 +5,13 @@ import numpy as np
 import pytest
 
 from maxtext_lite.training.nonfinite import NonFinite, find_nonfinite
-from maxtext_lite.training.step import accumulate_gradients
 
 
-def _find(it, params, rows, accumulation, slots):
-    step_gradients = accumulate_gradients(it.decoder, it.optimizer, it.mesh, it.config)
+def _find(it, rows, accumulation, slots):
     ids = np.arange(100, 116)
     with jax.set_mesh(it.mesh):
-        return find_nonfinite(
-            step_gradients, params, it.batch(rows, accumulation, slots), ids, micro_batches=accumulation
-        )
+        batch = it.batch(rows, accumulation, slots)
+        return find_nonfinite(it.parts, it.state(), batch, ids, micro_batches=accumulation)
 
 
 @pytest.mark.parametrize(("accumulation", "slots", "mesh"), [(1, 16, {}), (3, 8, {"data": 2, "fsdp": 4})], ids=str)
@@ -24,7 +21,7 @@ def test_names_the_examples(accumulation, slots, mesh, culprits, setup, rows):
     bad = {name: array.copy() for name, array in rows.items()}
     for row in culprits:
         bad["weights"][row, 0] = np.nan
-    found = _find(it, it.state().params, bad, accumulation, slots)
+    found = _find(it, bad, accumulation, slots)
     assert found.micro_batch == min(row % accumulation for row in culprits)
     assert found.example_ids == tuple(100 + row for row in culprits if row % accumulation == found.micro_batch)
     assert found.parameter == "embedding.table"
@@ -32,7 +29,7 @@ def test_names_the_examples(accumulation, slots, mesh, culprits, setup, rows):
 
 def test_nothing_is_found_where_all_is_finite(setup, rows):
     it = setup("optimizer=sgd")
-    assert _find(it, it.state().params, rows, 2, 8) is None
+    assert _find(it, rows, 2, 8) is None
 
 
 def test_the_sentence_names_a_few():

@@ -31,9 +31,7 @@ def test_parameters_of_another_shape_are_refused_by_name(saved, setup):
         match=r"load_parameters_path=.*\['layers'\]\['mlp'\]\['up'\] is \(2, 16, 24\) there and "
         r"\(2, 16, 48\) here",
     ):
-        load_parameters(
-            saved[0], abstract_state(other.decoder, other.optimizer, other.mesh).params, "load_parameters_path"
-        )
+        load_parameters(saved[0], abstract_state(other.parts).params, "load_parameters_path")
 
 
 def test_no_checkpoint_is_refused_by_key(tmp_path):

@@ -191,7 +191,7 @@ def test_scores_and_their_evaluation_are_those_of_the_formula(pairs, setup, by_h
         objective = objective_of(it.config)
         batch = jax.device_put(examples, sharding(it.mesh, EVAL_BATCH_AXES))
         with jax.set_mesh(it.mesh), jax.default_matmul_precision("highest"):
-            step = make_eval_step(it.decoder, it.mesh, it.config, objective)
+            step = make_eval_step(it.parts)
             scores = jax.device_get(step(it.state().params, batch))
         want = np.moveaxis(ratio.reshape(EXAMPLES, 2, MOST_PAIRS), 1, 2)[pairs_in(examples)]
         np.testing.assert_allclose(pairs_of(scores), want, rtol=1e-4, atol=1e-5)

@@ -141,7 +141,7 @@ def test_bytes_are_those_of_live_arrays_and_of_what_the_step_takes(name):
     sizes = {axis: it.mesh.shape[axis] for axis in ("data", "fsdp", "tensor")}
     replicas = sizes["data"] if "enable_diloco=true" in overrides else None
     setup = make_setup(*overrides, **sizes, replicas=replicas)
-    state = init_state(setup.decoder, setup.optimizer, setup.mesh, 0, setup.local)
+    state = init_state(setup.parts, 0)
 
     def held(tree):
         leaves = jax.tree.leaves(tree)

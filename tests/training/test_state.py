@@ -10,8 +10,8 @@ from maxtext_lite.training.state import abstract_state, init_state, state_shardi
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "muon"])
 def test_optimizer_state_lies_with_its_parameter(optimizer, setup):
     it = setup(f"optimizer={optimizer}", data=2, fsdp=2, tensor=2)
-    shardings = state_shardings(it.decoder, it.optimizer, it.mesh)
-    abstract = abstract_state(it.decoder, it.optimizer, it.mesh)
+    shardings = state_shardings(it.parts)
+    abstract = abstract_state(it.parts)
     big = [leaf for leaf in jax.tree.leaves(abstract.opt_state) if leaf.shape == (2, 16, 24)]
     assert all(leaf.sharding.spec == jax.P("stage", "fsdp", "tensor") for leaf in big)
     if optimizer != "adafactor":  # which keeps row and column sums instead
@@ -22,12 +22,12 @@ def test_optimizer_state_lies_with_its_parameter(optimizer, setup):
 
 def test_parameters_are_created_on_their_devices(setup):
     it = setup("optimizer=adamw", data=2, fsdp=2, tensor=2)
-    state = init_state(it.decoder, it.optimizer, it.mesh, 0)
+    state = init_state(it.parts, 0)
     up = state.params["layers"]["mlp"]["up"]
     assert {shard.data.shape for shard in up.addressable_shards} == {(2, 8, 12)}
     jax.tree.map(
         lambda leaf, where: leaf.sharding.is_equivalent_to(where, leaf.ndim) or pytest.fail(str(leaf.sharding)),
         state,
-        state_shardings(it.decoder, it.optimizer, it.mesh),
+        state_shardings(it.parts),
     )
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), setup("optimizer=adamw").initial)

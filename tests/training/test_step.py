@@ -327,7 +327,7 @@ def test_row_losses_are_exact_for_any_mesh(mesh, setup, rows):
     for it in (one, eight):
         batch = {name: jax.device_put(array, sharding(it.mesh, EVAL_BATCH_AXES)) for name, array in rows.items()}
         with jax.set_mesh(it.mesh), jax.default_matmul_precision("highest"):
-            results.append(jax.device_get(make_eval_step(it.decoder, it.mesh, it.config)(it.state().params, batch)))
+            results.append(jax.device_get(make_eval_step(it.parts)(it.state().params, batch)))
     np.testing.assert_allclose(results[0][0], results[1][0], rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(results[1][1], np.count_nonzero(rows["weights"], axis=1))
     x = one.decoder.hidden(params, rows["tokens"], rows["segments"], rows["positions"])

@@ -1,8 +1,9 @@
-"""The ledger of a run: every step counted, recorded and shown, and what follows a gradient that is not finite."""
+"""The step log of a run: every step counted, recorded and shown, and what follows a gradient that is not finite."""
 
 import math
 import time
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +14,9 @@ from maxtext_lite.batching import batch_size_advice
 from maxtext_lite.data import examples_hash
 from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.metrics import MetricsLog, Terminal
+from maxtext_lite.training.nonfinite import NonFinite
 from maxtext_lite.training.run import Run
+from maxtext_lite.training.state import TrainState
 
 NOTHING_SAVED = "nothing was saved at or after it"
 
@@ -22,22 +25,29 @@ class NonFiniteLoss(Exception):
     """The loss or the gradient of a step was infinite or not a number; nothing was saved after it."""
 
 
-class Consumed(NamedTuple):
-    """What a step was made of.
+class Taken(NamedTuple):
+    """A step that has been dispatched.
 
     Attributes:
+      metrics: replicated scalars on the devices, as `step.make_train_step` gives them.
       example_ids: int64; of reinforcement learning, the numbers of the prompts.
       num_examples: of reinforcement learning, pairs.
       data_seconds: that the host waited for them.
+      find_cause: says where a gradient that is not finite comes from, or None where that is not found, from the state
+        after this step or a later one: it still has the parameters that the step had.
+      more: what else the step's record holds.
     """
 
+    metrics: dict[str, jax.Array]
     example_ids: np.ndarray
     num_examples: int
     data_seconds: float
+    find_cause: Callable[[TrainState], NonFinite | None]
+    more: Mapping[str, Any] = types.MappingProxyType({})
 
 
-class Ledger:
-    """Takes each finished step down: in the counts, in metrics.jsonl and on the terminal.
+class StepLog:
+    """Records each finished step: in the counts, in metrics.jsonl and on the terminal.
 
     Attributes:
       counts: of all steps so far.
@@ -59,38 +69,28 @@ class Ledger:
         """What happened since the last step is not part of the next one."""
         self._last_ready = time.perf_counter()
 
-    def add(
-        self,
-        step: int,
-        metrics: dict[str, jax.Array],
-        consumed: Consumed,
-        *,
-        find_cause: Callable[[], Any],
-        **more: Any,
-    ) -> None:
-        """Waits for a step and takes it down.
+    def add(self, step: int, taken: Taken, state: TrainState) -> None:
+        """Waits for a step and records it.
 
         Args:
-          metrics: of the step, on the devices.
-          find_cause: says where a gradient that is not finite comes from, or None where that is not found.
-          more: what else its record holds.
+          state: of this step or a later one.
         Raises:
           NonFiniteLoss: the run may not go on after this step.
         """
         run, counts = self._run, self.counts
-        values = {name: value.item() for name, value in jax.device_get(metrics).items()}
+        values = {name: value.item() for name, value in jax.device_get(taken.metrics).items()}
         ready = time.perf_counter()
         step_seconds, self._last_ready = ready - self._last_ready, ready
         noise = counts.noise.after(
             group_squares=values.pop("group_squares"),
             groups=values.pop("groups"),
             grad_norm=values["grad_norm"],
-            examples=consumed.num_examples,
+            examples=taken.num_examples,
         )
         finite = math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])
         self.counts = Counts(
             step,
-            counts.examples_seen + consumed.num_examples,
+            counts.examples_seen + taken.num_examples,
             counts.tokens_seen + values["target_tokens"],
             0 if finite else counts.skipped_in_a_row + (not self._may_be_the_scale(values)),
             noise,
@@ -100,7 +100,7 @@ class Ledger:
         record = {
             "step": step,
             **values,
-            "examples": consumed.num_examples,
+            "examples": taken.num_examples,
             "examples_seen": self.counts.examples_seen,
             "tokens_seen": self.counts.tokens_seen,
             "epoch": self.counts.examples_seen / run.examples_per_epoch,
@@ -108,16 +108,16 @@ class Ledger:
             "gradient_accumulation_steps": stage.gradient_accumulation_steps,
             "global_batch_to_train": stage.global_batch_to_train,
             "step_seconds": step_seconds,
-            "data_seconds": consumed.data_seconds,
-            **run.speed.of(consumed.num_examples, values["target_tokens"], step_seconds),
-            **noise.record(consumed.num_examples),
-            "examples_hash": examples_hash(consumed.example_ids),
-            **more,
+            "data_seconds": taken.data_seconds,
+            **run.speed.of(taken.num_examples, values["target_tokens"], step_seconds),
+            **noise.record(taken.num_examples),
+            "examples_hash": examples_hash(taken.example_ids),
+            **taken.more,
         }
         self.write(record)
         self._terminal.step(record)
         if not finite:
-            self._skip_or_stop(step, values, find_cause)
+            self._skip_or_stop(step, values, lambda: taken.find_cause(state))
         elif not math.isfinite(values["param_norm"]):
             raise NonFiniteLoss(f"step {step} left param_norm {values['param_norm']}; {NOTHING_SAVED}")
 
@@ -132,10 +132,10 @@ class Ledger:
             self._log.flush()
 
     def _may_be_the_scale(self, metrics: dict[str, Any]) -> bool:
-        scaling = self._run.optimizer.loss_scaling
+        scaling = self._run.parts.optimizer.loss_scaling
         return scaling is not None and scaling.may_shrink(metrics["loss_scale"])
 
-    def _skip_or_stop(self, step: int, metrics: dict[str, Any], find_cause: Callable[[], Any]) -> None:
+    def _skip_or_stop(self, step: int, metrics: dict[str, Any], find_cause: Callable[[], NonFinite | None]) -> None:
         """Goes on after a step that was skipped for its gradient, or ends the run and says where it comes from."""
         config, in_a_row = self._run.config, self.counts.skipped_in_a_row
         if self._may_be_the_scale(metrics):
@@ -156,8 +156,8 @@ class Ledger:
         )
 
     def advise(self) -> None:
-        """Says what the noise scale suggests for the batch size, where it is known."""
+        """Says what the noise scale suggests for the batch size, where it is known; not of reinforcement learning."""
         noise = self.counts.noise
-        if self.counts.step and noise.steps:
+        if noise.steps and self._run.plan.rl is None:
             batch = self._run.plan.stage_at(self.counts.examples_seen).global_batch_to_train
             self._terminal.say(batch_size_advice(noise.examples, noise.relative_error, batch))

@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 
 from maxtext_lite.config import UserError
-from maxtext_lite.rl import loop
-from maxtext_lite.rl.loop import train_rl
+from maxtext_lite.rl import train as train_module
 from maxtext_lite.rl.rewards import RewardError
 from maxtext_lite.rl.rollout import LocalEngine
+from maxtext_lite.rl.train import train_rl
+from maxtext_lite.training import loop
+from maxtext_lite.training.step import ChunkedStep
 from tests.rl.conftest import evaluations, lines, steps, timeless
 
 # Two updates on each batch, and a reference: all that a batch can need to go on after a restart.
@@ -125,7 +127,7 @@ def test_amid_a_batch_its_chunks_stay_as_they_are(whole, tmp_path, config_of, mo
 def test_devices_of_their_own_sample_while_others_train(tmp_path, config_of, monkeypatch):
     """Neither can go on without the other being under way: one after the other, they would wait for ever."""
     sampling, training = threading.Event(), threading.Event()
-    generate, make_chunk_step = LocalEngine.generate, loop.make_chunk_step
+    generate = LocalEngine.generate
     devices = {}
 
     def generate_beside(self, requests, **how):
@@ -135,19 +137,21 @@ def test_devices_of_their_own_sample_while_others_train(tmp_path, config_of, mon
             assert training.wait(120), "nobody trained meanwhile"
         return generate(self, requests, **how)
 
-    def chunk_step_beside(*args, **kwargs):
-        chunk_step = make_chunk_step(*args, **kwargs)
+    class StepBeside(ChunkedStep):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            add = self.add
 
-        def step(state, sums, rows):
-            devices["trainer"] = set(rows["tokens"].sharding.mesh.devices.flat)
-            training.set()
-            assert sampling.wait(120), "nobody sampled meanwhile"
-            return chunk_step(state, sums, rows)
+            def add_beside(state, sums, rows):
+                devices["trainer"] = set(rows["tokens"].sharding.mesh.devices.flat)
+                training.set()
+                assert sampling.wait(120), "nobody sampled meanwhile"
+                return add(state, sums, rows)
 
-        return step
+            self.add = add_beside
 
     monkeypatch.setattr(LocalEngine, "generate", generate_beside)
-    monkeypatch.setattr(loop, "make_chunk_step", chunk_step_beside)
+    monkeypatch.setattr(train_module, "ChunkedStep", StepBeside)
     result = train_rl(
         config_of(
             tmp_path, "trainer_devices_fraction=0.5", "sampler_devices_fraction=0.5", "steps=2", "eval_interval=-1"
@@ -170,7 +174,7 @@ def failing(completions):
 
 
 def test_a_reward_that_fails_counts_nothing_or_ends_the_run(tmp_path, config_of):
-    words = ["reward_functions=tests.rl.test_loop:failing", "steps=1", "eval_interval=-1", "ici_fsdp_parallelism=8"]
+    words = ["reward_functions=tests.rl.test_train:failing", "steps=1", "eval_interval=-1", "ici_fsdp_parallelism=8"]
     result = train_rl(config_of(tmp_path, *words))
     (line,) = steps(result.run_directory)
     assert (line["reward"], line["reward_errors"], line["equal_reward_groups"], line["grad_norm"]) == (0, 16, 1, 0)

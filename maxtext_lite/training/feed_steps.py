@@ -1,0 +1,114 @@
+"""The steps of pre-training, SFT and DPO: whole batches from the data feed, each in one compiled step."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+from maxtext_lite.batching import BatchStage
+from maxtext_lite.data import Batch, training_batches
+from maxtext_lite.parallel import sharding
+from maxtext_lite.training.checkpoint import Counts
+from maxtext_lite.training.executables import Executables
+from maxtext_lite.training.metrics import Terminal
+from maxtext_lite.training.nonfinite import NonFinite, find_nonfinite
+from maxtext_lite.training.reference import add_reference
+from maxtext_lite.training.run import Run
+from maxtext_lite.training.state import TrainState
+from maxtext_lite.training.step import TRAIN_BATCH_AXES, make_summarise, make_synchronise, make_train_step
+from maxtext_lite.training.step_log import Taken
+
+Result = TypeVar("Result")
+
+
+class FeedSteps:
+    """The steps after those of `counts`, from where they left off in the data; see `loop.Steps`.
+
+    Raises:
+      UserError: a resumed run of DPO has other pairs than it began with, or its reference is gone.
+    """
+
+    ahead = True
+
+    def __init__(self, run: Run, terminal: Terminal, state: TrainState, counts: Counts):
+        add_reference(run, state, counts, terminal)
+        self._run, self._plan, self._say = run, run.plan, terminal.say
+        # The simulated devices of a CPU share a few threads: with two steps under way, a collective of one can wait
+        # for ever for a device whose thread the other holds. There, a step is finished before the next begins.
+        self._one_at_a_time = jax.default_backend() == "cpu" and jax.device_count() > 1
+        step = make_train_step(run.parts, run.schedule)
+        self._executables = Executables(step, run.abstract_state, run.plan, run.mesh, config=run.config)
+        self._stage: BatchStage | None = None
+        self._step: Callable[..., tuple[TrainState, dict[str, jax.Array]]] | None = None
+        if run.parts.local:
+            self._synchronise, self._summarise = make_synchronise(run.parts), make_summarise(run.mesh)
+        self._examples_seen = counts.examples_seen
+        self._batches = training_batches(
+            run.source,
+            run.plan,
+            sharding=sharding(run.mesh, TRAIN_BATCH_AXES),
+            examples_seen=counts.examples_seen,
+            num_steps=run.plan.steps_left(counts.step, counts.examples_seen),
+            seed=run.config.data_shuffle_seed,
+            worker_count=run.config.grain_worker_count,
+        )
+
+    @property
+    def ready(self) -> bool:
+        """Whether the next step is of the stage whose executable is at hand."""
+        return self._plan.stage_at(self._examples_seen) == self._stage
+
+    def prepare(self, step: int) -> None:
+        """Waits for the executable of the stage that begins; says so."""
+        plan, stage = self._plan, self._plan.stage_at(self._examples_seen)
+        self._step, seconds = self._executables.of(stage)
+        if self._stage is None:
+            self._say(f"compiled the train step in {seconds:.1f} s")
+        elif self._executables.slots(stage) != self._executables.slots(self._stage):
+            self._say(f"compiled the train step of the next stage in {seconds:.1f} s, in the background")
+        if len(plan.stages) > 1:
+            self._say(
+                f"from step {step}: global_batch_to_train={stage.global_batch_to_train} = "
+                f"{float(stage.per_device_batch_size):g} per device x {plan.num_devices} devices x "
+                f"{stage.gradient_accumulation_steps} accumulation"
+            )
+        self._stage = stage
+
+    def take(self, state: TrainState, step: int) -> tuple[TrainState, Taken]:
+        """See `loop.Steps`; with local updates, the replicas are also summarised, and synchronised every so often."""
+        assert self._step is not None, "prepare() comes first"
+        assert self._stage is not None
+        if self._one_at_a_time:
+            jax.block_until_ready(state)
+        batch = next(self._batches)
+        self._examples_seen += batch.num_examples
+        number = np.int32(batch.num_micro_batches) if self._plan.ramps_accumulation else None
+        state, metrics = self._step(state, batch.arrays, number)
+        if local := self._run.parts.local:
+            metrics = self._alone(self._summarise, metrics)
+            state = dataclasses.replace(state, skipped_in_a_row=metrics.pop("skipped_in_a_row"))
+            if step % local.sync_period == 0:
+                state = self._alone(self._synchronise, state)
+        self._executables.request_after(self._stage)  # once the step is on its way: tracing holds Python up
+        find_cause = functools.partial(self._find_cause, batch)
+        return state, Taken(metrics, batch.example_ids, batch.num_examples, batch.data_seconds, find_cause)
+
+    def unfinished(self, step: int) -> None:
+        """A batch is one step."""
+
+    def close(self) -> None:
+        """Ends what reads and compiles ahead."""
+        self._batches.close()
+        self._executables.close()
+
+    def _alone(self, function: Callable[[Any], Result], argument: Any) -> Result:
+        """A function on the devices; where they can do only one thing at a time, once they have done what they do."""
+        return function(jax.block_until_ready(argument) if self._one_at_a_time else argument)
+
+    def _find_cause(self, batch: Batch, state: TrainState) -> NonFinite | None:
+        return find_nonfinite(
+            self._run.parts, state, batch.arrays, batch.example_ids, micro_batches=batch.num_micro_batches
+        )

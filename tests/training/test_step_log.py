@@ -1,0 +1,85 @@
+"""The step log: what a step's record holds, how counts go on, and when a run ends for a gradient that is not finite."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxtext_lite.config import load_config
+from maxtext_lite.training.checkpoint import Counts
+from maxtext_lite.training.metrics import MetricsLog, Terminal
+from maxtext_lite.training.run import open_run
+from maxtext_lite.training.step_log import NonFiniteLoss, StepLog, Taken
+from tests.training.test_run import TINY
+
+METRICS = {
+    "loss": 2.0, "target_tokens": 60, "grad_norm": 1.5, "param_norm": 3.0, "learning_rate": 0.1, "skipped": False,
+    "groups": 0, "group_squares": 0.0,
+}  # fmt: skip
+STATE = "the state"
+
+
+@pytest.fixture
+def log_of(tmp_path):
+    """A function from overrides and counts to a step log that writes metrics.jsonl."""
+    logs = []
+
+    def make(*overrides, counts=Counts()):  # noqa: B008 - it is frozen
+        config = load_config(None, [*TINY, f"base_output_directory={tmp_path}", "run_name=here", *overrides])
+        run = open_run(config)
+        run.directory.mkdir(exist_ok=True)
+        logs.append(MetricsLog(run.directory, 0, run.failures))
+        return StepLog(run, Terminal(log_period=1, quiet=True), logs[-1], counts)
+
+    yield make
+    for log in logs:
+        log.close()
+
+
+def step(*, cause=None, more=None, **changed):
+    metrics = {name: jnp.asarray(value) for name, value in (METRICS | changed).items()}
+    return Taken(
+        metrics, np.array([4, 9]), 2, 0.25, find_cause=lambda state: cause and f"{cause} in {state}", more=more or {}
+    )
+
+
+def lines(log):
+    return [json.loads(line) for line in (log.directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_step_is_counted_and_recorded_with_what_is_added(log_of):
+    log = log_of(counts=Counts(step=3, examples_seen=6, tokens_seen=100))
+    log.add(4, step(more={"reward": 0.5}), STATE)
+    counts = log.counts
+    assert (counts.step, counts.examples_seen, counts.tokens_seen) == (4, 8, 160)
+    (record,) = lines(log)
+    assert (record["step"], record["loss"], record["reward"], record["data_seconds"]) == (4, 2.0, 0.5, 0.25)
+    assert record["skipped"] is False
+    assert record["examples"] == 2
+    assert "groups" not in record
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run_and_the_cause_is_named(log_of):
+    log = log_of()
+    with pytest.raises(
+        NonFiniteLoss, match=r"step 1 has loss 2\.0 and grad_norm nan: it is in the state; nothing was saved"
+    ):
+        log.add(1, step(cause="it is", grad_norm=float("nan"), skipped=True), STATE)
+    assert lines(log)[0]["grad_norm"] is None  # on record all the same
+
+
+def test_skipped_steps_in_a_row_end_the_run_at_their_limit(log_of):
+    log = log_of("skip_nonfinite_updates=true", "max_skipped_updates=2")
+    bad = step(grad_norm=float("inf"), skipped=True)
+    log.add(1, bad, STATE)
+    log.add(2, step(), STATE)
+    assert log.counts.skipped_in_a_row == 0
+    log.add(3, bad, STATE)
+    with pytest.raises(NonFiniteLoss, match="after 2 skipped steps in a row"):
+        log.add(4, bad, STATE)
+
+
+def test_parameters_that_are_not_finite_end_the_run(log_of):
+    with pytest.raises(NonFiniteLoss, match="step 1 left param_norm inf"):
+        log_of().add(1, step(param_norm=float("inf")), STATE)
