@@ -41,8 +41,9 @@ def _out_bias(w: ExpertWeights, size_E: jax.Array, num_rows: int) -> jax.Array:
 
 def _inner(shape: ExpertShape, x_UD: jax.Array, w: ExpertWeights, size_E: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The two projections of each row, in the dtype of x_UD."""
-    gate_UF: Any = grouped_matmul(x_UD, w.gate_EDF, size_E, shape.matmul)
-    up_UF: Any = grouped_matmul(x_UD, w.up_EDF, size_E, shape.matmul)
+    dtype = x_UD.dtype if w.gate_EF is None else jnp.float32  # biases are added before the sums are rounded
+    gate_UF: Any = grouped_matmul(x_UD, w.gate_EDF, size_E, shape.matmul, "io", dtype)
+    up_UF: Any = grouped_matmul(x_UD, w.up_EDF, size_E, shape.matmul, "io", dtype)
     if w.gate_EF is not None and w.up_EF is not None:
         expert_U = _expert_of_rows(size_E, len(x_UD))
         gate_UF, up_UF = gate_UF + w.gate_EF[expert_U], up_UF + w.up_EF[expert_U]
@@ -57,7 +58,7 @@ def _outer(shape: ExpertShape, gate_UF: jax.Array, up_UF: jax.Array, w: ExpertWe
 
 
 class _RowGradients(NamedTuple):
-    """In float32, of rows: x, what their share multiplies and, of all rows together, the weights."""
+    """In float32, of rows: x, what their share multiplies and, of all rows together, the weights, as asked for."""
 
     dx_UD: jax.Array
     dshare_U: jax.Array
@@ -73,8 +74,13 @@ def _rows_backward(
     up_UF: jax.Array,
     g_UD: jax.Array,
     share_U: jax.Array,
+    weight_dtype: Any,
 ) -> _RowGradients:
-    """Of share_U x `_outer(*_inner(x_UD))`, where g_UD are the derivatives of the products."""
+    """Of share_U x `_outer(*_inner(x_UD))`, where g_UD are the derivatives of the products.
+
+    Args:
+      weight_dtype: of the matrices' gradients.
+    """
     dtype, kernel, share_U1 = x_UD.dtype, shape.matmul, share_U[:, None]
     hidden_UF, hidden_backward = jax.vjp(functools.partial(mlp_hidden, shape.activation), gate_UF, up_UF)
     # <y, g> = <hidden, g down^T>: the share's derivative needs no y.
@@ -87,9 +93,9 @@ def _rows_backward(
     dx_UD += grouped_matmul_transposed(dup_UF, w.up_EDF, size_E, kernel)
     dy_UD = (share_U1 * g_UD).astype(dtype)
     dweights = [
-        grouped_weight_gradient(x_UD, dgate_UF, size_E, kernel),
-        grouped_weight_gradient(x_UD, dup_UF, size_E, kernel),
-        grouped_weight_gradient(hidden_UF, dy_UD, size_E, kernel, "oi"),
+        grouped_weight_gradient(x_UD, dgate_UF, size_E, kernel, "io", weight_dtype),
+        grouped_weight_gradient(x_UD, dup_UF, size_E, kernel, "io", weight_dtype),
+        grouped_weight_gradient(hidden_UF, dy_UD, size_E, kernel, "oi", weight_dtype),
     ]
     if w.down_ED is not None:
         one_U1 = jnp.ones_like(x_UD[:, :1])
@@ -166,13 +172,16 @@ def _local_backward(
     count = 6 if shape.with_bias else 3
     weights, (*rows, x_UD, gate_UF, up_UF) = ExpertWeights(*rest[:count]), rest[count:]
     w = _whole_weights(weights)
-    num_here = len(w.gate_EDF)
+    queues = None if num_rows is None else queue_up(expert_BTJ, len(w.gate_EDF), num_rows)
+    # A device's own sums, if nothing is added to them, are rounded as they are written, not by a pass of its own.
+    is_whole = num_shards("length") == 1 and (queues is None or not queues.may_need_more_rounds)
+    weight_dtype = shape.grad_dtype if is_whole and num_shards("embed") > 1 else jnp.float32
 
     def run(
         rows: GatheredRows | ExchangedRows, x_UD: jax.Array, gate_UF: jax.Array, up_UF: jax.Array
     ) -> list[jax.Array]:
         g_UD, share_U = rows.of_tokens(g_BTD), rows.of_choices(share_BTJ)
-        found = _rows_backward(shape, w, rows.size_E, x_UD, gate_UF, up_UF, g_UD, share_U)
+        found = _rows_backward(shape, w, rows.size_E, x_UD, gate_UF, up_UF, g_UD, share_U, weight_dtype)
         dx_BTD = rows.sum_of_choices(found.dx_UD, None, x_BTD)
         return [dx_BTD, rows.to_choices(found.dshare_U, share_BTJ), *found.dweights]
 
@@ -184,7 +193,6 @@ def _local_backward(
         more = run(rows, x_UD, *_inner(shape, x_UD, w, rows.size_E))
         return [total + part for total, part in zip(sums, more, strict=True)]
 
-    queues = None if num_rows is None else queue_up(expert_BTJ, num_here, num_rows)
     sums = _further_rounds(queues, next_round, sums)
     dx_BTD, dshare_BTJ, *dweights = sums
     return (

@@ -7,7 +7,7 @@ more groups: R sets of E groups are R*E groups, with the rows of one set after t
 import functools
 import importlib
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,22 +26,24 @@ Layout = Literal["io", "oi"]
 """The order in which a weight's in and out dims lie in memory: an all-gather leaves the dim that it gathers first."""
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def grouped_matmul(
     x_Ui: jax.Array,
     weight_Eio: jax.Array,
     size_E: jax.Array,
     kernel: GroupedMatmul = "ragged_dot",
     layout: Layout = "io",
+    dtype: Any = jnp.float32,
 ) -> jax.Array:
-    """Each row times its group's weight: [U, out] in float32; rows after the last group hold nothing of use.
+    """Each row times its group's weight: [U, out] in `dtype`; rows after the last group hold nothing of use.
 
     Args:
       x_Ui: rows, those of the first group first.
       size_E: int32 rows of each group; their sum is at most U.
       layout: spares kernels that know both a copy of the weight in the other one.
+      dtype: of what the float32 sums are rounded to; kernels that can write it so.
     """
-    return _MAPPABLE[kernel, layout].by_rows(x_Ui, weight_Eio, size_E)
+    return _mappable_kernel(kernel, layout, jnp.dtype(dtype)).by_rows(x_Ui, weight_Eio, size_E)
 
 
 def grouped_matmul_transposed(
@@ -52,21 +54,29 @@ def grouped_matmul_transposed(
     layout: Layout = "io",
 ) -> jax.Array:
     """`grouped_matmul` by the transposed weights: [U, in] in float32."""
-    return _MAPPABLE[kernel, layout].by_rows_transposed(g_Uo, weight_Eio, size_E)
+    return _mappable_kernel(kernel, layout, jnp.dtype(jnp.float32)).by_rows_transposed(g_Uo, weight_Eio, size_E)
 
 
 def grouped_weight_gradient(
-    x_Ui: jax.Array, g_Uo: jax.Array, size_E: jax.Array, kernel: GroupedMatmul = "ragged_dot", layout: Layout = "io"
+    x_Ui: jax.Array,
+    g_Uo: jax.Array,
+    size_E: jax.Array,
+    kernel: GroupedMatmul = "ragged_dot",
+    layout: Layout = "io",
+    dtype: Any = jnp.float32,
 ) -> jax.Array:
-    """The groups' x^T g: [E, in, out] in float32; rows after the last group count for nothing."""
-    return _MAPPABLE[kernel, layout].over_rows(x_Ui, g_Uo, size_E)
+    """The groups' x^T g: [E, in, out], float32 sums in `dtype`; rows after the last group count for nothing."""
+    return _mappable_kernel(kernel, layout, jnp.dtype(dtype)).over_rows(x_Ui, g_Uo, size_E)
 
 
-def _forward(x_Ui: jax.Array, weight_Eio: jax.Array, size_E: jax.Array, kernel: GroupedMatmul, layout: Layout) -> Any:
-    return grouped_matmul(x_Ui, weight_Eio, size_E, kernel, layout), (x_Ui, weight_Eio, size_E)
+def _forward(
+    x_Ui: jax.Array, weight_Eio: jax.Array, size_E: jax.Array, kernel: GroupedMatmul, layout: Layout, dtype: Any
+) -> Any:
+    return grouped_matmul(x_Ui, weight_Eio, size_E, kernel, layout, dtype), (x_Ui, weight_Eio, size_E)
 
 
-def _backward(kernel: GroupedMatmul, layout: Layout, residuals: Any, g_Uo: jax.Array) -> Any:
+def _backward(kernel: GroupedMatmul, layout: Layout, dtype: Any, residuals: Any, g_Uo: jax.Array) -> Any:
+    del dtype
     x_Ui, weight_Eio, size_E = residuals
     g_Uo = g_Uo.astype(x_Ui.dtype)
     dx_Ui = grouped_matmul_transposed(g_Uo, weight_Eio, size_E, kernel, layout).astype(x_Ui.dtype)
@@ -101,7 +111,7 @@ def _tile(size: int, limit: int) -> int:
     return min(range(_LANES, limit + 1, _LANES), key=lambda tile: (-(-size // tile) * tile, -tile))
 
 
-def on_tpu(layout: Layout, *, interpret: bool = False) -> _Kernel:
+def on_tpu(layout: Layout, dtype: Any = jnp.float32, *, interpret: bool = False) -> _Kernel:
     """Pallas's grouped matmul for TPUs, which reads weights of either layout as they are.
 
     `ragged_dot` is compiled to a kernel too, which knows one layout: whole weights are copied for its transposes. It
@@ -109,6 +119,7 @@ def on_tpu(layout: Layout, *, interpret: bool = False) -> _Kernel:
 
     Args:
       layout: of weights, and of their gradients.
+      dtype: of results, whose sums are float32 until they are written.
       interpret: in jax, on any platform.
     """
 
@@ -124,25 +135,25 @@ def on_tpu(layout: Layout, *, interpret: bool = False) -> _Kernel:
         tiling = tiles(x_Ui, *weight_Eio.shape[1:], limit=1024)
         turned = layout == "oi"
         weight = weight_Eio.swapaxes(1, 2) if turned else weight_Eio
-        y_Uo: Any = gmm(x_Ui, weight, size_E, jnp.float32, tiling, transpose_rhs=turned, interpret=interpret)
+        y_Uo: Any = gmm(x_Ui, weight, size_E, dtype, tiling, transpose_rhs=turned, interpret=interpret)
         return y_Uo
 
     def by_rows(x_Ui: jax.Array, weight_Eio: jax.Array, size_E: jax.Array) -> jax.Array:
         if not suits(*x_Ui.shape, *weight_Eio.shape[1:]):
-            return _ragged(_BY_ROWS)(x_Ui, weight_Eio, size_E)
+            return _ragged(_BY_ROWS)(x_Ui, weight_Eio, size_E).astype(dtype)
         return matmul(x_Ui, weight_Eio, size_E, layout)
 
     def by_rows_transposed(g_Uo: jax.Array, weight_Eio: jax.Array, size_E: jax.Array) -> jax.Array:
         if not suits(*g_Uo.shape, *weight_Eio.shape[1:]):
-            return _ragged(_BY_ROWS_TRANSPOSED)(g_Uo, weight_Eio, size_E)
+            return _ragged(_BY_ROWS_TRANSPOSED)(g_Uo, weight_Eio, size_E).astype(dtype)
         return matmul(g_Uo, weight_Eio.swapaxes(1, 2), size_E, "io" if layout == "oi" else "oi")
 
     def over_rows(x_Ui: jax.Array, g_Uo: jax.Array, size_E: jax.Array) -> jax.Array:
         if not suits(*x_Ui.shape, *g_Uo.shape):
-            return _ragged(_OVER_ROWS)(x_Ui, g_Uo, size_E)
+            return _ragged(_OVER_ROWS)(x_Ui, g_Uo, size_E).astype(dtype)
         left, right = (g_Uo, x_Ui) if layout == "oi" else (x_Ui, g_Uo)
         tiling = tiles(left, left.shape[1], right.shape[1], limit=512)
-        sums: Any = tgmm(left.swapaxes(0, 1), right, size_E, jnp.float32, tiling, interpret=interpret)
+        sums: Any = tgmm(left.swapaxes(0, 1), right, size_E, dtype, tiling, interpret=interpret)
         return sums.swapaxes(1, 2) if layout == "oi" else sums
 
     return _Kernel(by_rows, by_rows_transposed, over_rows)
@@ -309,18 +320,21 @@ def _mappable(of_rows: Callable[..., jax.Array], rows_out: bool) -> Any:
     return function
 
 
-def _all_mappable(kernel: _Kernel) -> _Kernel:
+_IN_FLOAT32: dict[str, _Kernel] = {
+    "ragged_dot": _Kernel(*map(_ragged, _ALL_DIMS)),
+    "blocks": in_blocks(),
+    "tokamax": on_hopper(),
+}
+
+
+@functools.cache
+def _mappable_kernel(name: GroupedMatmul, layout: Layout, dtype: Any) -> _Kernel:
+    """The kernel of a name, for weights of that layout and results of that dtype, with a rule for vmap."""
+
+    def rounded(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        return lambda *operands: function(*operands).astype(dtype)
+
+    kernel = on_tpu(layout, dtype) if name == "megablox" else _Kernel(*map(rounded, _IN_FLOAT32[name]))
     return _Kernel(
         _mappable(kernel.by_rows, True), _mappable(kernel.by_rows_transposed, True), _mappable(kernel.over_rows, False)
     )
-
-
-_OF_ANY_LAYOUT: dict[GroupedMatmul, _Kernel] = {
-    "ragged_dot": _all_mappable(_Kernel(*map(_ragged, _ALL_DIMS))),
-    "blocks": _all_mappable(in_blocks()),
-    "tokamax": _all_mappable(on_hopper()),
-}
-_MAPPABLE: dict[tuple[GroupedMatmul, Layout], _Kernel] = {
-    **{(name, layout): kernel for name, kernel in _OF_ANY_LAYOUT.items() for layout in get_args(Layout)},
-    **{("megablox", layout): _all_mappable(on_tpu(layout)) for layout in get_args(Layout)},
-}

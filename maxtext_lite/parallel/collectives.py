@@ -31,11 +31,13 @@ def scattered_sum(x: jax.Array, axis: str, dim: int) -> jax.Array:
     names = _split_over(axis)
     if not names:
         return x
-    x = _exchanged(jnp.moveaxis(x, dim, 0), names)
+    # Each device's part is split off as a dim of its own, the first: TPUs copy whole tiles for that, where moving `dim`
+    # itself to the front would take tiles apart.
+    count = jax.lax.axis_size(names)
+    shape = (*x.shape[:dim], count, x.shape[dim] // count, *x.shape[dim + 1 :])
+    parts = _exchanged(jnp.moveaxis(x.reshape(shape), dim, 0), names)
     # One by one: a sum over a dim of parts reads them several times slower on TPUs.
-    parts = jnp.split(x, jax.lax.axis_size(names))
-    total = functools.reduce(jnp.add, (part.astype(jnp.float32) for part in parts))
-    return jnp.moveaxis(total, 0, dim)
+    return functools.reduce(jnp.add, (part.astype(jnp.float32) for part in parts))
 
 
 def largest(x: jax.Array, axis: str) -> jax.Array:
