@@ -40,6 +40,7 @@ def set_compiler_flags(compiler: Compiler, flags: tuple[Flag, ...] | None = None
     variable = VARIABLES[compiler]
     given = os.environ.get(variable, "").split()
     named = {flag.lstrip("-").partition("=")[0] for flag in given}
-    more = [f"--{flag.name}={flag.value}" for flag in flags or FLAGS[compiler] if flag.name not in named]
+    chosen = FLAGS[compiler] if flags is None else flags
+    more = [f"--{flag.name}={flag.value}" for flag in chosen if flag.name not in named]
     if more:
         os.environ[variable] = " ".join([*given, *more])
