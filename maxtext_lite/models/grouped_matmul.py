@@ -4,9 +4,7 @@ None of the kernels has a rule for `vmap` over anything but a leading dim of bot
 more groups: R sets of E groups are R*E groups, with the rows of one set after those of another.
 """
 
-import dataclasses
 import functools
-import importlib
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -16,6 +14,7 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 
 from maxtext_lite.config.experts import GroupedMatmul
+from maxtext_lite.models.tokamax_ops import ragged_dot, with_blocks
 from maxtext_lite.parallel.hlo_work import KERNEL_SCOPE
 
 _BY_ROWS = jax.lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0])
@@ -244,11 +243,6 @@ exact shapes only; by itself it takes half of block_m and of num_stages.
 Source: tokamax 0.0.12, data/autotuning/nvidia_h100_80gb_hbm3/pallas_mosaic_gpu_ragged_dot.json."""
 
 
-def _tokamax_ragged_dot() -> Any:
-    """Of the package's ways the one by Mosaic: the last of its own choice is a dense matmul over all groups."""
-    return importlib.import_module("tokamax._src.ops.ragged_dot.pallas_mosaic_gpu").PallasMosaicGpuRaggedDot()
-
-
 def on_hopper() -> _Kernel:
     """tokamax's kernels for NVIDIA GPUs of compute capability 9.0; `in_blocks` where a dim is no multiple of 64."""
 
@@ -260,9 +254,8 @@ def on_hopper() -> _Kernel:
                 is_used_U1 = (jnp.arange(len(left)) < jnp.sum(size_E))[:, None]
                 left, right = (jnp.where(is_used_U1, rows, 0) for rows in (left, right))
             options = {"ragged_dot_dimension_numbers": dims, "preferred_element_type": jnp.float32}
-            op = _tokamax_ragged_dot()
-            chosen = op.bind(left, right, group_sizes=size_E, **options).heuristics_config
-            op = op.replace(config=dataclasses.replace(chosen, **_HOPPER_TILES))
+            op = ragged_dot()
+            op = with_blocks(op, op.bind(left, right, group_sizes=size_E, **options), _HOPPER_TILES)
             with jax.named_scope(f"{KERNEL_SCOPE}tokamax_ragged_dot"):
                 y: Any = op(left, right, group_sizes=size_E, **options)
             return y

@@ -8,17 +8,16 @@ Source: Liu et al. 2023, arXiv:2310.01889; Dubey et al. 2024, arXiv:2407.21783, 
 """
 
 import dataclasses
-import importlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from absl import flags
 
 from maxtext_lite.models.chunk_pairs import Pairs
 from maxtext_lite.models.gpu_attention import FusedKernel, fused_attention
 from maxtext_lite.models.tile import PLAIN, Scoring, merge, part, ungrouped
 from maxtext_lite.models.tiled_attention import STRATEGIES
+from maxtext_lite.models.tokamax_ops import flash_attention, with_blocks
 from maxtext_lite.parallel import (
     CHUNKS_PER_SHARD,
     chunks_of,
@@ -92,8 +91,7 @@ def first_keys(segment_BT: jax.Array, window: int | None) -> jax.Array:
 class Mosaic:
     """tokamax's flash attention; `mask_BT` is the first key that each query sees, and S = T.
 
-    Queries and keys are filled up to whole blocks. The op's public side hides ranges, and drops the gradient of the
-    residuals, which sinks need: config/kernels.py says for which versions this is written.
+    Queries and keys are filled up to whole blocks. The op's own gradient drops that of the residuals, which sinks need.
 
     Attributes:
       causal: a query stands where the key of its number does, and sees none that comes later; else it sees all keys
@@ -111,7 +109,8 @@ class Mosaic:
         T = q_BTNH.shape[1]
         op, options = self._op(mask_BT)
         heads = [_filled(x) for x in (q_BTNH, k_BSKH, v_BSKW)]
-        op = _tuned(op, op.bind(*heads, return_residuals=True, **options), heads, _TUNED_FORWARD if self.causal else {})
+        better = _better(_TUNED_FORWARD if self.causal else {}, heads)
+        op = with_blocks(op, op.bind(*heads, return_residuals=True, **options), better)
         with jax.named_scope(f"{KERNEL_SCOPE}tokamax_mosaic"):
             context_BTNW, (max_BNT, sum_BNT) = op(*heads, return_residuals=True, **options)
         return context_BTNW[:, :T], (max_BNT + jnp.log(sum_BNT))[..., :T]
@@ -135,14 +134,14 @@ class Mosaic:
         # Maximum and denominator of the softmax: any two whose product is right.
         maximum_BNT = _filled(log_partition_BNT, axis=2, value=_HIDDEN)
         results = (maximum_BNT, jnp.ones_like(maximum_BNT)), _filled(context_BTNW), _filled(g_BTNW)
-        backward = _tuned(op.vjp, op.vjp.bind(*results, *heads, **bound), heads, _TUNED_BACKWARD)
+        backward = with_blocks(op.vjp, op.vjp.bind(*results, *heads, **bound), _better(_TUNED_BACKWARD, heads))
         with jax.named_scope(f"{KERNEL_SCOPE}tokamax_mosaic_backward"):
             gradients = backward(*results, *heads, **bound)
         return gradients["q"][:, :T], gradients["k"][:, :T], gradients["v"][:, :T]
 
     def _op(self, first_key_BT: jax.Array) -> tuple[Any, dict[str, Any]]:
         """The op, and what it is told beside queries, keys and values."""
-        op, mask = tokamax_flash()
+        op, mask = flash_attention()
         T = first_key_BT.shape[1]
         # Queries that fill a block see the keys that do; where not all keys are seen anyway, none of these is.
         first_B1T = _filled(first_key_BT, value=T if self.causal else 0)[:, None]
@@ -158,11 +157,10 @@ def _filled(x: jax.Array, *, axis: int = 1, value: float = 0) -> jax.Array:
     return jnp.pad(x, pads, constant_values=value) if fill else x
 
 
-def _tuned(op: Any, bound: Any, heads: list[jax.Array], tuned: dict[int, dict[str, int]]) -> Any:
-    """`op` with block sizes: its own choice for these arguments, or where a faster one is known, that."""
+def _better(tuned: dict[int, dict[str, int]], heads: list[jax.Array]) -> dict[str, int]:
+    """Sizes of blocks that are known for these queries, keys and values; {}: none are."""
     width = heads[0].shape[-1]
-    better = tuned.get(width, {}) if heads[2].shape[-1] == width else {}
-    return op.replace(config=dataclasses.replace(bound.heuristics_config, **better))
+    return tuned.get(width, {}) if heads[2].shape[-1] == width else {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,14 +251,3 @@ class Sharded:
 def _by_heads(x_BTNH: jax.Array) -> jax.Array:
     """[B, N, 1, T, H] in float32: as states are kept, whose dim 3 counts tokens."""
     return x_BTNH.astype(jnp.float32).swapaxes(1, 2)[:, :, None]
-
-
-def tokamax_flash() -> tuple[Any, Any]:
-    """tokamax's flash attention and its type of masks, which the package shows in no public way.
-
-    Unless absl's flags are parsed already, tokamax 0.0.12 would read this process's command line as such.
-    """
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS.mark_as_parsed()
-    op = importlib.import_module("tokamax._src.ops.attention.pallas_mosaic_gpu").PallasMosaicGpuFlashAttention()
-    return op, importlib.import_module("tokamax._src.ops.attention.base").Mask

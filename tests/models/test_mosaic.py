@@ -119,7 +119,7 @@ def by_stand_in(monkeypatch):
     """tokamax's op replaced, which need not be installed; the rows of its calls."""
     monkeypatch.setattr(StandIn, "rows_of_calls", [])
     monkeypatch.setattr(StandIn, "configs", [])
-    monkeypatch.setattr(mosaic, "tokamax_flash", lambda: (StandIn(), Range))
+    monkeypatch.setattr(mosaic, "flash_attention", lambda: (StandIn(), Range))
     return StandIn.rows_of_calls
 
 
@@ -160,8 +160,8 @@ def test_the_op_and_its_vjp_are_called_as_tokamax_has_them(monkeypatch):
     class Plain(base.DotProductAttention):
         pass
 
-    mosaic.tokamax_flash()  # absl's flags count as parsed from here on
-    monkeypatch.setattr(mosaic, "tokamax_flash", lambda: (Plain(vjp=base.DotProductAttentionVjp()), base.Mask))
+    mosaic.flash_attention()  # absl's flags count as parsed from here on
+    monkeypatch.setattr(mosaic, "flash_attention", lambda: (Plain(vjp=base.DotProductAttentionVjp()), base.Mask))
     q, k, v, segment = inputs(100)
     segment, v = with_a_long_document(segment), v[..., :8]
     g = np.random.default_rng(1).normal(size=(*q.shape[:3], 8)).astype(np.float32)
