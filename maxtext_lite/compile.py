@@ -50,20 +50,25 @@ def main(argv: Sequence[str]) -> int:
         plan = _plan(config, arguments.devices, arguments.hosts or 1, "cpu", "cpu")
     import jax  # only once the config is known to be right
 
-    from maxtext_lite.parallel import accelerator_of, simulated_devices, start_devices, topology_devices
+    from maxtext_lite.parallel import accelerator_of, assumed_of, simulated_devices, start_devices, topology_devices
 
+    assumed: tuple[str, ...] = ()
     if arguments.devices is not None:
         devices = simulated_devices(arguments.devices)
     elif arguments.topology is not None:
         devices = topology_devices(arguments.topology, arguments.slices)
         num_hosts = len({device.process_index for device in devices})
-        plan = _plan(config, len(devices), num_hosts, devices[0].platform, devices[0].device_kind)
+        plan = _plan(config, len(devices), num_hosts, accelerator_of(devices[0]), devices[0].device_kind)
+        assumed = assumed_of(arguments.topology)
     else:
         devices = start_devices()
         plan = _plan(config, len(devices), jax.process_count(), accelerator_of(devices[0]), devices[0].device_kind)
     program = _compiled(config, plan, devices)
     if jax.process_index() == 0:
-        print(json.dumps(to_json(program, plan), indent=2) if arguments.json else format_program(program, plan))
+        if arguments.json:
+            print(json.dumps(to_json(program, plan) | {"assumed": assumed}, indent=2))
+        else:
+            print("\n".join([format_program(program, plan), *(f"assumed: {words}" for words in assumed)]))
     return 0
 
 
@@ -169,7 +174,9 @@ def to_json(program: "Program", plan: BatchPlan) -> dict[str, Any]:
             "kernels_per_device": program.work.kernel_flops,
             "kernels_not_known": list(program.work.silent_kernels),
         },
+        "attention_kernel": plan.attention_kernel.to_json(),
         "kernels": [dataclasses.asdict(kernel) for kernel in program.work.kernels],
+        "largest_arrays": [dataclasses.asdict(array) for array in program.work.largest_arrays],
         "memory_traffic_bytes": program.work.memory_bytes,
         "sent_bytes": program.sent_bytes,
         "compiler": {"cycles": program.work.cycles, "seconds": program.compiler_seconds},
@@ -233,6 +240,9 @@ def format_program(program: "Program", plan: BatchPlan) -> str:
         lines += ["", *_traffic_lines(f"every {plan.diloco_sync_period} steps", program.meeting)]
     kernels = [(k.name, _count(k.times), _flops(k.flops)) for k in program.work.kernels]
     lines += ["", *(_table(("kernel", "times", "FLOPs"), kernels, numbers=(1, 2)) if kernels else ["no kernels"])]
+    lines.append(f"attention kernel: {plan.attention_kernel}")
+    arrays = [(array.type, bytes_text(array.num_bytes), array.made_by) for array in program.work.largest_arrays]
+    lines += ["", *_table(("largest arrays", "bytes", "made by"), arrays, numbers=(1,))]
     return "\n".join([*lines, "", *_memory_lines(program, plan), "", *time_lines(program, plan)])
 
 

@@ -62,6 +62,13 @@ def test_json_of_a_described_machine_without_data_or_a_run_directory(capsys, tmp
     # Beside the model's there are only the scores, which are computed again in the backward pass.
     assert 1 < flops["matmuls_per_device_by_dtype"]["f32"] / flops["model_per_device_and_step"] < 1.5
     assert printed["kernels"] == []
+    assert printed["attention_kernel"] == {"name": "dot_product", "passed_over": {}, "assumed": ""}
+    assert printed["assumed"] == []
+    sizes = [array["num_bytes"] for array in printed["largest_arrays"]]
+    assert 1 < len(sizes) <= 5
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] <= memory["temporaries"] + memory["outputs"]
+    assert all(array["type"].startswith(("f32[", "s32[")) and array["made_by"] for array in printed["largest_arrays"])
     assert printed["memory_traffic_bytes"] > memory["arguments"]
     assert printed["compiler"] == {"cycles": None, "seconds": None}
     assert set(printed["roofline"].values()) == {None}  # of a CPU no figures are known
@@ -105,7 +112,7 @@ def test_times_and_the_bound_follow_from_the_devices_figures():
         model_flops=8 * 98.5e12,
         sent_bytes=100e9,
         compiler_seconds=2.0,
-        work=Work({"bf16": 197e12}, (Kernel("splash", 4, None), Kernel("gmm", 3, 300.0)), 819e9, 3e9),
+        work=Work({"bf16": 197e12}, (Kernel("splash", 4, None), Kernel("gmm", 3, 300.0)), 819e9, 3e9, ()),
         roofline=roofline(device, dtype="bfloat16", model_flops=98.5e12, matmul_flops={"bf16": 197e12}, **traffic),
     )
     lines = time_lines(program, Anything(num_devices=8))

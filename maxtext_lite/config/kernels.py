@@ -95,7 +95,13 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
     {
         "splash": Kernel("tpu", token_multiple=SPLASH_BLOCK, context_shards=True),
         "tokamax_mosaic": Kernel(
-            "gpu", _NARROW, most_head_dim=256, head_dim_multiple=8, capabilities=("9.0", "10.0"), of_tokamax=True
+            "gpu",
+            _NARROW,
+            most_head_dim=256,
+            head_dim_multiple=8,
+            context_shards=True,
+            capabilities=("9.0", "10.0"),
+            of_tokamax=True,
         ),
         "cudnn_flash": Kernel(
             "gpu",

@@ -9,8 +9,8 @@ from maxtext_lite.models.gpu_attention import (
     cudnn_attention,
     cudnn_masked_attention,
     mha_attention,
-    mosaic_attention,
 )
+from maxtext_lite.models.mosaic import mosaic_attention
 from maxtext_lite.models.splash import splash_attention
 from maxtext_lite.models.tile import PLAIN, Scoring
 from maxtext_lite.models.tiled_attention import tiled_attention
@@ -68,7 +68,7 @@ def attention(
     if kernel == "dot_product":
         return tiled_attention(q_BTNH, k_BSKH, v_BSKW, segment_BT, strategy, sink_N, scoring)
     if kernel == "tokamax_mosaic":
-        return mosaic_attention(q_BTNH, k_BSKH, v_BSKW, segment_BT, sink_N, scoring=scoring)
+        return mosaic_attention(q_BTNH, k_BSKH, v_BSKW, segment_BT, sink_N, strategy=strategy, scoring=scoring)
     if kernel == "pallas_mha":
         return mha_attention(q_BTNH, k_BSKH, v_BSKW, segment_BT, scoring=scoring)
     if kernel == "cudnn_flash":

@@ -1,8 +1,8 @@
-"""Attention by kernels for NVIDIA GPUs: tokamax's by Mosaic, jax's by Triton, and cuDNN's.
+"""Attention by kernels for NVIDIA GPUs: jax's by Triton and cuDNN's; and what is around fused kernels.
 
-The first two come as a forward and a backward kernel. What both lack is added here, in one custom_vjp around them:
-replicas, which become more rows; sinks, whose share of the softmax is taken off the kernel's context; and names for
-what a rematerialised layer may keep.
+A fused kernel, such as tokamax's (models/mosaic.py), comes as a forward and a backward pass. What they lack is added
+here, in one custom_vjp around both: replicas, which become more rows; sinks, whose share of the softmax is taken off
+the kernel's context; and names for what a rematerialised layer may keep.
 """
 
 import dataclasses
@@ -15,12 +15,12 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-from absl import flags
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
 
 from maxtext_lite.models.tile import PLAIN, Scoring, may_see
 from maxtext_lite.parallel import over_shards
+from maxtext_lite.parallel.hlo_work import KERNEL_SCOPE
 
 _PADDING = -1  # the document of tokens that only fill up a kernel's last block
 
@@ -117,74 +117,6 @@ def by_rows(function: Callable[..., Any]) -> Callable[..., Any]:
     return folded
 
 
-def first_keys(segment_BT: jax.Array, window: int | None) -> jax.Array:
-    """The first key that each query sees, int32 [B, T]: that of its document, and no earlier one than of its window.
-
-    Args:
-      segment_BT: document number of each token; the tokens of a document stand together.
-    """
-    at_T = jnp.arange(segment_BT.shape[1], dtype=jnp.int32)
-    begins_BT = segment_BT[:, 1:] != segment_BT[:, :-1]
-    begins_BT = jnp.concatenate([jnp.ones_like(segment_BT[:, :1], bool), begins_BT], axis=1)
-    first_BT = jax.lax.cummax(jnp.where(begins_BT, at_T, 0), axis=1)
-    return first_BT if window is None else jnp.maximum(first_BT, at_T + 1 - window)
-
-
-@dataclasses.dataclass(frozen=True)
-class Mosaic:
-    """tokamax's flash attention for Hopper and Blackwell; `mask_BT` is the first key that each query sees.
-
-    The op's public side hides ranges, and drops the gradient of the residuals, which sinks need: config/kernels.py
-    says for which versions this is written.
-    """
-
-    scale: float
-    soft_cap: float | None
-
-    def forward(
-        self, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKW: jax.Array, mask_BT: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """See FusedKernel."""
-        op, options = self._op(mask_BT)
-        context_BTNW, (max_BNT, sum_BNT) = op(q_BTNH, k_BSKH, v_BSKW, return_residuals=True, **options)
-        return context_BTNW, max_BNT + jnp.log(sum_BNT)
-
-    def backward(
-        self,
-        q_BTNH: jax.Array,
-        k_BSKH: jax.Array,
-        v_BSKW: jax.Array,
-        mask_BT: jax.Array,
-        context_BTNW: jax.Array,
-        log_partition_BNT: jax.Array,
-        g_BTNW: jax.Array,
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """See FusedKernel."""
-        op, options = self._op(mask_BT)
-        bound = dict(op.bind(q_BTNH, k_BSKH, v_BSKW, **options).kwargs)
-        del bound["return_residuals"]
-        residuals = (log_partition_BNT, jnp.ones_like(log_partition_BNT))  # maximum and denominator: any two that agree
-        gradients = op.vjp(residuals, context_BTNW, g_BTNW, q_BTNH, k_BSKH, v_BSKW, **bound)
-        return gradients["q"], gradients["k"], gradients["v"]
-
-    def _op(self, first_key_BT: jax.Array) -> tuple[Any, dict[str, Any]]:
-        """The op, and what it is told beside queries, keys and values."""
-        op, mask = tokamax_flash()
-        seen = mask(k_start=first_key_BT[:, None], is_causal=True)
-        return op, {"mask": seen, "logits_scale": self.scale, "logits_soft_cap": self.soft_cap}
-
-
-def tokamax_flash() -> tuple[Any, Any]:
-    """tokamax's flash attention and its type of masks, which the package shows in no public way.
-
-    Unless absl's flags are parsed already, tokamax 0.0.12 would read this process's command line as such.
-    """
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS.mark_as_parsed()
-    op = importlib.import_module("tokamax._src.ops.attention.pallas_mosaic_gpu").PallasMosaicGpuFlashAttention()
-    return op, importlib.import_module("tokamax._src.ops.attention.base").Mask
-
-
 @functools.cache
 def _mha() -> Any:
     """jax's module of attention by Triton, which newer versions of jax call deprecated in favour of tokamax."""
@@ -211,7 +143,8 @@ class Mha:
     ) -> tuple[jax.Array, jax.Array]:
         """See FusedKernel."""
         options: Any = {"block_sizes": self._blocks(), "interpret": self.interpret, "return_residuals": True}
-        found = _mha().mha(q_BTNH, k_BTNH, v_BTNH, mask_BT, self.scale, True, **options)
+        with jax.named_scope(f"{KERNEL_SCOPE}pallas_mha"):
+            found = _mha().mha(q_BTNH, k_BTNH, v_BTNH, mask_BT, self.scale, True, **options)
         context_BTNH, log2_partition_BNT = found
         return context_BTNH, log2_partition_BNT * math.log(2)
 
@@ -230,16 +163,17 @@ class Mha:
         residuals = (q_BTNH, k_BTNH, v_BTNH, mask_BT, context_BTNH, log2_partition_BNT)
         names = ("num_warps", "num_stages", "grid", "debug", "return_residuals")
         options: Any = dict(zip(names, (None, 2, None, False, False), strict=True))
-        gradients = _mha()._mha_backward(
-            sm_scale=self.scale,
-            causal=True,
-            block_sizes=self._blocks(),
-            backward_pass_impl="triton",
-            interpret=self.interpret,
-            res=residuals,
-            do=g_BTNH,
-            **options,
-        )
+        with jax.named_scope(f"{KERNEL_SCOPE}pallas_mha_backward"):
+            gradients = _mha()._mha_backward(
+                sm_scale=self.scale,
+                causal=True,
+                block_sizes=self._blocks(),
+                backward_pass_impl="triton",
+                interpret=self.interpret,
+                res=residuals,
+                do=g_BTNH,
+                **options,
+            )
         return gradients[:3]
 
     @staticmethod
@@ -248,38 +182,12 @@ class Mha:
         return _mha().BlockSizes(block_q=_MHA_BLOCK, block_k=_MHA_BLOCK, **of_backward)
 
 
-_MOSAIC_BLOCK = 256
-"""Tokens of the largest block of queries, of which tokamax 0.0.12 takes a whole number only."""
 _MHA_BLOCK = 64
 """Tokens of a block, of which a row has a whole number. Two stages of blocks of 128 tokens and 128 dims would take more
 shared memory than GPUs for graphics have."""
 
 _HEADS = ("batch", None, "activation_heads", None)
 _ROWS = ("batch", None)
-
-
-def mosaic_attention(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKW: jax.Array,
-    segment_BT: jax.Array,
-    sink_N: jax.Array | None = None,
-    *,
-    scoring: Scoring = PLAIN,
-) -> jax.Array:
-    """`attention` by tokamax's Mosaic kernels. Tokens are added up to whole blocks, as a document of their own."""
-
-    def local(q_BTNH: Any, k_BSKH: Any, v_BSKW: Any, segment_BT: Any, sink_N: Any = None) -> jax.Array:
-        """The heads and rows of one device."""
-        T, kernel = q_BTNH.shape[1], Mosaic(scoring.scale_of(q_BTNH.shape[-1]), scoring.soft_cap)
-        *heads, segment_BT = _filled(_MOSAIC_BLOCK, q_BTNH, k_BSKH, v_BSKW, segment_BT)
-        context_BTNW: Any = fused_attention(*heads, first_keys(segment_BT, scoring.window), sink_N, kernel)
-        return context_BTNW[:, :T]
-
-    if sink_N is None:
-        return over_shards(local, (_HEADS, _HEADS, _HEADS, _ROWS), _HEADS)(q_BTNH, k_BSKH, v_BSKW, segment_BT)
-    axes = (_HEADS, _HEADS, _HEADS, _ROWS, ("activation_heads",))
-    return over_shards(local, axes, _HEADS)(q_BTNH, k_BSKH, v_BSKW, segment_BT, sink_N)
 
 
 def mha_attention(
@@ -293,7 +201,7 @@ def mha_attention(
 ) -> jax.Array:
     """`attention` by jax's kernels for Triton, which know no windows or soft caps and take T in blocks of 64.
 
-    Tokens are added as for `mosaic_attention`. Each key's head is repeated for the queries that
+    Tokens are added up to whole blocks, as a document of their own. Each key's head is repeated for the queries that
     share it: given fewer, the kernel silently takes another head's.
 
     Args:

@@ -10,7 +10,6 @@ Source: Liu et al. 2023, arXiv:2310.01889; Dubey et al. 2024, arXiv:2407.21783, 
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,7 +18,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
 from maxtext_lite.config.kernels import token_multiple
-from maxtext_lite.models.tile import PLAIN, Scoring, merge, part, put, sink_gradient, ungrouped, with_sink
+from maxtext_lite.models.chunk_pairs import Pairs
+from maxtext_lite.models.tile import PLAIN, Scoring, merge, sink_gradient, ungrouped, with_sink
 from maxtext_lite.models.tiled_attention import STRATEGIES
 from maxtext_lite.parallel import (
     CHUNKS_PER_SHARD,
@@ -27,7 +27,6 @@ from maxtext_lite.parallel import (
     context_shards,
     num_shards,
     over_shards,
-    own_shard,
     sharding,
     whole_examples,
 )
@@ -195,41 +194,6 @@ def _ring_backward(options: _Options, residuals: Any, g_BTNW: jax.Array) -> Any:
 _ring.defvjp(_ring_forward, _ring_backward)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Pairs:
-    """Two pairs of chunks, of a device's queries and another shard's keys, none of which is later than a query.
-
-    Attributes:
-      query: place of the first query of each among its device's tokens.
-      key: place of the first key of each among its device's tokens.
-    """
-
-    query: tuple[Any, Any]
-    key: tuple[Any, Any]
-    chunk: int
-
-    @classmethod
-    def of(cls, other: jax.Array, chunk: int) -> "_Pairs":
-        """The late queries with the early keys, and both late or both early chunks."""
-        later = chunk * (other > own_shard()).astype(jnp.int32)
-        return cls((chunk, later), (0, later), chunk)
-
-    def queries(self, x: jax.Array, axis: int) -> jax.Array:
-        """Those of both pairs, of [B, ...] as [2 B, ...]."""
-        return jnp.concatenate([part(x, first, self.chunk, axis) for first in self.query])
-
-    def keys(self, x: jax.Array, axis: int) -> jax.Array:
-        """Those of both pairs."""
-        return jnp.concatenate([part(x, first, self.chunk, axis) for first in self.key])
-
-    def updated(self, state: Any, found: Any, firsts: tuple[Any, Any], change: Callable[[Any, Any], Any]) -> Any:
-        """`state`, arrays whose dim 3 counts tokens, after `change(before, found)` where each pair stands."""
-        for first, *of_pair in zip(firsts, *(jnp.split(x, 2) for x in found), strict=True):
-            before = tuple(part(x, first, self.chunk, axis=3) for x in state)
-            state = tuple(put(x, new, first) for x, new in zip(state, change(before, tuple(of_pair)), strict=True))
-        return state
-
-
 def _attend(options: _Options, mask: splash_attention_mask.Mask, *rows: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Context [B, N, 1, T, W] and log-partition [B, N, 1, T, 1], float32, of rows [B, ...] of q, k, v and documents."""
     kernel = options.kernel(mask, rows[0].shape[1], mask.shape[0], save_residuals=True)
@@ -279,7 +243,7 @@ def _shard_forward(
     full = splash_attention_mask.FullMask((chunk, chunk))
 
     def visit(state: Any, sums: Any, theirs: Any, other: jax.Array) -> tuple[Any, Any]:
-        pairs = _Pairs.of(other, chunk)
+        pairs = Pairs.of(other, chunk)
         keys = (pairs.keys(x, axis) for x, axis in zip(theirs, (2, 2, 1), strict=True))
         k, v, segment_S = keys
         found = _attend(options, full, pairs.queries(q_BNTH, 2), k, v, pairs.queries(segment_BT, 1), segment_S)
@@ -313,7 +277,7 @@ def _shard_backward(
         return tuple(x + new for x, new in zip(before, found, strict=True))
 
     def visit(dq_BKGTH: jax.Array, sums: Any, theirs: Any, other: jax.Array) -> tuple[Any, Any]:
-        pairs = _Pairs.of(other, chunk)
+        pairs = Pairs.of(other, chunk)
         k, v, segment_S = (pairs.keys(x, axis) for x, axis in zip(theirs, (2, 2, 1), strict=True))
         q, segment_T = pairs.queries(q_BNTH, 2), pairs.queries(segment_BT, 1)
         dq, *dkv = _attend_backward(

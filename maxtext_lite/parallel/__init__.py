@@ -18,6 +18,7 @@ from maxtext_lite.parallel.axes import (
 from maxtext_lite.parallel.collectives import exchanged, gathered, largest, scattered_sum, shard_index, summed
 from maxtext_lite.parallel.context import (
     CHUNKS_PER_SHARD,
+    chunks_of,
     context_order,
     context_shards,
     from_all_shards,
@@ -28,7 +29,7 @@ from maxtext_lite.parallel.context import (
     to_next_shard,
     whole_examples,
 )
-from maxtext_lite.parallel.described import topology_devices
+from maxtext_lite.parallel.described import as_default_device, assumed_of, topology_devices
 from maxtext_lite.parallel.distributed import accelerator_of, end_soon, simulated_devices, start_devices
 from maxtext_lite.parallel.hosts import bytes_of_host, exchange, make_any_host, value_of_host
 from maxtext_lite.parallel.mesh import MESH_AXES, make_mesh
@@ -41,8 +42,11 @@ __all__ = [
     "Pipeline",
     "accelerator_of",
     "also_over_data",
+    "as_default_device",
+    "assumed_of",
     "axes_in_use",
     "bytes_of_host",
+    "chunks_of",
     "constrain",
     "context_order",
     "context_shards",

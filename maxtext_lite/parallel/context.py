@@ -66,6 +66,11 @@ def own_shard() -> jax.Array:
     return jax.lax.axis_index(MESH_AXES_OF["length"])
 
 
+def chunks_of(shard: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Numbers of the early and the late chunk of an example that a shard holds."""
+    return shard, CHUNKS_PER_SHARD * context_shards() - 1 - shard
+
+
 def to_next_shard(tree: Any) -> Any:
     """Inside `over_shards`: what the shard before holds, while this one's goes to the next; the last one's to 0."""
     shards = context_shards()

@@ -1,17 +1,21 @@
 """Devices to compile for that need not be there: TPU slices by libtpu, one host's GPUs by jax's CUDA plugin."""
 
+import contextlib
 import importlib.util
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax.experimental import topologies
+from jax.sharding import Mesh
 
 from maxtext_lite.batching.devices import DEVICES, Device, device_named
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import did_you_mean, value_text
+from maxtext_lite.parallel.compiler_flags import Flag, set_compiler_flags
 
 _FORM = re.compile(r"(?:(\d+)\*)?([\w-]+):(\d+(?:x\d+){0,2})")
 _WITHOUT_TPU = {
@@ -20,7 +24,11 @@ _WITHOUT_TPU = {
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",  # any: it complains where it finds none
     "TPU_WORKER_HOSTNAMES": "localhost",
 }
-_NOTHING_CAN_BE_TIMED = ("--xla_gpu_autotune_level=0", "--xla_gpu_shard_autotuning=false")
+_NOTHING_CAN_BE_TIMED = (
+    Flag("xla_gpu_autotune_level", "0", "the fastest of several kernels cannot be found without running them"),
+    Flag("xla_gpu_shard_autotuning", "false", "there are no other hosts to share that work with"),
+    Flag("xla_gpu_enable_triton_gemm", "false", "XLA has no default tiles for its own matmuls; cuBLAS has its own"),
+)
 
 # What XLA must know of a GPU to generate code for it, where none can be asked: as an H100 SXM with 80 GB answers.
 _GPUS = {
@@ -36,6 +44,14 @@ platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } runtime_version { 
 device_description_str: "NVIDIA H100 80GB HBM3"
 """
 }
+
+_ASSUMED = {
+    "gpu": (
+        "GPUs like an SXM of the kind with 80 GB, with CUDA 12.8 and cuDNN 9.10",
+        "every matmul by cuBLAS: nothing can be timed, so that XLA's autotuning and its own matmuls are off",
+    )
+}
+"""What a program for a described machine takes for granted, by platform."""
 
 NAMES = (*(device.name for device in DEVICES if device.platform == "tpu"), *_GPUS)
 """Short names of the devices that can be described."""
@@ -85,6 +101,11 @@ def described(name: str, num_slices: int | None = None) -> Described:
     return Described(name, device, match[3], slices)
 
 
+def assumed_of(name: str) -> tuple[str, ...]:
+    """What compiling for a machine by name takes for granted of it, in words."""
+    return _ASSUMED.get(described(name).device.platform, ())
+
+
 def topology_devices(name: str, num_slices: int | None = None) -> list[Any]:
     """The devices of a machine by name (`described`), to compile for; jax itself runs on the CPU.
 
@@ -98,11 +119,27 @@ def topology_devices(name: str, num_slices: int | None = None) -> list[Any]:
     return _tpu_devices(machine) if machine.device.platform == "tpu" else _gpu_devices(machine)
 
 
+@contextlib.contextmanager
+def as_default_device(mesh: Mesh) -> Iterator[None]:
+    """Has a machine that is not there answer for itself while a program is traced and lowered for it; others do anyway.
+
+    tokamax asks jax's default device for its compute capability, cores and kind. That would be this process's CPU.
+    Nothing can be computed on the described device meanwhile. Each thread has a default device of its own.
+    """
+    device = mesh.devices.flat[0]
+    if device in jax.devices():
+        yield
+    else:
+        with jax.default_device(device):
+            yield
+
+
 def _tpu_devices(machine: Described) -> list[Any]:
     if importlib.util.find_spec("libtpu") is None:
         raise _missing(machine, "libtpu", "the extra tpu brings it: pip install 'maxtext-lite[tpu]'")
     for variable, value in _WITHOUT_TPU.items():
         os.environ.setdefault(variable, value)
+    set_compiler_flags("tpu")
     generation = {"7x": "tpu7x"}.get(machine.device.name, machine.device.name)
     options = {"chip_config_name": "megacore"} if generation == "v4" else {}  # one device for a chip, as jax has it
     name = f"{generation}:{machine.shape}"
@@ -124,9 +161,8 @@ def _gpu_devices(machine: Described) -> list[Any]:
             "the extra cuda12 or cuda13 brings it: pip install 'maxtext-lite[cuda13]' (no driver is needed)",
         )
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
-    given = os.environ.get("XLA_FLAGS", "")
-    more = [flag for flag in _NOTHING_CAN_BE_TIMED if flag.partition("=")[0] not in given]
-    os.environ["XLA_FLAGS"] = " ".join([given, *more]).strip()
+    set_compiler_flags("gpu", _NOTHING_CAN_BE_TIMED)
+    set_compiler_flags("gpu")
     target = _GPUS[machine.device.name]
     found = topologies.get_topology_desc(platform="cuda", target_config=target, topology=f"1x1x{machine.shape}")
     return list(found.devices)

@@ -17,6 +17,10 @@ _NOTHING_MOVES = frozenset({
     "opt-barrier", "optimization-barrier", "partition-id", "replica-id", "domain", "async-start", "async-update",
 })  # fmt: skip
 _TAKE_A_PART = frozenset({"slice", "dynamic-slice", "gather"})
+KERNEL_SCOPE = "kernel_"
+"""How the names of scopes begin that tell kernels of one target, as all of Pallas's on GPUs are, from each other."""
+_LARGEST = 5
+"""Arrays that a module's work lists."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +28,8 @@ class Kernel:
     """A custom call: code that XLA did not write.
 
     Attributes:
-      name: of the kernel, where it has one (Pallas on TPU), else of the call's target.
+      name: of the kernel, where it has one (Pallas on TPU); else of the scope (`jax.named_scope`) around it whose name
+        begins with `KERNEL_SCOPE`, without that; else of the call's target.
       times: how often it runs; None where a loop's trips are not known.
       flops: of all runs, as the kernel itself states them; None where it does not.
     """
@@ -32,6 +37,20 @@ class Kernel:
     name: str
     times: int | None
     flops: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class LargeArray:
+    """An array that a module makes, of which there may be several at once.
+
+    Attributes:
+      type: as HLO writes it, without its layout: f32[8192,128256].
+      made_by: the operation of the traced program that it comes from, where the compiler says so; else the opcode.
+    """
+
+    type: str
+    num_bytes: int
+    made_by: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,12 +64,14 @@ class Work:
       memory_bytes: what instructions read from and write to the device's memory, each operand once; of a slice of an
         array only the slice. A kernel may read an operand more than once.
       cycles: the TPU compiler's own estimate, without kernels and without time on links; None where it makes none.
+      largest_arrays: those in the device's memory that instructions make, the largest first, each type once.
     """
 
     matmul_flops: Mapping[str, float | None]
     kernels: tuple[Kernel, ...]
     memory_bytes: float | None
     cycles: float | None
+    largest_arrays: tuple[LargeArray, ...]
 
     @property
     def kernel_flops(self) -> float:
@@ -81,8 +102,16 @@ def work(module: Module, *, memory_spaces: Sequence[int] = (0,)) -> Work:
     moved: list[float | None] = []
     cycles: list[float | None] = []
     calls: dict[str, list[tuple[int | None, float | None]]] = {}
+    spaces = frozenset(memory_spaces)
+    made: dict[str, LargeArray] = {}
     for computation, it, times in module.scheduled():
-        moved.append(_times(_moved_bytes(it, computation, module, frozenset(memory_spaces)), times))
+        moved.append(_times(_moved_bytes(it, computation, module, spaces), times))
+        if it.opcode not in _NOTHING_MOVES and not it.opcode.endswith("-done"):
+            for array in it.arrays:
+                if array.space in spaces:
+                    type_ = f"{array.dtype}[{','.join(map(str, array.dims))}]"
+                    source = it.attribute(r'op_name="([^"]*)"') or it.opcode
+                    made.setdefault(type_, LargeArray(type_, array.num_bytes, source))
         if estimate := it.attribute(r'"estimated_cycles":"(\d+)"'):
             cycles.append(_times(int(estimate), times))
     for name, runs in module.runs.items():
@@ -96,6 +125,7 @@ def work(module: Module, *, memory_spaces: Sequence[int] = (0,)) -> Work:
         kernels=tuple(sorted((_kernel(name, each) for name, each in calls.items()), key=_most_runs_first)),
         memory_bytes=_total(moved),
         cycles=_total(cycles) if cycles else None,
+        largest_arrays=tuple(sorted(made.values(), key=lambda array: (-array.num_bytes, array.type))[:_LARGEST]),
     )
 
 
@@ -124,7 +154,7 @@ def _kernel_name(call: Instruction) -> str | None:
         return None
     if target == "tpu_custom_call":
         return re.sub(r"(\.(\d+|remat\d*|clone\d*))+$", "", call.name)
-    return target
+    return call.attribute(rf'op_name="[^"]*\b{KERNEL_SCOPE}(\w+)') or target
 
 
 # ---- Matmuls -------------------------------------------------------------------------------------------------------

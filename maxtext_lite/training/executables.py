@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from maxtext_lite.batching import BatchPlan, BatchStage
 from maxtext_lite.config import Config
 from maxtext_lite.data import example_shape, field_dtype
-from maxtext_lite.parallel import sharding
+from maxtext_lite.parallel import as_default_device, sharding
 from maxtext_lite.training.state import TrainState
 from maxtext_lite.training.step import TRAIN_BATCH_AXES
 
@@ -64,6 +64,9 @@ class Executables:
             number = jax.ShapeDtypeStruct((), "int32", sharding=sharding(self._mesh))
         started = time.perf_counter()
         # What is set for the main thread is set for it alone.
-        with jax.set_mesh(self._mesh), jax.default_matmul_precision(self._config.matmul_precision):
-            compiled = self._step.lower(self._abstract, batch, number).compile()
+        precision = jax.default_matmul_precision(self._config.matmul_precision)
+        with jax.set_mesh(self._mesh), as_default_device(self._mesh), precision:
+            lowered = self._step.lower(self._abstract, batch, number)
+        with jax.set_mesh(self._mesh):
+            compiled = lowered.compile()
         return compiled, time.perf_counter() - started

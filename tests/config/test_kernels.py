@@ -56,7 +56,8 @@ SHIPPED = sorted(path.stem for path in (Path(__file__).parents[2] / "configs" / 
     ([BFLOAT16], TPU, 1, "splash"),
     ([BFLOAT16, "max_target_length=100"], TPU, 1, "dot_product"),  # splash works in blocks of 128
     ([BFLOAT16, *WINDOW, CAPPED, SINKS], TPU, 1, "splash"),
-    ([BFLOAT16], H100, 2, "dot_product"),  # the others take whole examples
+    ([BFLOAT16], H100, 2, "tokamax_mosaic"),
+    ([BFLOAT16], A100, 2, "dot_product"),  # the others take whole examples
     ([BFLOAT16], TPU, 2, "dot_product"),  # 4 chunks of 64 tokens
     ([BFLOAT16, "max_target_length=1024"], TPU, 4, "splash"),
     (["attention=dot_product", BFLOAT16], TPU, 1, "dot_product"),
@@ -129,7 +130,7 @@ def test_a_plan_takes_a_kernel_that_is_named_at_its_word():
 @pytest.mark.parametrize(("name", "accelerator", "shards", "message"), [
     ("splash", CPU, 1, "attention=splash cannot run: it runs on tpu, not on cpu. Nearest that works: dot_product."),
     ("cudnn_masked", H100, 2, "attention=cudnn_masked cannot run: it takes whole examples, not those of 2 context "
-                              "shards. Nearest that works: dot_product."),
+                              "shards. Nearest that works: tokamax_mosaic."),
     ("tokamax_mosaic", Accelerator("gpu", "8.0"), 1,
      "attention=tokamax_mosaic cannot run: it runs on compute capability 9.0 or 10.0, not on 8.0 and tokamax is not "
      "installed. Nearest that works: pallas_mha."),

@@ -9,7 +9,7 @@ import pytest
 
 from maxtext_lite.config.kernels import TOKAMAX_VERSIONS, Accelerator
 from maxtext_lite.models import Scoring
-from maxtext_lite.models.gpu_attention import mosaic_attention
+from maxtext_lite.models.mosaic import mosaic_attention
 from maxtext_lite.parallel import MESH_AXES, make_mesh
 from tests.gpu import absent_gpu, kernels, squares, step_for_gpu
 
@@ -78,13 +78,19 @@ def test_a_step_lowers_by_the_kernel_that_can_run_on_ampere_and_makes_no_square_
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tokamax 0.0.12 calls Pallas as it was
-def test_a_step_with_windows_and_sinks_lowers_by_tokamax_on_hopper(monkeypatch):
+@pytest.mark.parametrize(("name", "keys", "calls"), [
+    # One kind of layers, as a window is in the range and not in the kernel.
+    ("gpt-oss", ("layer_pattern=local",), 3),
+    ("llama, context shards", ("context_parallel_strategy=ring", *mesh(context=2, data=2, tensor=2)), 6),
+    ("llama, context shards", mesh(context=4, fsdp=2), 6),  # keys gathered
+], ids=["windows and sinks", "ring", "all_gather"])  # fmt: skip
+def test_a_step_lowers_by_tokamax_on_hopper_on_context_shards_too(name, keys, calls, monkeypatch):
     pytest.importorskip("tokamax", reason="tokamax is not installed")
-    num_devices, overrides, _ = CASES["gpt-oss"]
-    # One kind of layers, as a window is in the range and not in the kernel; and what the forward kernel finds is kept.
-    keys = ("layer_pattern=local", *accumulating(4), "remat_policy=custom", "remat_save=context")
-    text = lower(monkeypatch, (*overrides, *keys), num_devices, H100)
-    assert sum(n for kernel, n in kernels(text).items() if kernel.startswith("mosaic_gpu")) == 3  # one of them forward
+    num_devices, overrides, _ = CASES[name]
+    # What the forward kernel finds is kept: a third of the calls are forward.
+    kept = (*accumulating(4), "remat_policy=custom", "remat_save=context")
+    text = lower(monkeypatch, (*overrides, *kept, *keys), num_devices, H100)
+    assert sum(n for kernel, n in kernels(text).items() if kernel.startswith("mosaic_gpu")) == calls
     assert squares(text, T) == {}
 
 

@@ -1,0 +1,253 @@
+"""Attention by tokamax's Mosaic kernels for Hopper and Blackwell, of whole examples and of examples split over shards.
+
+The kernels' mask is the first key that each query sees: documents and windows are ranges. Their backward pass leaves
+out tiles of keys that come later, and none because of a range. On context shards a device therefore attends its queries
+to its own keys by a causal call, and to each other shard's by calls for two pairs of chunks of which every key comes
+before every query: no product is computed for nothing. The results are merged by their log-partitions.
+Source: Liu et al. 2023, arXiv:2310.01889; Dubey et al. 2024, arXiv:2407.21783, section 3.3.2.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from maxtext_lite.models.chunk_pairs import Pairs
+from maxtext_lite.models.gpu_attention import FusedKernel, fused_attention
+from maxtext_lite.models.tile import PLAIN, Scoring, merge, part, ungrouped
+from maxtext_lite.models.tiled_attention import STRATEGIES
+from maxtext_lite.models.tokamax_ops import flash_attention, with_blocks
+from maxtext_lite.parallel import (
+    CHUNKS_PER_SHARD,
+    chunks_of,
+    context_shards,
+    over_shards,
+    own_shard,
+    whole_examples,
+)
+from maxtext_lite.parallel.hlo_work import KERNEL_SCOPE
+
+_HEADS = ("batch", "length", "activation_heads", None)
+_TOKENS = ("batch", "length")
+_BLOCK = 256
+"""Tokens of the largest block of queries, of which tokamax 0.0.12 takes a whole number only."""
+_HIDDEN = 1e30
+"""The log-partition of a query beside which every score counts for nothing."""
+
+_TUNED_FORWARD = {64: {"block_kv": 256, "num_stages": 3}}
+_TUNED_BACKWARD = {256: {"compute_wgs": 1}}
+"""By the width of keys and values, what was the fastest on an H100 for causal bfloat16 rows of 4,096 to 16,384 tokens,
+where that is not what tokamax takes by itself. Its own look-up finds nothing, as none of its entries has ranges.
+Source: tokamax 0.0.17, data/autotuning/nvidia_h100_80gb_hbm3, pallas_mosaic_gpu_flash_attention and its vjp."""
+
+
+def mosaic_attention(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKW: jax.Array,
+    segment_BT: jax.Array,
+    sink_N: jax.Array | None = None,
+    *,
+    strategy: str = "all_gather",
+    scoring: Scoring = PLAIN,
+) -> jax.Array:
+    """`attention` by tokamax's Mosaic kernels, for any T.
+
+    Args:
+      strategy: how the shards of a context axis exchange keys, one of `tiled_attention.STRATEGIES`.
+    """
+
+    def local(q_BTNH: Any, k_BSKH: Any, v_BSKW: Any, segment_BT: Any, sink_N: Any = None) -> jax.Array:
+        """The heads, rows and queries of one device."""
+        options = scoring.scale_of(q_BTNH.shape[-1]), scoring.soft_cap
+        first_BS = first_keys(whole_examples(segment_BT), scoring.window)
+        if context_shards() == 1:
+            kernel: FusedKernel = Mosaic(*options)
+            return fused_attention(q_BTNH, k_BSKH, v_BSKW, first_BS, sink_N, kernel)
+        chunk = q_BTNH.shape[1] // CHUNKS_PER_SHARD
+        own_BT = jnp.concatenate([part(first_BS, number * chunk, chunk, 1) for number in chunks_of(own_shard())], 1)
+        return fused_attention(q_BTNH, k_BSKH, v_BSKW, own_BT, sink_N, Sharded(*options, strategy))
+
+    sinks, sink_axes = ((), ()) if sink_N is None else ((sink_N,), (("activation_heads",),))
+    run = over_shards(local, (_HEADS, _HEADS, _HEADS, _TOKENS, *sink_axes), _HEADS)
+    return run(q_BTNH, k_BSKH, v_BSKW, segment_BT, *sinks)
+
+
+def first_keys(segment_BT: jax.Array, window: int | None) -> jax.Array:
+    """The first key that each query sees, int32 [B, T]: that of its document, and no earlier one than of its window.
+
+    Args:
+      segment_BT: document number of each token; the tokens of a document stand together.
+    """
+    at_T = jnp.arange(segment_BT.shape[1], dtype=jnp.int32)
+    begins_BT = segment_BT[:, 1:] != segment_BT[:, :-1]
+    begins_BT = jnp.concatenate([jnp.ones_like(segment_BT[:, :1], bool), begins_BT], axis=1)
+    first_BT = jax.lax.cummax(jnp.where(begins_BT, at_T, 0), axis=1)
+    return first_BT if window is None else jnp.maximum(first_BT, at_T + 1 - window)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mosaic:
+    """tokamax's flash attention; `mask_BT` is the first key that each query sees, and S = T.
+
+    Queries and keys are filled up to whole blocks. The op's own gradient drops that of the residuals, which sinks need.
+
+    Attributes:
+      causal: a query stands where the key of its number does, and sees none that comes later; else it sees all keys
+        from its first on.
+    """
+
+    scale: float
+    soft_cap: float | None
+    causal: bool = True
+
+    def forward(
+        self, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKW: jax.Array, mask_BT: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """See FusedKernel."""
+        T = q_BTNH.shape[1]
+        op, options = self._op(mask_BT)
+        heads = [_filled(x) for x in (q_BTNH, k_BSKH, v_BSKW)]
+        better = _better(_TUNED_FORWARD if self.causal else {}, heads)
+        op = with_blocks(op, op.bind(*heads, return_residuals=True, **options), better)
+        with jax.named_scope(f"{KERNEL_SCOPE}tokamax_mosaic"):
+            context_BTNW, (max_BNT, sum_BNT) = op(*heads, return_residuals=True, **options)
+        return context_BTNW[:, :T], (max_BNT + jnp.log(sum_BNT))[..., :T]
+
+    def backward(
+        self,
+        q_BTNH: jax.Array,
+        k_BSKH: jax.Array,
+        v_BSKW: jax.Array,
+        mask_BT: jax.Array,
+        context_BTNW: jax.Array,
+        log_partition_BNT: jax.Array,
+        g_BTNW: jax.Array,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """See FusedKernel."""
+        T = q_BTNH.shape[1]
+        op, options = self._op(mask_BT)
+        heads = [_filled(x) for x in (q_BTNH, k_BSKH, v_BSKW)]
+        bound = dict(op.bind(*heads, **options).kwargs)
+        del bound["return_residuals"]
+        # Maximum and denominator of the softmax: any two whose product is right.
+        maximum_BNT = _filled(log_partition_BNT, axis=2, value=_HIDDEN)
+        results = (maximum_BNT, jnp.ones_like(maximum_BNT)), _filled(context_BTNW), _filled(g_BTNW)
+        backward = with_blocks(op.vjp, op.vjp.bind(*results, *heads, **bound), _better(_TUNED_BACKWARD, heads))
+        with jax.named_scope(f"{KERNEL_SCOPE}tokamax_mosaic_backward"):
+            gradients = backward(*results, *heads, **bound)
+        return gradients["q"][:, :T], gradients["k"][:, :T], gradients["v"][:, :T]
+
+    def _op(self, first_key_BT: jax.Array) -> tuple[Any, dict[str, Any]]:
+        """The op, and what it is told beside queries, keys and values."""
+        op, mask = flash_attention()
+        T = first_key_BT.shape[1]
+        # Queries that fill a block see the keys that do; where not all keys are seen anyway, none of these is.
+        first_B1T = _filled(first_key_BT, value=T if self.causal else 0)[:, None]
+        end = {} if self.causal or not -T % _BLOCK else {"k_end": jnp.full_like(first_B1T, T)}
+        seen = mask(k_start=first_B1T, is_causal=self.causal, **end)
+        return op, {"mask": seen, "logits_scale": self.scale, "logits_soft_cap": self.soft_cap}
+
+
+def _filled(x: jax.Array, *, axis: int = 1, value: float = 0) -> jax.Array:
+    """`x` with as many more tokens as make a whole number of blocks."""
+    fill = -x.shape[axis] % _BLOCK
+    pads = [(0, fill if dim == axis else 0) for dim in range(x.ndim)]
+    return jnp.pad(x, pads, constant_values=value) if fill else x
+
+
+def _better(tuned: dict[int, dict[str, int]], heads: list[jax.Array]) -> dict[str, int]:
+    """Sizes of blocks that are known for these queries, keys and values; {}: none are."""
+    width = heads[0].shape[-1]
+    return tuned.get(width, {}) if heads[2].shape[-1] == width else {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharded:
+    """`Mosaic` of a context shard's queries and all shards' keys; `mask_BT` is the first token that each query sees.
+
+    Attributes:
+      strategy: how keys come, one of `tiled_attention.STRATEGIES`.
+    """
+
+    scale: float
+    soft_cap: float | None
+    strategy: str
+
+    def forward(
+        self, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKW: jax.Array, mask_BT: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """See FusedKernel."""
+
+        def as_state(context_BTNW: jax.Array, log_partition_BNT: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return _by_heads(context_BTNW), log_partition_BNT[:, :, None, :, None]
+
+        def visit(state: Any, sums: Any, theirs: Any, other: jax.Array) -> tuple[Any, Any]:
+            pairs, first_BT, is_seen_BT, kernel = self._pairs(mask_BT, other)
+            keys = [pairs.keys(x, axis=1) for x in theirs]
+            context_BTNW, log_partition_BNT = kernel.forward(pairs.queries(q_BTNH, axis=1), *keys, first_BT)
+            log_partition_BNT = jnp.where(is_seen_BT[:, None], log_partition_BNT, -_HIDDEN)
+            return pairs.updated(state, as_state(context_BTNW, log_partition_BNT), pairs.query, merge), sums
+
+        state = as_state(*self._own().forward(q_BTNH, k_BSKH, v_BSKW, self._own_places(mask_BT)))
+        state, _ = STRATEGIES[self.strategy](visit, state, (k_BSKH, v_BSKW), ())
+        context_BN1TW, log_partition_BN1T1 = state
+        return ungrouped(context_BN1TW).astype(q_BTNH.dtype), log_partition_BN1T1[:, :, 0, :, 0]
+
+    def backward(
+        self,
+        q_BTNH: jax.Array,
+        k_BSKH: jax.Array,
+        v_BSKW: jax.Array,
+        mask_BT: jax.Array,
+        context_BTNW: jax.Array,
+        log_partition_BNT: jax.Array,
+        g_BTNW: jax.Array,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """See FusedKernel. What other shards' queries add to a shard's dk and dv comes back to it in float32."""
+
+        def add(before: Any, found: Any) -> Any:
+            return tuple(x + new for x, new in zip(before, found, strict=True))
+
+        def visit(dq_BN1TH: jax.Array, sums: Any, theirs: Any, other: jax.Array) -> tuple[Any, Any]:
+            pairs, first_BT, is_seen_BT, kernel = self._pairs(mask_BT, other)
+            keys = [pairs.keys(x, axis=1) for x in theirs]
+            q, context, g = (pairs.queries(x, axis=1) for x in (q_BTNH, context_BTNW, g_BTNW))
+            log_partition = jnp.where(is_seen_BT[:, None], pairs.queries(log_partition_BNT, axis=2), _HIDDEN)
+            dq, *dkv = (_by_heads(x) for x in kernel.backward(q, *keys, first_BT, context, log_partition, g))
+            (dq_BN1TH,) = pairs.updated((dq_BN1TH,), (dq,), pairs.query, add)
+            return dq_BN1TH, pairs.updated(sums, dkv, pairs.key, add)
+
+        own = q_BTNH, k_BSKH, v_BSKW, self._own_places(mask_BT), context_BTNW, log_partition_BNT, g_BTNW
+        dq_BN1TH, *own_sums = (_by_heads(x) for x in self._own().backward(*own))
+        zeros = tuple(jnp.zeros_like(x) for x in own_sums)
+        dq_BN1TH, sums = STRATEGIES[self.strategy](visit, dq_BN1TH, (k_BSKH, v_BSKW), zeros)
+        dq, dk, dv = (ungrouped(x).astype(q_BTNH.dtype) for x in (dq_BN1TH, *add(own_sums, sums)))
+        return dq, dk, dv
+
+    def _own(self) -> Mosaic:
+        return Mosaic(self.scale, self.soft_cap)
+
+    def _own_places(self, first_token_BT: jax.Array) -> jax.Array:
+        """Among the shard's own keys, the first that each query sees. A later place is a later token."""
+        chunk = first_token_BT.shape[1] // CHUNKS_PER_SHARD
+        early, late = (jnp.clip(first_token_BT - number * chunk, 0, chunk) for number in chunks_of(own_shard()))
+        return early + late
+
+    def _pairs(self, first_token_BT: jax.Array, other: jax.Array) -> tuple[Pairs, jax.Array, jax.Array, Mosaic]:
+        """The pairs of chunks with another shard's keys, and of each pair's queries the first key that they see, and
+        whether they see one at all: [2 B, T / 2]; those that see none are given the last."""
+        chunk = first_token_BT.shape[1] // CHUNKS_PER_SHARD
+        pairs, (early, late) = Pairs.of(other, chunk), chunks_of(other)
+        firsts = [
+            part(first_token_BT, query, chunk, 1) - chunk * jnp.where(key == 0, early, late)
+            for query, key in zip(pairs.query, pairs.key, strict=True)
+        ]
+        first_BT = jnp.maximum(jnp.concatenate(firsts), 0)
+        return pairs, jnp.minimum(first_BT, chunk - 1), first_BT < chunk, Mosaic(self.scale, self.soft_cap, False)
+
+
+def _by_heads(x_BTNH: jax.Array) -> jax.Array:
+    """[B, N, 1, T, H] in float32: as states are kept, whose dim 3 counts tokens."""
+    return x_BTNH.astype(jnp.float32).swapaxes(1, 2)[:, :, None]

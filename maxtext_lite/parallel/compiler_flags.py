@@ -1,0 +1,46 @@
+"""Flags of the accelerators' compilers that a run sets by itself, before jax starts them, and why."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A flag of a compiler.
+
+    Attributes:
+      name: without dashes or value, as xla_gpu_enable_command_buffer.
+      value: as it stands after the equals sign.
+      why: what it brings, by the compiled program.
+    """
+
+    name: str
+    value: str
+    why: str
+
+
+Compiler = Literal["gpu", "tpu"]
+
+VARIABLES: Mapping[Compiler, str] = MappingProxyType({"gpu": "XLA_FLAGS", "tpu": "LIBTPU_INIT_ARGS"})
+"""The environment variable that each compiler reads its flags from, once, when it starts."""
+
+FLAGS: Mapping[Compiler, tuple[Flag, ...]] = MappingProxyType({"gpu": (), "tpu": ()})
+"""What is set on each platform unless its variable names the flag already. docs/performance.md has the figures."""
+
+
+def set_compiler_flags(compiler: Compiler, flags: tuple[Flag, ...] | None = None) -> None:
+    """Adds flags to the variable that a compiler reads, but those that it names already. Call it before jax starts.
+
+    Args:
+      flags: None: those of FLAGS.
+    """
+    variable = VARIABLES[compiler]
+    given = os.environ.get(variable, "").split()
+    named = {flag.lstrip("-").partition("=")[0] for flag in given}
+    chosen = FLAGS[compiler] if flags is None else flags
+    more = [f"--{flag.name}={flag.value}" for flag in chosen if flag.name not in named]
+    if more:
+        os.environ[variable] = " ".join([*given, *more])
