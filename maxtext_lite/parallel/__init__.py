@@ -1,6 +1,7 @@
 """The device mesh and the one table that says over which of its axes an array is laid out."""
 
 from maxtext_lite.parallel.axes import (
+    AS_IT_IS,
     also_over_data,
     axes_in_use,
     constrain,
@@ -35,6 +36,7 @@ from maxtext_lite.parallel.mesh import MESH_AXES, make_mesh
 from maxtext_lite.parallel.pipeline import Flight, Pipeline
 
 __all__ = [
+    "AS_IT_IS",
     "CHUNKS_PER_SHARD",
     "MESH_AXES",
     "Flight",
