@@ -15,13 +15,14 @@ Source: scales per token and per channel are Dettmers et al. 2022, arXiv:2208.07
 for gradients are Micikevicius et al. 2022, arXiv:2209.05433, section 4.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from maxtext_lite.config import Quantization
-from maxtext_lite.parallel import AS_IT_IS, axes_in_use, constrain, num_shards
+from maxtext_lite.parallel import AS_IT_IS, axes_in_use, constrain, gathered, largest, num_shards
 
 
 class Formats(NamedTuple):
@@ -142,6 +143,7 @@ def weight_gradient(
     x_BTi: jax.Array,
     g_BTo: jax.Array,
     axes: tuple[str, str],
+    tokens: tuple[str, str | None],
     formats: Formats,
     grad_dtype: Any,
 ) -> jax.Array:
@@ -149,9 +151,12 @@ def weight_gradient(
     `fsdp` splits weights.
 
     One row after another: a device never has the products of several, each as large as the weight.
+
+    Args:
+      tokens: logical axes of B and T.
     """
     in_axis, out_axis = axes_in_use(axes)
-    x_rncti, g_rncto = _rows_first(x_BTi, in_axis), _rows_first(g_BTo, out_axis)
+    x_rncti, g_rncto = _rows_first(x_BTi, tokens, in_axis), _rows_first(g_BTo, tokens, out_axis)
 
     def of_row(x_ncti: jax.Array, g_ncto: jax.Array) -> jax.Array:
         x = in_eight_bits(x_ncti, largest_magnitude(x_ncti, (1, 2)), formats.forward)
@@ -160,7 +165,7 @@ def weight_gradient(
             "ncti,ncto->ncio", x.numbers, g.numbers, preferred_element_type=dtype_of_totals(formats.forward)
         )
         sums_ncio = total_ncio.astype(jnp.float32) * x.scale.swapaxes(2, 3) * g.scale
-        return constrain(sums_ncio, ("batch", "length", in_axis, out_axis))
+        return constrain(sums_ncio, (*tokens, in_axis, out_axis))
 
     sums_ncio = of_row(x_rncti[0], g_rncto[0])
     if len(x_rncti) > 1:
@@ -169,9 +174,53 @@ def weight_gradient(
     return _added_up(sums_ncio, grad_dtype if num_shards("embed") > 1 else jnp.float32, num_dims=2)
 
 
-def _rows_first(x_BTi: jax.Array, axis: str | None) -> jax.Array:
+def _rows_first(x_BTi: jax.Array, tokens: tuple[str, str | None], axis: str | None) -> jax.Array:
     """[rows of a device, devices that split rows, devices that split tokens, tokens, i]."""
     B, T, width = x_BTi.shape
-    of_rows, of_tokens = num_shards("batch"), num_shards("length")
-    x_nrcti = x_BTi.reshape(of_rows, B // of_rows, of_tokens, T // of_tokens, width)
-    return constrain(x_nrcti, ("batch", None, "length", None, axis)).swapaxes(0, 1)
+    of_B, of_T = (1 if name is None else num_shards(name) for name in tokens)
+    x_nrcti = x_BTi.reshape(of_B, B // of_B, of_T, T // of_T, width)
+    return constrain(x_nrcti, (tokens[0], None, tokens[1], None, axis)).swapaxes(0, 1)
+
+
+# ---- Rows of experts, inside `over_shards` --------------------------------------------------------------------------
+
+Matmul = Callable[[jax.Array, jax.Array], jax.Array]
+"""(rows, numbers of weights) -> products, in `dtype_of_totals`."""
+
+
+def whole_weight(weight_Eio: jax.Array, axes: tuple[str, ...], formats: Formats) -> Scaled:
+    """This device's experts, whole over `fsdp`, with a scale for each expert's output, [E, 1, o]."""
+    in_axis, out_axis = axes[1:]
+    scaled = in_eight_bits(weight_Eio, largest(largest_magnitude(weight_Eio, (1,)), in_axis), formats.forward)
+    numbers = gathered(scaled.numbers, "embed", axes.index("embed"))
+    return Scaled(numbers, gathered(scaled.scale, "embed", 2) if out_axis == "embed" else scaled.scale)
+
+
+def rows_times(
+    x_Ui: jax.Array, weight: Scaled, expert_U: jax.Array, matmul: Matmul, axis: str | None, formats: Formats
+) -> jax.Array:
+    """Each row times its expert's weight, [U, o] in float32.
+
+    Args:
+      axis: logical axis of rows' entries, over whose shards a row's largest magnitude is found.
+    """
+    x = in_eight_bits(x_Ui, _largest_of_rows(x_Ui, axis), formats.forward)
+    return matmul(x.numbers, weight.numbers).astype(jnp.float32) * x.scale * weight.scale[expert_U, 0]
+
+
+def rows_times_transposed(
+    g_Uo: jax.Array, weight: Scaled, expert_U: jax.Array, matmul: Matmul, axis: str | None, formats: Formats
+) -> jax.Array:
+    """Each row times its expert's transposed weight, [U, i] in float32.
+
+    Args:
+      axis: as in `rows_times`.
+    """
+    scaled_Uo = g_Uo.astype(jnp.float32) * weight.scale[expert_U, 0]
+    g = in_eight_bits(scaled_Uo, _largest_of_rows(scaled_Uo, axis), formats.backward)
+    return matmul(g.numbers, weight.numbers).astype(jnp.float32) * g.scale
+
+
+def _largest_of_rows(x_Ui: jax.Array, axis: str | None) -> jax.Array:
+    largest_U1 = largest_magnitude(x_Ui, (1,))
+    return largest_U1 if axis is None else largest(largest_U1, axis)

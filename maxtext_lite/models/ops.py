@@ -35,7 +35,7 @@ def project(x: jax.Array, weight: nnx.Param) -> jax.Array:
     value, axes = weight[...], tuple(weight.axes)
 
     def times(x: jax.Array, value: jax.Array, axes: tuple[str, ...], quantization: Quantization = "none") -> Any:
-        return _project(x, value, axes, weight.grad_dtype, quantization)
+        return project_array(x, value, axes, _TOKENS, weight.grad_dtype, quantization)
 
     if not isinstance(value, Adapted):
         return times(x, value, axes, weight.quantization)
@@ -45,11 +45,24 @@ def project(x: jax.Array, weight: nnx.Param) -> jax.Array:
     return (plain + value.scale * added).astype(x.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def _project(
-    x: jax.Array, weight: jax.Array, axes: tuple[str, ...], grad_dtype: Any, quantization: Quantization
+_TOKENS = ("batch", "length")
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
+def project_array(
+    x: jax.Array,
+    weight: jax.Array,
+    axes: tuple[str, ...],
+    tokens: tuple[str, str | None],
+    grad_dtype: Any,
+    quantization: Quantization,
 ) -> jax.Array:
-    del grad_dtype
+    """`project` by an array of these logical axes.
+
+    Args:
+      tokens: logical axes of B and T.
+    """
+    del tokens, grad_dtype
     formats, ends = FORMATS[quantization], _ends(axes)
     x_BTi, weight_io = _as_matrices(x, weight, axes)
     if formats:
@@ -87,14 +100,13 @@ def weight_gradient(x: jax.Array, g: jax.Array, grad_dtype: Any = jnp.float32) -
     return jnp.einsum(f"{tokens}i,{tokens}o->io", x, g, preferred_element_type=dtype)
 
 
-def _project_forward(
-    x: jax.Array, weight: jax.Array, axes: tuple[str, ...], grad_dtype: Any, quantization: Quantization
-) -> Any:
-    return _project(x, weight, axes, grad_dtype, quantization), (x, weight)
-
-
 def _project_backward(
-    axes: tuple[str, ...], grad_dtype: Any, quantization: Quantization, residuals: Any, g: jax.Array
+    axes: tuple[str, ...],
+    tokens: tuple[str, str | None],
+    grad_dtype: Any,
+    quantization: Quantization,
+    residuals: Any,
+    g: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     x, weight = residuals
     formats, ends = FORMATS[quantization], _ends(axes)
@@ -107,14 +119,14 @@ def _project_backward(
         weight_io, dtype = _in_use(weight_io, ends, x.dtype), dtype_of_sums(x.dtype, ends[1])
         dx_BTi = jnp.einsum("BTo,io->BTi", g_BTo, weight_io, preferred_element_type=dtype)
     if formats and formats.weight_gradient:
-        dweight_io = eight_bits.weight_gradient(x_BTi, g_BTo, ends, formats, grad_dtype)
+        dweight_io = eight_bits.weight_gradient(x_BTi, g_BTo, ends, tokens, formats, grad_dtype)
     else:
         dweight_io = weight_gradient(x_BTi, g_BTo, grad_dtype)
     dweight = dweight_io.astype(weight.dtype).reshape(weight.shape)
     return dx_BTi.astype(x.dtype).reshape(x.shape), constrain(dweight, axes)
 
 
-_project.defvjp(_project_forward, _project_backward)
+project_array.defvjp(lambda x, weight, *how: (project_array(x, weight, *how), (x, weight)), _project_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
