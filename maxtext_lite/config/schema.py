@@ -38,6 +38,9 @@ from maxtext_lite.config.kinds import (
 )
 from maxtext_lite.config.model_parts import LayerKind, MlaOrNone, RopeScalingOrNone
 
+Quantization = Literal["none", "int8", "fp8", "fp8_full"]
+"""What matmuls of layers' weights are made in: the activations' dtype, or eight bits (models/eight_bits.py)."""
+
 
 class Section(BaseModel):
     """Some of the keys; a function asks for the section that it needs. Immutable."""
@@ -228,6 +231,7 @@ class NumericsConfig(Section):
     weight_dtype: Literal["float32", "bfloat16"]
     master_weights: Flag
     grad_dtype: Literal["float32", "bfloat16"]
+    quantization: Quantization
     loss_scale: NotNegative
     loss_scale_growth_interval: Count
     matmul_precision: Literal["default", "high", "highest"]

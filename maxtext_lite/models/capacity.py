@@ -12,8 +12,8 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from maxtext_lite.models.moe import ExpertShape, ExpertWeights, Routing
-from maxtext_lite.models.ops import mlp_hidden
-from maxtext_lite.parallel import constrain, context_order, context_shards
+from maxtext_lite.models.ops import mlp_hidden, project_array
+from maxtext_lite.parallel import constrain, context_order, context_shards, over_experts
 
 
 def expert_capacity(shape: ExpertShape, num_tokens: int) -> np.ndarray:
@@ -52,9 +52,10 @@ def with_capacity(
     # Slots of all experts for some rows become all rows' slots of some experts: an all-to-all.
     x_EBCD = constrain(constrain(x_EBCD, (None, "batch", None, None)), ("experts", "exchanged_batch", None, None))
     x_EBCD = checkpoint_name(x_EBCD, "expert_rows")
-    gate_EBCF = checkpoint_name(_experts_matmul(x_EBCD, weights.gate_EDF, weights.gate_EF), "mlpwi_0")
-    up_EBCF = checkpoint_name(_experts_matmul(x_EBCD, weights.up_EDF, weights.up_EF), "mlpwi_1")
-    y_EBCD = _experts_matmul(mlp_hidden(shape.activation, gate_EBCF, up_EBCF), weights.down_EFD, weights.down_ED)
+    inwards, outwards = (functools.partial(_experts_matmul, shape, axes) for axes in (("embed", "mlp"), ("mlp", "embed")))
+    gate_EBCF = checkpoint_name(inwards(x_EBCD, weights.gate_EDF, weights.gate_EF), "mlpwi_0")
+    up_EBCF = checkpoint_name(inwards(x_EBCD, weights.up_EDF, weights.up_EF), "mlpwi_1")
+    y_EBCD = outwards(mlp_hidden(shape.activation, gate_EBCF, up_EBCF), weights.down_EFD, weights.down_ED)
     y_EBCD = constrain(constrain(y_EBCD, ("experts", "exchanged_batch", None, None)), (None, "batch", None, None))
     y_BTJD = checkpoint_name(_out_of_slots(y_EBCD.swapaxes(0, 1).reshape(B, E * num_slots, D), *slots), "mlpwo")
     y_BTD = jnp.sum(routing.share_BTJ[..., None] * y_BTJD.astype(jnp.float32), axis=2).astype(x_BTD.dtype)
@@ -73,8 +74,19 @@ def _earlier_choices(expert_BTJ: jax.Array, num_experts: int) -> jax.Array:
     return jnp.sum(jnp.where(is_chosen_BtE, before_BtE, 0), axis=-1).reshape(B, T, J)[:, order_T]
 
 
-def _experts_matmul(x_EBCi: jax.Array, weight_Eio: jax.Array, bias_Eo: jax.Array | None) -> jax.Array:
-    y_EBCo = jnp.einsum("EBCi,Eio->EBCo", x_EBCi, weight_Eio.astype(x_EBCi.dtype), preferred_element_type=jnp.float32)
+def _experts_matmul(
+    shape: ExpertShape, axes: tuple[str, str], x_EBCi: jax.Array, weight_Eio: jax.Array, bias_Eo: jax.Array | None
+) -> jax.Array:
+    if shape.quantization == "none":
+        weight = weight_Eio.astype(x_EBCi.dtype)
+        y_EBCo: Any = jnp.einsum("EBCi,Eio->EBCo", x_EBCi, weight, preferred_element_type=jnp.float32)
+    else:  # an example's slots with an expert are its row
+
+        def of_expert(x_BCi: jax.Array, weight_io: jax.Array) -> Any:
+            slots = ("exchanged_batch", None)
+            return project_array(x_BCi, weight_io, axes, slots, shape.grad_dtype, shape.quantization)
+
+        y_EBCo = over_experts(of_expert)(x_EBCi, weight_Eio)
     if bias_Eo is not None:
         y_EBCo += bias_Eo.astype(jnp.float32)[:, None, None]
     return y_EBCo.astype(x_EBCi.dtype)

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from maxtext_lite.models import eight_bits
+from maxtext_lite.models.eight_bits import FORMATS
 from maxtext_lite.models.expert_rows import (
     ExchangedRows,
     GatheredRows,
@@ -16,10 +18,15 @@ from maxtext_lite.models.expert_rows import (
     queue_up,
     rows_of_round,
 )
-from maxtext_lite.models.grouped_matmul import grouped_matmul, grouped_matmul_transposed, grouped_weight_gradient
+from maxtext_lite.models.grouped_matmul import (
+    Layout,
+    grouped_matmul,
+    grouped_matmul_transposed,
+    grouped_weight_gradient,
+)
 from maxtext_lite.models.moe import TOKEN_AXES, ExpertShape, ExpertWeights
 from maxtext_lite.models.ops import mlp_hidden
-from maxtext_lite.parallel import gathered, num_shards, over_shards, scattered_sum, shard_index, summed
+from maxtext_lite.parallel import axes_in_use, gathered, num_shards, over_shards, scattered_sum, shard_index, summed
 
 FURTHER_ROUNDS = "further_rounds"
 """Stands in the names of what an exchange does after its first round, which evenly chosen experts never need."""
@@ -39,11 +46,53 @@ def _out_bias(w: ExpertWeights, size_E: jax.Array, num_rows: int) -> jax.Array:
     return jnp.where(shard_index("mlp") == 0, bias_UD, 0)
 
 
+_INWARDS, _OUTWARDS = ("embed", "mlp"), ("mlp", "embed")
+_LAYOUTS: dict[tuple[str, str], Layout] = {_INWARDS: "io", _OUTWARDS: "oi"}
+
+
+def _times(
+    shape: ExpertShape,
+    x_Ui: jax.Array,
+    weight: Any,
+    size_E: jax.Array,
+    axes: tuple[str, str],
+    dtype: Any = jnp.float32,
+) -> jax.Array:
+    """Each row times its expert's weight, as `_whole_weights` has it: [U, o], of eight bits in float32, else in `dtype`."""
+
+    formats = FORMATS[shape.quantization]
+
+    def matmul(x_Ui: jax.Array, weight_Eio: jax.Array) -> Any:
+        return grouped_matmul(
+            x_Ui, weight_Eio, size_E, shape.matmul, _LAYOUTS[axes], jnp.float32 if formats else dtype
+        )
+
+    if formats is None:
+        return matmul(x_Ui, weight)
+    expert_U = _expert_of_rows(size_E, len(x_Ui))
+    return eight_bits.rows_times(x_Ui, weight, expert_U, matmul, axes_in_use(axes)[0], formats)
+
+
+def _times_transposed(
+    shape: ExpertShape, g_Uo: jax.Array, weight: Any, size_E: jax.Array, axes: tuple[str, str]
+) -> jax.Array:
+    """Each row times its expert's transposed weight: [U, i] in float32."""
+
+    def matmul(g_Uo: jax.Array, weight_Eio: jax.Array) -> Any:
+        return grouped_matmul_transposed(g_Uo, weight_Eio, size_E, shape.matmul, _LAYOUTS[axes])
+
+    formats = FORMATS[shape.quantization]
+    if formats is None:
+        return matmul(g_Uo, weight)
+    expert_U = _expert_of_rows(size_E, len(g_Uo))
+    return eight_bits.rows_times_transposed(g_Uo, weight, expert_U, matmul, axes_in_use(axes)[1], formats)
+
+
 def _inner(shape: ExpertShape, x_UD: jax.Array, w: ExpertWeights, size_E: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The two projections of each row, in the dtype of x_UD."""
     dtype = x_UD.dtype if w.gate_EF is None else jnp.float32  # biases are added before the sums are rounded
-    gate_UF: Any = grouped_matmul(x_UD, w.gate_EDF, size_E, shape.matmul, "io", dtype)
-    up_UF: Any = grouped_matmul(x_UD, w.up_EDF, size_E, shape.matmul, "io", dtype)
+    gate_UF: Any = _times(shape, x_UD, w.gate_EDF, size_E, _INWARDS, dtype)
+    up_UF: Any = _times(shape, x_UD, w.up_EDF, size_E, _INWARDS, dtype)
     if w.gate_EF is not None and w.up_EF is not None:
         expert_U = _expert_of_rows(size_E, len(x_UD))
         gate_UF, up_UF = gate_UF + w.gate_EF[expert_U], up_UF + w.up_EF[expert_U]
@@ -53,7 +102,7 @@ def _inner(shape: ExpertShape, x_UD: jax.Array, w: ExpertWeights, size_E: jax.Ar
 def _outer(shape: ExpertShape, gate_UF: jax.Array, up_UF: jax.Array, w: ExpertWeights, size_E: jax.Array) -> jax.Array:
     """What comes of them, [U, D] in float32."""
     hidden_UF: Any = mlp_hidden(shape.activation, gate_UF, up_UF)
-    y_UD: Any = grouped_matmul(hidden_UF, w.down_EFD, size_E, shape.matmul, "oi")
+    y_UD: Any = _times(shape, hidden_UF, w.down_EFD, size_E, _OUTWARDS)
     return y_UD if w.down_ED is None else y_UD + _out_bias(w, size_E, len(gate_UF))
 
 
@@ -84,14 +133,15 @@ def _rows_backward(
     dtype, kernel, share_U1 = x_UD.dtype, shape.matmul, share_U[:, None]
     hidden_UF, hidden_backward = jax.vjp(functools.partial(mlp_hidden, shape.activation), gate_UF, up_UF)
     # <y, g> = <hidden, g down^T>: the share's derivative needs no y.
-    unweighted_UF = grouped_matmul_transposed(g_UD, w.down_EFD, size_E, kernel, "oi")
+    unweighted_UF = _times_transposed(shape, g_UD, w.down_EFD, size_E, _OUTWARDS)
     dshare_U = jnp.sum(hidden_UF.astype(jnp.float32) * unweighted_UF, axis=-1)
     if w.down_ED is not None:
         dshare_U += jnp.sum(_out_bias(w, size_E, len(g_UD)) * g_UD.astype(jnp.float32), axis=-1)
     dgate_UF, dup_UF = hidden_backward((share_U1 * unweighted_UF).astype(dtype))
-    dx_UD = grouped_matmul_transposed(dgate_UF, w.gate_EDF, size_E, kernel)
-    dx_UD += grouped_matmul_transposed(dup_UF, w.up_EDF, size_E, kernel)
+    dx_UD = _times_transposed(shape, dgate_UF, w.gate_EDF, size_E, _INWARDS)
+    dx_UD += _times_transposed(shape, dup_UF, w.up_EDF, size_E, _INWARDS)
     dy_UD = (share_U1 * g_UD).astype(dtype)
+    # In any quantization: neighbouring rows are of many examples, for which there is no scale that a split leaves alone.
     dweights = [
         grouped_weight_gradient(x_UD, dgate_UF, size_E, kernel, "io", weight_dtype),
         grouped_weight_gradient(x_UD, dup_UF, size_E, kernel, "io", weight_dtype),
@@ -106,10 +156,16 @@ def _rows_backward(
 # ---- One device -----------------------------------------------------------------------------------------------------
 
 
-def _whole_weights(weights: ExpertWeights) -> ExpertWeights:
-    """This device's experts, gathered over the axis that splits their `embed` dim."""
-    pairs = zip(weights.arrays(), weights.axes(), strict=True)
-    return ExpertWeights(*(gathered(w, "embed", axes.index("embed")) if "embed" in axes else w for w, axes in pairs))
+def _whole_weights(weights: ExpertWeights, shape: ExpertShape) -> ExpertWeights:
+    """This device's experts, gathered over the axis that splits their `embed` dim, matrices as `_times` takes them."""
+    formats = FORMATS[shape.quantization]
+
+    def whole(weight: jax.Array, axes: tuple[str, ...]) -> Any:
+        if "embed" not in axes:
+            return weight
+        return eight_bits.whole_weight(weight, axes, formats) if formats else gathered(weight, "embed", axes.index("embed"))
+
+    return ExpertWeights(*map(whole, weights.arrays(), weights.axes()))
 
 
 def _weight_sum(dw: jax.Array, axes: tuple[str, ...], dtype: Any) -> jax.Array:
@@ -124,8 +180,8 @@ def _local_forward(
     shape: ExpertShape, x_BTD: jax.Array, expert_BTJ: jax.Array, share_BTJ: jax.Array, *weights: jax.Array
 ) -> tuple[jax.Array, ...]:
     """The tokens' outputs, and what the backward pass asks for again of the rows that there always are."""
-    w, dtype = _whole_weights(ExpertWeights(*weights)), x_BTD.dtype
-    num_here, num_rows = len(w.gate_EDF), rows_of_round(_num_tokens(expert_BTJ), shape, dtype)
+    w, dtype = _whole_weights(ExpertWeights(*weights), shape), x_BTD.dtype
+    num_here, num_rows = len(weights[0]), rows_of_round(_num_tokens(expert_BTJ), shape, dtype)
 
     def run(rows: GatheredRows | ExchangedRows) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         x_UD = rows.of_tokens(x_BTD)
@@ -171,8 +227,9 @@ def _local_backward(
     dtype, num_rows = x_BTD.dtype, rows_of_round(_num_tokens(expert_BTJ), shape, x_BTD.dtype)
     count = 6 if shape.with_bias else 3
     weights, (*rows, x_UD, gate_UF, up_UF) = ExpertWeights(*rest[:count]), rest[count:]
-    w = _whole_weights(weights)
-    queues = None if num_rows is None else queue_up(expert_BTJ, len(w.gate_EDF), num_rows)
+    w = _whole_weights(weights, shape)
+    num_here = len(weights.gate_EDF)
+    queues = None if num_rows is None else queue_up(expert_BTJ, num_here, num_rows)
     # A device's own sums, if nothing is added to them, are rounded as they are written, not by a pass of its own.
     is_whole = num_shards("length") == 1 and (queues is None or not queues.may_need_more_rounds)
     weight_dtype = shape.grad_dtype if is_whole and num_shards("embed") > 1 else jnp.float32
@@ -200,7 +257,7 @@ def _local_backward(
         summed(dshare_BTJ, "mlp"),
         *(
             _weight_sum(dw, axes, shape.grad_dtype).astype(like.dtype)
-            for dw, axes, like in zip(dweights, w.axes(), w.arrays(), strict=True)
+            for dw, axes, like in zip(dweights, weights.axes(), weights.arrays(), strict=True)
         ),
     )
 

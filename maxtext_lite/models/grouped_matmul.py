@@ -14,6 +14,7 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 
 from maxtext_lite.config.experts import GroupedMatmul
+from maxtext_lite.models.eight_bits import dtype_of_totals
 from maxtext_lite.models.tokamax_ops import ragged_dot, with_blocks
 from maxtext_lite.parallel.hlo_work import KERNEL_SCOPE
 
@@ -38,13 +39,16 @@ def grouped_matmul(
 ) -> jax.Array:
     """Each row times its group's weight: [U, out] in `dtype`; rows after the last group hold nothing of use.
 
+    Of int8 operands the sums are int32, and have no derivative. Eight bits are for kernels that know them: XLA's own
+    stands in for `megablox`, `blocks` for `tokamax`.
+
     Args:
       x_Ui: rows, those of the first group first.
       size_E: int32 rows of each group; their sum is at most U.
       layout: spares kernels that know both a copy of the weight in the other one.
       dtype: of what the float32 sums are rounded to; kernels that can write it so.
     """
-    return _mappable_kernel(kernel, layout, jnp.dtype(dtype)).by_rows(x_Ui, weight_Eio, size_E)
+    return _kernel_for(x_Ui, kernel, layout, dtype).by_rows(x_Ui, weight_Eio, size_E)
 
 
 def grouped_matmul_transposed(
@@ -55,7 +59,7 @@ def grouped_matmul_transposed(
     layout: Layout = "io",
 ) -> jax.Array:
     """`grouped_matmul` by the transposed weights: [U, in] in float32."""
-    return _mappable_kernel(kernel, layout, jnp.dtype(jnp.float32)).by_rows_transposed(g_Uo, weight_Eio, size_E)
+    return _kernel_for(g_Uo, kernel, layout).by_rows_transposed(g_Uo, weight_Eio, size_E)
 
 
 def grouped_weight_gradient(
@@ -99,9 +103,11 @@ class _Kernel(NamedTuple):
 
 
 def _ragged(dims: Any) -> Callable[..., jax.Array]:
-    return functools.partial(
-        jax.lax.ragged_dot_general, ragged_dot_dimension_numbers=dims, preferred_element_type=jnp.float32
-    )
+    def function(left: jax.Array, right: jax.Array, size_E: jax.Array) -> jax.Array:
+        totals = dtype_of_totals(left.dtype)
+        return jax.lax.ragged_dot_general(left, right, size_E, dims, preferred_element_type=totals)
+
+    return function
 
 
 _LANES = 128
@@ -196,20 +202,21 @@ def _blocks(size_E: jax.Array, num_rows: int, rows_of_block: int) -> tuple[jax.A
 def _rows_in_blocks(
     equation: str, x_Ui: jax.Array, weight_Eio: jax.Array, size_E: jax.Array, rows_of_block: int
 ) -> jax.Array:
-    num_rows, weight_E = x_Ui.shape[0], weight_Eio
+    num_rows, weight_E, totals = x_Ui.shape[0], weight_Eio, dtype_of_totals(x_Ui.dtype)
     count, block = _blocks(size_E, num_rows, rows_of_block)
-    width = jax.eval_shape(functools.partial(jnp.einsum, equation), x_Ui, weight_E[0]).shape[1]
+    times = functools.partial(jnp.einsum, equation, preferred_element_type=totals)
+    width = jax.eval_shape(times, x_Ui, weight_E[0]).shape[1]
 
     def step(number: jax.Array, y_Uo: jax.Array) -> jax.Array:
         at = block(number)
         x = jax.lax.dynamic_slice_in_dim(x_Ui, at.start, rows_of_block)
-        y = jnp.einsum(equation, x, weight_E[at.group], preferred_element_type=jnp.float32)
+        y = times(x, weight_E[at.group])
         # Rows before are another group's and done; rows after are another group's too, which comes next.
         is_new = (at.start + jnp.arange(rows_of_block) >= at.first)[:, None]
         y = jnp.where(is_new, y, jax.lax.dynamic_slice_in_dim(y_Uo, at.start, rows_of_block))
         return jax.lax.dynamic_update_slice_in_dim(y_Uo, y, at.start, 0)
 
-    return jax.lax.fori_loop(0, count, step, jnp.zeros((num_rows, width), jnp.float32))
+    return jax.lax.fori_loop(0, count, step, jnp.zeros((num_rows, width), totals))
 
 
 def _sum_over_blocks(x_Ui: jax.Array, g_Uo: jax.Array, size_E: jax.Array, rows_of_block: int) -> jax.Array:
@@ -346,3 +353,16 @@ def _mappable_kernel(name: GroupedMatmul, layout: Layout, dtype: Any) -> _Kernel
     return _Kernel(
         _mappable(kernel.by_rows, True), _mappable(kernel.by_rows_transposed, True), _mappable(kernel.over_rows, False)
     )
+
+
+_OF_EIGHT_BITS: dict[GroupedMatmul, GroupedMatmul] = {
+    "ragged_dot": "ragged_dot",
+    "blocks": "blocks",
+    "tokamax": "blocks",
+    "megablox": "ragged_dot",
+}
+
+
+def _kernel_for(rows: jax.Array, kernel: GroupedMatmul, layout: Layout, dtype: Any = jnp.float32) -> _Kernel:
+    name = _OF_EIGHT_BITS[kernel] if rows.dtype.itemsize == 1 else kernel
+    return _mappable_kernel(name, layout, jnp.dtype(dtype))

@@ -31,9 +31,10 @@ Attend = Callable[[jax.Array, jax.Array, Any, jax.Array | None], tuple[jax.Array
 
 
 def weight(shape: DecoderShape, rngs: nnx.Rngs, sizes: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param:
-    """A parameter of normal values, which knows how it lies and how its gradient goes there."""
+    """A parameter of normal values, which knows how it lies, how its gradient goes there and how `project` uses it."""
     values = shape.initializer_range * jax.random.normal(rngs.params(), sizes, jnp.float32)
-    return nnx.Param(values.astype(shape.weight_dtype), axes=axes, grad_dtype=shape.grad_dtype)
+    values = values.astype(shape.weight_dtype)
+    return nnx.Param(values, axes=axes, grad_dtype=shape.grad_dtype, quantization=shape.quantization)
 
 
 def _bias(shape: DecoderShape, sizes: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param:

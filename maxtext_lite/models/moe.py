@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from maxtext_lite.config import Quantization
 from maxtext_lite.config.experts import GroupedMatmul
 from maxtext_lite.models.ops import Activation
 from maxtext_lite.parallel import over_shards
@@ -43,6 +44,7 @@ class ExpertShape:
       with_bias: their projections have biases.
       matmul: kernel of the grouped matmuls of `dropless`.
       grad_dtype: of their weights' gradients where these cross `fsdp`.
+      quantization: of what multiplies their weights.
     """
 
     num_experts: int
@@ -60,6 +62,7 @@ class ExpertShape:
     with_bias: bool = False
     matmul: GroupedMatmul = "ragged_dot"
     grad_dtype: Any = jnp.float32
+    quantization: Quantization = "none"
 
     @property
     def aux_axes(self) -> dict[str, tuple[str, ...]]:

@@ -14,6 +14,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from maxtext_lite.config import Quantization
+from maxtext_lite.models import eight_bits
+from maxtext_lite.models.eight_bits import FORMATS
 from maxtext_lite.models.lora import Adapted, halves
 from maxtext_lite.models.weights import num_inputs
 from maxtext_lite.parallel import axes_in_use, constrain, num_shards
@@ -25,36 +28,63 @@ Rotation = tuple[jax.Array, jax.Array]
 def project(x: jax.Array, weight: nnx.Param) -> jax.Array:
     """x [B, T, *in] times a weight [*in, *out], declared by `layers.weight`: [B, T, *out] in the dtype of x.
 
-    Each use gathers the weight over `fsdp`, in the dtype of x: a compiler left to it makes a loop over the weight's
-    shards instead, which keeps writing the product. The gradient goes back to where the weight lies, as partial sums of
-    devices in the weight's `grad_dtype`.
+    Each use gathers the weight over `fsdp`, in the dtype of x, or in the eight bits of its `quantization`: a compiler
+    left to it makes a loop over the weight's shards instead, which keeps writing the product. The gradient goes back to
+    where the weight lies, as partial sums of devices in the weight's `grad_dtype`. Adapters are not quantized.
     """
     value, axes = weight[...], tuple(weight.axes)
 
-    def times(x: jax.Array, value: jax.Array, axes: tuple[str, ...]) -> Any:
-        return _project(x, value, axes, weight.grad_dtype)
+    def times(x: jax.Array, value: jax.Array, axes: tuple[str, ...], quantization: Quantization = "none") -> Any:
+        return project_array(x, value, axes, _TOKENS, weight.grad_dtype, quantization)
 
     if not isinstance(value, Adapted):
-        return times(x, value, axes)
+        return times(x, value, axes, weight.quantization)
     of_a, of_b = halves(axes, axes, "lora_rank")
     added = times(times(x, value.a, of_a), value.b, of_b).astype(jnp.float32)
-    return (times(x, value.weight, axes).astype(jnp.float32) + value.scale * added).astype(x.dtype)
+    plain = times(x, value.weight, axes, weight.quantization).astype(jnp.float32)
+    return (plain + value.scale * added).astype(x.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _project(x: jax.Array, weight: jax.Array, axes: tuple[str, ...], grad_dtype: Any) -> jax.Array:
-    del grad_dtype
+_TOKENS = ("batch", "length")
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
+def project_array(
+    x: jax.Array,
+    weight: jax.Array,
+    axes: tuple[str, ...],
+    tokens: tuple[str, str | None],
+    grad_dtype: Any,
+    quantization: Quantization,
+) -> jax.Array:
+    """`project` by an array of these logical axes.
+
+    Args:
+      tokens: logical axes of B and T.
+    """
+    del tokens, grad_dtype
+    formats, ends = FORMATS[quantization], _ends(axes)
     x_BTi, weight_io = _as_matrices(x, weight, axes)
-    y_BTo = jnp.einsum("BTi,io->BTo", x_BTi, weight_io, preferred_element_type=dtype_of_sums(x.dtype, axes[0]))
+    if formats:
+        y_BTo = eight_bits.times(x_BTi, eight_bits.scaled_weight(weight_io, ends, formats), ends, formats)
+    else:
+        weight_io = _in_use(weight_io, ends, x.dtype)
+        y_BTo = jnp.einsum("BTi,io->BTo", x_BTi, weight_io, preferred_element_type=dtype_of_sums(x.dtype, axes[0]))
     return y_BTo.astype(x.dtype).reshape(*x.shape[:2], *weight.shape[num_inputs(axes) :])
 
 
+def _ends(axes: tuple[str, ...]) -> tuple[str, str]:
+    """The axes of a weight as a matrix: of dims that are put together, only the first is ever split."""
+    return axes[0], axes[num_inputs(axes)]
+
+
 def _as_matrices(x: jax.Array, weight: jax.Array, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
-    cut = num_inputs(axes)
-    x_BTi = x.reshape(*x.shape[:2], math.prod(weight.shape[:cut]))
-    weight_io = weight.reshape(x_BTi.shape[-1], -1).astype(x.dtype)
-    # Of dims that are put together, only the first is ever split.
-    return x_BTi, constrain(weight_io, axes_in_use((axes[0], axes[cut])))
+    x_BTi = x.reshape(*x.shape[:2], math.prod(weight.shape[: num_inputs(axes)]))
+    return x_BTi, weight.reshape(x_BTi.shape[-1], -1)
+
+
+def _in_use(weight_io: jax.Array, ends: tuple[str, str], dtype: Any) -> jax.Array:
+    return constrain(weight_io.astype(dtype), axes_in_use(ends))
 
 
 def dtype_of_sums(dtype: Any, axis: str) -> Any:
@@ -70,23 +100,33 @@ def weight_gradient(x: jax.Array, g: jax.Array, grad_dtype: Any = jnp.float32) -
     return jnp.einsum(f"{tokens}i,{tokens}o->io", x, g, preferred_element_type=dtype)
 
 
-def _project_forward(x: jax.Array, weight: jax.Array, axes: tuple[str, ...], grad_dtype: Any) -> Any:
-    return _project(x, weight, axes, grad_dtype), (x, weight)
-
-
 def _project_backward(
-    axes: tuple[str, ...], grad_dtype: Any, residuals: Any, g: jax.Array
+    axes: tuple[str, ...],
+    tokens: tuple[str, str | None],
+    grad_dtype: Any,
+    quantization: Quantization,
+    residuals: Any,
+    g: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     x, weight = residuals
+    formats, ends = FORMATS[quantization], _ends(axes)
     x_BTi, weight_io = _as_matrices(x, weight, axes)
     g_BTo = g.reshape(*g.shape[:2], -1)
-    dtype = dtype_of_sums(x.dtype, axes[num_inputs(axes)])
-    dx_BTi = jnp.einsum("BTo,io->BTi", g_BTo, weight_io, preferred_element_type=dtype).astype(x.dtype)
-    dweight_io = weight_gradient(x_BTi, g_BTo, grad_dtype).astype(weight.dtype)
-    return dx_BTi.reshape(x.shape), constrain(dweight_io.reshape(weight.shape), axes)
+    if formats:
+        scaled = eight_bits.scaled_weight(weight_io, ends, formats)
+        dx_BTi = eight_bits.times_transposed(g_BTo, scaled, ends, formats)
+    else:
+        weight_io, dtype = _in_use(weight_io, ends, x.dtype), dtype_of_sums(x.dtype, ends[1])
+        dx_BTi = jnp.einsum("BTo,io->BTi", g_BTo, weight_io, preferred_element_type=dtype)
+    if formats and formats.weight_gradient:
+        dweight_io = eight_bits.weight_gradient(x_BTi, g_BTo, ends, tokens, formats, grad_dtype)
+    else:
+        dweight_io = weight_gradient(x_BTi, g_BTo, grad_dtype)
+    dweight = dweight_io.astype(weight.dtype).reshape(weight.shape)
+    return dx_BTi.astype(x.dtype).reshape(x.shape), constrain(dweight, axes)
 
 
-_project.defvjp(_project_forward, _project_backward)
+project_array.defvjp(lambda x, weight, *how: (project_array(x, weight, *how), (x, weight)), _project_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from maxtext_lite.config import LayerKind, Mla, RopeScaling
+from maxtext_lite.config import LayerKind, Mla, Quantization, RopeScaling
 from maxtext_lite.models.attention import Scoring
 from maxtext_lite.models.lora import Lora
 from maxtext_lite.models.moe import ExpertShape
@@ -41,6 +41,7 @@ class DecoderShape:
       tied: the output projection is the embedding table.
       initializer_range: standard deviation of the normal initial weights; norms start at 1, biases at 0.
       attention: name of the kernel, one of `attention.KERNELS`.
+      quantization: of what multiplies weights of layers.
       saved: names (`checkpoint_name`) of a layer's tensors that the forward pass keeps for the backward pass, beside
         the layer's input; the others are made again. None: all are kept.
       offloaded: names of those that it keeps in pinned host memory.
@@ -83,6 +84,7 @@ class DecoderShape:
     dtype: Any = jnp.float32
     weight_dtype: Any = jnp.float32
     grad_dtype: Any = jnp.float32
+    quantization: Quantization = "none"
     saved: tuple[str, ...] | None = None
     offloaded: tuple[str, ...] = ()
     attention: str = "dot_product"

@@ -1,12 +1,14 @@
 """The device mesh and the one table that says over which of its axes an array is laid out."""
 
 from maxtext_lite.parallel.axes import (
+    AS_IT_IS,
     also_over_data,
     axes_in_use,
     constrain,
     gathered_for_use,
     num_shards,
     over_all_devices,
+    over_experts,
     over_replicas,
     over_shards,
     over_stages,
@@ -36,6 +38,7 @@ from maxtext_lite.parallel.mesh import MESH_AXES, make_mesh
 from maxtext_lite.parallel.pipeline import Flight, Pipeline
 
 __all__ = [
+    "AS_IT_IS",
     "CHUNKS_PER_SHARD",
     "MESH_AXES",
     "Flight",
@@ -63,6 +66,7 @@ __all__ = [
     "make_mesh",
     "num_shards",
     "over_all_devices",
+    "over_experts",
     "over_replicas",
     "over_shards",
     "over_stages",

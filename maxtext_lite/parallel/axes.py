@@ -136,6 +136,12 @@ def over_stages(function: Callable[..., Any], *, in_axes: Any = 0) -> Callable[.
     return jax.vmap(function, in_axes=in_axes, spmd_axis_name=stage)
 
 
+def over_experts(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` run once per expert, each on its own part of the arguments; results have a leading dim E."""
+    (expert,) = MESH_AXES_OF["experts"]
+    return jax.vmap(function, spmd_axis_name=expert)
+
+
 def over_shards(
     function: Callable[..., Any],
     in_axes: Sequence[Any],

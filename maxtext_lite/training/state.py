@@ -176,6 +176,7 @@ def decoder_shape(config: Config) -> DecoderShape:
         dtype=jnp.dtype(config.dtype),
         weight_dtype=jnp.dtype(config.weight_dtype),
         grad_dtype=jnp.dtype(config.grad_dtype),
+        quantization=config.quantization,
         saved=None if remat is None else remat.saved,
         offloaded=() if remat is None else remat.offloaded,
         context_strategy=config.context_parallel_strategy,
@@ -211,6 +212,7 @@ def _expert_shape(config: Config) -> ExpertShape | None:
         activation=config.mlp_activation,
         with_bias=config.expert_bias,
         grad_dtype=jnp.dtype(config.grad_dtype),
+        quantization=config.quantization,
     )
 
 

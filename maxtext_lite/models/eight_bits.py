@@ -1,0 +1,226 @@
+"""Matmuls of eight bits, whose scales do not depend on how a batch is split.
+
+An operand becomes numbers of eight bits times float32 scales, each scale the largest magnitude of what it is for, over
+the format's largest number. Largest magnitudes are exact in any order and over any shards. A product has its sums in
+int32 or float32, and then its scales:
+
+    y  = x W     x per token, W per output: over what is summed
+    dx = g W^T   the same W; its scales go to g, which then has one per token
+    dW = x^T g   sums over tokens. x per (row, input), g per (row, output), and the rows' sums are added up in float32
+
+A row of a batch is what no micro-batch, device, host or pipeline stage splits but along its tokens, over which the
+largest magnitude is found exactly; a scale of a whole micro-batch would depend on what else is in it.
+
+Source: scales per token and per channel are Dettmers et al. 2022, arXiv:2208.07339, section 2.1; e4m3 forward and e5m2
+for gradients are Micikevicius et al. 2022, arXiv:2209.05433, section 4.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from maxtext_lite.config import Quantization
+from maxtext_lite.parallel import AS_IT_IS, axes_in_use, constrain, gathered, largest, num_shards
+
+
+class Formats(NamedTuple):
+    """What the operands of a layer's matmuls become.
+
+    Attributes:
+      forward: x and W.
+      backward: g.
+      weight_gradient: x and g are these for dW too; False: they stay as they are.
+    """
+
+    forward: Any
+    backward: Any
+    weight_gradient: bool
+
+
+FORMATS: dict[Quantization, Formats | None] = {
+    "none": None,
+    "int8": Formats(jnp.int8, jnp.int8, True),
+    "fp8": Formats(jnp.float8_e4m3fn, jnp.float8_e5m2, False),
+    "fp8_full": Formats(jnp.float8_e4m3fn, jnp.float8_e5m2, True),
+}
+"""What each value of the key `quantization` means."""
+
+_LEAST = 1e-30  # magnitudes that are still told from 0: their scales are normal numbers in float32
+
+
+class Scaled(NamedTuple):
+    """An array as `numbers` x `scale`.
+
+    Attributes:
+      numbers: int8 or float8.
+      scale: float32, of size 1 along the dims that share one.
+    """
+
+    numbers: jax.Array
+    scale: jax.Array
+
+
+def largest_magnitude(x: jax.Array, dims: tuple[int, ...]) -> jax.Array:
+    """Over `dims`, which stay with size 1, in float32; not a number where one of them is none."""
+    return jnp.max(jnp.abs(x), axis=dims, keepdims=True).astype(jnp.float32)
+
+
+def in_eight_bits(x: jax.Array, largest: jax.Array, dtype: Any) -> Scaled:
+    """x rounded to the nearest numbers of `dtype`, to even ones from halfway; `largest` becomes the largest of these.
+
+    Args:
+      largest: magnitude, of size 1 along the dims that share a scale.
+    """
+    is_int = dtype == jnp.int8
+    scale = jnp.maximum(largest, _LEAST) / (127.0 if is_int else float(jnp.finfo(dtype).max))
+    numbers = x.astype(jnp.float32) / scale
+    return Scaled((jnp.round(numbers) if is_int else numbers).astype(dtype), scale)
+
+
+def dtype_of_totals(dtype: Any) -> Any:
+    """In which products of numbers of `dtype` are added up: exactly in int32, otherwise in float32."""
+    return jnp.int32 if dtype == jnp.int8 else jnp.float32
+
+
+# ---- A projection ---------------------------------------------------------------------------------------------------
+
+
+def scaled_weight(weight_io: jax.Array, axes: tuple[str, str], formats: Formats) -> Scaled:
+    """A weight for use, whole over `fsdp`, with a scale for each output.
+
+    It is rounded where it lies: what crosses `fsdp` are eight bits and the scales.
+    """
+    lying = constrain(weight_io, axes)
+    scaled = in_eight_bits(lying, largest_magnitude(lying, (0,)), formats.forward)
+    in_axis, out_axis = axes_in_use(axes)
+    numbers_io = constrain(constrain(scaled.numbers, axes), (in_axis, out_axis))
+    return Scaled(numbers_io, constrain(scaled.scale, (None, out_axis)))
+
+
+def times(x_BTi: jax.Array, weight: Scaled, axes: tuple[str, str], formats: Formats) -> jax.Array:
+    """x W, [B, T, o] in the dtype of x."""
+    x = in_eight_bits(x_BTi, largest_magnitude(x_BTi, (2,)), formats.forward)
+    total_nBTo = _totals(x.numbers, weight.numbers, axes[0])
+    return _added_up(total_nBTo.astype(jnp.float32) * x.scale * weight.scale, x_BTi.dtype)
+
+
+def times_transposed(g_BTo: jax.Array, weight: Scaled, axes: tuple[str, str], formats: Formats) -> jax.Array:
+    """g W^T, [B, T, i] in the dtype of g."""
+    scaled_BTo = g_BTo.astype(jnp.float32) * weight.scale
+    g = in_eight_bits(scaled_BTo, largest_magnitude(scaled_BTo, (2,)), formats.backward)
+    total_nBTi = _totals(g.numbers, weight.numbers.T, axes[1])
+    return _added_up(total_nBTi.astype(jnp.float32) * g.scale, g_BTo.dtype)
+
+
+def _totals(left_BTk: jax.Array, right_kj: jax.Array, axis: str) -> jax.Array:
+    """left x right [n, B, T, j], where n devices have a part of k each, which is split along a logical axis.
+
+    Parts stay apart until they have their scales: they are then added up, and cross, in two bytes instead of four.
+    """
+    parts = 1 if axes_in_use((axis,)) == (None,) else num_shards(axis)
+    B, T, k = left_BTk.shape
+    left_BTnk, right_nkj = left_BTk.reshape(B, T, parts, k // parts), right_kj.reshape(parts, k // parts, -1)
+    if parts > 1:
+        left_BTnk = constrain(left_BTnk, (AS_IT_IS, AS_IT_IS, axis, None))
+        right_nkj = constrain(right_nkj, (axis, None, AS_IT_IS))
+    return jnp.einsum(
+        "BTnk,nkj->nBTj", left_BTnk, right_nkj, preferred_element_type=dtype_of_totals(left_BTk.dtype)
+    )
+
+
+def _added_up(parts: jax.Array, dtype: Any, num_dims: int = 1) -> jax.Array:
+    """The sum over the first dims, in `dtype`; `jnp.sum` would do it in float32, in which parts would then cross."""
+    parts = parts.astype(dtype)
+    dims = tuple(range(num_dims))
+    if all(size == 1 for size in parts.shape[:num_dims]):
+        return parts.reshape(parts.shape[num_dims:])
+    return jax.lax.reduce(parts, jnp.zeros([], dtype), jax.lax.add, dims)
+
+
+def weight_gradient(
+    x_BTi: jax.Array,
+    g_BTo: jax.Array,
+    axes: tuple[str, str],
+    tokens: tuple[str, str | None],
+    formats: Formats,
+    grad_dtype: Any,
+) -> jax.Array:
+    """x^T g [i, o], each device's sum over its rows and tokens in float32; devices' sums meet in `grad_dtype` where
+    `fsdp` splits weights.
+
+    One row after another: a device never has the products of several, each as large as the weight.
+
+    Args:
+      tokens: logical axes of B and T.
+    """
+    in_axis, out_axis = axes_in_use(axes)
+    x_rncti, g_rncto = _rows_first(x_BTi, tokens, in_axis), _rows_first(g_BTo, tokens, out_axis)
+
+    def of_row(x_ncti: jax.Array, g_ncto: jax.Array) -> jax.Array:
+        x = in_eight_bits(x_ncti, largest_magnitude(x_ncti, (1, 2)), formats.forward)
+        g = in_eight_bits(g_ncto, largest_magnitude(g_ncto, (1, 2)), formats.backward)
+        total_ncio = jnp.einsum(
+            "ncti,ncto->ncio", x.numbers, g.numbers, preferred_element_type=dtype_of_totals(formats.forward)
+        )
+        sums_ncio = total_ncio.astype(jnp.float32) * x.scale.swapaxes(2, 3) * g.scale
+        return constrain(sums_ncio, (*tokens, in_axis, out_axis))
+
+    sums_ncio = of_row(x_rncti[0], g_rncto[0])
+    if len(x_rncti) > 1:
+        add = lambda sums, row: (sums + of_row(*row), None)  # noqa: E731
+        sums_ncio = jax.lax.scan(add, sums_ncio, (x_rncti[1:], g_rncto[1:]))[0]
+    return _added_up(sums_ncio, grad_dtype if num_shards("embed") > 1 else jnp.float32, num_dims=2)
+
+
+def _rows_first(x_BTi: jax.Array, tokens: tuple[str, str | None], axis: str | None) -> jax.Array:
+    """[rows of a device, devices that split rows, devices that split tokens, tokens, i]."""
+    B, T, width = x_BTi.shape
+    of_B, of_T = (1 if name is None else num_shards(name) for name in tokens)
+    x_nrcti = x_BTi.reshape(of_B, B // of_B, of_T, T // of_T, width)
+    return constrain(x_nrcti, (tokens[0], None, tokens[1], None, axis)).swapaxes(0, 1)
+
+
+# ---- Rows of experts, inside `over_shards` --------------------------------------------------------------------------
+
+Matmul = Callable[[jax.Array, jax.Array], jax.Array]
+"""(rows, numbers of weights) -> products, in `dtype_of_totals`."""
+
+
+def whole_weight(weight_Eio: jax.Array, axes: tuple[str, ...], formats: Formats) -> Scaled:
+    """This device's experts, whole over `fsdp`, with a scale for each expert's output, [E, 1, o]."""
+    in_axis, out_axis = axes[1:]
+    scaled = in_eight_bits(weight_Eio, largest(largest_magnitude(weight_Eio, (1,)), in_axis), formats.forward)
+    numbers = gathered(scaled.numbers, "embed", axes.index("embed"))
+    return Scaled(numbers, gathered(scaled.scale, "embed", 2) if out_axis == "embed" else scaled.scale)
+
+
+def rows_times(
+    x_Ui: jax.Array, weight: Scaled, expert_U: jax.Array, matmul: Matmul, axis: str | None, formats: Formats
+) -> jax.Array:
+    """Each row times its expert's weight, [U, o] in float32.
+
+    Args:
+      axis: logical axis of rows' entries, over whose shards a row's largest magnitude is found.
+    """
+    x = in_eight_bits(x_Ui, _largest_of_rows(x_Ui, axis), formats.forward)
+    return matmul(x.numbers, weight.numbers).astype(jnp.float32) * x.scale * weight.scale[expert_U, 0]
+
+
+def rows_times_transposed(
+    g_Uo: jax.Array, weight: Scaled, expert_U: jax.Array, matmul: Matmul, axis: str | None, formats: Formats
+) -> jax.Array:
+    """Each row times its expert's transposed weight, [U, i] in float32.
+
+    Args:
+      axis: as in `rows_times`.
+    """
+    scaled_Uo = g_Uo.astype(jnp.float32) * weight.scale[expert_U, 0]
+    g = in_eight_bits(scaled_Uo, _largest_of_rows(scaled_Uo, axis), formats.backward)
+    return matmul(g.numbers, weight.numbers).astype(jnp.float32) * g.scale
+
+
+def _largest_of_rows(x_Ui: jax.Array, axis: str | None) -> jax.Array:
+    largest_U1 = largest_magnitude(x_Ui, (1,))
+    return largest_U1 if axis is None else largest(largest_U1, axis)
