@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from maxtext_lite.batching import BatchPlan, make_plan
 from maxtext_lite.batching.devices import device_of_kind
-from maxtext_lite.batching.memory import bytes_text
+from maxtext_lite.batching.ledger import bytes_text
 from maxtext_lite.cli import ArgumentParser, config_arguments, run_command, whole_number
 from maxtext_lite.config import Config, UserError, load_config
 from maxtext_lite.config.errors import value_text

@@ -4,8 +4,9 @@ No other package multiplies or divides batch sizes.
 """
 
 from maxtext_lite.batching.advice import batch_size_advice
+from maxtext_lite.batching.ledger import MemoryEstimate
 from maxtext_lite.batching.length import RunLength
-from maxtext_lite.batching.memory import MemoryEstimate, tiles_kept, vocab_tiles
+from maxtext_lite.batching.memory import tiles_kept, vocab_tiles
 from maxtext_lite.batching.parameters import (
     ParameterCount,
     active_parameters,

@@ -49,9 +49,15 @@ class _Weight:
     met: Fraction = Fraction(1)
     name: str = ""
 
-    def elements(self, shards: Mapping[str, int]) -> int:
-        """Those of one device."""
-        return math.prod(self.sizes) // math.prod(shards.get(axis, 1) for axis in self.axes)
+    def elements(self, shards: Mapping[str, int], tiled: bool = False) -> int:
+        """Those of one device; `tiled`, with what fills a TPU's tiles of 8 x 128 up.
+
+        A layer's weight lies with either of its last two dims in the tiles' rows, whichever takes less.
+        """
+        if not tiled or len(self.sizes) < 2:
+            return math.prod(self.sizes) // math.prod(shards.get(axis, 1) for axis in self.axes)
+        *stack, first, last = (size // shards.get(axis, 1) for size, axis in zip(self.sizes, self.axes, strict=True))
+        return math.prod(stack) * min(_tiled(first, last), _tiled(last, first))
 
     def factored(self, shards: Mapping[str, int]) -> int:
         """Elements on one device of Adafactor's second moments: of a layer's tensor, or an expert's, whose two largest
@@ -80,6 +86,12 @@ class _Weight:
         between = (rank, "")
         first = _matrix(*stack, *dims[:num_inputs], between, met=self.met)
         return first, _matrix(*stack, between, *dims[num_inputs:], met=self.met)
+
+
+def _tiled(rows: int, columns: int) -> int:
+    """Elements of a matrix whose columns are filled up to 128s and its rows to 8s, or few rows to a power of two."""
+    filled = -(-rows // 8) * 8 if rows >= 8 else 1 << (rows - 1).bit_length()
+    return filled * -(-columns // 128) * 128
 
 
 def _matrix(*dims: tuple[int, str], met: Fraction = Fraction(1), name: str = "") -> _Weight:
@@ -172,9 +184,9 @@ def _layers(config: ModelConfig) -> list[tuple[int, bool, list[_Weight]]]:
 
 
 def count_parameters(
-    config: ModelConfig, *, fsdp: int = 1, tensor: int = 1, stage: int = 1, expert: int = 1
+    config: ModelConfig, *, fsdp: int = 1, tensor: int = 1, stage: int = 1, expert: int = 1, tiled: bool = False
 ) -> ParameterCount:
-    """Parameters per device, exactly.
+    """Parameters per device, exactly; `tiled`, with what fills the tiles of a TPU's memory up.
 
     Matrices are split over fsdp and tensor, experts over the expert axis too, routers over fsdp only, layers over
     stages, biases as what they are added to, norms and routers' biases over nothing else.
@@ -183,11 +195,11 @@ def count_parameters(
     matrices = vectors = adapters = 0
     for count, dealt, weights in _layers(config):
         here = count // stage if dealt else count
-        matrices += here * sum(weight.elements(shards) for weight in weights if weight.met)
-        vectors += here * sum(weight.elements(shards) for weight in weights if not weight.met)
-        adapters += here * sum(matrix.elements(shards) for matrix in _adapters(config, weights))
-    vectors += sum(weight.elements(shards) for weight in _norm(config, (config.base_emb_dim, "")))
-    tables = sum(weight.elements(shards) for weight in _tables(config))
+        matrices += here * sum(weight.elements(shards, tiled) for weight in weights if weight.met)
+        vectors += here * sum(weight.elements(shards, tiled) for weight in weights if not weight.met)
+        adapters += here * sum(matrix.elements(shards, tiled) for matrix in _adapters(config, weights))
+    vectors += sum(weight.elements(shards, tiled) for weight in _norm(config, (config.base_emb_dim, "")))
+    tables = sum(weight.elements(shards, tiled) for weight in _tables(config))
     return ParameterCount(matrices, tables, vectors, adapters)
 
 

@@ -5,15 +5,10 @@ from collections.abc import Callable, Iterable
 from fractions import Fraction
 from pathlib import Path
 
+from maxtext_lite.batching.activations import splits_residual
+from maxtext_lite.batching.ledger import MemoryEstimate, bytes_text
 from maxtext_lite.batching.length import RunLength
-from maxtext_lite.batching.memory import (
-    MemoryEstimate,
-    bytes_text,
-    estimate_activations,
-    estimate_memory,
-    master_bytes,
-    splits_residual,
-)
+from maxtext_lite.batching.memory import estimate_activations, estimate_memory, master_bytes
 from maxtext_lite.batching.mend import refusals, resolve
 from maxtext_lite.batching.pipeline import SCHEDULES, PipelineShape, Schedule
 from maxtext_lite.batching.plan import BatchPlan, ScheduleCost, layout_shards, row_slots

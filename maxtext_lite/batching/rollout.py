@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from maxtext_lite.batching.memory import bytes_text
+from maxtext_lite.batching.ledger import bytes_text
 from maxtext_lite.batching.parameters import count_parameters
 from maxtext_lite.batching.topology import model_dimensions
 from maxtext_lite.config import RLRunConfig

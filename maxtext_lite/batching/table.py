@@ -3,7 +3,7 @@
 from dataclasses import replace
 from fractions import Fraction
 
-from maxtext_lite.batching.memory import MemoryEstimate, bytes_text
+from maxtext_lite.batching.ledger import PARTS, MemoryEstimate, bytes_text
 from maxtext_lite.batching.plan import BatchPlan
 from maxtext_lite.batching.rl import RLBatch
 from maxtext_lite.config.errors import number_text
@@ -283,19 +283,13 @@ def _rampup_rows(plan: BatchPlan) -> list[tuple[str, str]]:
 
 
 def _memory_rows(memory: MemoryEstimate) -> list[tuple[str, str]]:
-    parts = (
-        ("parameters", memory.params),
-        ("optimizer", memory.optimizer_state),
-        ("gradients", memory.gradients),
-        ("activations (estimate)", memory.activations),
-        ("logits (estimate)", memory.logits),
-    )
     limit = "" if memory.limit is None else f" of {bytes_text(memory.limit)}"
-    # What lies in host memory between updates is on the device while activations are not.
-    sign = "=" if memory.total == sum(size for _, size in parts) else "at most, of"
-    text = f"{bytes_text(memory.total)}{limit} {sign} " + " + ".join(
-        f"{name} {bytes_text(size)}" for name, size in parts
+    parts = [(name, memory.at_peak(part)) for part, name in PARTS.items()]
+    when = {"loss": "at the loss", "layers": "while a layer goes back", "update": "at the update"}[memory.peak]
+    text = f"{bytes_text(memory.total)}{limit} = " + " + ".join(
+        f"{name} {bytes_text(size)}" for name, size in parts if size
     )
+    text += f", {when}"
     rows = [("memory per device", text)]
     if memory.offloaded:
         rows.append(("in host memory", f"{bytes_text(memory.offloaded)} per device"))

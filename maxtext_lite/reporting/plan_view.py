@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from maxtext_lite.batching.memory import bytes_text
+from maxtext_lite.batching.ledger import bytes_text
 from maxtext_lite.config.errors import value_text
 from maxtext_lite.reporting.scales import long_number
 

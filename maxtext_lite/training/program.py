@@ -266,10 +266,13 @@ def total_traffic(found: Sequence[Collective], mesh: Mesh) -> tuple[Traffic, ...
 
 def _memory(compiled: Any) -> ProgramMemory:
     stats = compiled.memory_analysis()
+    held = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+    # A TPU's temp_size_in_bytes is more than it allocates: programs compile whose own would not fit on their device.
+    allocated = getattr(stats, "total_allocation_bytes", 0)  # since jax 0.11
     return ProgramMemory(
         arguments=stats.argument_size_in_bytes,
         outputs=stats.output_size_in_bytes,
         aliased=stats.alias_size_in_bytes,
-        temporaries=stats.temp_size_in_bytes,
+        temporaries=allocated - held if allocated else stats.temp_size_in_bytes,
         generated_code=stats.generated_code_size_in_bytes,
     )

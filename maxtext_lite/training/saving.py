@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import jax
 import orbax.checkpoint as ocp
 
-from maxtext_lite.batching.memory import bytes_text
+from maxtext_lite.batching.ledger import bytes_text
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import cannot_write, value_text
 from maxtext_lite.parallel import exchange

@@ -1,6 +1,7 @@
 import pytest
 
-from maxtext_lite.batching.memory import bytes_text, estimate_memory, tiles_kept, vocab_tiles
+from maxtext_lite.batching.ledger import bytes_text
+from maxtext_lite.batching.memory import estimate_memory, tiles_kept, vocab_tiles
 from maxtext_lite.config import load_config
 from maxtext_lite.config.kernels import Accelerator
 

@@ -3,7 +3,7 @@
 import pytest
 
 from maxtext_lite.batching import BatchPlan, load_plan, make_plan
-from maxtext_lite.batching.memory import bytes_text
+from maxtext_lite.batching.ledger import bytes_text
 from maxtext_lite.config import UserError, load_config
 
 DILOCO = ("enable_diloco=true", "ici_data_parallelism=2", "steps=240")

@@ -1,0 +1,253 @@
+"""Bytes per device of layers' tensors: those that wait for the backward pass, and those in use while a layer goes back.
+
+All follow from shapes. What waits is what remat_policy keeps and the backward pass asks for. What is in use at a time
+is what the widest moment of a layer's way back needs: that of its mlp or experts, or that of its attention.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from fractions import Fraction
+
+from maxtext_lite.batching.ledger import MemoryLine
+from maxtext_lite.batching.pipeline import Schedule
+from maxtext_lite.config import Config, remat_of
+from maxtext_lite.config.experts import exchanged_rows
+from maxtext_lite.config.kernels import Accelerator, planned_kernel
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_LANES = 128  # a TPU's tiles are so wide
+
+
+def tokens_of_device(config: Config, mesh: Mapping[str, int], micro_batch_slots: int) -> int:
+    """Tokens of one micro-batch that a device has."""
+    rows = micro_batch_slots // (mesh["data"] * mesh["fsdp"] * mesh["expert"])
+    return rows * config.max_target_length // mesh["context"]
+
+
+def activation_lines(
+    config: Config,
+    mesh: Mapping[str, int],
+    micro_batch_slots: int,
+    num_pipeline_microbatches: int,
+    schedule: Schedule,
+    accelerator: Accelerator,
+) -> Iterator[MemoryLine]:
+    """What the forward pass keeps, until a layer goes back, and what is in use while it does.
+
+    Kept is what remat_policy saves in each layer: with gpipe of every tick of a micro-batch, idle ones too; with 1f1b
+    of one pipeline microbatch, beside the inputs of the last 2 S - 1 ticks.
+    """
+    tokens = tokens_of_device(config, mesh, micro_batch_slots)
+    piece = tokens // num_pipeline_microbatches
+    stages, first = mesh["stage"], config.first_num_dense_layers
+    layers = (config.base_num_decoder_layers - first) // stages
+    kept = _kept_bytes(config, mesh, piece)
+    yield _line("kept of first layers", tokens * kept * first, "as below, on every stage")
+    if schedule == "1f1b":
+        whole = piece * kept * layers
+        inputs = piece * tensor_bytes(config, mesh, piece)["decoder_layer_input"]
+        yield _line("inputs under way", (2 * stages + 1) * inputs, "a piece for each of 2 S - 1 ticks, and to and fro")
+        yield _line(
+            "kept of layers", whole, "what remat_policy keeps: of a stage's layers, of one piece", layers_only=True
+        )
+    else:
+        repeats = config.num_stacked_layers // (stages * config.num_layers_per_pipeline_stage) if stages > 1 else 1
+        ticks = repeats * num_pipeline_microbatches + stages - 1
+        whole = piece * kept * (layers // repeats) * ticks
+        yield _line("kept of layers", whole, "what remat_policy keeps, x layers x ticks")
+        if stages > 1:
+            rounds = 2 * tokens * tensor_bytes(config, mesh, piece)["decoder_layer_input"]
+            yield _line("pieces", rounds, "a micro-batch as it goes round the stages, before and after a tick")
+    yield from _in_use(config, mesh, piece, accelerator)
+
+
+def _line(name: str, size: int, why: str, *, layers_only: bool = False) -> MemoryLine:
+    return MemoryLine(name, "activations", size, why, ("layers",) if layers_only else ("loss", "layers"))
+
+
+def offloaded_activations(
+    config: Config, mesh: Mapping[str, int], micro_batch_slots: int, num_pipeline_microbatches: int
+) -> int:
+    """Bytes per device of the layers' tensors that wait for the backward pass in pinned host memory."""
+    remat = remat_of(config)
+    if remat is None:
+        return 0
+    piece, stages = tokens_of_device(config, mesh, micro_batch_slots) // num_pipeline_microbatches, mesh["stage"]
+    sizes = tensor_bytes(config, mesh, piece)
+    of_layer = sum(sizes[name] for name in remat.offloaded) * config.base_num_decoder_layers // stages
+    return piece * of_layer * (1 if config.pipeline_schedule == "1f1b" else num_pipeline_microbatches + stages - 1)
+
+
+def splits_residual(config: Config, mesh: Mapping[str, int]) -> bool:
+    """Whether the tokens of a row can be shared out over context x tensor."""
+    return config.max_target_length % (mesh["context"] * mesh["tensor"]) == 0
+
+
+def _stream_width(config: Config, mesh: Mapping[str, int]) -> int:
+    """Of a token, between blocks, where `tensor` splits a row's tokens if it can."""
+    return config.base_emb_dim // (mesh["tensor"] if splits_residual(config, mesh) else 1)
+
+
+def tensor_bytes(config: Config, mesh: Mapping[str, int], tokens: int) -> dict[str, int]:
+    """Bytes per token of the tensors of a layer that remat keys name, where a device has so many tokens at once; 0 for
+    those that no backward pass asks for, and that are not kept whatever a policy says."""
+    tensor, emb = mesh["tensor"], _stream_width(config, mesh)
+    heads, kv_heads = config.base_num_query_heads // tensor, config.base_num_kv_heads // tensor
+    mlp = _mlp_width(config, mesh, tokens) / tensor
+    after = 0 if config.norm_placement == "pre" else emb  # the next layer's input is kept, and says as much
+    elements = {
+        "decoder_layer_input": emb,
+        "query_proj": heads * config.head_dim,
+        "key_proj": kv_heads * config.head_dim,
+        "value_proj": kv_heads * config.value_dim,
+        "context": heads * config.value_dim,
+        "out_proj": emb,
+        "mlpwi_0": mlp if config.gated_mlp else 0,
+        "mlpwi_1": mlp,
+        "mlpwo": after + _choices(config) * config.base_emb_dim,
+        "expert_rows": _rows_per_token(config, mesh, tokens) * config.base_emb_dim,
+    }
+    return {name: int(size * BYTES[config.dtype]) for name, size in elements.items()}
+
+
+def _kept_bytes(config: Config, mesh: Mapping[str, int], tokens: int) -> int:
+    """Bytes per token and layer that wait for the backward pass on the device."""
+    sizes, remat = tensor_bytes(config, mesh, tokens), remat_of(config)
+    if remat is not None:  # the layer's input is always kept, here or on the host
+        return sum(sizes[name] for name in {*remat.saved, "decoder_layer_input"} - {*remat.offloaded})
+    # Everything: of the stream the inputs of both halves, and what goes into each norm and comes out of it.
+    width, tensor = BYTES[config.dtype], mesh["tensor"]
+    stream = (6 if config.norm_placement == "both" else 4) * _stream_width(config, mesh) * width
+    named = ("query_proj", "key_proj", "value_proj", "context", "mlpwi_0", "mlpwi_1", "expert_rows")
+    blocks = sum(sizes[name] for name in named) + 4 * config.base_num_query_heads // tensor  # and log-partitions
+    if config.num_experts > 1:  # the router's input in float32, and what came back of each choice
+        return stream + blocks + (4 + width * _choices(config)) * config.base_emb_dim
+    return stream + blocks + width * config.base_mlp_dim // tensor
+
+
+def _choices(config: Config) -> int:
+    """Of a token, results that are kept apart until their sum: with a capacity, the derivatives of shares need them."""
+    return 0 if config.num_experts == 1 or config.capacity_factor == -1 else config.num_experts_per_tok
+
+
+def _in_use(config: Config, mesh: Mapping[str, int], piece: int, accelerator: Accelerator) -> Iterator[MemoryLine]:
+    """What a layer of one piece works with on its way back."""
+    width, tensor = BYTES[config.dtype], mesh["tensor"]
+    stream, heads = _stream_width(config, mesh), config.base_num_query_heads // tensor
+    kv_heads, on_tpu = config.base_num_kv_heads // tensor, accelerator.platform == "tpu"
+    head_dim, value_dim = (-(-dim // _LANES) * _LANES if on_tpu else dim for dim in (config.head_dim, config.value_dim))
+    yield _line(
+        "stream of a layer",
+        6 * piece * stream * width,
+        "the inputs of its halves and their norms, and the gradient before and after a half",
+        layers_only=True,
+    )
+    of_heads = 2 * heads * (head_dim + value_dim) + kv_heads * (2 * head_dim + value_dim)
+    yield _line(
+        "heads of a layer",
+        piece * of_heads * width,
+        "queries and keys before and after rotation, values, context as its kernel gives it and as a matmul takes it",
+        layers_only=True,
+    )
+    rows = Fraction(piece * mesh["context"], config.max_target_length)
+    of_attention = int(rows * _attention_bytes(config, mesh, accelerator))
+    of_attention += piece * width * (heads * (head_dim + value_dim) + kv_heads * (head_dim + value_dim))
+    of_mlp = _mlp_bytes(config, mesh, piece)
+    if of_attention > of_mlp:
+        yield _line("attention of a layer", of_attention, "gradients, and what its kernel holds", layers_only=True)
+    else:
+        why = "projections, hidden values and their gradients"
+        yield _line("mlp or experts of a layer", of_mlp, why, layers_only=True)
+    yield from _gathered(config, mesh)
+
+
+def _mlp_bytes(config: Config, mesh: Mapping[str, int], tokens: int) -> int:
+    """Bytes that the way back through an mlp or experts works with.
+
+    An mlp's projections, what comes of them, and their gradients: 6 as wide as it, or 4 without a gate. Of experts the
+    rows and the rows' gradients, two projections, hidden values and their gradients in float32 as the kernels give
+    them and in `dtype` as they take them, and what an exchange sends while it receives as much.
+    """
+    width, tensor = BYTES[config.dtype], mesh["tensor"]
+    dense = (6 if config.gated_mlp else 4) * tokens * width
+    if config.num_experts == 1:
+        return dense * config.base_mlp_dim // tensor
+    rows = _rows_per_token(config, mesh, tokens) * tokens
+    crossing = 2 * width * rows * config.base_emb_dim if mesh["expert"] > 1 else 0
+    of_rows = rows * (2 * config.base_emb_dim * width + (3 * 4 + 3 * width) * config.moe_mlp_dim // tensor)
+    router = 4 * tokens * config.base_emb_dim
+    return int(of_rows + crossing) + router + dense * config.shared_experts * config.moe_mlp_dim // tensor
+
+
+def _gathered(config: Config, mesh: Mapping[str, int]) -> Iterator[MemoryLine]:
+    """Matrices of a layer without their split over fsdp."""
+    if mesh["fsdp"] == 1:
+        return
+    width, tensor, emb = BYTES[config.dtype], mesh["tensor"], config.base_emb_dim
+    if config.num_experts > 1:
+        here = config.num_experts // mesh["expert"]
+        experts = 2 * here * emb * config.moe_mlp_dim // tensor * width
+        why = "two of a layer's three as they are used together, or a float32 gradient of one"
+        yield MemoryLine("experts' weights, gathered", "weights", experts, why, ("layers",))
+        return
+    widest = max(config.base_mlp_dim, config.base_num_query_heads * config.head_dim) // tensor
+    why = "the widest matrix of a layer, and the next on its way"
+    yield MemoryLine("weights, gathered", "weights", 2 * emb * widest * width, why, ("layers",))
+
+
+def _attention_bytes(config: Config, mesh: Mapping[str, int], accelerator: Accelerator) -> int:
+    """Bytes of what attention in one layer works with per row.
+
+    Fused kernels hold no scores; pallas_mha has keys, values and their gradients for every query head, and cudnn_masked
+    a mask as wide as the scores and a bias that is made of it. Plain attention has three float32 copies of those of a
+    tile of at most 512 x 512, or of a strip of 128 queries where one tile is all there is (models/tile_layout.py). On
+    context shards there are other shards' keys and values too, and their float32 gradients: of all shards with
+    all_gather, of two with ring.
+    """
+    shards, tensor, length = mesh["context"], mesh["tensor"], config.max_target_length
+    heads = config.base_num_query_heads // tensor
+    match planned_kernel(config, accelerator, shards).name:
+        case "dot_product":
+            run = length if shards == 1 else length // (2 * shards)
+            tile = min(run, 512)
+            queries = min(tile, 128) if shards == 1 and run == tile else tile
+            held = 3 * 4 * heads * queries * tile
+        case "cudnn_masked":
+            held = (1 + BYTES[config.dtype]) * length**2
+        case "pallas_mha":
+            held = 4 * BYTES[config.dtype] * heads * config.head_dim * length
+        case _:
+            held = 0
+    if shards == 1:
+        return held
+    others = length if config.context_parallel_strategy == "all_gather" else 2 * length // shards
+    keys_and_values = (config.base_num_kv_heads // tensor) * (config.head_dim + config.value_dim)
+    return held + others * keys_and_values * (BYTES[config.dtype] + 4)
+
+
+def _rows_per_token(config: Config, mesh: Mapping[str, int], tokens: int) -> Fraction:
+    """Rows that a device has room for in its experts' matmuls, for each of its own tokens; 0 without experts.
+
+    Dropless, they are those of one round of the exchange (`config.experts`); or all tokens of the devices along the
+    expert axis may come, each with as many choices as there are experts here.
+    """
+    if config.num_experts == 1:
+        return Fraction(0)
+    chosen, experts, shards = config.num_experts_per_tok, config.num_experts, mesh["expert"]
+    if config.capacity_factor != -1:
+        return Fraction(math.ceil(min(config.capacity_factor * chosen, experts)))
+    rows = exchanged_rows(
+        num_tokens=tokens,
+        num_per_token=chosen,
+        num_experts=experts,
+        num_shards=shards,
+        element_bytes=BYTES[config.dtype],
+    )
+    return Fraction(shards * (tokens * min(chosen, experts // shards) if rows is None else rows), tokens)
+
+
+def _mlp_width(config: Config, mesh: Mapping[str, int], tokens: int) -> Fraction:
+    """Width of the mlps that a token goes through, as far as a device has room for them."""
+    if config.num_experts == 1:
+        return Fraction(config.base_mlp_dim)
+    return (_rows_per_token(config, mesh, tokens) + config.shared_experts) * config.moe_mlp_dim
