@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from fractions import Fraction
 
 from maxtext_lite.batching.ledger import MemoryLine
+from maxtext_lite.batching.parameters import weight_shards
 from maxtext_lite.batching.pipeline import Schedule
 from maxtext_lite.config import Config, remat_of
 from maxtext_lite.config.experts import exchanged_rows
@@ -180,11 +181,13 @@ def _mlp_bytes(config: Config, mesh: Mapping[str, int], tokens: int) -> int:
 
 
 def _gathered(config: Config, mesh: Mapping[str, int]) -> Iterator[MemoryLine]:
-    """Matrices of a layer without their split over fsdp."""
-    if mesh["fsdp"] == 1:
+    """Matrices of a layer as they are used: split over tensor only."""
+    if weight_shards(mesh) == 1:
         return
     width, tensor, emb = BYTES[config.dtype], mesh["tensor"], config.base_emb_dim
     if config.num_experts > 1:
+        if mesh["fsdp"] * mesh["context"] == 1:
+            return
         here = config.num_experts // mesh["expert"]
         experts = 2 * here * emb * config.moe_mlp_dim // tensor * width
         why = "two of a layer's three as they are used together, or a float32 gradient of one"

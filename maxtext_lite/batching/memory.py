@@ -14,7 +14,7 @@ from maxtext_lite.batching.activations import (
     tokens_of_device,
 )
 from maxtext_lite.batching.ledger import MOMENTS, PASSES, MemoryEstimate, MemoryLine
-from maxtext_lite.batching.parameters import ParameterCount, count_factored, count_parameters
+from maxtext_lite.batching.parameters import ParameterCount, count_factored, count_parameters, weight_shards
 from maxtext_lite.batching.pipeline import Schedule
 from maxtext_lite.config import Config
 from maxtext_lite.config.kernels import Accelerator
@@ -102,7 +102,7 @@ def estimate_activations(
 
 def _shards(mesh: Mapping[str, int]) -> dict[str, int]:
     """The mesh axes that parameters are split over."""
-    return {axis: mesh[axis] for axis in ("fsdp", "tensor", "stage", "expert")}
+    return {axis: mesh[axis] for axis in ("fsdp", "tensor", "stage", "context", "expert")}
 
 
 def _copies(mesh: Mapping[str, int], diloco_num_replicas: int | None) -> int:
@@ -206,16 +206,16 @@ def _loss_lines(
     tiles = vocab_tiles(
         config.num_vocab_tiling, rows=max(tokens // in_a_row, 1), tokens=in_a_row, vocab_size=vocab_size
     )
-    head, shard = vocab_size * config.base_emb_dim, vocab_size * config.base_emb_dim // mesh["fsdp"]
-    kept = tiles_kept(tiles, tokens=tokens, emb_dim=config.base_emb_dim) if mesh["fsdp"] > 1 else 1
+    head, shard = vocab_size * config.base_emb_dim, vocab_size * config.base_emb_dim // weight_shards(mesh)
+    kept = tiles_kept(tiles, tokens=tokens, emb_dim=config.base_emb_dim) if weight_shards(mesh) > 1 else 1
     tile = tokens * vocab_size // tiles
     in_tile = 4 * tile + (0 if kept > 1 else width * tile)
     yield _loss_line("logits of a tile", in_tile, "float32, and their gradient in `dtype` where it does not wait")
     if kept > 1:
         waiting = width * tokens * kept // tiles * vocab_size
         yield _loss_line("gradients of logits", waiting, "of tiles that wait to be the head's gradient together")
-    if mesh["fsdp"] > 1 or config.dtype != config.weight_dtype:
-        yield MemoryLine("head as used", "weights", width * head, "whole over fsdp, in `dtype`", ("loss",))
+    if weight_shards(mesh) > 1 or config.dtype != config.weight_dtype:
+        yield MemoryLine("head as used", "weights", width * head, "whole but for tensor, in `dtype`", ("loss",))
     if config.lora_rank == 0:
         yield _loss_line("head's gradient", 4 * shard, "added up over tiles in float32")
     hidden = 4 * tokens * config.base_emb_dim * width

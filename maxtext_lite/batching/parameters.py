@@ -103,7 +103,7 @@ def _vector(*dims: tuple[int, str]) -> _Weight:
 
 
 def _attention(config: ModelConfig) -> Iterator[_Weight]:
-    emb, width = (config.base_emb_dim, "fsdp"), (config.head_dim, "")
+    emb, width = (config.base_emb_dim, "embed"), (config.head_dim, "")
     heads, kv_heads = (config.base_num_query_heads, "tensor"), (config.base_num_kv_heads, "tensor")
     if config.mla is not None:
         yield from _latent_attention(config)
@@ -124,7 +124,7 @@ def _attention(config: ModelConfig) -> Iterator[_Weight]:
 
 
 def _latent_attention(config: ModelConfig) -> Iterator[_Weight]:
-    widths, emb, heads = config.mla, (config.base_emb_dim, "fsdp"), (config.base_num_query_heads, "tensor")
+    widths, emb, heads = config.mla, (config.base_emb_dim, "embed"), (config.base_num_query_heads, "tensor")
     assert widths is not None
     rank, query_rank = (widths.kv_lora_rank, ""), (widths.q_lora_rank, "")
     if widths.q_lora_rank:
@@ -144,7 +144,7 @@ def _norm(config: ModelConfig, *dims: tuple[int, str]) -> Iterator[_Weight]:
 
 
 def _mlp(config: ModelConfig, mlp_dim: int) -> Iterator[_Weight]:
-    emb, width, projections = (config.base_emb_dim, "fsdp"), (mlp_dim, "tensor"), ("gate", "up")
+    emb, width, projections = (config.base_emb_dim, "embed"), (mlp_dim, "tensor"), ("gate", "up")
     projections = projections if config.gated_mlp else projections[1:]
     yield from (_matrix(emb, width, name=name) for name in projections)
     yield _matrix(width, emb, name="down")
@@ -154,9 +154,9 @@ def _mlp(config: ModelConfig, mlp_dim: int) -> Iterator[_Weight]:
 
 
 def _experts(config: ModelConfig) -> Iterator[_Weight]:
-    emb, width, count = (config.base_emb_dim, "fsdp"), (config.moe_mlp_dim, "tensor"), config.num_experts
+    emb, width, count = (config.base_emb_dim, "expert_embed"), (config.moe_mlp_dim, "tensor"), config.num_experts
     experts, chosen = (count, "expert"), Fraction(config.num_experts_per_tok, count)
-    yield _matrix(emb, (count, ""))
+    yield _matrix((config.base_emb_dim, "embed"), (count, ""))
     yield from (_matrix(experts, emb, width, met=chosen, name=name) for name in ("gate", "up"))
     yield _matrix(experts, width, emb, met=chosen, name="down")
     if config.routed_bias:
@@ -183,15 +183,32 @@ def _layers(config: ModelConfig) -> list[tuple[int, bool, list[_Weight]]]:
     return [(first, False, _layer(config, dense=True)), stacked] if first else [stacked]
 
 
+def weight_shards(mesh: Mapping[str, int]) -> int:
+    """The parts into which the embedding dim of a weight is split: over every axis that splits tokens but `data`."""
+    return mesh["fsdp"] * mesh["context"] * mesh["expert"]
+
+
+def _shards(fsdp: int, tensor: int, context: int, expert: int) -> dict[str, int]:
+    split = {"fsdp": fsdp, "context": context, "expert": expert}
+    return {"embed": weight_shards(split), "expert_embed": fsdp * context, "tensor": tensor, "expert": expert}
+
+
 def count_parameters(
-    config: ModelConfig, *, fsdp: int = 1, tensor: int = 1, stage: int = 1, expert: int = 1, tiled: bool = False
+    config: ModelConfig,
+    *,
+    fsdp: int = 1,
+    tensor: int = 1,
+    stage: int = 1,
+    context: int = 1,
+    expert: int = 1,
+    tiled: bool = False,
 ) -> ParameterCount:
     """Parameters per device, exactly; `tiled`, with what fills the tiles of a TPU's memory up.
 
-    Matrices are split over fsdp and tensor, experts over the expert axis too, routers over fsdp only, layers over
-    stages, biases as what they are added to, norms and routers' biases over nothing else.
+    Matrices are split over fsdp, context, expert and tensor, of experts each whole over the expert axis, routers not
+    over tensor, layers over stages, biases as what they are added to, norms and routers' biases over nothing else.
     """
-    shards = {"fsdp": fsdp, "tensor": tensor, "expert": expert}
+    shards = _shards(fsdp, tensor, context, expert)
     matrices = vectors = adapters = 0
     for count, dealt, weights in _layers(config):
         here = count // stage if dealt else count
@@ -203,10 +220,12 @@ def count_parameters(
     return ParameterCount(matrices, tables, vectors, adapters)
 
 
-def count_factored(config: ModelConfig, *, fsdp: int = 1, tensor: int = 1, stage: int = 1, expert: int = 1) -> int:
+def count_factored(
+    config: ModelConfig, *, fsdp: int = 1, tensor: int = 1, stage: int = 1, context: int = 1, expert: int = 1
+) -> int:
     """Elements per device of Adafactor's second moments, of what is trained; those of its means lie as the parameter
     does, but for the dim that they are over."""
-    shards = {"fsdp": fsdp, "tensor": tensor, "expert": expert}
+    shards = _shards(fsdp, tensor, context, expert)
     total = 0
     for count, dealt, weights in _layers(config):
         trained = _adapters(config, weights) if config.lora_rank else weights
@@ -219,7 +238,7 @@ def count_factored(config: ModelConfig, *, fsdp: int = 1, tensor: int = 1, stage
 
 def _tables(config: ModelConfig) -> Iterator[_Weight]:
     """The tables of embeddings and positions, and the output projection where it is not tied."""
-    vocab, emb = (config.vocab_size, "tensor"), (config.base_emb_dim, "fsdp")
+    vocab, emb = (config.vocab_size, "tensor"), (config.base_emb_dim, "embed")
     yield _matrix(vocab, emb)
     if not config.logits_via_embedding:
         yield _matrix(emb, vocab)

@@ -1,5 +1,6 @@
 """The arithmetic of batch sizes: what follows from a config and a machine, and every rule that may be broken."""
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -12,6 +13,7 @@ from maxtext_lite.batching.rampup import RampupBatchManager, make_rampup, only_s
 from maxtext_lite.batching.scaling import OptimizerScaling, scale_optimizer, scaling_problems
 from maxtext_lite.batching.topology import (
     MeshSizes,
+    Scope,
     Topology,
     mesh_edits,
     mesh_key,
@@ -140,18 +142,21 @@ def _diloco_replicas(config: Config, data_axis: int) -> int | Problem | None:
 def _model_problems(config: Config, mesh: MeshSizes, num_devices: int) -> list[Problem]:
     problems: list[Problem] = []
     for axis in ("fsdp", "tensor", "context", "expert"):
-        shards = mesh.total[axis]
+        # What fsdp splits of a weight, context and expert split further.
+        together = ("fsdp", "context", "expert") if axis == "fsdp" else (axis,)
+        shards = math.prod(mesh.total[each] for each in together)
         chunks = 2 if axis == "context" else 1  # an early and a late one, so that causal attention is equal work
         parts = shards * chunks if shards > 1 else 1
         uneven = {key: size for key, size in model_dimensions(config, axis).items() if size % parts}
         if not uneven:
             continue
-        in_slice = mesh.ici[axis] > 1
-        key = mesh_key("ici" if in_slice else "dcn", axis)
-        size = mesh.ici[axis] if in_slice else mesh.dcn[axis]
-        how = f"{key}=-1, the remaining {size}," if getattr(config, key) == -1 else f"{key}={size}"
-        if shards != size:
-            how += f" x {mesh_key('dcn', axis)}={mesh.dcn[axis]}"
+        scopes: tuple[tuple[Scope, Mapping[str, int]], ...] = (("ici", mesh.ici), ("dcn", mesh.dcn))
+        sizes = {mesh_key(name, each): scope[each] for each in together for name, scope in scopes if scope[each] > 1}
+        key, size = next(iter(sizes.items()))
+        how = " x ".join(
+            f"{name}=-1, the remaining {parts}," if getattr(config, name) == -1 else f"{name}={parts}"
+            for name, parts in sizes.items()
+        )
         if chunks > 1:
             how += f" x {chunks} chunks"
         if parts != size:

@@ -46,7 +46,7 @@ def _out_bias(w: ExpertWeights, size_E: jax.Array, num_rows: int) -> jax.Array:
     return jnp.where(shard_index("mlp") == 0, bias_UD, 0)
 
 
-_INWARDS, _OUTWARDS = ("embed", "mlp"), ("mlp", "embed")
+_INWARDS, _OUTWARDS = ("expert_embed", "mlp"), ("mlp", "expert_embed")
 _LAYOUTS: dict[tuple[str, str], Layout] = {_INWARDS: "io", _OUTWARDS: "oi"}
 
 
@@ -58,14 +58,12 @@ def _times(
     axes: tuple[str, str],
     dtype: Any = jnp.float32,
 ) -> jax.Array:
-    """Each row times its expert's weight, as `_whole_weights` has it: [U, o], of eight bits in float32, else in `dtype`."""
+    """Each row times its expert's weight, as `_whole_weights` has it: [U, o] in `dtype`, of eight bits in float32."""
 
     formats = FORMATS[shape.quantization]
 
     def matmul(x_Ui: jax.Array, weight_Eio: jax.Array) -> Any:
-        return grouped_matmul(
-            x_Ui, weight_Eio, size_E, shape.matmul, _LAYOUTS[axes], jnp.float32 if formats else dtype
-        )
+        return grouped_matmul(x_Ui, weight_Eio, size_E, shape.matmul, _LAYOUTS[axes], jnp.float32 if formats else dtype)
 
     if formats is None:
         return matmul(x_Ui, weight)
@@ -141,7 +139,7 @@ def _rows_backward(
     dx_UD = _times_transposed(shape, dgate_UF, w.gate_EDF, size_E, _INWARDS)
     dx_UD += _times_transposed(shape, dup_UF, w.up_EDF, size_E, _INWARDS)
     dy_UD = (share_U1 * g_UD).astype(dtype)
-    # In any quantization: neighbouring rows are of many examples, for which there is no scale that a split leaves alone.
+    # Never of eight bits: neighbouring rows are of many examples, for which no scale is the same in every split.
     dweights = [
         grouped_weight_gradient(x_UD, dgate_UF, size_E, kernel, "io", weight_dtype),
         grouped_weight_gradient(x_UD, dup_UF, size_E, kernel, "io", weight_dtype),
@@ -157,23 +155,25 @@ def _rows_backward(
 
 
 def _whole_weights(weights: ExpertWeights, shape: ExpertShape) -> ExpertWeights:
-    """This device's experts, gathered over the axis that splits their `embed` dim, matrices as `_times` takes them."""
+    """This device's experts, gathered along `expert_embed`, matrices as `_times` takes them."""
     formats = FORMATS[shape.quantization]
 
     def whole(weight: jax.Array, axes: tuple[str, ...]) -> Any:
-        if "embed" not in axes:
+        if "expert_embed" not in axes:
             return weight
-        return eight_bits.whole_weight(weight, axes, formats) if formats else gathered(weight, "embed", axes.index("embed"))
+        if formats:
+            return eight_bits.whole_weight(weight, axes, formats)
+        return gathered(weight, "expert_embed", axes.index("expert_embed"))
 
     return ExpertWeights(*map(whole, weights.arrays(), weights.axes()))
 
 
 def _weight_sum(dw: jax.Array, axes: tuple[str, ...], dtype: Any) -> jax.Array:
     """The sum over the devices that have other tokens, with the device that has this part of the weight."""
-    dw = summed(dw, "length")
-    if "embed" not in axes:
-        return summed(dw, "embed")
-    return scattered_sum(dw.astype(dtype) if num_shards("embed") > 1 else dw, "embed", axes.index("embed"))
+    if "expert_embed" not in axes:
+        return summed(dw, "expert_embed")
+    parts = dw.astype(dtype) if num_shards("expert_embed") > 1 else dw
+    return scattered_sum(parts, "expert_embed", axes.index("expert_embed"))
 
 
 def _local_forward(
@@ -231,8 +231,8 @@ def _local_backward(
     num_here = len(weights.gate_EDF)
     queues = None if num_rows is None else queue_up(expert_BTJ, num_here, num_rows)
     # A device's own sums, if nothing is added to them, are rounded as they are written, not by a pass of its own.
-    is_whole = num_shards("length") == 1 and (queues is None or not queues.may_need_more_rounds)
-    weight_dtype = shape.grad_dtype if is_whole and num_shards("embed") > 1 else jnp.float32
+    is_whole = queues is None or not queues.may_need_more_rounds
+    weight_dtype = shape.grad_dtype if is_whole and num_shards("expert_embed") > 1 else jnp.float32
 
     def run(
         rows: GatheredRows | ExchangedRows, x_UD: jax.Array, gate_UF: jax.Array, up_UF: jax.Array

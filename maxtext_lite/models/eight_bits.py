@@ -125,9 +125,7 @@ def _totals(left_BTk: jax.Array, right_kj: jax.Array, axis: str) -> jax.Array:
     if parts > 1:
         left_BTnk = constrain(left_BTnk, (AS_IT_IS, AS_IT_IS, axis, None))
         right_nkj = constrain(right_nkj, (axis, None, AS_IT_IS))
-    return jnp.einsum(
-        "BTnk,nkj->nBTj", left_BTnk, right_nkj, preferred_element_type=dtype_of_totals(left_BTk.dtype)
-    )
+    return jnp.einsum("BTnk,nkj->nBTj", left_BTnk, right_nkj, preferred_element_type=dtype_of_totals(left_BTk.dtype))
 
 
 def _added_up(parts: jax.Array, dtype: Any, num_dims: int = 1) -> jax.Array:
@@ -192,8 +190,8 @@ def whole_weight(weight_Eio: jax.Array, axes: tuple[str, ...], formats: Formats)
     """This device's experts, whole over `fsdp`, with a scale for each expert's output, [E, 1, o]."""
     in_axis, out_axis = axes[1:]
     scaled = in_eight_bits(weight_Eio, largest(largest_magnitude(weight_Eio, (1,)), in_axis), formats.forward)
-    numbers = gathered(scaled.numbers, "embed", axes.index("embed"))
-    return Scaled(numbers, gathered(scaled.scale, "embed", 2) if out_axis == "embed" else scaled.scale)
+    numbers = gathered(scaled.numbers, "expert_embed", axes.index("expert_embed"))
+    return Scaled(numbers, gathered(scaled.scale, "expert_embed", 2) if out_axis == "expert_embed" else scaled.scale)
 
 
 def rows_times(

@@ -155,9 +155,9 @@ class MixtureOfExperts(nnx.Module):
         self.router = weight(shape, rngs, (D, E), ("embed", "router"))
         # float32 always: its steps are small
         self.router_bias = nnx.Param(jnp.zeros(E, jnp.float32), axes=("router_bias",)) if experts.biased else None
-        self.gate = weight(shape, rngs, (E, D, F), ("experts", "embed", "mlp"))
-        self.up = weight(shape, rngs, (E, D, F), ("experts", "embed", "mlp"))
-        self.down = weight(shape, rngs, (E, F, D), ("experts", "mlp", "embed"))
+        self.gate = weight(shape, rngs, (E, D, F), ("experts", "expert_embed", "mlp"))
+        self.up = weight(shape, rngs, (E, D, F), ("experts", "expert_embed", "mlp"))
+        self.down = weight(shape, rngs, (E, F, D), ("experts", "mlp", "expert_embed"))
         biased = experts.with_bias
         self.router_logit_bias = _bias(shape, (E,), ("norm",)) if biased else None
         self.gate_bias = _bias(shape, (E, F), ("experts", "mlp")) if biased else None
@@ -257,12 +257,13 @@ class Embedding(nnx.Module):
     def _rows(self, table: nnx.Param, index_BT: jax.Array, dtype: Any) -> jax.Array:
         """Entries of a table [.., D], in `dtype`.
 
-        Each device looks up all of its replica's tokens in the part of `embed` that it has. What then crosses `fsdp`
-        are tokens, not the table and its gradient.
+        Each device looks up all of its replica's tokens in the part of `embed` that it has. What then crosses are
+        tokens, not the table and its gradient.
         """
-        index_BT = constrain(index_BT, (None, "length"))
-        x_BTD = constrain(table[...][index_BT].astype(dtype), (None, "length", "embed"))
-        return constrain(x_BTD, ("looked_up_batch", "length", "activation_embed"))
+        index_BT = constrain(index_BT, (None, None))
+        x_BTD = constrain(table[...][index_BT].astype(dtype), (None, None, "embed"))
+        x_BTD = constrain(x_BTD, ("looked_up_batch", None, "embed_without_fsdp"))
+        return constrain(x_BTD, ("looked_up_batch", "length", "embed_of_expert"))
 
 
 class Head(nnx.Module):

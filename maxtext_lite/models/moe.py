@@ -98,9 +98,9 @@ TOKEN_AXES = ("batch", "length", None)
 """Logical axes of tokens, and of what is said of each, where each device has its own."""
 
 _WEIGHT_AXES: tuple[tuple[str, ...], ...] = (
-    ("experts", "embed", "mlp"),
-    ("experts", "embed", "mlp"),
-    ("experts", "mlp", "embed"),
+    ("experts", "expert_embed", "mlp"),
+    ("experts", "expert_embed", "mlp"),
+    ("experts", "mlp", "expert_embed"),
     ("experts", "mlp"),
     ("experts", "mlp"),
     ("experts", "norm"),

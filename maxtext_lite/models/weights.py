@@ -17,7 +17,7 @@ def of_one(axes: tuple[str, ...]) -> tuple[str, ...]:
 def is_matrix(axes: tuple[str, ...]) -> bool:
     """Whether a parameter multiplies vectors: not one of a norm, a bias or a table that is looked up in."""
     axes = unstacked(axes)
-    contracted = {"embed", "latent", "lora_rank"}
+    contracted = {"embed", "expert_embed", "latent", "lora_rank"}
     return not contracted.isdisjoint(axes) and len(axes) > 1 and axes[0] not in ("vocab", "positions")
 
 
@@ -27,4 +27,5 @@ def num_inputs(axes: tuple[str, ...]) -> int:
     Args:
       axes: of one layer's matrix, or of one expert's.
     """
-    return 1 if axes[0] in ("embed", "latent", "lora_rank") else len(axes) - 1  # outputs of the others are one dim
+    # Outputs of the others are one dim.
+    return 1 if axes[0] in ("embed", "expert_embed", "latent", "lora_rank") else len(axes) - 1

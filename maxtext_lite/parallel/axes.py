@@ -24,7 +24,8 @@ MESH_AXES_OF: dict[str, tuple[str, ...]] = {
     "latent": (),
     "lora_rank": (),
     "positions": (),
-    "embed": ("fsdp",),
+    "embed": ("expert", "context", "fsdp"),  # every axis that splits tokens, but for replicas
+    "expert_embed": ("context", "fsdp"),
     "vocab": ("tensor",),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
@@ -39,7 +40,10 @@ MESH_AXES_OF: dict[str, tuple[str, ...]] = {
     "global_batch": ("data", "fsdp", "expert"),
     "replica": ("data",),
     "batch": ("fsdp", "expert"),
-    "looked_up_batch": ("fsdp",),  # rows of tokens on their way between a table's parts and their own devices
+    # Looked-up tokens, on their way from the parts of `embed` to their own devices: one mesh axis after the other.
+    "looked_up_batch": ("fsdp",),
+    "embed_without_fsdp": ("expert", "context"),
+    "embed_of_expert": ("expert",),
     "end_batch": ("fsdp", "expert", "stage"),  # outside the layers, where pipeline stages share the rows out
     "stages": ("stage",),
     "length": ("context",),

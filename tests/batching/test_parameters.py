@@ -43,7 +43,10 @@ def test_experts_are_counted_by_hand_and_split_over_their_axis_too():
     assert count.matrices == 4 * (attention + 10 * one + 8 * 128)
     assert count.norms == NORMS + 4 * 8
     part = count_parameters(load_config(None, keys), fsdp=2, tensor=2, stage=2, expert=4)
-    assert part.matrices == 2 * (attention // 4 + (2 * one + 8 * one // 4) // 4 + 8 * 128 // 2)
+    # Shared experts and the router lie over fsdp and expert, experts over fsdp alone.
+    assert part.matrices == 2 * (attention // 16 + 2 * one // 16 + 8 * one // 4 // 4 + 8 * 128 // 8)
+    split = count_parameters(load_config(None, keys), context=2, expert=2)
+    assert split.matrices == 4 * ((attention + 2 * one + 8 * 128) // 4 + 8 * one // 2 // 2)
 
 
 EVERYTHING = {

@@ -33,7 +33,8 @@ def test_every_rule_names_mesh_axes():
 
 
 def test_known_axes():
-    assert partition_spec(("layers", "embed", "mlp")) == jax.P("stage", "fsdp", "tensor")
+    assert partition_spec(("layers", "embed", "mlp")) == jax.P("stage", ("expert", "context", "fsdp"), "tensor")
+    assert partition_spec(("experts", "expert_embed", "mlp")) == jax.P("expert", ("context", "fsdp"), "tensor")
     assert partition_spec(("accumulation", "global_batch", None)) == jax.P(None, ("data", "fsdp", "expert"), None)
 
 
@@ -122,7 +123,7 @@ def test_a_dim_that_cannot_be_shared_out_evenly_falls_back_where_its_axis_says_s
 
 def test_dims_are_put_in_place_of_others(mesh):
     where = sharding(mesh, ("layers", "embed", "mlp"))
-    assert with_dims(where, 3, 0, 1, 2).spec == jax.P(None, None, "fsdp", "tensor")
+    assert with_dims(where, 3, 0, 1, 2).spec == jax.P(None, None, ("expert", "context", "fsdp"), "tensor")
     assert with_dims(sharding(mesh, ("replica",)), 3, 1, 3, 1).spec == jax.P("data", None)
 
 
