@@ -82,7 +82,7 @@ def test_tables_of_the_devices_that_are_there(capsys):
     lines = out.splitlines()
     assert lines[0] == "compiled for 8 x cpu (data 2 x fsdp 2 x tensor 2) on 1 host: a step of 1 x 16 rows x 32 tokens"
     (query,) = [line for line in lines if line.startswith("layers.attention.query")]
-    shape, axes, split = "2 x 2 x 16 x 4 x 4", "replica layers embed heads head_dim", "data stage fsdp tensor -"
+    shape, axes, split = "2 x 2 x 16 x 4 x 4", "replica layers embed heads head_dim", "data - fsdp tensor -"
     assert query.split() == f"layers.attention.query {shape} float32 {axes} {split} 512".split()
     gathers = {tuple(line.split()[:2]) for line in lines if line.startswith("all-gather")}
     assert ("all-gather", "fsdp") in gathers

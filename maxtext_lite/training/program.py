@@ -33,7 +33,7 @@ class ParameterLayout:
       name: its path, as in layers.mlp.up.
       shape: of the whole array; with local updates its first dim is the replicas'.
       axes: the logical axis of each dim.
-      partition_spec: the mesh axes over which each dim is split, an entry for each dim.
+      partition_spec: the mesh axes of more than one device over which each dim is split, an entry for each dim.
       bytes_per_device: of the part on one device.
     """
 
@@ -218,12 +218,14 @@ def parameter_layouts(params: Any, axes_tree: Any, local: LocalUpdates | None) -
     all_axes = jax.tree.leaves(axes_tree, is_leaf=lambda node: isinstance(node, tuple))
     for (path, leaf), axes in zip(leaves, all_axes, strict=True):
         spec = [() if entry is None else (entry,) if isinstance(entry, str) else entry for entry in leaf.sharding.spec]
+        sizes = leaf.sharding.mesh.shape
+        split = tuple(tuple(axis for axis in entry if sizes[axis] > 1) for entry in spec)
         yield ParameterLayout(
             name=".".join(str(entry.key) for entry in path),
             shape=tuple(leaf.shape),
             dtype=str(leaf.dtype),
             axes=(("replica",) if local else ()) + tuple(axes),
-            partition_spec=tuple(map(tuple, spec)) + ((),) * (leaf.ndim - len(spec)),
+            partition_spec=split + ((),) * (leaf.ndim - len(split)),
             bytes_per_device=bytes_per_device(leaf),
         )
 

@@ -44,7 +44,7 @@ def _received(axis, factor):
     """
     mesh = make_mesh(dict.fromkeys(MESH_AXES, 1) | {"expert": axis}, dict.fromkeys(MESH_AXES, 1), jax.devices()[:axis])
     shape = ExpertShape(E, J, F, capacity_factor=factor)
-    weight_axes = [("experts", "embed", "mlp")] * 2 + [("experts", "mlp", "embed")]
+    weight_axes = [("experts", "expert_embed", "mlp")] * 2 + [("experts", "mlp", "expert_embed")]
 
     def array(axes, *sizes, dtype="float32"):
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=sharding(mesh, axes))

@@ -132,7 +132,7 @@ STACKED = {
         "up": (("layers", "embed", "mlp"), (3, 6, 8)),
         "query": (("layers", "embed", "heads", "head_dim"), (2, 130, 2, 128)),
         "scale": (("layers", "norm"), (2, 5)),
-        "gate": (("repeats", "layers", "experts", "embed", "mlp"), (2, 1, 2, 128, 129)),
+        "gate": (("repeats", "layers", "experts", "expert_embed", "mlp"), (2, 1, 2, 128, 129)),
         "gate_bias": (("layers", "experts", "mlp"), (2, 130, 140)),
     },
     "embedding": {"table": (("vocab", "embed"), (130, 128))},

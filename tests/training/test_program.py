@@ -181,7 +181,7 @@ def test_logical_axes_and_mesh_axes_of_a_parameter():
         p for p in program(*REFERENCES["fsdp 2 x tensor 4"][0]).parameters if p.name == "layers.attention.query"
     ]
     assert query.axes == ("layers", "embed", "heads", "head_dim")
-    assert query.partition_spec == (("stage",), ("fsdp",), ("tensor",), ())
+    assert query.partition_spec == ((), ("fsdp",), ("tensor",), ())
     overrides, _ = REFERENCES["data 2 x fsdp 2 x tensor 2, local updates"]
     (query,) = [p for p in program(*overrides).parameters if p.name == "layers.attention.query"]
     assert query.axes[0] == "replica"
