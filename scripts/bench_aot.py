@@ -2,7 +2,7 @@
 
     python scripts/bench_aot.py scripts/aot_points.txt           models at full width: minutes each
     python scripts/bench_aot.py scripts/aot_points_small.txt     every kind of layer and mesh: half a minute each
-    python scripts/bench_aot.py scripts/aot_points_h100.txt      models at full width on eight GPUs: a minute or two each
+    python scripts/bench_aot.py scripts/aot_points_h100.txt      the same on eight GPUs: a minute or two each
     python scripts/bench_aot.py POINTS --only NAME NAME --out results.jsonl
 
 A line of POINTS is `NAME | TOPOLOGY | key=value ...`, the topology as `compile --topology` takes it, or a number of
@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 _HEADER = ("point", "machine", "GB a device", "temporaries", "the plan's error", "matmul TFLOP", "GB sent",
-           "asynchronous", "compiler, ms", "least, ms", "bound on MFU", "kernels", "largest array", "seconds")  # fmt: skip
+           "asynchronous", "compiler, ms", "least, ms", "bound on MFU", "kernels", "largest array",
+           "seconds")  # fmt: skip
 
 
 def main() -> int:
