@@ -2,6 +2,7 @@
 
     python scripts/bench_aot.py scripts/aot_points.txt           models at full width: minutes each
     python scripts/bench_aot.py scripts/aot_points_small.txt     every kind of layer and mesh: half a minute each
+    python scripts/bench_aot.py scripts/aot_points_h100.txt      the same on eight GPUs: a minute or two each
     python scripts/bench_aot.py POINTS --only NAME NAME --out results.jsonl
 
 A line of POINTS is `NAME | TOPOLOGY | key=value ...`, the topology as `compile --topology` takes it, or a number of
@@ -19,8 +20,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-_HEADER = ("point", "machine", "GB a device", "the plan's error", "matmul TFLOP", "GB sent", "asynchronous",
-           "compiler, ms", "least, ms", "bound on MFU", "kernels", "seconds")  # fmt: skip
+_HEADER = ("point", "machine", "GB a device", "temporaries", "the plan's error", "matmul TFLOP", "GB sent",
+           "asynchronous", "compiler, ms", "least, ms", "bound on MFU", "kernels", "largest array",
+           "seconds")  # fmt: skip
 
 
 def main() -> int:
@@ -103,6 +105,7 @@ def row(name: str, topology: str, result: dict[str, Any]) -> list[str]:
         name,
         topology,
         f"{memory['total'] / 1e9:.2f}",
+        f"{memory['temporaries'] / 1e9:.2f}",
         f"{memory['plan_error_percent']['total']:+.1f} %",
         " + ".join(f"{dtype} {_scaled(flops, 1e12)}" for dtype, flops in matmuls.items()),
         _scaled(result["sent_bytes"], 1e9),
@@ -111,6 +114,7 @@ def row(name: str, topology: str, result: dict[str, Any]) -> list[str]:
         _scaled(least, 1e-3),
         _bound(roof),
         kernels or "none",
+        ", ".join(f"{array['type']} {array['num_bytes'] / 1e9:.2f} GB" for array in result["largest_arrays"][:1]),
         f"{result['seconds']:.0f}",
     ]
 

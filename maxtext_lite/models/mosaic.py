@@ -185,8 +185,8 @@ class Sharded:
 
         def visit(state: Any, sums: Any, theirs: Any, other: jax.Array) -> tuple[Any, Any]:
             pairs, first_BT, is_seen_BT, kernel = self._pairs(mask_BT, other)
-            keys = [pairs.keys(x, axis=1) for x in theirs]
-            context_BTNW, log_partition_BNT = kernel.forward(pairs.queries(q_BTNH, axis=1), *keys, first_BT)
+            k, v = (pairs.keys(x, axis=1) for x in theirs)
+            context_BTNW, log_partition_BNT = kernel.forward(pairs.queries(q_BTNH, axis=1), k, v, first_BT)
             log_partition_BNT = jnp.where(is_seen_BT[:, None], log_partition_BNT, -_HIDDEN)
             return pairs.updated(state, as_state(context_BTNW, log_partition_BNT), pairs.query, merge), sums
 
@@ -212,15 +212,17 @@ class Sharded:
 
         def visit(dq_BN1TH: jax.Array, sums: Any, theirs: Any, other: jax.Array) -> tuple[Any, Any]:
             pairs, first_BT, is_seen_BT, kernel = self._pairs(mask_BT, other)
-            keys = [pairs.keys(x, axis=1) for x in theirs]
+            k, v = (pairs.keys(x, axis=1) for x in theirs)
             q, context, g = (pairs.queries(x, axis=1) for x in (q_BTNH, context_BTNW, g_BTNW))
             log_partition = jnp.where(is_seen_BT[:, None], pairs.queries(log_partition_BNT, axis=2), _HIDDEN)
-            dq, *dkv = (_by_heads(x) for x in kernel.backward(q, *keys, first_BT, context, log_partition, g))
+            dq, *dkv = (_by_heads(x) for x in kernel.backward(q, k, v, first_BT, context, log_partition, g))
             (dq_BN1TH,) = pairs.updated((dq_BN1TH,), (dq,), pairs.query, add)
             return dq_BN1TH, pairs.updated(sums, dkv, pairs.key, add)
 
-        own = q_BTNH, k_BSKH, v_BSKW, self._own_places(mask_BT), context_BTNW, log_partition_BNT, g_BTNW
-        dq_BN1TH, *own_sums = (_by_heads(x) for x in self._own().backward(*own))
+        own = self._own().backward(
+            q_BTNH, k_BSKH, v_BSKW, self._own_places(mask_BT), context_BTNW, log_partition_BNT, g_BTNW
+        )
+        dq_BN1TH, *own_sums = (_by_heads(x) for x in own)
         zeros = tuple(jnp.zeros_like(x) for x in own_sums)
         dq_BN1TH, sums = STRATEGIES[self.strategy](visit, dq_BN1TH, (k_BSKH, v_BSKW), zeros)
         dq, dk, dv = (ungrouped(x).astype(q_BTNH.dtype) for x in (dq_BN1TH, *add(own_sums, sums)))

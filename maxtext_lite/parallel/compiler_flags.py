@@ -1,5 +1,6 @@
 """Flags of the accelerators' compilers that a run sets by itself, before jax starts them, and why."""
 
+import importlib.util
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,6 +30,16 @@ VARIABLES: Mapping[Compiler, str] = MappingProxyType({"gpu": "XLA_FLAGS", "tpu":
 
 FLAGS: Mapping[Compiler, tuple[Flag, ...]] = MappingProxyType({"gpu": (), "tpu": ()})
 """What is set on each platform unless its variable names the flag already. docs/performance.md has the figures."""
+
+
+_LIBRARIES: Mapping[Compiler, tuple[str, ...]] = MappingProxyType(
+    {"gpu": ("jax_cuda12_plugin", "jax_cuda13_plugin"), "tpu": ("libtpu",)}
+)
+
+
+def installed_compilers() -> tuple[Compiler, ...]:
+    """Those whose library is installed, of which nothing is imported."""
+    return tuple(compiler for compiler, names in _LIBRARIES.items() if any(map(importlib.util.find_spec, names)))
 
 
 def set_compiler_flags(compiler: Compiler, flags: tuple[Flag, ...] | None = None) -> None:

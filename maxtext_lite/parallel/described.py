@@ -1,7 +1,6 @@
 """Devices to compile for that need not be there: TPU slices by libtpu, one host's GPUs by jax's CUDA plugin."""
 
 import contextlib
-import importlib.util
 import os
 import re
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from jax.sharding import Mesh
 from maxtext_lite.batching.devices import DEVICES, Device, device_named
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import did_you_mean, value_text
-from maxtext_lite.parallel.compiler_flags import Flag, set_compiler_flags
+from maxtext_lite.parallel.compiler_flags import Flag, installed_compilers, set_compiler_flags
 
 _FORM = re.compile(r"(?:(\d+)\*)?([\w-]+):(\d+(?:x\d+){0,2})")
 _WITHOUT_TPU = {
@@ -135,7 +134,7 @@ def as_default_device(mesh: Mesh) -> Iterator[None]:
 
 
 def _tpu_devices(machine: Described) -> list[Any]:
-    if importlib.util.find_spec("libtpu") is None:
+    if "tpu" not in installed_compilers():
         raise _missing(machine, "libtpu", "the extra tpu brings it: pip install 'maxtext-lite[tpu]'")
     for variable, value in _WITHOUT_TPU.items():
         os.environ.setdefault(variable, value)
@@ -154,7 +153,7 @@ def _tpu_devices(machine: Described) -> list[Any]:
 
 
 def _gpu_devices(machine: Described) -> list[Any]:
-    if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
+    if "gpu" not in installed_compilers():
         raise _missing(
             machine,
             "jax's CUDA plugin",

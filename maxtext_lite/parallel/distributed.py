@@ -12,6 +12,7 @@ import jax
 from maxtext_lite.config import UserError
 from maxtext_lite.config.kernels import Accelerator, installed_tokamax
 from maxtext_lite.parallel.cluster import Place, place
+from maxtext_lite.parallel.compiler_flags import installed_compilers, set_compiler_flags
 from maxtext_lite.process.signals import command_signals
 
 _SIMULATED = "--xla_force_host_platform_device_count="
@@ -32,6 +33,8 @@ def start_devices(*, timeout_seconds: float = 300) -> list[Any]:
     Raises:
       UserError: the environment describes the processes only in part, or wrongly.
     """
+    for compiler in installed_compilers():
+        set_compiler_flags(compiler)
     for flag in os.environ.get("XLA_FLAGS", "").split():
         if flag.startswith(_SIMULATED):
             os.environ.setdefault("NPROC", str(2 * int(flag.removeprefix(_SIMULATED))))

@@ -2,10 +2,13 @@
 
 import importlib.util
 
+import jax
+import jax.extend.backend
 import pytest
 
 from maxtext_lite.config import UserError
-from maxtext_lite.parallel.described import NAMES, described, topology_devices
+from maxtext_lite.parallel import MESH_AXES, make_mesh
+from maxtext_lite.parallel.described import NAMES, as_default_device, assumed_of, described, topology_devices
 
 
 @pytest.mark.parametrize(("name", "slices", "found"), [
@@ -62,3 +65,20 @@ def test_a_slice_of_a_shape_that_there_is_not_is_refused_by_libtpu_in_one_line()
     pytest.importorskip("libtpu", reason="libtpu, of the extra tpu, is not installed")
     with pytest.raises(UserError, match=r"^--topology=v5e:3x3 cannot be compiled for here: .*not divisible"):
         topology_devices("v5e:3x3")
+
+
+def test_a_device_that_is_not_there_answers_where_jax_is_asked_for_its_default(monkeypatch):
+    ones, device = dict.fromkeys(MESH_AXES, 1), jax.devices()[3]
+    mesh = make_mesh(ones, ones, [device])
+    before = jax.extend.backend.get_default_device()
+    with as_default_device(mesh):
+        assert jax.extend.backend.get_default_device() == before
+    monkeypatch.setattr(jax, "devices", lambda: [before])
+    with as_default_device(mesh):
+        assert jax.extend.backend.get_default_device() == device
+    assert jax.extend.backend.get_default_device() == before
+
+
+def test_what_is_assumed_is_said_of_gpus():
+    assert any("cuBLAS" in words for words in assumed_of("h100:8"))
+    assert assumed_of("v5e:4x4") == ()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from maxtext_lite.parallel.hlo_text import parse
-from maxtext_lite.parallel.hlo_work import Kernel, work
+from maxtext_lite.parallel.hlo_work import Kernel, LargeArray, work
 
 TRIPS = 5
 ONE = 2 * 8 * 16 * 16  # of [8, 16] times [16, 16]
@@ -149,12 +149,27 @@ ENTRY %main (x: bf16[8,16], w: bf16[16,32]) -> bf16[8,32] {
 backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],\
 "rhs_contracting_dimensions":["0"]}}}
   %mha = bf16[8,32]{1,0} custom-call(%x), custom_call_target="__cudnn$fmhaSoftmax"
+  %map.1 = (bf16[8,16,4]{2,1,0}, f32[8]{0}) custom-call(%x), custom_call_target="mosaic_gpu_v2", \
+metadata={op_name="jit(f)/vmap(jvp(kernel_tokamax_mosaic))/flash_attention_sm90/mpmd_map"}
+  %map.2 = bf16[8,16,4]{2,1,0} custom-call(%x), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(f)/other"}
   ROOT %r = bf16[8,32]{1,0} get-tuple-element(%gemm), index=0
 }
 """
 
 
-def test_cublas_calls_are_matmuls_and_cudnns_are_kernels():
+def test_cublas_calls_are_matmuls_and_other_calls_are_kernels_by_their_scope_or_target():
     found = work(parse(GPU))
     assert found.matmul_flops == {"bf16": 2 * 8 * 16 * 32}
-    assert found.kernels == (Kernel("__cudnn$fmhaSoftmax", 1, None),)
+    assert [kernel.name for kernel in found.kernels] == ["__cudnn$fmhaSoftmax", "mosaic_gpu_v2", "tokamax_mosaic"]
+
+
+def test_the_largest_arrays_are_those_that_are_made_in_the_devices_memory_each_type_once():
+    source = "jit(f)/vmap(jvp(kernel_tokamax_mosaic))/flash_attention_sm90/mpmd_map"
+    assert work(parse(GPU)).largest_arrays == (
+        LargeArray("bf16[8,16,4]", 1024, source),
+        LargeArray("s8[1024]", 1024, "custom-call"),
+        LargeArray("bf16[8,32]", 512, "custom-call"),
+        LargeArray("f32[8]", 32, source),
+    )
+    on_chip = work(parse(GPU.replace("{2,1,0}", "{2,1,0:S(1)}"))).largest_arrays
+    assert [array.type for array in on_chip] == ["s8[1024]", "bf16[8,32]", "f32[8]"]
