@@ -15,10 +15,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
+from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask import Mask, MultiHeadMask
 
 from maxtext_lite.config.kernels import token_multiple
 from maxtext_lite.models.chunk_pairs import Pairs
+from maxtext_lite.models.splash_blocks import CausalMask, FullMask, LocalMask, block_sizes
 from maxtext_lite.models.tile import PLAIN, Scoring, merge, sink_gradient, ungrouped, with_sink
 from maxtext_lite.models.tiled_attention import STRATEGIES
 from maxtext_lite.parallel import (
@@ -80,21 +82,15 @@ class _Options:
     scoring: Scoring
     interpret: bool
 
-    def kernel(self, mask: splash_attention_mask.Mask, num_heads: int, span: int, shards: int = 1, **more: Any) -> Any:
-        """The kernel for queries and keys that this mask describes, in blocks that divide `span` tokens."""
-        edge = max(edge for edge in (128, 256, 512) if span % edge == 0)
-        sizes = splash_attention_kernel.BlockSizes(
-            block_q=edge,
-            block_kv=edge,
-            block_kv_compute=edge,
-            block_q_dkv=edge,
-            block_kv_dkv=edge,
-            block_kv_dkv_compute=edge,
-            block_q_dq=edge,
-            block_kv_dq=edge,
-        )
+    def kernel(self, mask: Mask, num_heads: int, head_dim: int, *, span: int, shards: int = 1, **more: Any) -> Any:
+        """The kernel for queries and keys that this mask describes, in blocks that divide `span` tokens.
+
+        Args:
+          head_dim: of keys or values, whichever is wider.
+        """
+        sizes = block_sizes(span=span, num_keys=mask.shape[1], head_dim=head_dim, window=self.scoring.window)
         return splash_attention_kernel.make_splash_mha(
-            splash_attention_mask.MultiHeadMask([mask] * num_heads),
+            MultiHeadMask([mask] * num_heads),
             block_sizes=sizes,
             head_shards=1,
             q_seq_shards=shards,
@@ -119,15 +115,16 @@ def _gathered(
     """Attention of a device's queries to the keys of whole examples."""
     (T, N), shards, window = q_BTNH.shape[1:3], context_shards(), options.scoring.window
     if window is None:
-        mask = splash_attention_mask.CausalMask((T, T))
+        mask = CausalMask((T, T))
     else:
-        mask = splash_attention_mask.LocalMask((T, T), (window - 1, 0), offset=0)
+        mask = LocalMask((T, T), window)
     span = T
     if shards > 1:
         mask.q_sequence = context_order(T, shards).astype(mask.q_sequence.dtype)  # where the queries stand
         span = T // (CHUNKS_PER_SHARD * shards)
     num_heads = N // num_shards("activation_heads")
-    kernel = options.kernel(mask, num_heads, span, shards, residual_checkpoint_name="context")
+    head_dim = max(q_BTNH.shape[-1], v_BSKW.shape[-1])
+    kernel = options.kernel(mask, num_heads, head_dim, span=span, shards=shards, residual_checkpoint_name="context")
 
     def local(
         kernel: Any,
@@ -194,9 +191,14 @@ def _ring_backward(options: _Options, residuals: Any, g_BTNW: jax.Array) -> Any:
 _ring.defvjp(_ring_forward, _ring_backward)
 
 
-def _attend(options: _Options, mask: splash_attention_mask.Mask, *rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _head_dim(rows: tuple[jax.Array, ...]) -> int:
+    """The width of the wider of keys and values."""
+    return max(rows[1].shape[-1], rows[2].shape[-1])
+
+
+def _attend(options: _Options, mask: Mask, *rows: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Context [B, N, 1, T, W] and log-partition [B, N, 1, T, 1], float32, of rows [B, ...] of q, k, v and documents."""
-    kernel = options.kernel(mask, rows[0].shape[1], mask.shape[0], save_residuals=True)
+    kernel = options.kernel(mask, rows[0].shape[1], _head_dim(rows), span=mask.shape[0], save_residuals=True)
 
     def one_row(q_NTH: Any, k_KSH: Any, v_KSW: Any, segment_T: Any, segment_S: Any) -> Any:
         return kernel(q_NTH, k_KSH, v_KSW, segment_ids=splash_attention_kernel.SegmentIds(segment_T, segment_S))
@@ -205,7 +207,7 @@ def _attend(options: _Options, mask: splash_attention_mask.Mask, *rows: jax.Arra
     return context_BNTW.astype(jnp.float32)[:, :, None], log_partition_BNT[:, :, None, :, None]
 
 
-def _attend_backward(options: _Options, mask: splash_attention_mask.Mask, *rows: jax.Array) -> tuple[jax.Array, ...]:
+def _attend_backward(options: _Options, mask: Mask, *rows: jax.Array) -> tuple[jax.Array, ...]:
     """What these queries and keys add to the gradients of both, float32.
 
     Args:
@@ -214,7 +216,7 @@ def _attend_backward(options: _Options, mask: splash_attention_mask.Mask, *rows:
     Returns:
       dq [B, N, 1, T, H], dk [B, K, 1, S, H] and dv [B, K, 1, S, W].
     """
-    kernel = options.kernel(mask, rows[0].shape[1], mask.shape[0])
+    kernel = options.kernel(mask, rows[0].shape[1], _head_dim(rows), span=mask.shape[0])
 
     def one_row(
         q_NTH: Any, k_KSH: Any, v_KSW: Any, segment_T: Any, segment_S: Any, context_NTW: Any, partition_NT: Any, g: Any
@@ -240,7 +242,7 @@ def _shard_forward(
     T = q_BTNH.shape[1]
     chunk, q_BNTH = T // CHUNKS_PER_SHARD, options.scaled(q_BTNH)
     own = k_BSKH.swapaxes(1, 2), v_BSKW.swapaxes(1, 2), segment_BT
-    full = splash_attention_mask.FullMask((chunk, chunk))
+    full = FullMask((chunk, chunk))
 
     def visit(state: Any, sums: Any, theirs: Any, other: jax.Array) -> tuple[Any, Any]:
         pairs = Pairs.of(other, chunk)
@@ -250,7 +252,7 @@ def _shard_forward(
         return pairs.updated(state, found, pairs.query, merge), sums
 
     # A later place on a shard is a later token.
-    state = _attend(options, splash_attention_mask.CausalMask((T, T)), q_BNTH, *own[:2], segment_BT, segment_BT)
+    state = _attend(options, CausalMask((T, T)), q_BNTH, *own[:2], segment_BT, segment_BT)
     state, _ = STRATEGIES["ring"](visit, state, own, ())
     context_BKGTW, log_partition_BKGT1 = with_sink(state, sink_N)
     return ungrouped(context_BKGTW).astype(q_BTNH.dtype), log_partition_BKGT1
@@ -271,7 +273,7 @@ def _shard_backward(
     chunk, q_BNTH = T // CHUNKS_PER_SHARD, options.scaled(q_BTNH)
     own = k_BSKH.swapaxes(1, 2), v_BSKW.swapaxes(1, 2), segment_BT
     of_queries = context_BTNW.swapaxes(1, 2), log_partition_BKGT1[:, :, 0, :, 0], g_BTNW.swapaxes(1, 2)
-    full = splash_attention_mask.FullMask((chunk, chunk))
+    full = FullMask((chunk, chunk))
 
     def add(before: Any, found: Any) -> Any:
         return tuple(x + new for x, new in zip(before, found, strict=True))
@@ -286,7 +288,7 @@ def _shard_backward(
         (dq_BKGTH,) = pairs.updated((dq_BKGTH,), (dq,), pairs.query, add)
         return dq_BKGTH, pairs.updated(sums, dkv, pairs.key, add)
 
-    causal = splash_attention_mask.CausalMask((T, T))
+    causal = CausalMask((T, T))
     dq_BKGTH, *own_sums = _attend_backward(options, causal, q_BNTH, *own[:2], segment_BT, segment_BT, *of_queries)
     zeros = tuple(jnp.zeros(x.shape, jnp.float32) for x in own_sums)
     dq_BKGTH, sums = STRATEGIES["ring"](visit, dq_BKGTH, own, zeros)

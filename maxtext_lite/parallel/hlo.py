@@ -115,6 +115,9 @@ def collectives(hlo: str | Module, *, trips_where_unknown: int | None = None) ->
                 is_async = is_fused or (it.opcode != kind and '"is_sync":true' not in it.attributes)
                 is_async = is_async or (runs.inside and "async_collective" in name)
                 payload = _payload(it, groups)
+                root = module.computations[name].root
+                if kind == "all-reduce" and runs.inside and root and root.opcode == "dynamic-slice":
+                    kind = "reduce-scatter"  # a TPU writes it as the fusion of a sum and of a part of it
             elif it.opcode == "send" and (kind := it.attribute(_MEGASCALE.pattern) or ""):
                 kind = _MEGASCALE_KINDS.get(kind, kind.lower().replace("_", "-"))
                 groups, is_async, payload = (), True, _bytes_by_dtype(it.arrays[:1])

@@ -8,18 +8,28 @@ import numpy as np
 import pytest
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
-from maxtext_lite.models import Scoring
+from maxtext_lite.models import Scoring, splash_blocks
 from maxtext_lite.models.splash import splash_attention
+from maxtext_lite.models.splash_blocks import MostTokens
 from maxtext_lite.parallel import MESH_AXES, context_order, make_mesh
 from maxtext_lite.parallel.hlo import collectives
 from tests.models.test_attention import SINK, B, N, exact, inputs, with_a_long_document
 
 
-def test_splash_knows_windows_soft_caps_sinks_and_values_of_another_width():
-    """Blocks of 128: the window of 140 crosses them, and leaves the first one out of the last one's sight."""
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Blocks of 128, of which short rows have several."""
+    pair = (128, 128)
+    monkeypatch.setattr(splash_blocks, "MOST_TOKENS", (MostTokens(256, pair, pair, pair, fused=pair),))
+
+
+@pytest.mark.parametrize("window", [140, None])
+def test_splash_knows_windows_soft_caps_sinks_and_values_of_another_width(window, small_blocks):
+    """The window of 140 crosses blocks, and leaves the first one out of the last one's sight. Without it, one kernel
+    finds all gradients, in parts of dq for each block of keys."""
     q, k, v, segment = inputs(384)
     segment = with_a_long_document(segment)
-    scoring = Scoring(scale=0.4, window=140, soft_cap=1.5)
+    scoring = Scoring(scale=0.4, window=window, soft_cap=1.5)
     v, g = v[..., :8], np.random.default_rng(1).normal(size=(B, 384, N, 8)).astype(np.float32)
 
     @jax.jit
@@ -66,8 +76,10 @@ def rows(num_tokens):
     ("ring", {"context": 3}, Scoring(), False),
     ("ring", {"context": 2}, Scoring(window=300), False),  # gathered
 ], ids=str)  # fmt: skip
-def test_shards_equal_float64_attention_of_whole_examples(strategy, sizes, scoring, sinks):
-    """Chunks of one block of 128."""
+def test_shards_equal_float64_attention_of_whole_examples(strategy, sizes, scoring, sinks, monkeypatch):
+    """Chunks of one block of 128. On three shards with the kernels of rows whose parts of dq would be too many."""
+    if sizes["context"] == 3:
+        monkeypatch.setattr(splash_blocks, "MOST_PARTS_OF_DQ", 0)
     arrays, sink = rows(256 * sizes["context"]), SINK if sinks else None
     along, results = on_shards(arrays, sink, sizes=sizes, strategy=strategy, scoring=scoring)
     for got, want in zip(results, exact(*arrays, sink, scoring), strict=True):

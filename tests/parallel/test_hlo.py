@@ -96,6 +96,13 @@ ACCELERATOR = """HloModule jit_step, is_scheduled=true, num_partitions=4
 backend_config={"async_collective_fusion_config":{"flag_start":"-1"}}
 }
 
+%all-reduce-scatter (p: f32[4,8]) -> f32[2,8] {
+  %p = f32[4,8] parameter(0)
+  %all-reduce.10 = f32[4,8]{1,0} all-reduce(%p), channel_id=10, replica_groups={{0,2},{1,3}}, to_apply=%add
+  %own = u32[] constant(0)
+  ROOT %slice = f32[2,8]{1,0} dynamic-slice(%all-reduce.10, %own, %own), dynamic_slice_sizes={2,8}
+}
+
 %body (p: (s32[], bf16[8,128])) -> (s32[], bf16[8,128]) {
   %p = (s32[], bf16[8,128]) parameter(0)
   %x = bf16[8,128] get-tuple-element(%p), index=1
@@ -120,6 +127,7 @@ ENTRY %main (x: bf16[8,128], y: f32[4,8]) -> bf16[8,128] {
   %cps = (f32[4,8]{1,0}, f32[4,8]{1,0}, u32[], u32[]) collective-permute-start(%y), source_target_pairs={{0,1},{1,0}}
   %cpd = f32[4,8]{1,0} collective-permute-done(%cps)
   %rs = f32[2,8]{1,0} reduce-scatter(%y), channel_id=6, replica_groups={{0,1},{2,3}}, dimensions={0}, to_apply=%add
+  %fusion.2 = f32[2,8]{1,0} fusion(%y), kind=kCustom, calls=%all-reduce-scatter
   %all-reduce.7 = (f32[4,8]{1,0}, /*index=1*/f32[]) all-reduce(%y, %z), channel_id=7, replica_groups={}, to_apply=%add
   %alone = f32[4,8]{1,0} all-reduce(%y), channel_id=8, replica_groups={{0},{1},{2},{3}}, to_apply=%add
   %send.1 = (f32[20,8,128]{2,1,0:T(8,128)}, u32[], token[]) send(%y, %k), channel_id=9, is_host_transfer=true, \
@@ -148,6 +156,7 @@ def test_what_accelerators_write_is_read_too():
     found = [(c.kind, c.axes(FakeMesh()), c.times, c.payload_bytes) for c in collectives(ACCELERATOR)]
     assert found == [
         ("all-gather", ("fsdp",), 6, 16 * 128 * 2),  # written twice, on one channel
+        ("reduce-scatter", ("fsdp",), 1, 4 * 8 * 4),  # written as a part of a sum
         ("all-gather", ("tensor",), 1, 8 * 8 * 4),
         ("collective-permute", ("tensor",), 1, 4 * 8 * 4),
         ("reduce-scatter", ("tensor",), 1, 4 * 8 * 4),

@@ -1,0 +1,128 @@
+"""The blocks that splash attention works in, and masks that tell of a block what is in it without making it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
+
+from maxtext_lite.config.kernels import SPLASH_BLOCK
+
+
+@dataclass(frozen=True)
+class MostTokens:
+    """The most queries and keys of a block in each of splash's kernels; keys are multiplied `at_once` so many.
+
+    Attributes:
+      head_dim: of the widest heads, of keys or values, that these suit.
+      dkv, dq: of the two kernels of the backward pass.
+      fused: of the one that finds all three gradients; None: it is not used.
+    """
+
+    head_dim: float
+    forward: tuple[int, int]
+    dkv: tuple[int, int]
+    dq: tuple[int, int]
+    fused: tuple[int, int] | None
+    at_once: int = 512
+
+
+MOST_TOKENS = (
+    MostTokens(128, forward=(1024, 512), dkv=(2048, 512), dq=(2048, 512), fused=(1024, 2048)),
+    MostTokens(256, forward=(1024, 512), dkv=(1024, 512), dq=(1024, 512), fused=(1024, 1024)),
+    MostTokens(float("inf"), forward=(512, 512), dkv=(512, 512), dq=(512, 512), fused=None),
+)
+"""Blocks by the width of heads; the first that suits is taken.
+
+Those of the forward, dkv and dq kernels of heads of up to 128 are MaxText's for v6e
+(benchmarks/maxtext_trillium_model_configs.py at 02df154); for v5e it names the fused kernel
+(maxtext_v5e_model_configs.py at 00f6981). There a kernel is given several times its default memory on the chip. These
+are the largest of those that compile with the default on v5e, v5p and v6e, in float32 and with a soft cap too.
+"""
+
+MOST_PARTS_OF_DQ = 4
+"""The fused kernel spares two of seven matmuls, but writes a part of the queries' gradient, as large as the queries,
+for each of its blocks of keys, which are added up after it: at 8,192 tokens and heads of 128 four, in llama3-8b 268 MB
+a row. Where there would be more, the gradient has a kernel of its own."""
+
+
+def block_sizes(
+    *, span: int, num_keys: int, head_dim: int, window: int | None = None
+) -> splash_attention_kernel.BlockSizes:
+    """Sizes that divide `span` tokens.
+
+    Args:
+      span: tokens in a row of a mask that follow each other, of queries as of keys; a multiple of 128.
+      num_keys: of all blocks.
+      head_dim: of keys or values, whichever is wider.
+      window: its blocks of keys are small, so that most of those outside it are left out.
+    """
+    most = next(each for each in MOST_TOKENS if head_dim <= each.head_dim)
+
+    def block(limit: int, tokens: int = span) -> int:
+        sizes = range(SPLASH_BLOCK, min(limit, tokens) + 1, SPLASH_BLOCK)
+        return max(size for size in sizes if tokens % size == 0)
+
+    def of_keys(limit: int) -> tuple[int, int]:
+        keys = block(limit)
+        return keys, block(most.at_once, keys)
+
+    sizes: dict[str, Any] = {"block_q": block(most.forward[0])}
+    sizes["block_kv"], sizes["block_kv_compute"] = of_keys(most.forward[1])
+    if most.fused and window is None and num_keys // block(most.fused[1]) <= MOST_PARTS_OF_DQ:
+        queries, keys = most.fused
+        sizes["use_fused_bwd_kernel"] = True
+    else:
+        queries, keys = most.dkv
+        sizes |= {"block_q_dq": block(most.dq[0]), "block_kv_dq": block(most.dq[1])}
+    sizes["block_q_dkv"] = block(queries)
+    sizes["block_kv_dkv"], sizes["block_kv_dkv_compute"] = of_keys(keys)
+    return splash_attention_kernel.BlockSizes(**sizes)
+
+
+# ---- Masks ----------------------------------------------------------------------------------------------------------
+# jax asks for each block of a mask, several times, and of it only whether any and whether all are True: at 32,768
+# tokens that is 11 seconds of comparisons. A block is answered for by two numbers that say just that.
+
+
+def _some_and_all(some: bool, every: bool) -> np.ndarray:
+    return np.array([[some, some and every]])
+
+
+def _within(queries: np.ndarray, keys: slice, window: int | None) -> np.ndarray:
+    """Of queries and keys that follow each other, those that are no later than their query and fewer than `window`
+    before."""
+    assert queries[-1] - queries[0] == len(queries) - 1
+    nearest, farthest = queries[0] - (keys.stop - 1), queries[-1] - keys.start
+    some, every = farthest >= 0, nearest >= 0
+    if window is not None:
+        some, every = some and nearest < window, every and farthest < window
+    return _some_and_all(bool(some), bool(every))
+
+
+class CausalMask(splash_attention_mask.CausalMask):
+    """jax's, whose blocks are two numbers."""
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        """Whether some and whether all of a block are True, [1, 2]; stretches of it are to be given by both ends."""
+        return _within(self.q_sequence[index[0]], index[1], None)
+
+
+class LocalMask(splash_attention_mask.LocalMask):
+    """jax's, of the last `window` tokens, the query's own among them; its blocks are two numbers."""
+
+    def __init__(self, shape: tuple[int, int], window: int):
+        super().__init__(shape, (window - 1, 0), offset=0)
+        self._window = window
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        """As `CausalMask`."""
+        return _within(self.q_sequence[index[0]], index[1], self._window)
+
+
+class FullMask(splash_attention_mask.FullMask):
+    """jax's, whose blocks are two numbers."""
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        """As `CausalMask`."""
+        return _some_and_all(True, True)
