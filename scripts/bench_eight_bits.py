@@ -46,10 +46,11 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3, help="runs of each")
+    parser.add_argument("--only", nargs="+", choices=get_args(Quantization), default=get_args(Quantization))
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of maxtext_lite.train")
     arguments = parser.parse_args()
 
-    losses: dict[str, list[float]] = {word: [] for word in get_args(Quantization)}
+    losses: dict[str, list[float]] = {word: [] for word in arguments.only}
     for seed in range(arguments.seeds):
         for word, of_word in losses.items():
             of_word.append(held_out_loss(word, seed, arguments.overrides))
@@ -57,7 +58,7 @@ def main() -> None:
     print(f"{machine()}\n")
     seeds = " | ".join(f"seed {seed}" for seed in range(arguments.seeds))
     print(f"| quantization | {seeds} | mean | / none | spread |\n|{'---|' * (arguments.seeds + 4)}")
-    plain = statistics.mean(losses["none"])
+    plain = statistics.mean(losses[arguments.only[0]])
     for word, of_word in losses.items():
         mean = statistics.mean(of_word)
         each = " | ".join(f"{loss:.4f}" for loss in of_word)
