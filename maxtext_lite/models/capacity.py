@@ -52,7 +52,9 @@ def with_capacity(
     # Slots of all experts for some rows become all rows' slots of some experts: an all-to-all.
     x_EBCD = constrain(constrain(x_EBCD, (None, "batch", None, None)), ("experts", "exchanged_batch", None, None))
     x_EBCD = checkpoint_name(x_EBCD, "expert_rows")
-    inwards, outwards = (functools.partial(_experts_matmul, shape, axes) for axes in (("embed", "mlp"), ("mlp", "embed")))
+    inwards, outwards = (
+        functools.partial(_experts_matmul, shape, axes) for axes in (("embed", "mlp"), ("mlp", "embed"))
+    )
     gate_EBCF = checkpoint_name(inwards(x_EBCD, weights.gate_EDF, weights.gate_EF), "mlpwi_0")
     up_EBCF = checkpoint_name(inwards(x_EBCD, weights.up_EDF, weights.up_EF), "mlpwi_1")
     y_EBCD = outwards(mlp_hidden(shape.activation, gate_EBCF, up_EBCF), weights.down_EFD, weights.down_ED)

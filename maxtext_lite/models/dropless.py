@@ -125,7 +125,7 @@ def _rows_backward(
     dx_UD = _times_transposed(shape, dgate_UF, w.gate_EDF, size_E, _INWARDS)
     dx_UD += _times_transposed(shape, dup_UF, w.up_EDF, size_E, _INWARDS)
     dy_UD = (share_U1 * g_UD).astype(dtype)
-    # In any quantization: neighbouring rows are of many examples, for which there is no scale that a split leaves alone.
+    # Whatever the quantization is: an expert's rows are of many examples, and splits would change a scale of theirs.
     dweights = [
         grouped_weight_gradient(x_UD, dgate_UF, size_E, kernel),
         grouped_weight_gradient(x_UD, dup_UF, size_E, kernel),
@@ -147,7 +147,11 @@ def _whole_weights(weights: ExpertWeights, shape: ExpertShape) -> ExpertWeights:
     def whole(weight: jax.Array, axes: tuple[str, ...]) -> Any:
         if "embed" not in axes:
             return weight
-        return eight_bits.whole_weight(weight, axes, formats) if formats else gathered(weight, "embed", axes.index("embed"))
+        return (
+            eight_bits.whole_weight(weight, axes, formats)
+            if formats
+            else gathered(weight, "embed", axes.index("embed"))
+        )
 
     return ExpertWeights(*map(whole, weights.arrays(), weights.axes()))
 

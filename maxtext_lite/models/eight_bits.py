@@ -12,9 +12,9 @@ A row of a batch is what no micro-batch, device, host or pipeline stage splits b
 largest magnitude is found all the same; a scale of a whole micro-batch would depend on what else is in it. As dx takes
 W as y took it, it is the derivative of what was computed, and W need not be rounded twice.
 
-Source: scales per token and per channel are Dettmers et al. 2022, arXiv:2208.07339, section 2.1; e4m3 is Micikevicius et
-al. 2022, arXiv:2209.05433, for gradients too where scales are fine, as DeepSeek-AI 2024, arXiv:2412.19437, section
-3.3.2: three bits of mantissa instead of e5m2's two.
+Source: scales per token and per channel are Dettmers et al. 2022, arXiv:2208.07339, section 2.1; e4m3 is of
+Micikevicius et al. 2022, arXiv:2209.05433. Gradients are e4m3 too, not their e5m2, as in DeepSeek-AI 2024,
+arXiv:2412.19437, section 3.3.2: where scales are fine, another bit of mantissa is worth more than range.
 """
 
 import functools
@@ -138,9 +138,7 @@ def _totals(left_BTk: jax.Array, right_kj: jax.Array, axis: str) -> jax.Array:
     if parts > 1:
         left_BTnk = constrain(left_BTnk, (AS_IT_IS, AS_IT_IS, axis, None))
         right_nkj = constrain(right_nkj, (axis, None, AS_IT_IS))
-    return jnp.einsum(
-        "BTnk,nkj->nBTj", left_BTnk, right_nkj, preferred_element_type=dtype_of_totals(left_BTk.dtype)
-    )
+    return jnp.einsum("BTnk,nkj->nBTj", left_BTnk, right_nkj, preferred_element_type=dtype_of_totals(left_BTk.dtype))
 
 
 def _added_up(parts: jax.Array, dtype: Any, num_dims: int = 1) -> jax.Array:

@@ -251,7 +251,9 @@ def test_experts_with_and_without_a_capacity_round_to_the_same_on_every_mesh(siz
             return y, dx, *dweights.arrays()
 
         rows = sharding(mesh, ("batch", "length", None))
-        of_weights = [jax.device_put(w, sharding(mesh, axes)) for w, axes in zip(weights[:3], weights.axes(), strict=True)]
+        of_weights = [
+            jax.device_put(w, sharding(mesh, axes)) for w, axes in zip(weights[:3], weights.axes(), strict=True)
+        ]
         arguments = (jax.device_put(x, rows), ExpertWeights(*of_weights), jax.device_put(g, rows))
         with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
             return jax.device_get(jax.jit(step)(*arguments))
