@@ -4,7 +4,7 @@
     python scripts/bench_eight_bits.py --seeds 1 steps=100            a shorter look
 
 Prints a table in Markdown: the held-out loss after the last step for each seed of parameters and order of examples,
-their mean, its ratio to that of quantization=none, and the spread of the seeds, (largest - smallest) / mean. The seeds
+their mean, its ratio to that of the first of them, and the spread of the seeds, (largest - smallest) / mean. The seeds
 take turns, so that a run that is cut short has compared something. Key=value arguments are those of
 `maxtext_lite.train`. On a CPU the numbers of eight bits are the accelerators', the speed is not.
 """
@@ -46,18 +46,20 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3, help="runs of each")
+    words = get_args(Quantization)
+    parser.add_argument("--only", nargs="+", choices=words, default=words, help="these, beside the first of them")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of maxtext_lite.train")
     arguments = parser.parse_args()
 
-    losses: dict[str, list[float]] = {word: [] for word in get_args(Quantization)}
+    losses: dict[str, list[float]] = {word: [] for word in arguments.only}
     for seed in range(arguments.seeds):
         for word, of_word in losses.items():
             of_word.append(held_out_loss(word, seed, arguments.overrides))
             print(f"quantization={word} seed={seed}: held-out loss {of_word[-1]:.4f}", file=sys.stderr, flush=True)
     print(f"{machine()}\n")
     seeds = " | ".join(f"seed {seed}" for seed in range(arguments.seeds))
-    print(f"| quantization | {seeds} | mean | / none | spread |\n|{'---|' * (arguments.seeds + 4)}")
-    plain = statistics.mean(losses["none"])
+    print(f"| quantization | {seeds} | mean | / {arguments.only[0]} | spread |\n|{'---|' * (arguments.seeds + 4)}")
+    plain = statistics.mean(losses[arguments.only[0]])
     for word, of_word in losses.items():
         mean = statistics.mean(of_word)
         each = " | ".join(f"{loss:.4f}" for loss in of_word)

@@ -84,7 +84,7 @@ def _experts_matmul(
     else:  # an example's slots with an expert are its row
 
         def of_expert(x_BCi: jax.Array, weight_io: jax.Array) -> Any:
-            slots = ("exchanged_batch", None)
+            slots = ("exchanged_batch", None, None)
             return project_array(x_BCi, weight_io, axes, slots, shape.grad_dtype, shape.quantization)
 
         y_EBCo = over_experts(of_expert)(x_EBCi, weight_Eio)

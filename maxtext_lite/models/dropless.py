@@ -139,7 +139,7 @@ def _rows_backward(
     dx_UD = _times_transposed(shape, dgate_UF, w.gate_EDF, size_E, _INWARDS)
     dx_UD += _times_transposed(shape, dup_UF, w.up_EDF, size_E, _INWARDS)
     dy_UD = (share_U1 * g_UD).astype(dtype)
-    # Never of eight bits: neighbouring rows are of many examples, for which no scale is the same in every split.
+    # Whatever the quantization is: an expert's rows are of many examples, and splits would change a scale of theirs.
     dweights = [
         grouped_weight_gradient(x_UD, dgate_UF, size_E, kernel, "io", weight_dtype),
         grouped_weight_gradient(x_UD, dup_UF, size_E, kernel, "io", weight_dtype),

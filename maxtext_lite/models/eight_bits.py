@@ -1,20 +1,23 @@
 """Matmuls of eight bits, whose scales do not depend on how a batch is split.
 
-An operand becomes numbers of eight bits times float32 scales, each scale the largest magnitude of what it is for, over
-the format's largest number. Largest magnitudes are exact in any order and over any shards. A product has its sums in
-int32 or float32, and then its scales:
+An operand becomes numbers of eight bits times float32 scales: the largest magnitude of what shares a scale becomes the
+format's largest number. Largest magnitudes are the same in any order and over any shards. Products are added up in
+int32 or float32, and then get their scales:
 
-    y  = x W     x per token, W per output: over what is summed
-    dx = g W^T   the same W; its scales go to g, which then has one per token
-    dW = x^T g   sums over tokens. x per (row, input), g per (row, output), and the rows' sums are added up in float32
+    y  = x W     x per token, W per output
+    dx = g W^T   the same numbers of W, whose scales go to g first; then g per token
+    dW = x^T g   sums over tokens: x per (row, input) and g per (row, output), and rows are added up in float32
 
-A row of a batch is what no micro-batch, device, host or pipeline stage splits but along its tokens, over which the
-largest magnitude is found exactly; a scale of a whole micro-batch would depend on what else is in it.
+A row of a batch is what no micro-batch, device, host or pipeline stage splits but along its tokens, over which its
+largest magnitude is found all the same; a scale of a whole micro-batch would depend on what else is in it. As dx takes
+W as y took it, it is the derivative of what was computed, and W need not be rounded twice.
 
-Source: scales per token and per channel are Dettmers et al. 2022, arXiv:2208.07339, section 2.1; e4m3 forward and e5m2
-for gradients are Micikevicius et al. 2022, arXiv:2209.05433, section 4.
+Source: scales per token and per channel are Dettmers et al. 2022, arXiv:2208.07339, section 2.1; e4m3 is of
+Micikevicius et al. 2022, arXiv:2209.05433. Gradients are e4m3 too, not their e5m2, as in DeepSeek-AI 2024,
+arXiv:2412.19437, section 3.3.2: where scales are fine, another bit of mantissa is worth more than range.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -42,8 +45,8 @@ class Formats(NamedTuple):
 FORMATS: dict[Quantization, Formats | None] = {
     "none": None,
     "int8": Formats(jnp.int8, jnp.int8, True),
-    "fp8": Formats(jnp.float8_e4m3fn, jnp.float8_e5m2, False),
-    "fp8_full": Formats(jnp.float8_e4m3fn, jnp.float8_e5m2, True),
+    "fp8": Formats(jnp.float8_e4m3fn, jnp.float8_e4m3fn, False),
+    "fp8_full": Formats(jnp.float8_e4m3fn, jnp.float8_e4m3fn, True),
 }
 """What each value of the key `quantization` means."""
 
@@ -80,8 +83,12 @@ def in_eight_bits(x: jax.Array, largest: jax.Array, dtype: Any) -> Scaled:
 
 
 def dtype_of_totals(dtype: Any) -> Any:
-    """In which products of numbers of `dtype` are added up: exactly in int32, otherwise in float32."""
+    """In which products of numbers of `dtype` are added up: exactly in int32 (133,000 of the largest), or float32."""
     return jnp.int32 if dtype == jnp.int8 else jnp.float32
+
+
+TokenAxes = tuple[str, str | None, str | None]
+"""Logical axes over which a batch is split: its rows over two, of which `fsdp` is the first, and their tokens."""
 
 
 # ---- A projection ---------------------------------------------------------------------------------------------------
@@ -95,8 +102,14 @@ def scaled_weight(weight_io: jax.Array, axes: tuple[str, str], formats: Formats)
     lying = constrain(weight_io, axes)
     scaled = in_eight_bits(lying, largest_magnitude(lying, (0,)), formats.forward)
     in_axis, out_axis = axes_in_use(axes)
-    numbers_io = constrain(constrain(scaled.numbers, axes), (in_axis, out_axis))
+    numbers_io = _sent(scaled.numbers, lambda numbers_io: constrain(constrain(numbers_io, axes), (in_axis, out_axis)))
     return Scaled(numbers_io, constrain(scaled.scale, (None, out_axis)))
+
+
+def _sent(numbers: jax.Array, send: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """Numbers that other devices get, as bytes: XLA widens float8 first where a platform has none."""
+    sent = send(jax.lax.bitcast_convert_type(numbers, jnp.int8))
+    return jax.lax.bitcast_convert_type(sent, numbers.dtype)
 
 
 def times(x_BTi: jax.Array, weight: Scaled, axes: tuple[str, str], formats: Formats) -> jax.Array:
@@ -141,43 +154,44 @@ def weight_gradient(
     x_BTi: jax.Array,
     g_BTo: jax.Array,
     axes: tuple[str, str],
-    tokens: tuple[str, str | None],
+    tokens: TokenAxes,
     formats: Formats,
     grad_dtype: Any,
 ) -> jax.Array:
     """x^T g [i, o], each device's sum over its rows and tokens in float32; devices' sums meet in `grad_dtype` where
-    `fsdp` splits weights.
+    `fsdp` splits weights, and are added up in float32.
 
     One row after another: a device never has the products of several, each as large as the weight.
-
-    Args:
-      tokens: logical axes of B and T.
     """
     in_axis, out_axis = axes_in_use(axes)
-    x_rncti, g_rncto = _rows_first(x_BTi, tokens, in_axis), _rows_first(g_BTo, tokens, out_axis)
+    x_rnmcti, g_rnmcto = _rows_first(x_BTi, tokens, in_axis), _rows_first(g_BTo, tokens, out_axis)
 
-    def of_row(x_ncti: jax.Array, g_ncto: jax.Array) -> jax.Array:
-        x = in_eight_bits(x_ncti, largest_magnitude(x_ncti, (1, 2)), formats.forward)
-        g = in_eight_bits(g_ncto, largest_magnitude(g_ncto, (1, 2)), formats.backward)
-        total_ncio = jnp.einsum(
-            "ncti,ncto->ncio", x.numbers, g.numbers, preferred_element_type=dtype_of_totals(formats.forward)
-        )
-        sums_ncio = total_ncio.astype(jnp.float32) * x.scale.swapaxes(2, 3) * g.scale
-        return constrain(sums_ncio, (*tokens, in_axis, out_axis))
+    def of_row(x: jax.Array, g: jax.Array) -> jax.Array:
+        x_nmcti = in_eight_bits(x, largest_magnitude(x, (2, 3)), formats.forward)
+        g_nmcto = in_eight_bits(g, largest_magnitude(g, (2, 3)), formats.backward)
+        totals = dtype_of_totals(formats.forward)
+        total = jnp.einsum("nmcti,nmcto->nmcio", x_nmcti.numbers, g_nmcto.numbers, preferred_element_type=totals)
+        sums_nmcio = total.astype(jnp.float32) * x_nmcti.scale.swapaxes(3, 4) * g_nmcto.scale
+        return constrain(sums_nmcio, (*tokens, in_axis, out_axis))
 
-    sums_ncio = of_row(x_rncti[0], g_rncto[0])
-    if len(x_rncti) > 1:
+    sums_nmcio = of_row(x_rnmcti[0], g_rnmcto[0])
+    if len(x_rnmcti) > 1:
         add = lambda sums, row: (sums + of_row(*row), None)  # noqa: E731
-        sums_ncio = jax.lax.scan(add, sums_ncio, (x_rncti[1:], g_rncto[1:]))[0]
-    return _added_up(sums_ncio, grad_dtype if num_shards("embed") > 1 else jnp.float32, num_dims=2)
+        sums_nmcio = jax.lax.scan(add, sums_nmcio, (x_rnmcti[1:], g_rnmcto[1:]))[0]
+    dtype = grad_dtype if num_shards("embed") > 1 else jnp.float32
+    sums_nio = _added_up(sums_nmcio.swapaxes(0, 2).swapaxes(0, 1), dtype, num_dims=2)
+    # An all-to-all, whose parts are added one by one: on 16 and more TPU chips XLA would make an all-reduce, of twice
+    # the bytes, of a sum that is scattered.
+    parts = list(constrain(sums_nio, (None, *axes)))
+    return functools.reduce(jnp.add, (part.astype(jnp.float32) for part in parts))
 
 
-def _rows_first(x_BTi: jax.Array, tokens: tuple[str, str | None], axis: str | None) -> jax.Array:
-    """[rows of a device, devices that split rows, devices that split tokens, tokens, i]."""
+def _rows_first(x_BTi: jax.Array, tokens: TokenAxes, axis: str | None) -> jax.Array:
+    """[rows of a device, devices along each of `tokens`, tokens of a device, i]."""
     B, T, width = x_BTi.shape
-    of_B, of_T = (1 if name is None else num_shards(name) for name in tokens)
-    x_nrcti = x_BTi.reshape(of_B, B // of_B, of_T, T // of_T, width)
-    return constrain(x_nrcti, (tokens[0], None, tokens[1], None, axis)).swapaxes(0, 1)
+    n, m, c = (1 if name is None else num_shards(name) for name in tokens)
+    x_nmrcti = x_BTi.reshape(n, m, B // (n * m), c, T // c, width)
+    return jnp.moveaxis(constrain(x_nmrcti, (*tokens[:2], None, tokens[2], None, axis)), 2, 0)
 
 
 # ---- Rows of experts, inside `over_shards` --------------------------------------------------------------------------
@@ -190,7 +204,8 @@ def whole_weight(weight_Eio: jax.Array, axes: tuple[str, ...], formats: Formats)
     """This device's experts, whole over `fsdp`, with a scale for each expert's output, [E, 1, o]."""
     in_axis, out_axis = axes[1:]
     scaled = in_eight_bits(weight_Eio, largest(largest_magnitude(weight_Eio, (1,)), in_axis), formats.forward)
-    numbers = gathered(scaled.numbers, "expert_embed", axes.index("expert_embed"))
+    dim = axes.index("expert_embed")
+    numbers = _sent(scaled.numbers, lambda numbers: gathered(numbers, "expert_embed", dim))
     return Scaled(numbers, gathered(scaled.scale, "expert_embed", 2) if out_axis == "expert_embed" else scaled.scale)
 
 

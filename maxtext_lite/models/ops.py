@@ -16,7 +16,7 @@ from flax import nnx
 
 from maxtext_lite.config import Quantization
 from maxtext_lite.models import eight_bits
-from maxtext_lite.models.eight_bits import FORMATS
+from maxtext_lite.models.eight_bits import FORMATS, TokenAxes
 from maxtext_lite.models.lora import Adapted, halves
 from maxtext_lite.models.weights import num_inputs
 from maxtext_lite.parallel import axes_in_use, constrain, num_shards
@@ -45,7 +45,7 @@ def project(x: jax.Array, weight: nnx.Param) -> jax.Array:
     return (plain + value.scale * added).astype(x.dtype)
 
 
-_TOKENS = ("batch", "length")
+_TOKENS: TokenAxes = ("exchanged_batch", "experts", "length")  # "batch" and "length"
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
@@ -53,15 +53,11 @@ def project_array(
     x: jax.Array,
     weight: jax.Array,
     axes: tuple[str, ...],
-    tokens: tuple[str, str | None],
+    tokens: TokenAxes,
     grad_dtype: Any,
     quantization: Quantization,
 ) -> jax.Array:
-    """`project` by an array of these logical axes.
-
-    Args:
-      tokens: logical axes of B and T.
-    """
+    """`project` by an array of these logical axes."""
     del tokens, grad_dtype
     formats, ends = FORMATS[quantization], _ends(axes)
     x_BTi, weight_io = _as_matrices(x, weight, axes)
@@ -102,7 +98,7 @@ def weight_gradient(x: jax.Array, g: jax.Array, grad_dtype: Any = jnp.float32) -
 
 def _project_backward(
     axes: tuple[str, ...],
-    tokens: tuple[str, str | None],
+    tokens: TokenAxes,
     grad_dtype: Any,
     quantization: Quantization,
     residuals: Any,

@@ -77,3 +77,27 @@ def test_the_step_is_that_of_one_device(number, setup, rows, agrees, on_one_devi
     for name, value in want.aux.items():
         np.testing.assert_allclose(got.aux[name], value, rtol=1e-5, err_msg=name)
     assert (got.target_tokens, got.examples) == (want.target_tokens, want.examples)
+
+
+def test_splits_leave_a_step_in_eight_bits_alone(setup, rows, on_one_device):
+    """By rows to next to nothing. Over tensor and context the last bits of float32 put a few numbers on the other side
+    of a border, and what follows from them: far less than eight bits themselves do to the gradients, which scales of a
+    device's own would do again. (That a projection's scales are the same on every mesh: tests/models.)"""
+
+    def apart(gradients, others):
+        pairs = zip(jax.tree.leaves(gradients), jax.tree.leaves(others), strict=True)
+        squares = [(np.sum(np.square(np.reshape(a, b.shape) - b)), np.sum(np.square(b))) for a, b in pairs]
+        return math.sqrt(sum(difference for difference, _ in squares) / sum(square for _, square in squares))
+
+    keys = (*MODEL, "quantization=int8")
+    want = on_one_device(keys)
+    rounding = apart(want.gradients, on_one_device(MODEL).gradients)
+    assert 0.004 < rounding < 0.02  # 1 / 127 is 0.008
+    splits = (((4, 4), {}, None, 100), ((2, 8), {"data": 2}, Pipeline(2, 2, 1, "1f1b"), 100),
+              ((1, 16), {"fsdp": 2, "tensor": 2, "context": 2}, None, 5))  # fmt: skip
+    for batch, mesh, pipeline, least in splits:
+        it = setup(*keys, **mesh, pipeline=pipeline)
+        got = it.gradients(it.state().params, it.batch(rows, *batch))
+        assert apart(got.gradients, want.gradients) < rounding / least
+        np.testing.assert_allclose(got.loss, want.loss, rtol=1e-5)
+        assert got.target_tokens == want.target_tokens

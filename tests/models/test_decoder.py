@@ -109,8 +109,8 @@ def _with(remat, **changed):
     return Decoder(dataclasses.replace(SHAPE, saved=saved, offloaded=offloaded, **changed))
 
 
-def _loss_and_gradients(remat):
-    decoder = _with(remat)
+def _loss_and_gradients(remat, **changed):
+    decoder = _with(remat, **changed)
     tokens = jnp.asarray(np.random.default_rng(3).integers(0, 97, (2, 16)))
 
     def loss(params):
@@ -127,6 +127,11 @@ def test_remat_changes_no_gradient(remat, gradients_without_remat):
         _loss_and_gradients(remat),
         gradients_without_remat,
     )
+
+
+def test_remat_rounds_to_the_same_eight_bits():
+    plain, again = (_loss_and_gradients(remat, quantization="int8") for remat in (None, REMAT_POLICIES["full"]))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-4 * np.abs(b).max()), plain, again)
 
 
 def _kept(remat):

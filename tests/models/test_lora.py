@@ -86,7 +86,10 @@ def test_a_projection_and_its_gradients_by_hand(inputs):
     weight = Adapted(*(jnp.float32(v) for v in (w.reshape(*ins, *outs), a.reshape(*ins, 3), b.reshape(3, *outs))), 1.5)
 
     def of(x, adapters):
-        return project(x, nnx.Param(dataclasses.replace(weight, **adapters), axes=axes, grad_dtype=jnp.float32))
+        return project(
+            x,
+            nnx.Param(dataclasses.replace(weight, **adapters), axes=axes, grad_dtype=jnp.float32, quantization="none"),
+        )
 
     with jax.default_matmul_precision("highest"):
         y, back = jax.vjp(of, jnp.float32(x.reshape(2, 5, *ins)), {"a": weight.a, "b": weight.b})

@@ -29,8 +29,12 @@ def _plain_rotate(x):
     return jnp.concatenate([z.real, z.imag], -1)
 
 
+def _param(w, axes, grad_dtype=jnp.float32):
+    return nnx.Param(w, axes=axes, grad_dtype=grad_dtype, quantization="none")
+
+
 def _project(*axes):
-    return lambda x, w: project(x, nnx.Param(w, axes=axes, grad_dtype=jnp.float32))
+    return lambda x, w: project(x, _param(w, axes))
 
 
 CASES = {
@@ -106,7 +110,7 @@ def test_a_weight_is_gathered_before_its_use_and_its_gradient_goes_back_to_the_s
 
     def compiled(on, grad_dtype):
         def gradients(x, w, g):
-            y, back = jax.vjp(lambda x, w: project(x, nnx.Param(w, axes=axes, grad_dtype=grad_dtype)), x, w)
+            y, back = jax.vjp(lambda x, w: project(x, _param(w, axes, grad_dtype)), x, w)
             return y, *back(g)
 
         where = [sharding(on, of) for of in (x_axes, axes, y_axes)]

@@ -81,3 +81,17 @@ def test_points_compile_or_say_why_not(tmp_path):
     assert wrong[2].startswith("failed: error: unknown key 'learning_rte'")
     first, second = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
     assert (first["point"], first["num_devices"], second["point"], second["exit_code"]) == ("one", 1, "wrong", 2)
+
+
+def test_held_out_losses_in_eight_bits():
+    done = subprocess.run(
+        [sys.executable, "scripts/bench_eight_bits.py", "--seeds", "1", "--only", "int8", "--", *TINY,
+         "steps=2", "warmup_steps=1", "dataset_type=synthetic", "eval_steps=1"],
+        cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True, timeout=300,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in done.stdout.splitlines()[4:]]
+    ((word, loss, *_, ratio, spread),) = rows
+    assert (word, ratio, spread) == ("`int8`", "1.0000", "0.00%")
+    assert 5 < float(loss) < 6  # log 264 is 5.6
