@@ -8,7 +8,8 @@ import math
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
 
-from maxtext_lite.batching.ledger import MemoryLine
+from maxtext_lite.batching.ledger import LAYERS, PASSES, MemoryLine, Moment
+from maxtext_lite.batching.parameters import count_parameters
 from maxtext_lite.batching.pipeline import Schedule
 from maxtext_lite.config import Config, remat_of
 from maxtext_lite.config.experts import exchanged_rows
@@ -47,22 +48,24 @@ def activation_lines(
         whole = piece * kept * layers
         inputs = piece * tensor_bytes(config, mesh, piece)["decoder_layer_input"]
         yield _line("inputs under way", (2 * stages + 1) * inputs, "a piece for each of 2 S - 1 ticks, and to and fro")
-        yield _line(
-            "kept of layers", whole, "what remat_policy keeps: of a stage's layers, of one piece", layers_only=True
-        )
+        yield _line("kept of layers", whole, "what remat_policy keeps: of a stage's layers, of one piece", LAYERS)
     else:
         repeats = config.num_stacked_layers // (stages * config.num_layers_per_pipeline_stage) if stages > 1 else 1
         ticks = repeats * num_pipeline_microbatches + stages - 1
         whole = piece * kept * (layers // repeats) * ticks
         yield _line("kept of layers", whole, "what remat_policy keeps, x layers x ticks")
+        if repeats > 1:  # each tick looks its layers up, and has a copy of them wait
+            shards = {axis: mesh[axis] for axis in ("fsdp", "tensor", "stage", "expert")}
+            copies = count_parameters(config, **shards).matrices // repeats * ticks * BYTES[config.dtype]
+            yield MemoryLine("weights of ticks", "weights", copies, "those of a tick's layers x ticks", PASSES)
         if stages > 1:
             rounds = 2 * tokens * tensor_bytes(config, mesh, piece)["decoder_layer_input"]
             yield _line("pieces", rounds, "a micro-batch as it goes round the stages, before and after a tick")
     yield from _in_use(config, mesh, piece, accelerator)
 
 
-def _line(name: str, size: int, why: str, *, layers_only: bool = False) -> MemoryLine:
-    return MemoryLine(name, "activations", size, why, ("layers",) if layers_only else ("loss", "layers"))
+def _line(name: str, size: int, why: str, moments: tuple[Moment, ...] = PASSES) -> MemoryLine:
+    return MemoryLine(name, "activations", size, why, moments)
 
 
 def offloaded_activations(
@@ -140,24 +143,21 @@ def _in_use(config: Config, mesh: Mapping[str, int], piece: int, accelerator: Ac
         "stream of a layer",
         6 * piece * stream * width,
         "the inputs of its halves and their norms, and the gradient before and after a half",
-        layers_only=True,
+        LAYERS,
     )
     of_heads = 2 * heads * (head_dim + value_dim) + kv_heads * (2 * head_dim + value_dim)
     yield _line(
         "heads of a layer",
         piece * of_heads * width,
         "queries and keys before and after rotation, values, context as its kernel gives it and as a matmul takes it",
-        layers_only=True,
+        LAYERS,
     )
     rows = Fraction(piece * mesh["context"], config.max_target_length)
     of_attention = int(rows * _attention_bytes(config, mesh, accelerator))
     of_attention += piece * width * (heads * (head_dim + value_dim) + kv_heads * (head_dim + value_dim))
-    of_mlp = _mlp_bytes(config, mesh, piece)
-    if of_attention > of_mlp:
-        yield _line("attention of a layer", of_attention, "gradients, and what its kernel holds", layers_only=True)
-    else:
-        why = "projections, hidden values and their gradients"
-        yield _line("mlp or experts of a layer", of_mlp, why, layers_only=True)
+    yield _line("attention of a layer", of_attention, "gradients, and what its kernel holds", ("attention",))
+    why = "projections or rows, hidden values and their gradients"
+    yield _line("mlp of a layer", _mlp_bytes(config, mesh, piece), why, ("mlp",))
     yield from _gathered(config, mesh)
 
 
@@ -188,11 +188,11 @@ def _gathered(config: Config, mesh: Mapping[str, int]) -> Iterator[MemoryLine]:
         here = config.num_experts // mesh["expert"]
         experts = 2 * here * emb * config.moe_mlp_dim // tensor * width
         why = "two of a layer's three as they are used together, or a float32 gradient of one"
-        yield MemoryLine("experts' weights, gathered", "weights", experts, why, ("layers",))
+        yield MemoryLine("experts' weights, gathered", "weights", experts, why, ("mlp",))
         return
     widest = max(config.base_mlp_dim, config.base_num_query_heads * config.head_dim) // tensor
     why = "the widest matrix of a layer, and the next on its way"
-    yield MemoryLine("weights, gathered", "weights", 2 * emb * widest * width, why, ("layers",))
+    yield MemoryLine("weights, gathered", "weights", 2 * emb * widest * width, why, LAYERS)
 
 
 def _attention_bytes(config: Config, mesh: Mapping[str, int], accelerator: Accelerator) -> int:

@@ -4,11 +4,12 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
-Moment = Literal["loss", "layers", "update"]
-"""When most is held: between the last layer and its way back, while a layer goes back, while the optimizer runs."""
-MOMENTS: tuple[Moment, ...] = ("loss", "layers", "update")
-PASSES: tuple[Moment, ...] = ("loss", "layers")
-"""Forward and backward pass: all but the update."""
+Moment = Literal["loss", "mlp", "attention", "update"]
+"""When most may be held: between the last layer and its way back, while a layer's mlp or experts go back, while its
+attention does, and while the optimizer runs."""
+LAYERS: tuple[Moment, ...] = ("mlp", "attention")
+PASSES: tuple[Moment, ...] = ("loss", *LAYERS)
+MOMENTS: tuple[Moment, ...] = (*PASSES, "update")
 
 Part = Literal["params", "optimizer_state", "gradients", "weights", "activations", "logits"]
 PARTS: dict[Part, str] = {
@@ -66,6 +67,12 @@ class MemoryEstimate:
     def total(self) -> int:
         """Bytes at the peak."""
         return sum(line.bytes for line in self.at(self.peak))
+
+    @property
+    def held(self) -> int:
+        """Bytes that a step is given and leaves on the device: of what lasts, parameters and optimizer state."""
+        lasting = (line for line in self.lines if line.moments == MOMENTS)
+        return sum(line.bytes for line in lasting if line.part in ("params", "optimizer_state"))
 
     def at_peak(self, part: Part) -> int:
         """Bytes of a part then; those of all parts are the total."""

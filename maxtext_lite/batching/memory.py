@@ -13,7 +13,7 @@ from maxtext_lite.batching.activations import (
     offloaded_activations,
     tokens_of_device,
 )
-from maxtext_lite.batching.ledger import MOMENTS, PASSES, MemoryEstimate, MemoryLine
+from maxtext_lite.batching.ledger import LAYERS, MOMENTS, PASSES, MemoryEstimate, MemoryLine
 from maxtext_lite.batching.parameters import ParameterCount, count_factored, count_parameters
 from maxtext_lite.batching.pipeline import Schedule
 from maxtext_lite.config import Config
@@ -189,7 +189,7 @@ def _gradient_lines(
         yield MemoryLine("sum of gradients", "gradients", 4 * copies * count.total, why)
     of_layers = count.matrices * BYTES[config.dtype]
     rest = (count.tables + count.norms) * BYTES[config.weight_dtype]
-    when = ("layers",) if adds_up else ("layers", "update")
+    when = LAYERS if adds_up else (*LAYERS, "update")
     why = "one micro-batch's: of matrices in `dtype`, of tables as they are"
     yield MemoryLine("gradients of a micro-batch", "gradients", copies * (of_layers + rest), why, when)
 
