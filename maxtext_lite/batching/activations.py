@@ -59,6 +59,9 @@ def activation_lines(
             copies = count_parameters(config, **shards).matrices // repeats * ticks * BYTES[config.dtype]
             yield MemoryLine("weights of ticks", "weights", copies, "those of a tick's layers x ticks", PASSES)
         if stages > 1:
+            dims = config.rotary_dim // 2
+            dims = -(-dims // _LANES) * _LANES if accelerator.platform == "tpu" and dims else dims
+            yield _line("rotations of ticks", 2 * 4 * dims * piece * ticks, "cosines and sines in float32 x ticks")
             rounds = 2 * tokens * tensor_bytes(config, mesh, piece)["decoder_layer_input"]
             yield _line("pieces", rounds, "a micro-batch as it goes round the stages, before and after a tick")
     yield from _in_use(config, mesh, piece, accelerator)
@@ -199,8 +202,8 @@ def _attention_bytes(config: Config, mesh: Mapping[str, int], accelerator: Accel
     """Bytes of what attention in one layer works with per row.
 
     Fused kernels hold no scores; pallas_mha has keys, values and their gradients for every query head, and cudnn_masked
-    a mask as wide as the scores and a bias that is made of it. Plain attention has three float32 copies of those of a
-    tile of at most 512 x 512, or of a strip of 128 queries where one tile is all there is (models/tile_layout.py). On
+    a mask as wide as the scores and a bias that is made of it. Plain attention has scores, probabilities and the
+    gradients of both in float32, of a tile of at most 512 x 512, or of a strip of 128 queries where one tile is all there is (models/tile_layout.py). On
     context shards there are other shards' keys and values too, and their float32 gradients: of all shards with
     all_gather, of two with ring.
     """
@@ -211,7 +214,7 @@ def _attention_bytes(config: Config, mesh: Mapping[str, int], accelerator: Accel
             run = length if shards == 1 else length // (2 * shards)
             tile = min(run, 512)
             queries = min(tile, 128) if shards == 1 and run == tile else tile
-            held = 3 * 4 * heads * queries * tile
+            held = 4 * 4 * heads * queries * tile
         case "cudnn_masked":
             held = (1 + BYTES[config.dtype]) * length**2
         case "pallas_mha":

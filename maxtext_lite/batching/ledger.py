@@ -113,11 +113,12 @@ class MemoryEstimate:
         return self.most("logits")
 
     def to_json(self) -> dict[str, object]:
-        """Parts, total, peak and lines by name."""
+        """Parts when they are largest and at the peak, total and lines by name."""
         parts: dict[str, object] = {part: self.most(part) for part in PARTS}
         lines = [dataclasses.asdict(line) | {"moments": list(line.moments)} for line in self.lines]
         rest = {"total": self.total, "limit": self.limit, "offloaded": self.offloaded, "peak": self.peak}
-        return parts | rest | {"lines": lines}
+        at_peak = {part: self.at_peak(part) for part in PARTS}
+        return parts | rest | {"at_peak": at_peak, "lines": lines}
 
 
 def bytes_text(size: int) -> str:

@@ -74,11 +74,12 @@ def estimate_memory(
       accelerator: what the devices are, which decides the attention kernel, and whether arrays fill tiles.
     """
     schedule = config.pipeline_schedule
+    pieces = num_pipeline_microbatches if schedule == "1f1b" else 1
     lines = [
         *_state_lines(config, mesh, diloco_num_replicas, accelerator),
         *_gradient_lines(config, mesh, gradient_accumulation_steps, diloco_num_replicas, accelerator),
         *activation_lines(config, mesh, micro_batch_slots, num_pipeline_microbatches, schedule, accelerator),
-        *_loss_lines(config, mesh, micro_batch_slots, num_pipeline_microbatches if schedule == "1f1b" else 1),
+        *_loss_lines(config, mesh, micro_batch_slots, pieces, accelerator),
     ]
     offloaded = offloaded_activations(config, mesh, micro_batch_slots, num_pipeline_microbatches)
     if config.optimizer_memory_host_offload:
@@ -195,7 +196,7 @@ def _gradient_lines(
 
 
 def _loss_lines(
-    config: Config, mesh: Mapping[str, int], micro_batch_slots: int, num_pieces: int
+    config: Config, mesh: Mapping[str, int], micro_batch_slots: int, num_pieces: int, accelerator: Accelerator
 ) -> Iterator[MemoryLine]:
     """What the loss works with, tile by tile of the sequence; stages share the tokens out."""
     all_tokens = tokens_of_device(config, mesh, micro_batch_slots) // num_pieces
@@ -209,11 +210,14 @@ def _loss_lines(
     head, shard = vocab_size * config.base_emb_dim, vocab_size * config.base_emb_dim // mesh["fsdp"]
     kept = tiles_kept(tiles, tokens=tokens, emb_dim=config.base_emb_dim) if mesh["fsdp"] > 1 else 1
     tile = tokens * vocab_size // tiles
-    in_tile = 4 * tile + (0 if kept > 1 else width * tile)
-    yield _loss_line("logits of a tile", in_tile, "float32, and their gradient in `dtype` where it does not wait")
-    if kept > 1:
-        waiting = width * tokens * kept // tiles * vocab_size
-        yield _loss_line("gradients of logits", waiting, "of tiles that wait to be the head's gradient together")
+    waiting = width * tokens * kept // tiles * vocab_size
+    yield _loss_line("gradients of logits", waiting, "of a tile, or of those that wait to be the head's gradient together")
+    # A TPU sends the head's gradient off shard by shard as it is made; others make all of it first.
+    whole = BYTES[config.grad_dtype] * head if mesh["fsdp"] > 1 and accelerator.platform != "tpu" else 0
+    if whole > 4 * tile:
+        yield _loss_line("head's gradient, whole", whole, "before fsdp shares it out, in grad_dtype; no logits then")
+    else:
+        yield _loss_line("logits of a tile", 4 * tile, "in float32")
     if mesh["fsdp"] > 1 or config.dtype != config.weight_dtype:
         yield MemoryLine("head as used", "weights", width * head, "whole over fsdp, in `dtype`", ("loss",))
     if config.lora_rank == 0:
