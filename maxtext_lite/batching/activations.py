@@ -168,8 +168,8 @@ def _mlp_bytes(config: Config, mesh: Mapping[str, int], tokens: int) -> int:
     """Bytes that the way back through an mlp or experts works with.
 
     An mlp's projections, what comes of them, and their gradients: 6 as wide as it, or 4 without a gate. Of experts the
-    rows and the rows' gradients, two projections, hidden values and their gradients in float32 as the kernels give
-    them and in `dtype` as they take them, and what an exchange sends while it receives as much.
+    rows and the rows' gradients, three products in float32 as the kernels give them and in `dtype` as the next ones
+    take them, and what an exchange sends while it receives as much.
     """
     width, tensor = BYTES[config.dtype], mesh["tensor"]
     dense = (6 if config.gated_mlp else 4) * tokens * width
@@ -177,7 +177,8 @@ def _mlp_bytes(config: Config, mesh: Mapping[str, int], tokens: int) -> int:
         return dense * config.base_mlp_dim // tensor
     rows = _rows_per_token(config, mesh, tokens) * tokens
     crossing = 2 * width * rows * config.base_emb_dim if mesh["expert"] > 1 else 0
-    of_rows = rows * (2 * config.base_emb_dim * width + (3 * 4 + 3 * width) * config.moe_mlp_dim // tensor)
+    products = 5 if config.routed_bias else 3  # the biases of each row's two projections among them
+    of_rows = rows * (2 * config.base_emb_dim * width + (products * 4 + 3 * width) * config.moe_mlp_dim // tensor)
     router = 4 * tokens * config.base_emb_dim
     return int(of_rows + crossing) + router + dense * config.shared_experts * config.moe_mlp_dim // tensor
 
