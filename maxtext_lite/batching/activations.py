@@ -55,8 +55,10 @@ def activation_lines(
         whole = piece * kept * (layers // repeats) * ticks
         yield _line("kept of layers", whole, "what remat_policy keeps, x layers x ticks")
         if repeats > 1:  # each tick looks its layers up, and has a copy of them wait
-            shards = {axis: mesh[axis] for axis in ("fsdp", "tensor", "stage", "expert")}
-            copies = count_parameters(config, **shards).matrices // repeats * ticks * BYTES[config.dtype]
+            matrices = count_parameters(
+                config, fsdp=mesh["fsdp"], tensor=mesh["tensor"], stage=stages, expert=mesh["expert"]
+            ).matrices
+            copies = matrices // repeats * ticks * BYTES[config.dtype]
             yield MemoryLine("weights of ticks", "weights", copies, "those of a tick's layers x ticks", PASSES)
         if stages > 1:
             dims = config.rotary_dim // 2
@@ -177,7 +179,7 @@ def _mlp_bytes(config: Config, mesh: Mapping[str, int], tokens: int) -> int:
         return dense * config.base_mlp_dim // tensor
     rows = _rows_per_token(config, mesh, tokens) * tokens
     crossing = 2 * width * rows * config.base_emb_dim if mesh["expert"] > 1 else 0
-    products = 5 if config.routed_bias else 3  # the biases of each row's two projections among them
+    products = 5 if config.expert_bias else 3  # the biases of each row's two projections among them
     of_rows = rows * (2 * config.base_emb_dim * width + (products * 4 + 3 * width) * config.moe_mlp_dim // tensor)
     router = 4 * tokens * config.base_emb_dim
     return int(of_rows + crossing) + router + dense * config.shared_experts * config.moe_mlp_dim // tensor
@@ -204,9 +206,9 @@ def _attention_bytes(config: Config, mesh: Mapping[str, int], accelerator: Accel
 
     Fused kernels hold no scores; pallas_mha has keys, values and their gradients for every query head, and cudnn_masked
     a mask as wide as the scores and a bias that is made of it. Plain attention has scores, probabilities and the
-    gradients of both in float32, of a tile of at most 512 x 512, or of a strip of 128 queries where one tile is all there is (models/tile_layout.py). On
-    context shards there are other shards' keys and values too, and their float32 gradients: of all shards with
-    all_gather, of two with ring.
+    gradients of both in float32, of a tile of at most 512 x 512, or of a strip of 128 queries where one tile is all
+    there is (models/tile_layout.py). On context shards there are other shards' keys and values too, and their float32
+    gradients: of all shards with all_gather, of two with ring.
     """
     shards, tensor, length = mesh["context"], mesh["tensor"], config.max_target_length
     heads = config.base_num_query_heads // tensor

@@ -6,6 +6,7 @@ follows from shapes; XLA fuses, reuses and copies, and its own figures (`memory_
 """
 
 from collections.abc import Iterator, Mapping
+from typing import TypedDict
 
 from maxtext_lite.batching.activations import (
     BYTES,
@@ -101,9 +102,22 @@ def estimate_activations(
     return MemoryEstimate(tuple(lines), None).activations
 
 
-def _shards(mesh: Mapping[str, int]) -> dict[str, int]:
+def _count(config: Config, mesh: Mapping[str, int], accelerator: Accelerator | None = None) -> ParameterCount:
+    """Parameters of a device; on a TPU, with what fills tiles up."""
+    tiled = accelerator is not None and accelerator.platform == "tpu"
+    return count_parameters(config, **_shards(mesh), tiled=tiled)
+
+
+def _shards(mesh: Mapping[str, int]) -> "_Shards":
     """The mesh axes that parameters are split over."""
-    return {axis: mesh[axis] for axis in ("fsdp", "tensor", "stage", "expert")}
+    return {"fsdp": mesh["fsdp"], "tensor": mesh["tensor"], "stage": mesh["stage"], "expert": mesh["expert"]}
+
+
+class _Shards(TypedDict):
+    fsdp: int
+    tensor: int
+    stage: int
+    expert: int
 
 
 def _copies(mesh: Mapping[str, int], diloco_num_replicas: int | None) -> int:
@@ -119,7 +133,7 @@ def _state_lines(
     config: Config, mesh: Mapping[str, int], diloco_num_replicas: int | None, accelerator: Accelerator
 ) -> Iterator[MemoryLine]:
     """Parameters, their copies in `dtype`, and the optimizer's state."""
-    count = count_parameters(config, **_shards(mesh), tiled=accelerator.platform == "tpu")
+    count = _count(config, mesh, accelerator)
     trained, weight_bytes = _trained(config, count), BYTES[config.weight_dtype]
     copies, outer = _copies(mesh, diloco_num_replicas), diloco_num_replicas is not None
     if config.lora_rank:  # adapters are float32 whatever the weights are
@@ -152,12 +166,7 @@ def master_bytes(config: Config, mesh: Mapping[str, int], diloco_num_replicas: i
     if config.weight_dtype == "float32" or config.lora_rank:  # adapters are float32, frozen weights need none
         return 0
     copies = 1 if diloco_num_replicas is None else _copies(mesh, diloco_num_replicas) + 1
-    return (
-        4
-        * copies
-        * count_parameters(config, **_shards(mesh)).total
-        // (mesh["data"] if config.shard_optimizer_over_data else 1)
-    )
+    return 4 * copies * _count(config, mesh).total // (mesh["data"] if config.shard_optimizer_over_data else 1)
 
 
 def _optimizer_elements(config: Config, mesh: Mapping[str, int], count: ParameterCount) -> int:
@@ -182,7 +191,7 @@ def _gradient_lines(
     accelerator: Accelerator,
 ) -> Iterator[MemoryLine]:
     """The float32 sum of micro-batches where there are several passes, and the gradient of one."""
-    count = _trained(config, count_parameters(config, **_shards(mesh), tiled=accelerator.platform == "tpu"))
+    count = _trained(config, _count(config, mesh, accelerator))
     copies = _copies(mesh, diloco_num_replicas)
     adds_up = gradient_accumulation_steps > 1 or config.pipeline_schedule == "1f1b"
     if adds_up:
@@ -211,7 +220,9 @@ def _loss_lines(
     kept = tiles_kept(tiles, tokens=tokens, emb_dim=config.base_emb_dim) if mesh["fsdp"] > 1 else 1
     tile = tokens * vocab_size // tiles
     waiting = width * tokens * kept // tiles * vocab_size
-    yield _loss_line("gradients of logits", waiting, "of a tile, or of those that wait to be the head's gradient together")
+    yield _loss_line(
+        "gradients of logits", waiting, "of a tile, or of those that wait to be the head's gradient together"
+    )
     # A TPU sends the head's gradient off shard by shard as it is made; others make all of it first.
     whole = BYTES[config.grad_dtype] * head if mesh["fsdp"] > 1 and accelerator.platform != "tpu" else 0
     if whole > 4 * tile:

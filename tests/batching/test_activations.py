@@ -24,7 +24,7 @@ def test_an_mlp_goes_back_through_six_arrays_of_its_width():
     assert held([], accelerator=Accelerator("cpu"))["heads of a layer"] == 4096 * (4 * 8 + 3 * 4) * 16 * 2
 
 
-@pytest.mark.parametrize(("more", "products"), [((), 3), (("routed_bias=true",), 5)])
+@pytest.mark.parametrize(("more", "products"), [((), 3), (("expert_bias=true",), 5)])
 def test_experts_go_back_through_their_rows(more, products):
     """Two of 8 experts, 48 wide, for each of 4,096 tokens, and the router's input in float32."""
     keys = ["num_experts=8", "num_experts_per_tok=2", "base_moe_mlp_dim=48", *more]

@@ -30,11 +30,10 @@ def test_a_line_on_the_host_between_updates_is_not_held():
 def test_json_has_parts_and_lines():
     found = json.loads(json.dumps(MemoryEstimate(LINES, 50, 7).to_json()))
     parts = {"params": 10, "optimizer_state": 20, "gradients": 6, "weights": 0, "activations": 9, "logits": 9}
-    assert found == parts | {
-        "total": 45, "limit": 50, "offloaded": 7, "peak": "mlp", "at_peak": parts | {"logits": 0}, "lines": found["lines"],
-    }  # fmt: skip
-    assert found["lines"][3] == {
-        "name": "mlp of a layer", "part": "activations", "bytes": 4, "why": "hidden values", "moments": ["mlp"]}  # fmt: skip
+    lines = found.pop("lines")
+    assert found.pop("at_peak") == parts | {"logits": 0}
+    assert found == parts | {"total": 45, "limit": 50, "offloaded": 7, "peak": "mlp"}
+    assert list(lines[3].values()) == ["mlp of a layer", "activations", 4, "hidden values", ["mlp"]]
 
 
 def test_bytes_are_shown_in_a_unit_that_suits():
