@@ -50,8 +50,7 @@ def activation_lines(
         yield _line("inputs under way", (2 * stages + 1) * inputs, "a piece for each of 2 S - 1 ticks, and to and fro")
         yield _line("kept of layers", whole, "what remat_policy keeps: of a stage's layers, of one piece", LAYERS)
     else:
-        repeats = config.num_stacked_layers // (stages * config.num_layers_per_pipeline_stage) if stages > 1 else 1
-        ticks = repeats * num_pipeline_microbatches + stages - 1
+        repeats, ticks = _repeats_and_ticks(config, stages, num_pipeline_microbatches)
         whole = piece * kept * (layers // repeats) * ticks
         yield _line("kept of layers", whole, "what remat_policy keeps, x layers x ticks")
         if repeats > 1:  # each tick looks its layers up, and has a copy of them wait
@@ -69,6 +68,12 @@ def activation_lines(
     yield from _in_use(config, mesh, piece, accelerator)
 
 
+def _repeats_and_ticks(config: Config, stages: int, num_pipeline_microbatches: int) -> tuple[int, int]:
+    """Of gpipe, how often a micro-batch goes round the stages, and how often all of them run for it."""
+    repeats = config.num_stacked_layers // (stages * config.num_layers_per_pipeline_stage) if stages > 1 else 1
+    return repeats, repeats * num_pipeline_microbatches + stages - 1
+
+
 def _line(name: str, size: int, why: str, moments: tuple[Moment, ...] = PASSES) -> MemoryLine:
     return MemoryLine(name, "activations", size, why, moments)
 
@@ -82,8 +87,11 @@ def offloaded_activations(
         return 0
     piece, stages = tokens_of_device(config, mesh, micro_batch_slots) // num_pipeline_microbatches, mesh["stage"]
     sizes = tensor_bytes(config, mesh, piece)
-    of_layer = sum(sizes[name] for name in remat.offloaded) * config.base_num_decoder_layers // stages
-    return piece * of_layer * (1 if config.pipeline_schedule == "1f1b" else num_pipeline_microbatches + stages - 1)
+    of_stage = sum(sizes[name] for name in remat.offloaded) * config.base_num_decoder_layers // stages
+    if config.pipeline_schedule == "1f1b":
+        return piece * of_stage
+    repeats, ticks = _repeats_and_ticks(config, stages, num_pipeline_microbatches)
+    return piece * of_stage // repeats * ticks
 
 
 def splits_residual(config: Config, mesh: Mapping[str, int]) -> bool:

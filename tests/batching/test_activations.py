@@ -1,6 +1,6 @@
 import pytest
 
-from maxtext_lite.batching.activations import activation_lines, splits_residual, tensor_bytes
+from maxtext_lite.batching.activations import activation_lines, offloaded_activations, splits_residual, tensor_bytes
 from maxtext_lite.config import load_config
 from maxtext_lite.config.kernels import Accelerator
 
@@ -43,6 +43,14 @@ def test_rotations_are_kept_of_every_tick_of_the_pipeline():
     found = held(keys, stages, pieces=4, accelerator=Accelerator("cpu"))
     assert found["rotations of ticks"] == 2 * 5 * 1024 * 8 * 4
     assert held(keys, stages, pieces=4)["rotations of ticks"] == 2 * 5 * 1024 * 128 * 4, "a TPU's tiles are 128 wide"
+
+
+@pytest.mark.parametrize(("at_once", "layer_ticks"), [(2, 2 * 5), (1, 1 * 9)])
+def test_what_goes_to_the_host_goes_in_every_tick(at_once, layer_ticks):
+    """Two of four layers on a stage, 4 pieces of 4 x 256 tokens: they go through both at once, or round twice."""
+    keys = ["remat_policy=qkv_proj_offloaded", f"num_layers_per_pipeline_stage={at_once}"]
+    found = offloaded_activations(load_config(None, keys), ONE | {"stage": 2}, 16, 4)
+    assert found == layer_ticks * 1024 * (8 + 4 + 4) * 16 * 4
 
 
 @pytest.mark.parametrize(("placement", "width"), [("pre", 0), ("post", 128), ("both", 128)])
