@@ -303,13 +303,12 @@ def _memory_lines(program: "Program", plan: BatchPlan) -> list[str]:
         estimate = "not counted" if planned is None else f"{bytes_text(planned)} {counted}".strip()
         rows.append((label, bytes_text(size), "" if error is None else f"{error:+.1f} %", estimate))
     lines = _table(("memory per device", "XLA", "error", "the plan's estimate"), rows, numbers=(1, 2))
-    at_peak = sorted(plan.memory.at(plan.memory.peak), key=lambda line: -line.bytes)
-    parts = [(line.name, f"{line.bytes:,}", line.why) for line in at_peak]
-    lines += ["", *_table(("in the plan's total", "bytes per device", "why"), parts, numbers=(1,)), ""]
     limit = plan.memory.limit
     if limit is not None:
         lines.append(f"of {bytes_text(limit)} that the device has: {program.memory.total / limit:.0%}")
-    return lines
+    at_peak = sorted(plan.memory.at(plan.memory.peak), key=lambda line: -line.bytes)
+    parts = [(line.name, f"{line.bytes:,}", line.why) for line in at_peak]
+    return [*lines, "", *_table(("in the plan's total", "bytes per device", "why"), parts, numbers=(1,))]
 
 
 def time_lines(program: "Program", plan: BatchPlan) -> list[str]:
