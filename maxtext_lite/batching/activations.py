@@ -188,7 +188,8 @@ def _mlp_bytes(config: Config, mesh: Mapping[str, int], tokens: int) -> int:
     rows = _rows_per_token(config, mesh, tokens) * tokens
     crossing = 2 * width * rows * config.base_emb_dim if mesh["expert"] > 1 else 0
     products = 5 if config.expert_bias else 3  # the biases of each row's two projections among them
-    of_rows = rows * (2 * config.base_emb_dim * width + (products * 4 + 3 * width) * config.moe_mlp_dim // tensor)
+    of_width = products * 4 + 3 * width if config.capacity_factor == -1 else 6 * width  # with a capacity, as an mlp
+    of_rows = rows * (2 * config.base_emb_dim * width + of_width * config.moe_mlp_dim // tensor)
     router = 4 * tokens * config.base_emb_dim
     return int(of_rows + crossing) + router + dense * config.shared_experts * config.moe_mlp_dim // tensor
 
@@ -249,7 +250,9 @@ def _rows_per_token(config: Config, mesh: Mapping[str, int], tokens: int) -> Fra
         return Fraction(0)
     chosen, experts, shards = config.num_experts_per_tok, config.num_experts, mesh["expert"]
     if config.capacity_factor != -1:
-        return Fraction(math.ceil(min(config.capacity_factor * chosen, experts)))
+        length = config.max_target_length
+        slots = math.ceil(Fraction(config.capacity_factor) * chosen * length / experts)  # of an example, with an expert
+        return Fraction(min(slots, length) * experts, length)
     rows = exchanged_rows(
         num_tokens=tokens,
         num_per_token=chosen,

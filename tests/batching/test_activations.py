@@ -33,6 +33,10 @@ def test_experts_go_back_through_their_rows(more, products):
     # On four devices a round has room for 5/4 of the choices, sent while as many are received.
     sent = 2 * 2 * 4096 * 2 * 128 * 5 // 4
     assert held(keys, {"expert": 4}, slots=64)["mlp of a layer"] == of_rows * 5 // 4 + sent + 4 * 4096 * 128
+    # With a capacity of 4/3, an expert has 86 slots of each 256 tokens, and its matmuls give `dtype` as an mlp's do.
+    slots = 16 * 8 * 86
+    with_capacity = held([*keys, "capacity_factor=1.3333"])["mlp of a layer"]
+    assert with_capacity == slots * (2 * 128 * 2 + 6 * 2 * 48) + 4 * 4096 * 128
     # Two of the three weights of all 8 are whole where fsdp splits them.
     assert held(keys, {"fsdp": 2}, slots=32)["experts' weights, gathered"] == 2 * 8 * 128 * 48 * 2
 
