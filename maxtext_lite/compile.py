@@ -281,7 +281,7 @@ def _traffic_lines(when: str, rows: Sequence["Traffic"]) -> list[str]:
 def _beside_plan(program: "Program", plan: BatchPlan) -> list[tuple[str, int, int | None]]:
     """(part of the memory, bytes by XLA, bytes by the plan where it counts that part)."""
     memory, planned = program.memory, plan.memory
-    held = planned.params + planned.optimizer_state
+    held = planned.held
     return [
         ("arguments", memory.arguments, held),
         ("outputs", memory.outputs - memory.aliased, None),
@@ -294,7 +294,7 @@ def _beside_plan(program: "Program", plan: BatchPlan) -> list[tuple[str, int, in
 _PARTS = {
     "arguments": ("state and batch", "parameters and optimizer state"),
     "outputs": ("results beside the state", ""),
-    "temporaries": ("temporaries", "gradients, activations and logits"),
+    "temporaries": ("temporaries", "all else at its peak"),
     "code": ("code", ""),
     "total": ("total", ""),
 }
@@ -316,7 +316,9 @@ def _memory_lines(program: "Program", plan: BatchPlan) -> list[str]:
     limit = plan.memory.limit
     if limit is not None:
         lines.append(f"of {bytes_text(limit)} that the device has: {program.memory.total / limit:.0%}")
-    return lines
+    at_peak = sorted(plan.memory.at(plan.memory.peak), key=lambda line: -line.bytes)
+    parts = [(line.name, f"{line.bytes:,}", line.why) for line in at_peak]
+    return [*lines, "", *_table(("in the plan's total", "bytes per device", "why"), parts, numbers=(1,))]
 
 
 def time_lines(program: "Program", plan: BatchPlan) -> list[str]:

@@ -8,8 +8,8 @@ import math
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
 
-from maxtext_lite.batching.ledger import MemoryLine
-from maxtext_lite.batching.parameters import weight_shards
+from maxtext_lite.batching.ledger import LAYERS, PASSES, MemoryLine, Moment
+from maxtext_lite.batching.parameters import count_parameters, split_of, weight_shards
 from maxtext_lite.batching.pipeline import Schedule
 from maxtext_lite.config import Config, remat_of
 from maxtext_lite.config.experts import exchanged_rows
@@ -48,22 +48,32 @@ def activation_lines(
         whole = piece * kept * layers
         inputs = piece * tensor_bytes(config, mesh, piece)["decoder_layer_input"]
         yield _line("inputs under way", (2 * stages + 1) * inputs, "a piece for each of 2 S - 1 ticks, and to and fro")
-        yield _line(
-            "kept of layers", whole, "what remat_policy keeps: of a stage's layers, of one piece", layers_only=True
-        )
+        yield _line("kept of layers", whole, "what remat_policy keeps: of a stage's layers, of one piece", LAYERS)
     else:
-        repeats = config.num_stacked_layers // (stages * config.num_layers_per_pipeline_stage) if stages > 1 else 1
-        ticks = repeats * num_pipeline_microbatches + stages - 1
+        repeats, ticks = _repeats_and_ticks(config, stages, num_pipeline_microbatches)
         whole = piece * kept * (layers // repeats) * ticks
         yield _line("kept of layers", whole, "what remat_policy keeps, x layers x ticks")
+        if repeats > 1:  # each tick looks its layers up, and has a copy of them wait
+            matrices = count_parameters(config, **split_of(mesh)).matrices
+            copies = matrices // repeats * ticks * BYTES[config.dtype]
+            yield MemoryLine("weights of ticks", "weights", copies, "those of a tick's layers x ticks", PASSES)
         if stages > 1:
+            dims = config.rotary_dim // 2
+            dims = -(-dims // _LANES) * _LANES if accelerator.platform == "tpu" and dims else dims
+            yield _line("rotations of ticks", 2 * 4 * dims * piece * ticks, "cosines and sines in float32 x ticks")
             rounds = 2 * tokens * tensor_bytes(config, mesh, piece)["decoder_layer_input"]
             yield _line("pieces", rounds, "a micro-batch as it goes round the stages, before and after a tick")
     yield from _in_use(config, mesh, piece, accelerator)
 
 
-def _line(name: str, size: int, why: str, *, layers_only: bool = False) -> MemoryLine:
-    return MemoryLine(name, "activations", size, why, ("layers",) if layers_only else ("loss", "layers"))
+def _repeats_and_ticks(config: Config, stages: int, num_pipeline_microbatches: int) -> tuple[int, int]:
+    """Of gpipe, how often a micro-batch goes round the stages, and how often all of them run for it."""
+    repeats = config.num_stacked_layers // (stages * config.num_layers_per_pipeline_stage) if stages > 1 else 1
+    return repeats, repeats * num_pipeline_microbatches + stages - 1
+
+
+def _line(name: str, size: int, why: str, moments: tuple[Moment, ...] = PASSES) -> MemoryLine:
+    return MemoryLine(name, "activations", size, why, moments)
 
 
 def offloaded_activations(
@@ -75,8 +85,11 @@ def offloaded_activations(
         return 0
     piece, stages = tokens_of_device(config, mesh, micro_batch_slots) // num_pipeline_microbatches, mesh["stage"]
     sizes = tensor_bytes(config, mesh, piece)
-    of_layer = sum(sizes[name] for name in remat.offloaded) * config.base_num_decoder_layers // stages
-    return piece * of_layer * (1 if config.pipeline_schedule == "1f1b" else num_pipeline_microbatches + stages - 1)
+    of_stage = sum(sizes[name] for name in remat.offloaded) * config.base_num_decoder_layers // stages
+    if config.pipeline_schedule == "1f1b":
+        return piece * of_stage
+    repeats, ticks = _repeats_and_ticks(config, stages, num_pipeline_microbatches)
+    return piece * of_stage // repeats * ticks
 
 
 def splits_residual(config: Config, mesh: Mapping[str, int]) -> bool:
@@ -141,24 +154,21 @@ def _in_use(config: Config, mesh: Mapping[str, int], piece: int, accelerator: Ac
         "stream of a layer",
         6 * piece * stream * width,
         "the inputs of its halves and their norms, and the gradient before and after a half",
-        layers_only=True,
+        LAYERS,
     )
     of_heads = 2 * heads * (head_dim + value_dim) + kv_heads * (2 * head_dim + value_dim)
     yield _line(
         "heads of a layer",
         piece * of_heads * width,
         "queries and keys before and after rotation, values, context as its kernel gives it and as a matmul takes it",
-        layers_only=True,
+        LAYERS,
     )
     rows = Fraction(piece * mesh["context"], config.max_target_length)
     of_attention = int(rows * _attention_bytes(config, mesh, accelerator))
     of_attention += piece * width * (heads * (head_dim + value_dim) + kv_heads * (head_dim + value_dim))
-    of_mlp = _mlp_bytes(config, mesh, piece)
-    if of_attention > of_mlp:
-        yield _line("attention of a layer", of_attention, "gradients, and what its kernel holds", layers_only=True)
-    else:
-        why = "projections, hidden values and their gradients"
-        yield _line("mlp or experts of a layer", of_mlp, why, layers_only=True)
+    yield _line("attention of a layer", of_attention, "gradients, and what its kernel holds", ("attention",))
+    why = "projections or rows, hidden values and their gradients"
+    yield _line("mlp of a layer", _mlp_bytes(config, mesh, piece), why, ("mlp",))
     yield from _gathered(config, mesh)
 
 
@@ -166,8 +176,8 @@ def _mlp_bytes(config: Config, mesh: Mapping[str, int], tokens: int) -> int:
     """Bytes that the way back through an mlp or experts works with.
 
     An mlp's projections, what comes of them, and their gradients: 6 as wide as it, or 4 without a gate. Of experts the
-    rows and the rows' gradients, two projections, hidden values and their gradients in float32 as the kernels give
-    them and in `dtype` as they take them, and what an exchange sends while it receives as much.
+    rows and the rows' gradients, three products in float32 as the kernels give them and in `dtype` as the next ones
+    take them, and what an exchange sends while it receives as much.
     """
     width, tensor = BYTES[config.dtype], mesh["tensor"]
     dense = (6 if config.gated_mlp else 4) * tokens * width
@@ -175,7 +185,9 @@ def _mlp_bytes(config: Config, mesh: Mapping[str, int], tokens: int) -> int:
         return dense * config.base_mlp_dim // tensor
     rows = _rows_per_token(config, mesh, tokens) * tokens
     crossing = 2 * width * rows * config.base_emb_dim if mesh["expert"] > 1 else 0
-    of_rows = rows * (2 * config.base_emb_dim * width + (3 * 4 + 3 * width) * config.moe_mlp_dim // tensor)
+    products = 5 if config.expert_bias else 3  # the biases of each row's two projections among them
+    of_width = products * 4 + 3 * width if config.capacity_factor == -1 else 6 * width  # with a capacity, as an mlp
+    of_rows = rows * (2 * config.base_emb_dim * width + of_width * config.moe_mlp_dim // tensor)
     router = 4 * tokens * config.base_emb_dim
     return int(of_rows + crossing) + router + dense * config.shared_experts * config.moe_mlp_dim // tensor
 
@@ -191,21 +203,21 @@ def _gathered(config: Config, mesh: Mapping[str, int]) -> Iterator[MemoryLine]:
         here = config.num_experts // mesh["expert"]
         experts = 2 * here * emb * config.moe_mlp_dim // tensor * width
         why = "two of a layer's three as they are used together, or a float32 gradient of one"
-        yield MemoryLine("experts' weights, gathered", "weights", experts, why, ("layers",))
+        yield MemoryLine("experts' weights, gathered", "weights", experts, why, ("mlp",))
         return
     widest = max(config.base_mlp_dim, config.base_num_query_heads * config.head_dim) // tensor
     why = "the widest matrix of a layer, and the next on its way"
-    yield MemoryLine("weights, gathered", "weights", 2 * emb * widest * width, why, ("layers",))
+    yield MemoryLine("weights, gathered", "weights", 2 * emb * widest * width, why, LAYERS)
 
 
 def _attention_bytes(config: Config, mesh: Mapping[str, int], accelerator: Accelerator) -> int:
     """Bytes of what attention in one layer works with per row.
 
     Fused kernels hold no scores; pallas_mha has keys, values and their gradients for every query head, and cudnn_masked
-    a mask as wide as the scores and a bias that is made of it. Plain attention has three float32 copies of those of a
-    tile of at most 512 x 512, or of a strip of 128 queries where one tile is all there is (models/tile_layout.py). On
-    context shards there are other shards' keys and values too, and their float32 gradients: of all shards with
-    all_gather, of two with ring.
+    a mask as wide as the scores and a bias that is made of it. Plain attention has scores, probabilities and the
+    gradients of both in float32, of a tile of at most 512 x 512, or of a strip of 128 queries where one tile is all
+    there is (models/tile_layout.py). On context shards there are other shards' keys and values too, and their float32
+    gradients: of all shards with all_gather, of two with ring.
     """
     shards, tensor, length = mesh["context"], mesh["tensor"], config.max_target_length
     heads = config.base_num_query_heads // tensor
@@ -214,7 +226,7 @@ def _attention_bytes(config: Config, mesh: Mapping[str, int], accelerator: Accel
             run = length if shards == 1 else length // (2 * shards)
             tile = min(run, 512)
             queries = min(tile, 128) if shards == 1 and run == tile else tile
-            held = 3 * 4 * heads * queries * tile
+            held = 4 * 4 * heads * queries * tile
         case "cudnn_masked":
             held = (1 + BYTES[config.dtype]) * length**2
         case "pallas_mha":
@@ -238,7 +250,9 @@ def _rows_per_token(config: Config, mesh: Mapping[str, int], tokens: int) -> Fra
         return Fraction(0)
     chosen, experts, shards = config.num_experts_per_tok, config.num_experts, mesh["expert"]
     if config.capacity_factor != -1:
-        return Fraction(math.ceil(min(config.capacity_factor * chosen, experts)))
+        length = config.max_target_length
+        slots = math.ceil(Fraction(config.capacity_factor) * chosen * length / experts)  # of an example, with an expert
+        return Fraction(min(slots, length) * experts, length)
     rows = exchanged_rows(
         num_tokens=tokens,
         num_per_token=chosen,

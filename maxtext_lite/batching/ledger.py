@@ -4,11 +4,12 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
-Moment = Literal["loss", "layers", "update"]
-"""When most is held: between the last layer and its way back, while a layer goes back, while the optimizer runs."""
-MOMENTS: tuple[Moment, ...] = ("loss", "layers", "update")
-PASSES: tuple[Moment, ...] = ("loss", "layers")
-"""Forward and backward pass: all but the update."""
+Moment = Literal["loss", "mlp", "attention", "update"]
+"""When most may be held: between the last layer and its way back, while a layer's mlp or experts go back, while its
+attention does, and while the optimizer runs."""
+LAYERS: tuple[Moment, ...] = ("mlp", "attention")
+PASSES: tuple[Moment, ...] = ("loss", *LAYERS)
+MOMENTS: tuple[Moment, ...] = (*PASSES, "update")
 
 Part = Literal["params", "optimizer_state", "gradients", "weights", "activations", "logits"]
 PARTS: dict[Part, str] = {
@@ -67,6 +68,12 @@ class MemoryEstimate:
         """Bytes at the peak."""
         return sum(line.bytes for line in self.at(self.peak))
 
+    @property
+    def held(self) -> int:
+        """Bytes that a step is given and leaves on the device: of what lasts, parameters and optimizer state."""
+        lasting = (line for line in self.lines if line.moments == MOMENTS)
+        return sum(line.bytes for line in lasting if line.part in ("params", "optimizer_state"))
+
     def at_peak(self, part: Part) -> int:
         """Bytes of a part then; those of all parts are the total."""
         return sum(line.bytes for line in self.at(self.peak) if line.part == part)
@@ -92,7 +99,7 @@ class MemoryEstimate:
 
     @property
     def weights(self) -> int:
-        """Bytes of parameters as matmuls take them: in `dtype`, and whole over fsdp."""
+        """Bytes of parameters as matmuls take them: in `dtype`, and whole but for tensor."""
         return self.most("weights")
 
     @property
@@ -106,11 +113,12 @@ class MemoryEstimate:
         return self.most("logits")
 
     def to_json(self) -> dict[str, object]:
-        """Parts, total, peak and lines by name."""
+        """Parts when they are largest and at the peak, total and lines by name."""
         parts: dict[str, object] = {part: self.most(part) for part in PARTS}
         lines = [dataclasses.asdict(line) | {"moments": list(line.moments)} for line in self.lines]
         rest = {"total": self.total, "limit": self.limit, "offloaded": self.offloaded, "peak": self.peak}
-        return parts | rest | {"lines": lines}
+        at_peak = {part: self.at_peak(part) for part in PARTS}
+        return parts | rest | {"at_peak": at_peak, "lines": lines}
 
 
 def bytes_text(size: int) -> str:

@@ -13,8 +13,14 @@ from maxtext_lite.batching.activations import (
     offloaded_activations,
     tokens_of_device,
 )
-from maxtext_lite.batching.ledger import MOMENTS, PASSES, MemoryEstimate, MemoryLine
-from maxtext_lite.batching.parameters import ParameterCount, count_factored, count_parameters, weight_shards
+from maxtext_lite.batching.ledger import LAYERS, MOMENTS, PASSES, MemoryEstimate, MemoryLine
+from maxtext_lite.batching.parameters import (
+    ParameterCount,
+    count_factored,
+    count_parameters,
+    split_of,
+    weight_shards,
+)
 from maxtext_lite.batching.pipeline import Schedule
 from maxtext_lite.config import Config
 from maxtext_lite.config.kernels import Accelerator
@@ -74,11 +80,12 @@ def estimate_memory(
       accelerator: what the devices are, which decides the attention kernel, and whether arrays fill tiles.
     """
     schedule = config.pipeline_schedule
+    pieces = num_pipeline_microbatches if schedule == "1f1b" else 1
     lines = [
         *_state_lines(config, mesh, diloco_num_replicas, accelerator),
         *_gradient_lines(config, mesh, gradient_accumulation_steps, diloco_num_replicas, accelerator),
         *activation_lines(config, mesh, micro_batch_slots, num_pipeline_microbatches, schedule, accelerator),
-        *_loss_lines(config, mesh, micro_batch_slots, num_pipeline_microbatches if schedule == "1f1b" else 1),
+        *_loss_lines(config, mesh, micro_batch_slots, pieces, accelerator),
     ]
     offloaded = offloaded_activations(config, mesh, micro_batch_slots, num_pipeline_microbatches)
     if config.optimizer_memory_host_offload:
@@ -100,9 +107,10 @@ def estimate_activations(
     return MemoryEstimate(tuple(lines), None).activations
 
 
-def _shards(mesh: Mapping[str, int]) -> dict[str, int]:
-    """The mesh axes that parameters are split over."""
-    return {axis: mesh[axis] for axis in ("fsdp", "tensor", "stage", "context", "expert")}
+def _count(config: Config, mesh: Mapping[str, int], accelerator: Accelerator | None = None) -> ParameterCount:
+    """Parameters of a device; on a TPU, with what fills tiles up."""
+    tiled = accelerator is not None and accelerator.platform == "tpu"
+    return count_parameters(config, **split_of(mesh), tiled=tiled)
 
 
 def _copies(mesh: Mapping[str, int], diloco_num_replicas: int | None) -> int:
@@ -118,7 +126,7 @@ def _state_lines(
     config: Config, mesh: Mapping[str, int], diloco_num_replicas: int | None, accelerator: Accelerator
 ) -> Iterator[MemoryLine]:
     """Parameters, their copies in `dtype`, and the optimizer's state."""
-    count = count_parameters(config, **_shards(mesh), tiled=accelerator.platform == "tpu")
+    count = _count(config, mesh, accelerator)
     trained, weight_bytes = _trained(config, count), BYTES[config.weight_dtype]
     copies, outer = _copies(mesh, diloco_num_replicas), diloco_num_replicas is not None
     if config.lora_rank:  # adapters are float32 whatever the weights are
@@ -151,12 +159,7 @@ def master_bytes(config: Config, mesh: Mapping[str, int], diloco_num_replicas: i
     if config.weight_dtype == "float32" or config.lora_rank:  # adapters are float32, frozen weights need none
         return 0
     copies = 1 if diloco_num_replicas is None else _copies(mesh, diloco_num_replicas) + 1
-    return (
-        4
-        * copies
-        * count_parameters(config, **_shards(mesh)).total
-        // (mesh["data"] if config.shard_optimizer_over_data else 1)
-    )
+    return 4 * copies * _count(config, mesh).total // (mesh["data"] if config.shard_optimizer_over_data else 1)
 
 
 def _optimizer_elements(config: Config, mesh: Mapping[str, int], count: ParameterCount) -> int:
@@ -170,7 +173,7 @@ def _optimizer_elements(config: Config, mesh: Mapping[str, int], count: Paramete
         case "muon":  # one moment for the layers' matrices, Adam's two for the rest
             return count.matrices + 2 * (count.tables + count.norms)
         case "adafactor":
-            return count_factored(config, **_shards(mesh))
+            return count_factored(config, **split_of(mesh))
 
 
 def _gradient_lines(
@@ -181,7 +184,7 @@ def _gradient_lines(
     accelerator: Accelerator,
 ) -> Iterator[MemoryLine]:
     """The float32 sum of micro-batches where there are several passes, and the gradient of one."""
-    count = _trained(config, count_parameters(config, **_shards(mesh), tiled=accelerator.platform == "tpu"))
+    count = _trained(config, _count(config, mesh, accelerator))
     copies = _copies(mesh, diloco_num_replicas)
     adds_up = gradient_accumulation_steps > 1 or config.pipeline_schedule == "1f1b"
     if adds_up:
@@ -189,13 +192,13 @@ def _gradient_lines(
         yield MemoryLine("sum of gradients", "gradients", 4 * copies * count.total, why)
     of_layers = count.matrices * BYTES[config.dtype]
     rest = (count.tables + count.norms) * BYTES[config.weight_dtype]
-    when = ("layers",) if adds_up else ("layers", "update")
+    when = LAYERS if adds_up else (*LAYERS, "update")
     why = "one micro-batch's: of matrices in `dtype`, of tables as they are"
     yield MemoryLine("gradients of a micro-batch", "gradients", copies * (of_layers + rest), why, when)
 
 
 def _loss_lines(
-    config: Config, mesh: Mapping[str, int], micro_batch_slots: int, num_pieces: int
+    config: Config, mesh: Mapping[str, int], micro_batch_slots: int, num_pieces: int, accelerator: Accelerator
 ) -> Iterator[MemoryLine]:
     """What the loss works with, tile by tile of the sequence; stages share the tokens out."""
     all_tokens = tokens_of_device(config, mesh, micro_batch_slots) // num_pieces
@@ -209,11 +212,16 @@ def _loss_lines(
     head, shard = vocab_size * config.base_emb_dim, vocab_size * config.base_emb_dim // weight_shards(mesh)
     kept = tiles_kept(tiles, tokens=tokens, emb_dim=config.base_emb_dim) if weight_shards(mesh) > 1 else 1
     tile = tokens * vocab_size // tiles
-    in_tile = 4 * tile + (0 if kept > 1 else width * tile)
-    yield _loss_line("logits of a tile", in_tile, "float32, and their gradient in `dtype` where it does not wait")
-    if kept > 1:
-        waiting = width * tokens * kept // tiles * vocab_size
-        yield _loss_line("gradients of logits", waiting, "of tiles that wait to be the head's gradient together")
+    waiting = width * tokens * kept // tiles * vocab_size
+    yield _loss_line(
+        "gradients of logits", waiting, "of a tile, or of those that wait to be the head's gradient together"
+    )
+    # A TPU sends the head's gradient off shard by shard as it is made; others make all of it first.
+    whole = BYTES[config.grad_dtype] * head if weight_shards(mesh) > 1 and accelerator.platform != "tpu" else 0
+    if whole > 4 * tile:
+        yield _loss_line("head's gradient, whole", whole, "before it is shared out, in grad_dtype; no logits then")
+    else:
+        yield _loss_line("logits of a tile", 4 * tile, "in float32")
     if weight_shards(mesh) > 1 or config.dtype != config.weight_dtype:
         yield MemoryLine("head as used", "weights", width * head, "whole but for tensor, in `dtype`", ("loss",))
     if config.lora_rank == 0:

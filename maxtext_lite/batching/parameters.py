@@ -4,6 +4,8 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import permutations
+from typing import TypedDict
 
 from maxtext_lite.config import ModelConfig, adapted_weights
 
@@ -52,12 +54,13 @@ class _Weight:
     def elements(self, shards: Mapping[str, int], tiled: bool = False) -> int:
         """Those of one device; `tiled`, with what fills a TPU's tiles of 8 x 128 up.
 
-        A layer's weight lies with either of its last two dims in the tiles' rows, whichever takes less.
+        The two dims that make the tiles are those with which least is filled up.
         """
         if not tiled or len(self.sizes) < 2:
             return math.prod(self.sizes) // math.prod(shards.get(axis, 1) for axis in self.axes)
-        *stack, first, last = (size // shards.get(axis, 1) for size, axis in zip(self.sizes, self.axes, strict=True))
-        return math.prod(stack) * min(_tiled(first, last), _tiled(last, first))
+        parts = [size // shards.get(axis, 1) for size, axis in zip(self.sizes, self.axes, strict=True)]
+        pairs = permutations(parts, 2)
+        return min(math.prod(parts) // (rows * columns) * _tiled(rows, columns) for rows, columns in pairs)
 
     def factored(self, shards: Mapping[str, int]) -> int:
         """Elements on one device of Adafactor's second moments: of a layer's tensor, or an expert's, whose two largest
@@ -186,6 +189,27 @@ def _layers(config: ModelConfig) -> list[tuple[int, bool, list[_Weight]]]:
 def weight_shards(mesh: Mapping[str, int]) -> int:
     """The parts into which the embedding dim of a weight is split: over every axis that splits tokens but `data`."""
     return mesh["fsdp"] * mesh["context"] * mesh["expert"]
+
+
+class Split(TypedDict):
+    """Sizes of the mesh axes that split parameters."""
+
+    fsdp: int
+    tensor: int
+    stage: int
+    context: int
+    expert: int
+
+
+def split_of(mesh: Mapping[str, int]) -> Split:
+    """Those of a mesh."""
+    return Split(
+        fsdp=mesh["fsdp"],
+        tensor=mesh["tensor"],
+        stage=mesh["stage"],
+        context=mesh["context"],
+        expert=mesh["expert"],
+    )
 
 
 def _shards(fsdp: int, tensor: int, context: int, expert: int) -> dict[str, int]:

@@ -285,7 +285,9 @@ def _rampup_rows(plan: BatchPlan) -> list[tuple[str, str]]:
 def _memory_rows(memory: MemoryEstimate) -> list[tuple[str, str]]:
     limit = "" if memory.limit is None else f" of {bytes_text(memory.limit)}"
     parts = [(name, memory.at_peak(part)) for part, name in PARTS.items()]
-    when = {"loss": "at the loss", "layers": "while a layer goes back", "update": "at the update"}[memory.peak]
+    when = {"mlp": "while an mlp goes back", "attention": "while attention goes back"}.get(
+        memory.peak, f"at the {memory.peak}"
+    )
     text = f"{bytes_text(memory.total)}{limit} = " + " + ".join(
         f"{name} {bytes_text(size)}" for name, size in parts if size
     )

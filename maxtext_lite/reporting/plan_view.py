@@ -14,6 +14,7 @@ MEMORY_PARTS = {
     "params": "parameters",
     "optimizer_state": "optimizer state",
     "gradients": "gradients",
+    "weights": "weights in use (estimate)",
     "activations": "activations (estimate)",
     "logits": "logits (estimate)",
 }
@@ -145,7 +146,9 @@ def memory_parts(plan: Mapping[str, Any]) -> tuple[str, list[MemoryPart]] | None
     memory = plan.get("memory")
     if not isinstance(memory, dict):
         return None
-    sizes = {key: memory[key] for key in MEMORY_PARTS if isinstance(memory.get(key), int | float)}
+    at_peak = memory.get("at_peak")
+    found = at_peak if isinstance(at_peak, dict) else memory
+    sizes = {key: found[key] for key in MEMORY_PARTS if isinstance(found.get(key), int | float)}
     total, limit = memory.get("total"), memory.get("limit")
     if not sizes or not isinstance(total, int | float) or total <= 0:
         return None

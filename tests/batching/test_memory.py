@@ -1,6 +1,5 @@
 import pytest
 
-from maxtext_lite.batching.ledger import bytes_text
 from maxtext_lite.batching.memory import estimate_memory, tiles_kept, vocab_tiles
 from maxtext_lite.config import load_config
 from maxtext_lite.config.kernels import Accelerator
@@ -13,33 +12,41 @@ NORMS = 9 * 128
 ALL = TABLES + MATRICES + NORMS
 
 
-def estimate(overrides=(), mesh=(), slots=16, accumulation=1, pieces=1, limit=None):
-    return estimate_memory(load_config(None, overrides), ONE_DEVICE | dict(mesh), slots, accumulation, pieces, limit)
+def estimate(overrides=(), mesh=(), slots=16, accumulation=1, pieces=1, limit=None, accelerator=None):
+    accelerator = accelerator or Accelerator.planned("gpu")
+    config, mesh = load_config(None, overrides), ONE_DEVICE | dict(mesh)
+    return estimate_memory(config, mesh, slots, accumulation, pieces, limit, accelerator=accelerator)
+
+
+def held(memory, *names):
+    return sum(line.bytes for line in memory.lines if line.name in names)
 
 
 def test_activations_of_experts_have_room_for_the_rows_that_may_come():
     keys = ["num_experts=8", "num_experts_per_tok=2", "base_mlp_dim=64"]
-    one = estimate(keys).activations
-    per_row = estimate(["num_experts=8", "num_experts_per_tok=3", "base_mlp_dim=64"]).activations - one
+    keys.append("remat_policy=none")
+    one = held(estimate(keys), "kept of layers")
+    three = ["num_experts=8", "num_experts_per_tok=3", "base_mlp_dim=64", "remat_policy=none"]
+    per_row = held(estimate(three), "kept of layers") - one
+    assert per_row == 4 * (128 + 2 * 64) * 4 * 4096  # of 4 layers: its token, 128 wide, and two projections
     # Two rows a token on one device. On two along the expert axis all tokens of both come, with two choices each; on
     # four, a round of the exchange has room for 5/4 of the 2 x 4096 choices that a device has.
-    two = estimate(keys, {"expert": 2}, slots=32).activations
+    two = held(estimate(keys, {"expert": 2}, slots=32), "kept of layers")
     assert two - one == (2 * 2 - 2) * per_row
-    four = estimate(keys, {"expert": 4}, slots=64).activations
+    four = held(estimate(keys, {"expert": 4}, slots=64), "kept of layers")
     assert four - one == pytest.approx((2.5 - 2) * per_row, rel=1e-3)
-    none = ["remat_policy=none"]
-    capacity = estimate([*keys, "capacity_factor=1.5", *none], {"expert": 4}, slots=64).activations
-    dropless, more = (estimate([*keys[:1], f"num_experts_per_tok={j}", *keys[2:], *none]).activations for j in (2, 3))
+    capacity = held(estimate([*keys, "capacity_factor=1.5"], {"expert": 4}, slots=64), "kept of layers")
     # What comes back of two choices is kept in four layers, 128 wide, in float32.
-    assert capacity - dropless == (3 - 2) * (more - dropless) + 4 * 2 * 128 * 4 * 4096
+    assert capacity - one == (3 - 2) * per_row + 4 * 2 * 128 * 4 * 4096
 
 
 def test_what_is_named_of_experts_is_kept():
     """Four experts of width 64, two a token; 16 rows of 256 tokens, 4 layers, D 128, float32."""
     keys, full = ["num_experts=4", "num_experts_per_tok=2", "base_moe_mlp_dim=64"], "remat_policy=full"
-    nothing = estimate([*keys, full]).activations
-    for name, width in (("mlpwi_0", 2 * 64), ("mlpwi_1", 2 * 64), ("mlpwo", 128), ("expert_rows", 2 * 128)):
-        kept = estimate([*keys, "remat_policy=custom", f"remat_save={name}"]).activations
+    nothing = held(estimate([*keys, full]), "kept of layers")
+    # No backward pass asks for what a layer's last matmul gives: the next layer's input is kept anyway.
+    for name, width in (("mlpwi_0", 2 * 64), ("mlpwi_1", 2 * 64), ("mlpwo", 0), ("expert_rows", 2 * 128)):
+        kept = held(estimate([*keys, "remat_policy=custom", f"remat_save={name}"]), "kept of layers")
         assert kept - nothing == 4 * 16 * 256 * width * 4, name
 
 
@@ -60,7 +67,12 @@ def test_gradients_are_one_float32_copy_and_with_accumulation_one_more():
     assert estimate().params == 4 * ALL
     assert estimate().gradients == 4 * ALL
     assert estimate(accumulation=2).gradients == estimate(accumulation=8).gradients == 8 * ALL
-    assert estimate(["weight_dtype=bfloat16"], accumulation=2).gradients == 6 * ALL
+    narrow = estimate(["weight_dtype=bfloat16", "dtype=bfloat16"], accumulation=2)
+    assert narrow.gradients == 6 * ALL
+    # A micro-batch's gradient is that of the matrices as they are multiplied, and of the tables as they are.
+    assert estimate(["dtype=bfloat16"]).gradients == 2 * MATRICES + 4 * (TABLES + NORMS)
+    assert held(estimate(["dtype=bfloat16"]), "weights in dtype") == 2 * MATRICES
+    assert narrow.weights == 0
 
 
 @pytest.mark.parametrize(("replicas", "copies"), [(2, 1), (4, 2), (8, 4)])
@@ -106,8 +118,11 @@ def test_activations_and_logits_follow_the_rows_of_a_device():
     one = estimate(slots=16)
     assert estimate(slots=32).activations == 2 * one.activations
     assert estimate(slots=32, mesh={"data": 2}).activations == one.activations
-    assert one.logits == 2 * 4 * 16 * 256 * 320
-    assert estimate(["num_vocab_tiling=4"]).logits == one.logits // 4
+    tile = ("logits of a tile", "gradients of logits")
+    assert held(one, *tile) == 2 * 4 * 16 * 256 * 320
+    assert held(estimate(["num_vocab_tiling=4"]), *tile) == held(one, *tile) // 4
+    # Beside them four times the hidden states, 128 wide, and the head's gradient.
+    assert one.logits == held(one, *tile) + 4 * 4 * 16 * 256 * 128 + 4 * 320 * 128
     assert estimate(slots=16, accumulation=8).activations == one.activations
 
 
@@ -128,51 +143,79 @@ def test_gradients_of_logits_wait_as_long_as_they_have_no_more_tokens_than_emb_d
 def test_on_shards_of_fsdp_the_head_is_there_whole_and_gradients_of_logits_wait():
     """16 rows of 256 tokens a device, D 128, V 320: of 64 tiles of 64 tokens, two have 128 of them."""
     mesh, keys = {"fsdp": 4}, ["num_vocab_tiling=64", "dtype=bfloat16"]
-    tile, head, waiting = 2 * 4 * 64 * 320, 2 * 128 * 320, 2 * 128 * 320
-    assert estimate(keys, mesh, slots=64).logits == tile + head + waiting
-    assert estimate(keys).logits == tile
-    assert estimate(["dtype=bfloat16"], mesh, slots=64).logits == 64 * tile + head
+    logits, head, waiting = 4 * 64 * 320, 2 * 128 * 320, 2 * 128 * 320
+    names = ("logits of a tile", "gradients of logits", "head as used", "head's gradient")
+
+    def loss(*arguments, **options):
+        return [held(estimate(*arguments, **options), name) for name in names]
+
+    tpu = Accelerator("tpu")
+    assert loss(keys, mesh, slots=64, accelerator=tpu) == [logits, waiting, head, 4 * 128 * 320 // 4]
+    assert loss(["num_vocab_tiling=64"]) == [logits, logits, 0, 4 * 128 * 320]
+    # Without waiting, a tile's gradient in bfloat16 stands beside its logits.
+    assert loss(["dtype=bfloat16"], mesh, slots=64) == [64 * logits, 32 * logits, head, 4 * 128 * 320 // 4]
+    # Not on a TPU, the whole of the head's gradient is made before each device has its part: larger than a tile here.
+    on_gpu = estimate(keys, mesh, slots=64)
+    assert held(on_gpu, "head's gradient, whole") == 4 * 128 * 320 > logits
+    assert held(on_gpu, "logits of a tile") == 0
+    assert held(estimate([*keys, "grad_dtype=bfloat16"], mesh, slots=64), "logits of a tile") == logits
 
 
 def test_on_shards_of_fsdp_the_widest_weights_of_a_layer_are_there_whole():
     """D 128 and F 384, of which tensor leaves a half: two matrices in float32."""
     one, four = estimate(), estimate(mesh={"fsdp": 4}, slots=64)
-    assert four.activations - one.activations == 2 * 4 * 128 * 384
-    halves = [estimate(mesh={"fsdp": fsdp, "tensor": 2}, slots=16 * fsdp).activations for fsdp in (1, 4)]
-    assert halves[1] - halves[0] == 4 * 128 * 384
+    assert held(four, "weights, gathered") == 2 * 4 * 128 * 384
+    assert held(one, "weights, gathered") == 0
+    halves = estimate(mesh={"fsdp": 4, "tensor": 2}, slots=64)
+    assert held(halves, "weights, gathered") == 4 * 128 * 384
 
 
 def test_gpipe_keeps_every_tick_and_1f1b_the_inputs_of_twice_the_stages():
     mesh, keys = {"stage": 2}, ["remat_policy=full", "num_layers_per_pipeline_stage=2"]
+    names = ("kept of layers", "inputs under way", "pieces")
     sizes = {
         schedule: {
-            pieces: estimate(
-                [*keys, f"pipeline_schedule={schedule}"], mesh, slots=4 * pieces, pieces=pieces
-            ).activations
+            pieces: held(
+                estimate([*keys, f"pipeline_schedule={schedule}"], mesh, slots=4 * pieces, pieces=pieces), *names
+            )
             for pieces in (2, 4, 16)
         }
         for schedule in ("gpipe", "1f1b")
     }
     piece = 4 * 256 * 128 * 4  # bytes of the input of a layer, for a pipeline microbatch of 4 rows
-    assert sizes["gpipe"][4] - sizes["gpipe"][2] == 2 * 2 * piece  # two more ticks, two layers in each
-    assert sizes["gpipe"][16] - sizes["gpipe"][4] == 12 * 2 * piece
-    assert sizes["1f1b"][2] == sizes["1f1b"][4] == sizes["1f1b"][16]
-    assert sizes["gpipe"][2] - sizes["1f1b"][2] == (3 * 2 - (2 + 3)) * piece
+    # Two layers in each of M + 1 ticks, and twice the M pieces themselves.
+    assert sizes["gpipe"] == {pieces: (2 * (pieces + 1) + 2 * pieces) * piece for pieces in (2, 4, 16)}
+    # One piece in two layers, the inputs of 3 ticks, and what is on its way to the next stage and to the one before.
+    assert sizes["1f1b"] == dict.fromkeys((2, 4, 16), (2 + 3 + 2) * piece)
     # Stages share the tokens out for the loss: all of a micro-batch's, or those of one piece at a time.
-    assert estimate(keys, mesh, slots=8, pieces=2).logits == 2 * 4 * 8 * 256 * 320 // 2
-    assert estimate([*keys, "pipeline_schedule=1f1b"], mesh, slots=8, pieces=2).logits == 2 * 4 * 4 * 256 * 320 // 2
+    logits = [held(estimate([*keys, f"pipeline_schedule={schedule}"], mesh, slots=8, pieces=2), "logits of a tile")
+              for schedule in ("gpipe", "1f1b")]  # fmt: skip
+    assert logits == [4 * 8 * 256 * 320 // 2, 4 * 4 * 256 * 320 // 2]
+
+
+def test_stages_that_go_round_keep_their_weights_of_every_tick():
+    """Four layers on two stages, one at a time: 2 x 4 + 1 ticks, each with a copy of a layer's matrices."""
+    keys = ["remat_policy=full", "num_layers_per_pipeline_stage=1", "dtype=bfloat16"]
+    round_twice = estimate(keys, {"stage": 2}, slots=16, pieces=4)
+    assert held(round_twice, "weights of ticks") == 9 * 2 * MATRICES // 4
+    assert held(round_twice, "kept of layers") == 9 * 4 * 256 * 128 * 2
+    once = estimate([*keys[:1], "num_layers_per_pipeline_stage=2"], {"stage": 2}, pieces=4)
+    assert held(once, "weights of ticks") == 0
 
 
 def test_context_shards_hold_their_tokens_and_the_scores_of_a_tile():
-    """8,192 tokens, 16 rows: the scores of one tile, three times, and with shards what comes from the others."""
+    """8,192 tokens, 16 rows: the scores of one tile, four times, and with shards what comes from the others."""
     keys = ["max_target_length=8192", "remat_policy=full"]
     one, ring = estimate(keys), estimate([*keys, "context_parallel_strategy=ring"], {"context": 4})
     gathered = estimate(keys, {"context": 4})
-    assert (ring.logits, ring.params) == (one.logits // 4, one.params)
+    assert (held(ring, "logits of a tile"), ring.params) == (held(one, "logits of a tile") // 4, one.params)
     heads, keys_and_values = 8, 2 * 4 * 16
-    tile = 3 * 4 * 16 * heads * 512**2
-    assert (one.activations - tile) // 4 == ring.activations - tile - 16 * 2 * 2048 * keys_and_values * (4 + 4)
-    assert gathered.activations - ring.activations == 16 * (8192 - 2 * 2048) * keys_and_values * (4 + 4)
+    tile = 4 * 4 * 16 * heads * 512**2
+    of_one, of_ring, of_gathered = (held(memory, "attention of a layer") for memory in (one, ring, gathered))
+    assert (of_one - tile) // 4 == of_ring - tile - 16 * 2 * 2048 * keys_and_values * (4 + 4)
+    assert of_gathered - of_ring == 16 * (8192 - 2 * 2048) * keys_and_values * (4 + 4)
+    for name in ("kept of layers", "stream of a layer", "heads of a layer", "mlp of a layer"):
+        assert held(one, name) == 4 * held(ring, name) > 0, name
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adafactor"])
@@ -180,21 +223,22 @@ def test_estimated_optimizer_state_lies_below_adams(optimizer):
     assert 0 < estimate([f"optimizer={optimizer}"]).optimizer_state < estimate().optimizer_state
 
 
-def test_the_total_is_the_sum_and_the_limit_is_in_bytes():
-    memory = estimate(limit=95)
-    assert memory.total == sum(
-        (memory.params, memory.optimizer_state, memory.gradients, memory.activations, memory.logits)
-    )
-    assert memory.limit == 95_000_000_000
-    assert list(memory.to_json()) == [
-        "params", "optimizer_state", "gradients", "activations", "logits", "total", "limit", "offloaded"]  # fmt: skip
+def test_the_total_is_what_is_held_at_the_fullest_moment():
+    """One layer of many tokens is fullest while it goes back, a vocabulary of many at the loss."""
+    layers, loss = estimate(limit=95), estimate(["vocab_size=32000", "remat_policy=full"])
+    lasting = layers.params + layers.optimizer_state
+    assert layers.total == lasting + layers.gradients + layers.weights + layers.activations
+    kept = held(loss, "kept of layers")
+    assert loss.total == loss.params + loss.optimizer_state + kept + loss.logits
+    assert (layers.peak, loss.peak) == ("attention", "loss")
+    assert layers.limit == 95_000_000_000
 
 
 def test_what_is_offloaded_leaves_the_device():
     """D 128, N 8, K 4, H 16, F 384, 4 layers, 16 rows of 256 tokens, float32."""
     tokens, full = 16 * 256, estimate(["remat_policy=full"])
     heads = (8 + 4 + 4) * 16
-    for policy, elements in (("qkv_proj_offloaded", heads), ("minimal_offloaded", heads + 128 + 2 * 384 + 128)):
+    for policy, elements in (("qkv_proj_offloaded", heads), ("minimal_offloaded", heads + 128 + 2 * 384)):
         memory = estimate([f"remat_policy={policy}"])
         assert memory.activations == full.activations
         assert memory.offloaded == 4 * tokens * 4 * elements
@@ -207,11 +251,8 @@ def test_what_is_offloaded_leaves_the_device():
 def test_an_optimizer_state_on_the_host_does_not_stand_beside_activations():
     here, there = estimate(), estimate(["optimizer_memory_host_offload=true"])
     assert there.offloaded == here.optimizer_state == there.optimizer_state
-    assert there.total == here.params + here.gradients + max(here.optimizer_state, here.activations + here.logits)
-
-
-def test_bytes_are_shown_in_a_unit_that_suits():
-    assert [bytes_text(size) for size in (95_000_000_000, 1_500_000, 400)] == ["95.0 GB", "1.5 MB", "0.4 kB"]
+    others = here.total - here.optimizer_state
+    assert there.total == max(others, here.params + here.gradients + here.optimizer_state)
 
 
 def test_a_sharded_optimizer_state_is_divided_by_the_data_axis():
@@ -223,16 +264,16 @@ def test_a_sharded_optimizer_state_is_divided_by_the_data_axis():
 
 
 def test_scores_are_counted_where_the_kernel_that_runs_holds_them():
-    """gemma2-9b caps its scores, as tokamax's kernel can: elsewhere 3 float32 copies of a strip of 16 heads."""
+    """gemma2-9b caps its scores, as tokamax's kernel can: elsewhere 4 float32 copies of a strip of 16 heads."""
     keys = ["model_name=gemma2-9b", "dtype=bfloat16", "tokenizer_type=huggingface", "tokenizer_path=x"]
     hopper, ampere = Accelerator("gpu", "9.0", "0.0.17"), Accelerator("gpu", "8.0", "0.0.17")
 
     def activations(*overrides, accelerator=ampere):
         config = load_config(None, [*keys, *overrides])
-        return estimate_memory(config, ONE_DEVICE, 1, 1, 1, None, accelerator=accelerator).activations
+        return held(estimate_memory(config, ONE_DEVICE, 1, 1, 1, None, accelerator=accelerator), "attention of a layer")
 
     flash = activations(accelerator=hopper)
-    assert activations() - flash == 3 * 4 * 16 * 128 * 256
+    assert activations() - flash == 4 * 4 * 16 * 128 * 256
     assert activations(accelerator=Accelerator("cpu")) == activations()
     assert activations(accelerator=Accelerator("tpu")) == flash  # splash attention knows caps
     assert activations("attention=dot_product", accelerator=hopper) == activations()
@@ -244,7 +285,7 @@ def test_what_kernels_hold_beside_the_rows_is_counted():
 
     def activations(*overrides):
         config = load_config(None, ["dtype=bfloat16", *overrides])
-        return estimate_memory(config, ONE_DEVICE, 1, 1, 1, None, accelerator=gpu).activations
+        return held(estimate_memory(config, ONE_DEVICE, 1, 1, 1, None, accelerator=gpu), "attention of a layer")
 
     fused = activations("packing=false")
     assert activations() - fused == 2 * 4 * 8 * 16 * 256

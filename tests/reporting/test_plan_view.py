@@ -75,6 +75,9 @@ def test_memory_is_shares_of_the_device_or_of_the_sum():
     ]
     sentence, parts = memory_parts({"memory": memory | {"limit": 80_000}}) or ("", [])
     assert (sentence, parts[1].fraction) == ("40.0 kB of 80.0 kB per device", 0.375)
+    peak = {"params": 10_000, "optimizer_state": 0, "activations": 30_000}
+    _, parts = memory_parts({"memory": memory | {"at_peak": peak}}) or ("", [])
+    assert [part.fraction for part in parts] == [0.25, 0, 0.75], "what is held at the peak adds up to the total"
     _, parts = memory_parts({"memory": memory | {"limit": 20_000}}) or ("", [])
     assert sum(part.fraction for part in parts) == 1, "more than there is still fits the bar"
 

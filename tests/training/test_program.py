@@ -3,11 +3,14 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from maxtext_lite.batching import make_plan
+from maxtext_lite.batching.activations import activation_lines
 from maxtext_lite.config import UserError, load_config
+from maxtext_lite.config.kernels import Accelerator
 from maxtext_lite.parallel.hlo import collectives
 from maxtext_lite.training.program import compile_program, total_traffic
 from maxtext_lite.training.state import init_state, make_decoder
@@ -202,3 +205,44 @@ def test_a_kernel_that_does_not_run_there_is_refused():
         make_decoder(config, "cpu")
     with pytest.raises(UserError, match="attention=splash"):
         compile_program(config, make_plan(config, num_devices=1), jax.devices()[:1])
+
+
+EXPERTS = ("num_experts=8", "num_experts_per_tok=2", "base_moe_mlp_dim=48")
+ROWS, TOKENS, KEPT_LAYERS = 2, 256, 5
+
+
+def residual_bytes(config):
+    """Of a forward pass, without what is small: masks, positions, and a number for each token."""
+    decoder = make_decoder(config, "cpu", make_plan(config, num_devices=1, platform="cpu"))
+    tokens = jax.ShapeDtypeStruct((ROWS, TOKENS), jnp.int32)
+
+    def backward(params, *rows):
+        return jax.vjp(lambda params: decoder.hidden_and_aux(params, *rows)[0], decoder.cast(params))[1]
+
+    found = jax.eval_shape(backward, decoder.abstract_params, tokens, tokens, tokens)
+    weights = {leaf.shape for leaf in jax.tree.leaves(decoder.abstract_params["layers"])}
+    kept = [x for x in jax.tree.leaves(found) if x.ndim > 2 and x.shape[0] == KEPT_LAYERS and x.shape not in weights]
+    return sum(x.dtype.itemsize * x.size for x in kept if x.size >= KEPT_LAYERS * ROWS * TOKENS * 8)
+
+
+@pytest.mark.parametrize("placement", ["pre", "post", "both"])
+@pytest.mark.parametrize("policy", ["full", "minimal", "save_qkv_proj", "save_dot_products", "none"])
+def test_what_is_kept_of_a_layer_is_what_its_backward_pass_is_given(policy, placement):
+    check([f"remat_policy={policy}", f"norm_placement={placement}"])
+
+
+@pytest.mark.parametrize("policy", ["full", "minimal", "custom"])
+@pytest.mark.parametrize("capacity", [-1, 1.5])
+def test_what_is_kept_of_experts_is_what_their_backward_pass_is_given(policy, capacity):
+    check([*EXPERTS, f"capacity_factor={capacity}", f"remat_policy={policy}"]
+          + ["remat_save=expert_rows,mlpwi_0"] * (policy == "custom"))  # fmt: skip
+
+
+def check(overrides):
+    mesh = dict.fromkeys(("stage", "data", "fsdp", "expert", "context", "tensor"), 1)
+    shape = [f"base_num_decoder_layers={KEPT_LAYERS}", f"max_target_length={TOKENS}", "base_mlp_dim=400"]
+    config = load_config(None, [*shape, "dtype=bfloat16", *overrides])
+    lines = activation_lines(config, mesh, ROWS, 1, "gpipe", Accelerator("cpu"))
+    planned = sum(line.bytes for line in lines if line.name == "kept of layers")
+    # Beside it there are log-partitions, the router's probabilities and choices, and what norms divided by.
+    assert planned == pytest.approx(residual_bytes(config), rel=0.03)

@@ -382,20 +382,19 @@ def test_tensor_parallelism_splits_what_stands_between_blocks(setup):
 
 @pytest.mark.parametrize("policy", ["none", "minimal", "save_qkv_proj", "full"])
 def test_the_plan_estimates_what_the_compiler_allocates(policy, setup):
-    """Gradients, activations and logits of the plan are within a quarter of the step's temporaries."""
+    """All that the plan counts beside the state is within a tenth of the step's temporaries."""
     keys = ["base_num_decoder_layers=8", "base_emb_dim=64", "base_num_query_heads=4", "base_num_kv_heads=2",
             "head_dim=16", "base_mlp_dim=192", "max_target_length=128", "per_device_batch_size=8", "steps=20",
             f"remat_policy={policy}"]  # fmt: skip
     it = setup(*keys)
-    plan = make_plan(it.config, num_devices=1)
+    memory = make_plan(it.config, num_devices=1, platform="cpu").memory
     where = sharding(it.mesh, TRAIN_BATCH_AXES)
     batch = {
         name: jax.ShapeDtypeStruct((1, 8, 128), "float32" if name == "weights" else "int32", sharding=where)
         for name in ("tokens", "targets", "segments", "positions", "weights")
     }
     found = it.compile_step(batch).memory_analysis().temp_size_in_bytes
-    memory = plan.memory
-    assert memory.gradients + memory.activations + memory.logits == pytest.approx(found, rel=0.25)
+    assert memory.total - memory.held == pytest.approx(found, rel=0.1)
 
 
 @pytest.mark.parametrize("mesh", [{}, {"data": 2, "fsdp": 2}], ids=str)

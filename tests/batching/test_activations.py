@@ -1,0 +1,69 @@
+import pytest
+
+from maxtext_lite.batching.activations import activation_lines, offloaded_activations, splits_residual, tensor_bytes
+from maxtext_lite.config import load_config
+from maxtext_lite.config.kernels import Accelerator
+
+ONE = dict.fromkeys(("stage", "data", "fsdp", "expert", "context", "tensor"), 1)
+TPU = Accelerator("tpu")
+
+
+def held(overrides, mesh=(), slots=16, pieces=1, accelerator=TPU):
+    config = load_config(None, [*overrides, "dtype=bfloat16"])
+    lines = activation_lines(config, ONE | dict(mesh), slots, pieces, config.pipeline_schedule, accelerator)
+    return {line.name: line.bytes for line in lines}
+
+
+def test_an_mlp_goes_back_through_six_arrays_of_its_width():
+    """4,096 tokens; F 384, D 128, N 8, K 4, H 16: heads of a TPU's kernel are 128 wide."""
+    found = held([])
+    assert found["mlp of a layer"] == 6 * 4096 * 384 * 2
+    assert held(["gated_mlp=false"])["mlp of a layer"] == 4 * 4096 * 384 * 2
+    assert found["stream of a layer"] == 6 * 4096 * 128 * 2
+    assert found["heads of a layer"] == 4096 * (4 * 8 + 3 * 4) * 128 * 2
+    assert held([], accelerator=Accelerator("cpu"))["heads of a layer"] == 4096 * (4 * 8 + 3 * 4) * 16 * 2
+
+
+@pytest.mark.parametrize(("more", "products"), [((), 3), (("expert_bias=true",), 5)])
+def test_experts_go_back_through_their_rows(more, products):
+    """Two of 8 experts, 48 wide, for each of 4,096 tokens, and the router's input in float32."""
+    keys = ["num_experts=8", "num_experts_per_tok=2", "base_moe_mlp_dim=48", *more]
+    of_rows = 2 * 4096 * (2 * 128 * 2 + (4 * products + 3 * 2) * 48)
+    assert held(keys)["mlp of a layer"] == of_rows + 4 * 4096 * 128
+    # On four devices a round has room for 5/4 of the choices, sent while as many are received.
+    sent = 2 * 2 * 4096 * 2 * 128 * 5 // 4
+    assert held(keys, {"expert": 4}, slots=64)["mlp of a layer"] == of_rows * 5 // 4 + sent + 4 * 4096 * 128
+    # With a capacity of 4/3, an expert has 86 slots of each 256 tokens, and its matmuls give `dtype` as an mlp's do.
+    slots = 16 * 8 * 86
+    with_capacity = held([*keys, "capacity_factor=1.3333"])["mlp of a layer"]
+    assert with_capacity == slots * (2 * 128 * 2 + 6 * 2 * 48) + 4 * 4096 * 128
+    # Two of the three weights of all 8 are whole where fsdp splits them.
+    assert held(keys, {"fsdp": 2}, slots=32)["experts' weights, gathered"] == 2 * 8 * 128 * 48 * 2
+
+
+def test_rotations_are_kept_of_every_tick_of_the_pipeline():
+    """Two stages, 4 pieces of 4 x 256 tokens: 5 ticks, each with cosines and sines of 8 planes in float32."""
+    keys, stages = ["num_layers_per_pipeline_stage=2", "remat_policy=full"], {"stage": 2}
+    found = held(keys, stages, pieces=4, accelerator=Accelerator("cpu"))
+    assert found["rotations of ticks"] == 2 * 5 * 1024 * 8 * 4
+    assert held(keys, stages, pieces=4)["rotations of ticks"] == 2 * 5 * 1024 * 128 * 4, "a TPU's tiles are 128 wide"
+
+
+@pytest.mark.parametrize(("at_once", "layer_ticks"), [(2, 2 * 5), (1, 1 * 9)])
+def test_what_goes_to_the_host_goes_in_every_tick(at_once, layer_ticks):
+    """Two of four layers on a stage, 4 pieces of 4 x 256 tokens: they go through both at once, or round twice."""
+    keys = ["remat_policy=qkv_proj_offloaded", f"num_layers_per_pipeline_stage={at_once}"]
+    found = offloaded_activations(load_config(None, keys), ONE | {"stage": 2}, 16, 4)
+    assert found == layer_ticks * 1024 * (8 + 4 + 4) * 16 * 4
+
+
+@pytest.mark.parametrize(("placement", "width"), [("pre", 0), ("post", 128), ("both", 128)])
+def test_an_mlps_output_is_kept_where_a_norm_asks_for_it(placement, width):
+    config = load_config(None, [f"norm_placement={placement}"])
+    assert tensor_bytes(config, ONE, 4096)["mlpwo"] == 4 * width
+
+
+def test_a_row_is_split_over_tensor_where_its_tokens_can_be():
+    config, mesh = load_config(None, ["max_target_length=256"]), ONE
+    assert splits_residual(config, mesh | {"tensor": 4, "context": 2})
+    assert not splits_residual(config, mesh | {"tensor": 3})
