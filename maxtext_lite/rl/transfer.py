@@ -70,5 +70,5 @@ class Transfer:
         in_order = jax.tree.map(lambda x, like: x.reshape(like.shape), merged(params), wanted)
         # The tables are wide for their gradients; looked up, their rows are cast all the same.
         tables = jax.tree.map(lambda x: x.astype(self._decoder.shape.dtype), in_order["embedding"])
-        # Without a copy, what is not cast would be the trainer's own array, which its next step gives up.
+        # Without a copy, what is not cast would be the trainer's own array, which its next step donates.
         return jax.tree.map(jnp.copy, self._decoder.cast(in_order) | {"embedding": tables})

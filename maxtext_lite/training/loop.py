@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 
@@ -41,7 +41,7 @@ class Steps(Protocol):
         """The next batch, and a step on it; `state`, of the step before, is donated."""
         ...
 
-    def unfinished(self, step: int) -> Any:
+    def unfinished(self, step: int) -> dict[str, jax.Array] | None:
         """What a checkpoint after this step holds of a batch that more steps are to be made on; None: nothing."""
         ...
 

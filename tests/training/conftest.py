@@ -86,7 +86,7 @@ class Setup:
         return jax.device_get(state_from(dataclasses.replace(self.parts, mesh=ONE_DEVICE), params, 0))
 
     def state(self):
-        """A new copy of the initial state, on the mesh: a step gives up the one that it is passed."""
+        """A new copy of the initial state, on the mesh: a step donates the one that it is passed."""
         return jax.device_put(self.initial, state_shardings(self.parts))
 
     def batch(self, rows, accumulation, slots):
@@ -114,7 +114,7 @@ class Setup:
         state, metrics = self.state(), []
         for _ in range(steps):
             state, step_metrics = compiled(state, batch, num_micro_batches)
-            metrics.append(jax.device_get(step_metrics))  # waits: see loop.py on simulated devices
+            metrics.append(jax.device_get(step_metrics))  # waits: see feed_steps.py on simulated devices
         return jax.device_get(state), metrics
 
 

@@ -15,6 +15,7 @@ import pytest
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.data import example_ids, examples_hash, open_sources_on_hosts
 from maxtext_lite.training import NonFiniteLoss, run, train
+from maxtext_lite.training.feed_steps import FeedSteps
 from tests.training.conftest import TINY
 
 RUN = [*TINY, "steps=6", "warmup_steps=2", "eval_interval=3", "eval_fraction=0.05", "checkpoint_period=3",
@@ -124,6 +125,20 @@ def test_stopped_and_resumed_equals_whole_to_the_bit(constant, tmp_path, documen
     before = (resumed.run_directory / "metrics.jsonl").read_text()
     assert _train(tmp_path, documents, CONSTANT).step == 6
     assert (resumed.run_directory / "metrics.jsonl").read_text() == before
+
+
+def test_whether_a_step_is_recorded_at_once_or_while_the_next_is_under_way_shows_nowhere(
+    constant, tmp_path, documents, monkeypatch
+):
+    straight, _ = constant
+    assert FeedSteps.ahead
+    monkeypatch.setattr(FeedSteps, "ahead", False)
+    at_once = _train(tmp_path, documents, CONSTANT)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(at_once.state), jax.device_get(straight.state))
+    keep = lambda records: [{key: r[key] for key in r if "second" not in key and "tflops" not in key} for r in records]  # noqa: E731
+    (got, got_evaluations), (want, want_evaluations) = _records(at_once), _records(straight)
+    assert keep(got) == keep(want)
+    assert got_evaluations == want_evaluations
 
 
 def test_resumed_on_another_mesh_and_accumulation_the_run_goes_on_as_it_would_have(constant, tmp_path, documents):

@@ -173,7 +173,7 @@ def test_bytes_are_those_of_live_arrays_and_of_what_the_step_takes(name):
     accumulation = 4 if "gradient_accumulation_steps=4" in overrides else 1
     batch = 5 * 4 * accumulation * rows * 32
     assert it.memory.arguments == held(state) + batch
-    assert it.memory.aliased == held(state)  # the state is given up
+    assert it.memory.aliased == held(state)  # the state is donated
     metrics = it.memory.outputs - it.memory.aliased
     assert 0 < metrics < 1000  # scalars, and a table of pointers
     assert it.memory.total == held(state) + batch + metrics + it.memory.temporaries + it.memory.generated_code
