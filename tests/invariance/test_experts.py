@@ -131,13 +131,18 @@ def test_gradients_equal_those_of_all_rows_at_once(split, wanted, setup, rows, a
 
 
 def _only_tokens_cross(it, found, *, exchanged):
-    """Nothing shaped as experts' weights is gathered over the expert axis, and of tokens only where they are few."""
+    """Of experts no weight is gathered over their axis, and of tokens only where they are few.
+
+    The other weights are, where they are used: they lie over that axis as over fsdp.
+    """
     crossing = [c for c in found if c.crosses(it.mesh, "expert")]
     assert any(c.kind == "all-to-all" for c in crossing)
     assert not any(c.kind == "reduce-scatter" for c in crossing)
     matrices = {f"{a},{b}" for d in (16, 8) for f in (8, 4) for a, b in ((d, f), (f, d))}  # D x F, whole or split
-    looked_up = re.compile(r"/vmap\([^/]*\)/sharding_constraint")  # on the way to the table of tokens and back
-    gathers = [c.line for c in crossing if c.kind == "all-gather" and not looked_up.search(c.line)]
+    looked_up = r"/vmap\([^/]*\)/sharding_constraint"  # on the way to the table of tokens and back
+    used = r'/reshape"|/BTD,DE->BTE/dot_general"'  # `project` and the router
+    others = re.compile(f"{looked_up}|{used}")
+    gathers = [c.line for c in crossing if c.kind == "all-gather" and not others.search(c.line)]
     gathered = [line.split(" all-gather")[0] for line in gathers]
     shapes = [shape for line in gathered for shape in re.findall(r"\w+\[([\d,]+)\]", line)]
     assert bool(shapes) != exchanged
