@@ -39,8 +39,8 @@ def grouped_matmul(
 ) -> jax.Array:
     """Each row times its group's weight: [U, out] in `dtype`; rows after the last group hold nothing of use.
 
-    Of int8 operands the sums are int32, and have no derivative. Eight bits are for kernels that know them: XLA's own
-    stands in for `megablox`, `blocks` for `tokamax`.
+    Of int8 operands it is in int32, of float8 in float32, and has no derivative. Eight bits are for kernels that know
+    them: XLA's own stands in for `megablox`, `blocks` for `tokamax`.
 
     Args:
       x_Ui: rows, those of the first group first.
@@ -58,7 +58,7 @@ def grouped_matmul_transposed(
     kernel: GroupedMatmul = "ragged_dot",
     layout: Layout = "io",
 ) -> jax.Array:
-    """`grouped_matmul` by the transposed weights: [U, in] in float32."""
+    """`grouped_matmul` by the transposed weights: [U, in] in float32, of int8 operands in int32."""
     return _kernel_for(g_Uo, kernel, layout).by_rows_transposed(g_Uo, weight_Eio, size_E)
 
 
@@ -365,5 +365,6 @@ _OF_EIGHT_BITS: dict[GroupedMatmul, GroupedMatmul] = {
 
 
 def _kernel_for(rows: jax.Array, kernel: GroupedMatmul, layout: Layout, dtype: Any = jnp.float32) -> _Kernel:
-    name = _OF_EIGHT_BITS[kernel] if rows.dtype.itemsize == 1 else kernel
-    return _mappable_kernel(name, layout, jnp.dtype(dtype))
+    if rows.dtype.itemsize > 1:
+        return _mappable_kernel(kernel, layout, jnp.dtype(dtype))
+    return _mappable_kernel(_OF_EIGHT_BITS[kernel], layout, jnp.dtype(dtype_of_totals(rows.dtype)))

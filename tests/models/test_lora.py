@@ -131,7 +131,7 @@ def test_adapters_are_split_as_the_weights_that_they_stand_beside():
             "mlp": {
                 "down": {
                     "a": ("layers", "experts", "mlp", "lora_rank"),
-                    "b": ("layers", "experts", "lora_rank", "embed"),
+                    "b": ("layers", "experts", "lora_rank", "expert_embed"),
                 }
             },
         },

@@ -276,9 +276,15 @@ def test_a_ring_s_keys_are_not_gathered_and_gradients_still_cross_the_data_axis_
     found = collectives(it.compile_step(it.batch(rows, 2, 8)).as_text())
     assert not [c.line for c in found if c.in_loop and c.crosses(it.mesh, "data")]
     along = [c for c in found if c.crosses(it.mesh, "context")]
-    assert {c.kind for c in along if c.in_loop} == {"collective-permute", "all-reduce"}  # keys; weights' gradients
-    # Tokens, targets, documents, positions and weights, arranged before the loop, are all that is gathered.
-    assert len([c for c in along if c.kind == "all-gather"]) == 5
+    # Keys; looked-up tokens; weights where they are used, which lie over context too; their gradients.
+    kinds = {"collective-permute", "all-to-all", "all-gather", "all-reduce"}
+    assert {c.kind for c in along if c.in_loop} == kinds
+    gathers = [c for c in along if c.kind == "all-gather"]
+    shapes = [re.findall(r"f32\[([\d,]+)\]", c.line.split("(%")[0]) for c in gathers if c.in_loop]
+    sizes = {size for found in shapes for shape in found for size in shape.split(",")}
+    assert sizes == {"1", "2", "4", "16", "24", "264"}  # of weights: an example has 32 tokens, a shard 8
+    # Tokens, targets, documents, positions and weights, arranged before the loop, are all else that is gathered.
+    assert len([c for c in gathers if not c.in_loop]) == 5
 
 
 def test_memory_is_flat_in_accumulation(compiled):
