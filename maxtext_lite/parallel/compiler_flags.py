@@ -28,7 +28,15 @@ Compiler = Literal["gpu", "tpu"]
 VARIABLES: Mapping[Compiler, str] = MappingProxyType({"gpu": "XLA_FLAGS", "tpu": "LIBTPU_INIT_ARGS"})
 """The environment variable that each compiler reads its flags from, once, when it starts."""
 
-FLAGS: Mapping[Compiler, tuple[Flag, ...]] = MappingProxyType({"gpu": (), "tpu": ()})
+_OF_TPUS = (
+    Flag(
+        "xla_tpu_scoped_vmem_limit_kib",
+        "98304",
+        "fusions around matmuls may hold larger tiles on the chip: 9 to 11 % fewer cycles of a dense layer",
+    ),
+)
+
+FLAGS: Mapping[Compiler, tuple[Flag, ...]] = MappingProxyType({"gpu": (), "tpu": _OF_TPUS})
 """What is set on each platform unless its variable names the flag already. docs/performance.md has the figures."""
 
 
