@@ -131,19 +131,17 @@ def test_gradients_equal_those_of_all_rows_at_once(split, wanted, setup, rows, a
 
 
 def _without_experts(it):
-    """Shapes of a layer's weights that are not experts', as they are used: split over `tensor` alone."""
-    found = set()
+    """Shapes of weights that are not experts', one layer's where they are stacked, as they are used."""
+    found, over_tensor = set(), ("heads", "kv_heads", "vocab")
     for array, axes in zip(
-        jax.tree.leaves(it.decoder.abstract_params["layers"]),
-        jax.tree.leaves(it.decoder.axes["layers"], is_leaf=lambda node: isinstance(node, tuple)),
+        jax.tree.leaves(it.decoder.abstract_params),
+        jax.tree.leaves(it.decoder.axes, is_leaf=lambda node: isinstance(node, tuple)),
         strict=True,
     ):
         if "experts" not in axes:
-            split = [
-                n // it.mesh.shape["tensor"] if a in ("heads", "kv_heads") else n
-                for n, a in zip(array.shape, axes, strict=True)
-            ]
-            found.add(",".join(map(str, split[1:])))
+            parts = [it.mesh.shape["tensor"] if axis in over_tensor else 1 for axis in axes]
+            sizes = [size // part for size, part in zip(array.shape, parts, strict=True)]
+            found.add(",".join(map(str, sizes[1:] if axes[0] == "layers" else sizes)))
     return found
 
 
@@ -159,7 +157,7 @@ def _only_tokens_cross(it, found, *, exchanged):
     looked_up = r"/vmap\([^/]*\)/sharding_constraint"  # on the way to the table of tokens and back
     gathers = [c.line for c in crossing if c.kind == "all-gather" and not re.search(looked_up, c.line)]
     gathered = [line.split(" all-gather")[0] for line in gathers]
-    shapes = [shape for line in gathered for shape in re.findall(r"\w+\[([\d,]+)\]", line)]
+    shapes = [shape for line in gathered for shape in re.findall(r"f32\[([\d,]+)\]", line)]
     others = _without_experts(it)
     shapes = [shape for shape in shapes if re.sub(r"^(1,)+", "", shape) not in others]
     assert bool(shapes) != exchanged
