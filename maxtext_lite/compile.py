@@ -15,7 +15,7 @@ from maxtext_lite.config import Config, UserError, load_config
 from maxtext_lite.config.errors import value_text
 
 if TYPE_CHECKING:
-    from maxtext_lite.training.program import Program, Traffic
+    from maxtext_lite.aot.program import Program, Traffic
 
 _UNKNOWN = "not known"
 
@@ -50,7 +50,8 @@ def main(argv: Sequence[str]) -> int:
         plan = _plan(config, arguments.devices, arguments.hosts or 1, "cpu", "cpu")
     import jax  # only once the config is known to be right
 
-    from maxtext_lite.parallel import accelerator_of, assumed_of, simulated_devices, start_devices, topology_devices
+    from maxtext_lite.parallel import accelerator_of, simulated_devices, start_devices
+    from maxtext_lite.xla import assumed_of, topology_devices
 
     assumed: tuple[str, ...] = ()
     if arguments.devices is not None:
@@ -75,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
 def _compiled(config: Config, plan: BatchPlan, devices: Sequence[Any]) -> "Program":
     import jax
 
-    from maxtext_lite.training.program import compile_program
+    from maxtext_lite.aot.program import compile_program
 
     try:
         return compile_program(config, plan, devices)

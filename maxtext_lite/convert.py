@@ -10,7 +10,7 @@ from typing import Any
 from maxtext_lite.cli import ArgumentParser, local_path, run_command
 from maxtext_lite.config import Config, UserError, load_config, write_resolved
 from maxtext_lite.config.errors import writing
-from maxtext_lite.config.hf_config import (
+from maxtext_lite.config.hf.config import (
     has_hf_weights,
     hf_directory,
     model_keys,
@@ -98,8 +98,8 @@ def _import(source: Path, out: Path, overrides: Sequence[str]) -> None:
     config = hf_config(source, overrides)
     import jax
 
-    from maxtext_lite.interop import carry_files
-    from maxtext_lite.training.parameters import load_parameters, save_parameters
+    from maxtext_lite.hf import carry_files
+    from maxtext_lite.training.parameter_files import load_parameters, save_parameters
 
     abstract = _abstract_params(config)
     params = load_parameters(source, abstract, "HF_DIR")
@@ -138,8 +138,8 @@ def _export(source: Path, out: Path, overrides: Sequence[str], merge: bool | Non
     )
     import jax
 
-    from maxtext_lite.interop import export_model
-    from maxtext_lite.training.parameters import load_parameters
+    from maxtext_lite.hf import export_model
+    from maxtext_lite.training.parameter_files import load_parameters
 
     abstract = _abstract_params(config)
     if config.lora_rank and not merge:
@@ -159,8 +159,8 @@ def _export_adapters(
 ) -> None:
     import jax
 
-    from maxtext_lite.interop import export_adapters, flat
-    from maxtext_lite.training.parameters import PARAMETERS, load_adapters, whole_checkpoint
+    from maxtext_lite.hf import export_adapters, flat
+    from maxtext_lite.training.parameter_files import PARAMETERS, load_adapters, whole_checkpoint
 
     mesh = jax.tree.leaves(abstract)[0].sharding.mesh
     found = load_adapters(whole_checkpoint(source, "RUN_DIR", PARAMETERS), mesh)
@@ -194,7 +194,7 @@ def _end_of_text_id(config: Config) -> int | None:
 
 def _write_tokenizer(out: Path, carried: Path | None, config: Config) -> None:
     """Copies the tokenizer's files: those that were carried along, or the one that the config names."""
-    from maxtext_lite.interop import carry_files
+    from maxtext_lite.hf import carry_files
 
     if carried:
         carry_files(carried, out, but=["config.json"])

@@ -12,11 +12,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from maxtext_lite.cli import ArgumentParser, local_path, parse_keys, run_command
 from maxtext_lite.config import Config, UserError
-from maxtext_lite.config.hf_config import hf_directory
+from maxtext_lite.config.hf.config import hf_directory
 from maxtext_lite.config.json_file import user_path
 from maxtext_lite.config.kinds import PathText
 from maxtext_lite.generate import mesh_problems, model_config
-from maxtext_lite.stream_text import WrittenText
+from maxtext_lite.generation.stream_text import WrittenText
 
 EXAMPLE = "evaluate RUN_DIR text=held_out.txt max_length=1024"
 _PATHS = ("text", "choices", "cloze")
@@ -184,10 +184,10 @@ class TextScorer:
         import jax  # only once the arguments are known to be right
 
         from maxtext_lite.data import check_vocabulary, load_tokenizer
-        from maxtext_lite.interop import stop_ids_of
+        from maxtext_lite.generation.sampler import load_on_mesh
+        from maxtext_lite.generation.scoring import Scorer
+        from maxtext_lite.hf import stop_ids_of
         from maxtext_lite.parallel import start_devices
-        from maxtext_lite.training.sampler import load_on_mesh
-        from maxtext_lite.training.scoring import Scorer
 
         self._tokenizer: Any = load_tokenizer(config)
         check_vocabulary(self._tokenizer, config.vocab_size)
@@ -209,7 +209,7 @@ class TextScorer:
 
     def continuations(self, pairs: Iterable[tuple[str, str]]) -> list[Any]:
         """What is `scoring.Scored` of each (context, continuation); a context too long loses its beginning."""
-        from maxtext_lite.training.scoring import Span
+        from maxtext_lite.generation.scoring import Span
 
         spans = []
         for context, continuation in pairs:
@@ -225,7 +225,7 @@ class TextScorer:
         self, context: str, *, stop_strings: Sequence[str], max_new_tokens: int, temperature: float = 0.0
     ) -> str:
         """What the model writes after a context, up to the end of a text or one of `stop_strings`."""
-        from maxtext_lite.training.sampler import Sampler
+        from maxtext_lite.generation.sampler import Sampler
 
         text = WrittenText(self._tokenizer.stream_decoder(), self._stop_ids, stop_strings)
         prompt = self.encode(context)[-max(self._max_length - max_new_tokens, 1) :] or [self._tokenizer.end_of_text_id]
@@ -247,7 +247,7 @@ class TextScorer:
         Raises:
           UserError: the text has no two tokens.
         """
-        from maxtext_lite.training.scoring import windows
+        from maxtext_lite.generation.scoring import windows
 
         tokens = self.encode(text)
         if len(tokens) < 2:

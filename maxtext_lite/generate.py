@@ -13,9 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from maxtext_lite.cli import ArgumentParser, local_path, parse_keys, run_command
 from maxtext_lite.config import Config, UserError, load_config
 from maxtext_lite.config.errors import value_text
-from maxtext_lite.config.hf_config import hf_directory, tokenizer_keys
+from maxtext_lite.config.hf.config import hf_directory, tokenizer_keys
 from maxtext_lite.convert import hf_config
-from maxtext_lite.stream_text import TimedTokens, WrittenText
+from maxtext_lite.generation.stream_text import TimedTokens, WrittenText
 
 EXAMPLE = "generate RUN_DIR prompt='To be' max_new_tokens=100 temperature=0.8 top_k=0 top_p=0.95"
 _TEXTS = ("prompt", "system")
@@ -175,7 +175,7 @@ class _Texts:
 
 def _texts(directory: Path, config: Config, asked: GenerateConfig) -> _Texts:
     from maxtext_lite.data import ChatTemplate, check_vocabulary, load_tokenizer
-    from maxtext_lite.interop import stop_ids_of
+    from maxtext_lite.hf import stop_ids_of
 
     tokenizer: Any = load_tokenizer(config)
     check_vocabulary(tokenizer, config.vocab_size)
@@ -198,8 +198,8 @@ def _first_turns(asked: GenerateConfig) -> list[dict[str, str]]:
 def _generate(directory: Path, config: Config, asked: GenerateConfig, *, as_json: bool) -> int:
     import jax  # only once the arguments are known to be right
 
+    from maxtext_lite.generation.sampler import Sampler
     from maxtext_lite.parallel import start_devices
-    from maxtext_lite.training.sampler import Sampler
 
     texts = None if asked.prompt_ids is not None else _texts(directory, config, asked)
     said = [asked.prompt] if asked.prompts is None else asked.prompts

@@ -25,7 +25,7 @@ def main(argv: Sequence[str]) -> int:
             f"{arguments.config} is not a config of reinforcement learning: it needs the line "
             f"`base: post_train/rl.yml`. `train` takes it as it is."
         )
-    from maxtext_lite.rl.train import train_rl  # jax, only once the config is known to be right
+    from maxtext_lite.rl.rollout_steps import train_rl  # jax, only once the config is known to be right
 
     return finish(train_rl, config)
 

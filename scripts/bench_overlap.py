@@ -59,7 +59,7 @@ WAYS = (
 def steps_of(way: Way, overrides: Sequence[str], sampling_seconds: float) -> list[dict[str, Any]]:
     """The steps of a run, without those that compile."""
     from maxtext_lite.config import RLRunConfig, load_config
-    from maxtext_lite.rl.train import train_rl
+    from maxtext_lite.rl.rollout_steps import train_rl
 
     with (
         tempfile.TemporaryDirectory() as directory,
@@ -93,7 +93,7 @@ def _sampled_elsewhere(seconds: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _one_after_the_other(serial: bool) -> Iterator[None]:
-    from maxtext_lite.rl.train import RolloutSteps
+    from maxtext_lite.rl.rollout_steps import RolloutSteps
 
     made = RolloutSteps.__init__
 

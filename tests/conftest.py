@@ -55,8 +55,8 @@ TESTS = Path(__file__).parent
 # last, so that all workers end at about the same time. (`--no-loadscope-reorder`: xdist itself would go by the number
 # of tests, and begin the longest files, which have few, at the end.) "." holds the tests of the commands.
 FOLDERS = (
-    "invariance", "docs", ".", "rl", "training", "models", "interop", "golden", "parallel", "scripts", "data",
-    "process", "batching", "reporting", "config",
+    "invariance", "docs", ".", "rl", "training", "models", "hf", "generation", "aot", "golden", "parallel", "xla",
+    "scripts", "data", "process", "batching", "reporting", "config", "config/hf",
 )  # fmt: skip
 WITHOUT_JAX = ("batching", "reporting", "config")
 """Folders whose tests take milliseconds each."""
@@ -65,9 +65,9 @@ STAND_INS = {
     "invariance/test_hosts.py": "parallel/test_distributed.py",
     "invariance/test_models.py": "invariance/test_meshes.py",
     "invariance/test_resume.py": "training/test_loop.py",
-    "invariance/test_rl_hosts.py": "rl/test_train.py",
+    "invariance/test_rl_hosts.py": "rl/test_rollout_steps.py",
     "invariance/test_stopping.py": "training/test_stopping.py",
-    "invariance/test_tpu_programs.py": "parallel/test_described.py",
+    "invariance/test_tpu_programs.py": "xla/test_described.py",
 }
 """Files that `--fast` leaves out, as each of their tests takes long (most need several processes that train), and for
 each the file whose fast test comes nearest to its claim."""

@@ -35,7 +35,7 @@ sys.addaudithook(hook)
 from maxtext_lite.cli import run_command
 from maxtext_lite.config import RLRunConfig, load_config
 def main(argv):
-    from maxtext_lite.rl.train import train_rl
+    from maxtext_lite.rl.rollout_steps import train_rl
     from maxtext_lite.training import train
     for words in all_overrides:
         words = [word.replace("{process}", process) for word in words]

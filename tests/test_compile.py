@@ -13,7 +13,7 @@ from maxtext_lite.batching.devices import device_named
 from maxtext_lite.batching.roofline import roofline
 from maxtext_lite.cli import run_command
 from maxtext_lite.compile import main, time_lines
-from maxtext_lite.parallel.hlo_work import Kernel, Work
+from maxtext_lite.xla.hlo_work import Kernel, Work
 from tests.processes import environment
 
 TINY = (
@@ -154,7 +154,7 @@ def test_a_step_that_does_not_fit_is_an_error_line_with_the_compilers_reason(mon
     def exhausted(*_):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Used 18.11G of 15.75G hbm.\nProgram: ...")
 
-    monkeypatch.setattr("maxtext_lite.training.program.compile_program", exhausted)
+    monkeypatch.setattr("maxtext_lite.aot.program.compile_program", exhausted)
     assert run_command(main, ["--devices", "1", *TINY]) == 2
     said = capsys.readouterr().err
     assert said.startswith(

@@ -11,14 +11,17 @@ LAYERS = {
     "process": -1,  # imported before everything else
     "config": 0,
     "batching": 1,
-    "parallel": 2,
+    "xla": 2,
     "reporting": 2,
-    "models": 3,
-    "data": 3,
-    "interop": 4,  # a run may begin with a Hugging Face directory
-    "training": 5,
-    "rl": 6,
-    COMMANDS: 7,
+    "parallel": 3,
+    "models": 4,
+    "data": 4,
+    "hf": 5,  # a run may begin with a Hugging Face directory
+    "training": 6,
+    "generation": 7,
+    "aot": 7,
+    "rl": 8,
+    COMMANDS: 9,
 }
 HEAVY = {"jax", "jaxlib", "flax", "optax", "orbax", "grain", "torch", "transformers", "tensorboardX"}
 
@@ -129,9 +132,9 @@ def test_flax_is_imported_only_in_models():
         assert module.package == "models" or not lines_importing(module, {"flax"})
 
 
-def test_only_interop_knows_torch_and_transformers():
+def test_only_hf_knows_torch_and_transformers():
     for module in modules().values():
-        assert module.package == "interop" or not lines_importing(module, {"torch", "transformers"})
+        assert module.package == "hf" or not lines_importing(module, {"torch", "transformers"})
 
 
 def test_models_never_see_a_config_file_a_mesh_or_a_batch_size():

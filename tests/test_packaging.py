@@ -148,7 +148,7 @@ def test_every_package_that_is_imported_is_declared():
         for extra in ("hf", "harness", "math")
     )
     for module in modules().values():
-        declared = with_hf if module.package == "interop" else base
+        declared = with_hf if module.package == "hf" else base
         if module.name == "maxtext_lite.harness":
             declared = with_harness
         if module.name == "maxtext_lite.rl.reward_functions":

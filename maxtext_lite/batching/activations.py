@@ -10,7 +10,7 @@ from fractions import Fraction
 
 from maxtext_lite.batching.ledger import LAYERS, PASSES, MemoryLine, Moment
 from maxtext_lite.batching.parameters import count_parameters, split_of, weight_shards
-from maxtext_lite.batching.pipeline import Schedule
+from maxtext_lite.batching.pipeline_shape import Schedule
 from maxtext_lite.config import Config, remat_of
 from maxtext_lite.config.experts import exchanged_rows
 from maxtext_lite.config.kernels import Accelerator, planned_kernel

@@ -21,7 +21,7 @@ from maxtext_lite.batching.parameters import (
     split_of,
     weight_shards,
 )
-from maxtext_lite.batching.pipeline import Schedule
+from maxtext_lite.batching.pipeline_shape import Schedule
 from maxtext_lite.config import Config
 from maxtext_lite.config.kernels import Accelerator
 from maxtext_lite.config.problem import divisors

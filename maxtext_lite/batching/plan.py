@@ -7,7 +7,7 @@ from fractions import Fraction
 
 from maxtext_lite.batching.ledger import MemoryEstimate
 from maxtext_lite.batching.length import RunLength
-from maxtext_lite.batching.pipeline import PipelineShape, Schedule
+from maxtext_lite.batching.pipeline_shape import PipelineShape, Schedule
 from maxtext_lite.batching.rampup import BatchStage, RampupBatchManager, samples_before, stage_at
 from maxtext_lite.batching.rl import RLBatch
 from maxtext_lite.batching.scaling import OptimizerScaling

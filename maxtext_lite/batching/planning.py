@@ -10,7 +10,7 @@ from maxtext_lite.batching.ledger import MemoryEstimate, bytes_text
 from maxtext_lite.batching.length import RunLength
 from maxtext_lite.batching.memory import estimate_activations, estimate_memory, master_bytes
 from maxtext_lite.batching.mend import refusals, resolve
-from maxtext_lite.batching.pipeline import SCHEDULES, PipelineShape, Schedule
+from maxtext_lite.batching.pipeline_shape import SCHEDULES, PipelineShape, Schedule
 from maxtext_lite.batching.plan import BatchPlan, ScheduleCost, layout_shards, row_slots
 from maxtext_lite.batching.rl import RLBatch, trained_config
 from maxtext_lite.batching.scaling import scaling_warnings

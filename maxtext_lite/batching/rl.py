@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
-from maxtext_lite.batching.rollout import Rollout, rollout_of
+from maxtext_lite.batching.rollout_sizes import Rollout, rollout_of
 from maxtext_lite.batching.topology import Topology
 from maxtext_lite.config import Config, RLRunConfig, UserError
 from maxtext_lite.config.errors import number_text
-from maxtext_lite.config.hf_config import run_config_json
+from maxtext_lite.config.hf.config import run_config_json
 from maxtext_lite.config.problem import Edit, Problem, multiples
 
 _FRACTIONS: tuple[str, ...] = ("trainer_devices_fraction", "sampler_devices_fraction")

@@ -7,8 +7,8 @@ from fractions import Fraction
 from functools import partial
 
 from maxtext_lite.batching.batch import Batch, derive_batch, not_whole, stated_batch
-from maxtext_lite.batching.hosts import Loading, loading_hosts
 from maxtext_lite.batching.length import RunLength, derive_length, epochs_problem
+from maxtext_lite.batching.loading import Loading, loading_hosts
 from maxtext_lite.batching.rampup import RampupBatchManager, make_rampup, only_stage
 from maxtext_lite.batching.scaling import OptimizerScaling, scale_optimizer, scaling_problems
 from maxtext_lite.batching.topology import (

@@ -23,7 +23,7 @@ from maxtext_lite.config.files import (
     read_layer,
     shipped_configs,
 )
-from maxtext_lite.config.hf_layer import directory_origin, directory_values, in_its_fields
+from maxtext_lite.config.hf.layer import directory_origin, directory_values, in_its_fields
 from maxtext_lite.config.hints import key_hint, words_meant
 from maxtext_lite.config.kinds import path_problem
 from maxtext_lite.config.mend import WrongValue, mend

@@ -2,8 +2,8 @@
 
 from typing import get_args
 
+from maxtext_lite.config.adapted import targets_problem
 from maxtext_lite.config.errors import Refusal, value_text
-from maxtext_lite.config.lora import targets_problem
 from maxtext_lite.config.model_parts import LayerKind
 from maxtext_lite.config.problem import divisors, next_to
 from maxtext_lite.config.rule import Rule

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from difflib import get_close_matches
 
+from maxtext_lite.config.adapted import unused_problem
 from maxtext_lite.config.errors import Refusal, number_text, value_text
 from maxtext_lite.config.kernels import kernel_problem
-from maxtext_lite.config.lora import unused_problem
 from maxtext_lite.config.model_rules import MODEL_RULES
 from maxtext_lite.config.problem import Problem, divisors, next_to
 from maxtext_lite.config.remat import REMAT_TENSORS, listed

@@ -12,8 +12,8 @@ from maxtext_lite.data.tokenizer import Tokenizer, check_vocabulary, load_tokeni
 
 if TYPE_CHECKING:
     from maxtext_lite.data.feed import Batch, BatchIterator, evaluation_batches, training_batches
-    from maxtext_lite.data.hosts import open_sources_on_hosts, target_tokens_of_run
     from maxtext_lite.data.order import example_ids, examples_hash
+    from maxtext_lite.data.sources_on_hosts import open_sources_on_hosts, target_tokens_of_run
 
 __all__ = [
     "REFERENCE",
@@ -44,8 +44,8 @@ _WITH_JAX = {
     "BatchIterator": "feed",
     "evaluation_batches": "feed",
     "training_batches": "feed",
-    "open_sources_on_hosts": "hosts",
-    "target_tokens_of_run": "hosts",
+    "open_sources_on_hosts": "sources_on_hosts",
+    "target_tokens_of_run": "sources_on_hosts",
     "example_ids": "order",
     "examples_hash": "order",
 }

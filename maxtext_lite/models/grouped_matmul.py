@@ -16,7 +16,7 @@ from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 from maxtext_lite.config.experts import GroupedMatmul
 from maxtext_lite.models.eight_bits import dtype_of_totals
 from maxtext_lite.models.tokamax_ops import ragged_dot, with_blocks
-from maxtext_lite.parallel.hlo_work import KERNEL_SCOPE
+from maxtext_lite.xla.hlo_work import KERNEL_SCOPE
 
 _BY_ROWS = jax.lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0])
 _BY_ROWS_TRANSPOSED = jax.lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])

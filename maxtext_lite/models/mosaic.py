@@ -26,7 +26,7 @@ from maxtext_lite.parallel import (
     own_shard,
     whole_examples,
 )
-from maxtext_lite.parallel.hlo_work import KERNEL_SCOPE
+from maxtext_lite.xla.hlo_work import KERNEL_SCOPE
 
 _HEADS = ("batch", "length", "activation_heads", None)
 _TOKENS = ("batch", "length")

@@ -17,6 +17,7 @@ from maxtext_lite.parallel.axes import (
     tree_shardings,
     with_dims,
 )
+from maxtext_lite.parallel.between_hosts import bytes_of_host, exchange, make_any_host, value_of_host
 from maxtext_lite.parallel.collectives import exchanged, gathered, largest, scattered_sum, shard_index, summed
 from maxtext_lite.parallel.context import (
     CHUNKS_PER_SHARD,
@@ -31,9 +32,7 @@ from maxtext_lite.parallel.context import (
     to_next_shard,
     whole_examples,
 )
-from maxtext_lite.parallel.described import as_default_device, assumed_of, topology_devices
 from maxtext_lite.parallel.distributed import accelerator_of, end_soon, simulated_devices, start_devices
-from maxtext_lite.parallel.hosts import bytes_of_host, exchange, make_any_host, value_of_host
 from maxtext_lite.parallel.mesh import MESH_AXES, make_mesh
 from maxtext_lite.parallel.pipeline import Flight, Pipeline
 
@@ -45,8 +44,6 @@ __all__ = [
     "Pipeline",
     "accelerator_of",
     "also_over_data",
-    "as_default_device",
-    "assumed_of",
     "axes_in_use",
     "bytes_of_host",
     "chunks_of",
@@ -80,7 +77,6 @@ __all__ = [
     "sum_to_shards",
     "summed",
     "to_next_shard",
-    "topology_devices",
     "tree_shardings",
     "value_of_host",
     "whole_examples",

@@ -12,8 +12,8 @@ import jax
 from maxtext_lite.config import UserError
 from maxtext_lite.config.kernels import Accelerator, installed_tokamax
 from maxtext_lite.parallel.cluster import Place, place
-from maxtext_lite.parallel.compiler_flags import installed_compilers, set_compiler_flags
 from maxtext_lite.process.signals import command_signals
+from maxtext_lite.xla.compiler_flags import installed_compilers, set_compiler_flags
 
 _SIMULATED = "--xla_force_host_platform_device_count="
 _EXIT_SECONDS = 5.0

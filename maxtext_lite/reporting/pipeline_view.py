@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from maxtext_lite.batching.pipeline import Piece, PipelineShape, Schedule, Work
+from maxtext_lite.batching.pipeline_shape import Piece, PipelineShape, Schedule, Work
 
 _MOST_TICKS_OF_TEXT = 24
 _MOST_TICKS_OF_SVG = 96

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from maxtext_lite.rl.rewards import Scores
+from maxtext_lite.rl.rl_run import RLRun, shared
 from maxtext_lite.rl.rollout import Request
-from maxtext_lite.rl.run import RLRun, shared
 from maxtext_lite.training.state import TrainState
 
 HELD_OUT = 1

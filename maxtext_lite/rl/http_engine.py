@@ -18,8 +18,8 @@ import jax
 
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.errors import value_text, writing
-from maxtext_lite.config.hf_config import run_config_json
-from maxtext_lite.interop import export_model
+from maxtext_lite.config.hf.config import run_config_json
+from maxtext_lite.hf import export_model
 from maxtext_lite.models import Adapted, Sampling, merged
 from maxtext_lite.parallel import value_of_host
 from maxtext_lite.rl.http_client import Server

@@ -16,10 +16,10 @@ from jax.sharding import Mesh
 
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import nearest_clause
+from maxtext_lite.generation.sampler import first_token, next_token
 from maxtext_lite.models import Decoder, KVCache, Sampling
 from maxtext_lite.parallel import num_shards, over_replicas, sharding
 from maxtext_lite.rl.transfer import Transfer, refuse_uneven
-from maxtext_lite.training.sampler import first_token, next_token
 
 _PADDED_TO = 16  # tokens of prompts and caches; prompts to this times a power of 2, so that few shapes are compiled
 _PREFILL_TOKENS = 8_192  # of one replica's prompts at a time, as scores of all of them are in memory at once

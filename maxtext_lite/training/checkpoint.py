@@ -14,7 +14,7 @@ from maxtext_lite.parallel import value_of_host
 from maxtext_lite.training.failures import Failures
 from maxtext_lite.training.local_updates import OuterState
 from maxtext_lite.training.noise import NoiseScale
-from maxtext_lite.training.parameters import (
+from maxtext_lite.training.parameter_files import (
     Dealing,
     alone,
     frozen_directory,

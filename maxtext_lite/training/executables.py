@@ -10,9 +10,10 @@ from jax.sharding import Mesh
 from maxtext_lite.batching import BatchPlan, BatchStage
 from maxtext_lite.config import Config
 from maxtext_lite.data import example_shape, field_dtype
-from maxtext_lite.parallel import as_default_device, sharding
+from maxtext_lite.parallel import sharding
 from maxtext_lite.training.state import TrainState
 from maxtext_lite.training.step import TRAIN_BATCH_AXES
+from maxtext_lite.xla import as_default_device
 
 
 class Executables:

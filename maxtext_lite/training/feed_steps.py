@@ -12,10 +12,10 @@ from maxtext_lite.batching import BatchStage
 from maxtext_lite.data import Batch, training_batches
 from maxtext_lite.parallel import sharding
 from maxtext_lite.training.checkpoint import Counts
+from maxtext_lite.training.dpo_reference import add_reference
 from maxtext_lite.training.executables import Executables
 from maxtext_lite.training.metrics import Terminal
 from maxtext_lite.training.nonfinite import NonFinite, find_nonfinite
-from maxtext_lite.training.reference import add_reference
 from maxtext_lite.training.run import Run
 from maxtext_lite.training.state import TrainState
 from maxtext_lite.training.step import TRAIN_BATCH_AXES, make_summarise, make_synchronise, make_train_step

@@ -10,8 +10,8 @@ import jax
 
 from maxtext_lite.config import Config
 from maxtext_lite.training.checkpoint import Counts
-from maxtext_lite.training.evaluate import HeldOutLoss
 from maxtext_lite.training.feed_steps import FeedSteps
+from maxtext_lite.training.held_out_loss import HeldOutLoss
 from maxtext_lite.training.metrics import MetricsLog, Terminal
 from maxtext_lite.training.profile import Profile
 from maxtext_lite.training.run import Run, open_run

@@ -21,12 +21,12 @@ from maxtext_lite.batching import (
 from maxtext_lite.batching.devices import peak_tflops
 from maxtext_lite.config import Config, RunConfig, UserError, describe, write_resolved
 from maxtext_lite.config.errors import value_text, writing
-from maxtext_lite.config.hf_config import CARRIED, has_hf_weights, hf_directory, tokenizer_keys
+from maxtext_lite.config.hf.config import CARRIED, has_hf_weights, hf_directory, tokenizer_keys
 from maxtext_lite.data import (
     open_sources_on_hosts,
     target_tokens_of_run,
 )
-from maxtext_lite.interop import carry_files
+from maxtext_lite.hf import carry_files
 from maxtext_lite.parallel import accelerator_of, start_devices
 from maxtext_lite.training.checkpoint import Checkpointer, Counts, fingerprint
 from maxtext_lite.training.environment import environment
@@ -36,7 +36,7 @@ from maxtext_lite.training.metrics import Speed, Terminal
 from maxtext_lite.training.noise import why_unknown
 from maxtext_lite.training.objective import Objective
 from maxtext_lite.training.optimizer import Schedule, learning_rate_schedule
-from maxtext_lite.training.parameters import checkpoints_in, load_parameters
+from maxtext_lite.training.parameter_files import checkpoints_in, load_parameters
 from maxtext_lite.training.state import TrainState, abstract_state, init_state, make_parts, state_from
 
 

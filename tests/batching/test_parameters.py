@@ -6,6 +6,7 @@ import math
 import jax
 import pytest
 
+from maxtext_lite.aot.program import bytes_per_device
 from maxtext_lite.batching.parameters import (
     active_parameters,
     count_factored,
@@ -17,7 +18,6 @@ from maxtext_lite.models import Decoder
 from maxtext_lite.parallel import MESH_AXES, Pipeline, make_mesh
 from maxtext_lite.parallel.axes import partition_spec
 from maxtext_lite.training.optimizer import make_optimizer
-from maxtext_lite.training.program import bytes_per_device
 from maxtext_lite.training.state import StepParts, abstract_state, decoder_shape
 
 # V 320, D 128, N 8, K 4, H 16, F 384, L 4, by hand: tables 2VD, attention 2DNH + 2DKH, mlp 3DF, norms (2L + 1)D.

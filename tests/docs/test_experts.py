@@ -15,7 +15,7 @@ from maxtext_lite.models.capacity import with_capacity
 from maxtext_lite.models.dropless import dropless
 from maxtext_lite.models.moe import ExpertShape, ExpertWeights, Routing
 from maxtext_lite.parallel import MESH_AXES, make_mesh, sharding
-from maxtext_lite.parallel.hlo import collectives
+from maxtext_lite.xla.hlo import collectives
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "parallelism.md").read_text(encoding="utf-8")
 SECTION = PAGE[PAGE.index("## Mixture of experts") :].partition("\n## ")[0]

@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 from maxtext_lite.cli import run_command
-from maxtext_lite.config.hf_config import FAMILIES
+from maxtext_lite.config.hf.config import FAMILIES
 from tests.hf_models import save_with_tokenizer
 from tests.source_tree import REPOSITORY
 
@@ -39,7 +39,7 @@ def test_the_families():
 
 @pytest.mark.parametrize("word", ["linear", "dynamic", "llama3", "yarn"])
 def test_the_rotations(word):
-    from maxtext_lite.config.hf_positions import _SCALINGS
+    from maxtext_lite.config.hf.positions import _SCALINGS
 
     assert word in _SCALINGS
     assert f"`{word}`" in PAGE

@@ -18,7 +18,7 @@ from maxtext_lite.data.prompts import Prompt, open_prompts
 from maxtext_lite.data.tokenizer import load_tokenizer
 from maxtext_lite.rl.reward_functions import number_in
 from maxtext_lite.rl.rewards import Rewards
-from maxtext_lite.rl.train import train_rl
+from maxtext_lite.rl.rollout_steps import train_rl
 from maxtext_lite.training import train
 from maxtext_lite.training.preference import pair_losses
 from tests.source_tree import REPOSITORY

@@ -11,10 +11,10 @@ import pytest
 from maxtext_lite.config import load_config
 from maxtext_lite.models import BALANCE, DROPPED, LOAD, ROUTER_Z
 from maxtext_lite.parallel import Pipeline
-from maxtext_lite.parallel.hlo import collectives
 from maxtext_lite.training import train
 from maxtext_lite.training.loss import row_losses
 from maxtext_lite.training.step import accumulate_gradients, make_summarise
+from maxtext_lite.xla.hlo import collectives
 from tests.invariance.conftest import MODEL
 
 # Weights large enough for each auxiliary loss to be a good part of the gradient; sgd without clipping shows it.

@@ -9,9 +9,9 @@ import pytest
 
 from maxtext_lite.config import load_config
 from maxtext_lite.parallel import Pipeline, sharding
-from maxtext_lite.parallel.hlo import collectives
 from maxtext_lite.training import train
 from maxtext_lite.training.step import EVAL_BATCH_AXES, make_eval_step
+from maxtext_lite.xla.hlo import collectives
 from tests.training.conftest import TINY, agrees, rows, setup  # noqa: F401
 
 FOUR_LAYERS = ("optimizer=sgd", "base_num_decoder_layers=4", "learning_rate=0.5")

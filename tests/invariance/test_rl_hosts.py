@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from maxtext_lite.config import RLRunConfig, load_config
-from maxtext_lite.rl.train import train_rl
+from maxtext_lite.rl.rollout_steps import train_rl
 from tests.processes import SECONDS, RunFiles, launched, train_in_turn
 from tests.rl.conftest import RUN, evaluations, lines
 
@@ -66,7 +66,12 @@ def test_losses_agree(several, runs):
 
 
 def test_a_reward_that_fails_on_the_first_host_ends_all_with_2_and_one_message(tmp_path):
-    words = [*RUN, "reward_functions=tests.rl.test_train:failing", "reward_error=stop", "ici_fsdp_parallelism=2"]
+    words = [
+        *RUN,
+        "reward_functions=tests.rl.test_rollout_steps:failing",
+        "reward_error=stop",
+        "ici_fsdp_parallelism=2",
+    ]
     command = [sys.executable, "-m", "maxtext_lite.train_rl", FILE, *words, f"base_output_directory={tmp_path}"]
     command, variables = launched(command, processes=2, devices=1)
     result = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=SECONDS, check=False)
@@ -74,4 +79,6 @@ def test_a_reward_that_fails_on_the_first_host_ends_all_with_2_and_one_message(t
     said = [line.partition("] ")[2] for line in result.stderr.splitlines()]
     assert len(said) == 2
     assert said[0] == said[1]
-    assert said[0].startswith("error: Reward function tests.rl.test_train:failing raised RuntimeError: no opinion")
+    assert said[0].startswith(
+        "error: Reward function tests.rl.test_rollout_steps:failing raised RuntimeError: no opinion"
+    )

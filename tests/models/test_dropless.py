@@ -14,7 +14,7 @@ from maxtext_lite.models import Decoder, DecoderShape
 from maxtext_lite.models.dropless import FURTHER_ROUNDS, dropless
 from maxtext_lite.models.moe import ExpertShape, ExpertWeights
 from maxtext_lite.parallel import MESH_AXES, make_mesh, over_replicas, over_stages, sharding
-from maxtext_lite.parallel.hlo import collectives
+from maxtext_lite.xla.hlo import collectives
 
 B, T, D, F, E, J = 8, 16, 16, 8, 8, 2
 SHAPE = ExpertShape(num_experts=E, num_per_token=J, mlp_dim=F)

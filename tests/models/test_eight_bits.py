@@ -23,7 +23,7 @@ from maxtext_lite.models.lora import Adapted
 from maxtext_lite.models.moe import ExpertShape, ExpertWeights, Routing
 from maxtext_lite.models.ops import project
 from maxtext_lite.parallel import MESH_AXES, make_mesh, over_replicas, sharding
-from maxtext_lite.parallel.hlo import collectives
+from maxtext_lite.xla.hlo import collectives
 
 WORDS = ("int8", "fp8", "fp8_full")
 LARGEST = {"int8": 127.0, "e4m3": 448.0}

@@ -11,7 +11,7 @@ import pytest
 from maxtext_lite.models import Scoring, mosaic
 from maxtext_lite.models.mosaic import first_keys, mosaic_attention
 from maxtext_lite.parallel import MESH_AXES, context_order, make_mesh
-from maxtext_lite.parallel.hlo import collectives
+from maxtext_lite.xla.hlo import collectives
 from tests.models.test_attention import EVERYTHING, SINK, B, H, N, exact, inputs, with_a_long_document
 from tests.models.test_gpu_attention import both, replicated
 

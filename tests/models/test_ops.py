@@ -9,7 +9,7 @@ from flax import nnx
 from maxtext_lite.models.ops import layer_norm, mlp_hidden, project, rms_norm, rotate, soft_capped
 from maxtext_lite.models.rotary import Rope, rotary_angles
 from maxtext_lite.parallel import MESH_AXES, make_mesh, sharding
-from maxtext_lite.parallel.hlo import collectives
+from maxtext_lite.xla.hlo import collectives
 
 B, T, D, N, H = 2, 3, 8, 2, 4
 

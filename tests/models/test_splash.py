@@ -12,7 +12,7 @@ from maxtext_lite.models import Scoring, splash_blocks
 from maxtext_lite.models.splash import splash_attention
 from maxtext_lite.models.splash_blocks import MostTokens
 from maxtext_lite.parallel import MESH_AXES, context_order, make_mesh
-from maxtext_lite.parallel.hlo import collectives
+from maxtext_lite.xla.hlo import collectives
 from tests.models.test_attention import SINK, B, N, exact, inputs, with_a_long_document
 
 

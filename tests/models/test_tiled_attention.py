@@ -13,7 +13,7 @@ from maxtext_lite.models.attention import attention
 from maxtext_lite.models.tile import PLAIN, Scoring
 from maxtext_lite.models.tiled_attention import STRATEGIES, tiled_attention
 from maxtext_lite.parallel import MESH_AXES, context_order, make_mesh, over_replicas, sharding
-from maxtext_lite.parallel.hlo import collectives
+from maxtext_lite.xla.hlo import collectives
 from tests.models.test_attention import SINK, by_loops, exact, with_a_long_document
 from tests.models.test_attention import inputs as rows
 

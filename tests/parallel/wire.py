@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from maxtext_lite.parallel import hosts
+from maxtext_lite.parallel import between_hosts
 
 NUM_HOSTS = 3
 
@@ -48,7 +48,7 @@ class Wire:
 def joined_hosts(monkeypatch: pytest.MonkeyPatch) -> Wire:
     """A wire that stands in for `multihost_utils`; a thread of `on_all` is the process of its number."""
     made = Wire()
-    monkeypatch.setattr(hosts.jax, "process_count", lambda: NUM_HOSTS)
-    monkeypatch.setattr(hosts.jax, "process_index", lambda: made.host.number)
-    monkeypatch.setattr(hosts, "multihost_utils", made)
+    monkeypatch.setattr(between_hosts.jax, "process_count", lambda: NUM_HOSTS)
+    monkeypatch.setattr(between_hosts.jax, "process_index", lambda: made.host.number)
+    monkeypatch.setattr(between_hosts, "multihost_utils", made)
     return made

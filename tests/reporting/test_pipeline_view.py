@@ -3,7 +3,7 @@
 import re
 from xml.etree import ElementTree
 
-from maxtext_lite.batching.pipeline import PipelineShape
+from maxtext_lite.batching.pipeline_shape import PipelineShape
 from maxtext_lite.reporting.pipeline_view import heading, pipeline_svg, pipeline_text
 
 ONCE, TWICE = PipelineShape(2, 2, 1, 2), PipelineShape(2, 2, 2, 1)

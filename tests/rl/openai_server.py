@@ -13,9 +13,9 @@ from pathlib import Path
 
 from maxtext_lite.config import UserError
 from maxtext_lite.convert import hf_config
+from maxtext_lite.generation.sampler import load_on_mesh
 from maxtext_lite.models import Sampling
 from maxtext_lite.rl.rollout import LocalEngine, Request
-from maxtext_lite.training.sampler import load_on_mesh
 
 MOST_TOKENS = 16  # of prompts, and of responses
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from maxtext_lite.config import UserError, load_config
-from maxtext_lite.config.hf_config import run_config_json
-from maxtext_lite.interop import export_model
+from maxtext_lite.config.hf.config import run_config_json
+from maxtext_lite.hf import export_model
 from maxtext_lite.models import Decoder, Lora, Sampling
 from maxtext_lite.parallel import tree_shardings
 from maxtext_lite.rl.http_engine import WEIGHTS, HttpEngine, _on_first_host, read_completion

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from maxtext_lite.config import Mla, RopeScaling, UserError
+from maxtext_lite.generation.sampler import Sampler
 from maxtext_lite.models import Decoder, DecoderShape, ExpertShape, Sampling
 from maxtext_lite.parallel import tree_shardings
 from maxtext_lite.rl.rollout import LocalEngine, Request
 from maxtext_lite.rl.transfer import sampling_mesh
-from maxtext_lite.training.sampler import Sampler
 from tests.models.in_place import rewritten
 
 LLAMA = DecoderShape(

@@ -16,7 +16,7 @@ from maxtext_lite.parallel import Pipeline
 from maxtext_lite.training import manifest, saving
 from maxtext_lite.training.checkpoint import Checkpointer, fingerprint
 from maxtext_lite.training.optimizer import make_optimizer
-from maxtext_lite.training.parameters import load_adapters, load_parameters
+from maxtext_lite.training.parameter_files import load_adapters, load_parameters
 from maxtext_lite.training.state import abstract_state
 from tests.training.conftest import COUNTS, TINY
 

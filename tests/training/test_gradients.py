@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from maxtext_lite.parallel import Pipeline, sharding
-from maxtext_lite.parallel.hlo import collectives
 from maxtext_lite.training.objective import NEXT_TOKEN
 from maxtext_lite.training.optimizer import learning_rate_schedule
 from maxtext_lite.training.step import TRAIN_BATCH_AXES, ChunkedStep
+from maxtext_lite.xla.hlo import collectives
 
 ACCUMULATION = 4
 

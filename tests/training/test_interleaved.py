@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from maxtext_lite.parallel import Pipeline, sharding
-from maxtext_lite.parallel.hlo import collectives
 from maxtext_lite.training.step import TRAIN_BATCH_AXES
+from maxtext_lite.xla.hlo import collectives
 from tests.training.conftest import LENGTH, ROWS
 
 FOUR_LAYERS = ("optimizer=sgd", "base_num_decoder_layers=4", "learning_rate=0.5")

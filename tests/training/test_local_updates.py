@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from maxtext_lite.config import load_config
-from maxtext_lite.parallel.hlo import collectives
 from maxtext_lite.training.accumulate import master_of, with_master
 from maxtext_lite.training.local_updates import LocalUpdates, local_updates
 from maxtext_lite.training.step import make_summarise, make_synchronise
+from maxtext_lite.xla.hlo import collectives
 
 
 def _run(it, compiled, batch, steps):

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from maxtext_lite.parallel import MESH_AXES, make_mesh, sharding
-from maxtext_lite.parallel.hlo import collectives
 from maxtext_lite.training.loss import HEAD_AXES, cross_entropy, token_losses
+from maxtext_lite.xla.hlo import collectives
 
 B, T, D, V = 3, 12, 8, 20
 Z = 0.01

@@ -9,7 +9,7 @@ import pytest
 from maxtext_lite.config import load_config
 from maxtext_lite.convert import hf_config
 from maxtext_lite.data import open_sources
-from maxtext_lite.interop import load_hf_parameters
+from maxtext_lite.hf import load_hf_parameters
 from maxtext_lite.parallel import MESH_AXES, make_mesh, tree_shardings
 from maxtext_lite.training import train
 from maxtext_lite.training.objective import NEXT_TOKEN, objective_of

@@ -9,9 +9,9 @@ import pytest
 
 from maxtext_lite.batching import make_plan
 from maxtext_lite.parallel import sharding
-from maxtext_lite.parallel.hlo import collectives
 from maxtext_lite.training.accumulate import master_of
 from maxtext_lite.training.step import EVAL_BATCH_AXES, TRAIN_BATCH_AXES, make_eval_step
+from maxtext_lite.xla.hlo import collectives
 from tests.training.conftest import LENGTH, ROWS
 
 # (accumulation, row slots of a micro-batch, mesh); 16 rows in all, so that the last two leave slots empty

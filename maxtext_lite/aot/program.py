@@ -1,0 +1,280 @@
+"""The train step compiled ahead of time: where parameters lie, what crosses the mesh, memory and FLOPs."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterable, Sequence
+from importlib import metadata
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from maxtext_lite.batching import BatchPlan, flops_per_example, scaled_optimizer
+from maxtext_lite.batching.devices import device_of_kind
+from maxtext_lite.batching.roofline import Roofline, roofline
+from maxtext_lite.config import Config
+from maxtext_lite.models.dropless import FURTHER_ROUNDS
+from maxtext_lite.training.executables import Executables
+from maxtext_lite.training.local_updates import LocalUpdates
+from maxtext_lite.training.optimizer import learning_rate_schedule
+from maxtext_lite.training.state import TrainState, abstract_state, make_parts
+from maxtext_lite.training.step import make_synchronise, make_train_step
+from maxtext_lite.xla.hlo import Collective, collectives
+from maxtext_lite.xla.hlo_text import parse
+from maxtext_lite.xla.hlo_work import Work, work
+
+
+@dataclasses.dataclass(frozen=True)
+class ParameterLayout:
+    """Where a parameter lies.
+
+    Attributes:
+      name: its path, as in layers.mlp.up.
+      shape: of the whole array; with local updates its first dim is the replicas'.
+      axes: the logical axis of each dim.
+      partition_spec: the mesh axes of more than one device over which each dim is split, an entry for each dim.
+      bytes_per_device: of the part on one device.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    axes: tuple[str | None, ...]
+    partition_spec: tuple[tuple[str, ...], ...]
+    bytes_per_device: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """What one kind of collective moves over one set of mesh axes.
+
+    Attributes:
+      operations: places in the program.
+      times: how often they run in all; None where a loop's trips are not known, as are the bytes then.
+      async_times: how many of these may run beside other work.
+      payload: the bytes on one device of the arrays that come out (of a reduce-scatter: that go in), times included, by
+        HLO's name of the dtype.
+      sent_bytes: what one device sends over links, on a ring; None also between slices.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    operations: int
+    times: int | None
+    async_times: int | None
+    payload: dict[str, int] | None
+    sent_bytes: float | None
+
+    @property
+    def payload_bytes(self) -> int | None:
+        """Of all dtypes."""
+        return None if self.payload is None else sum(self.payload.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramMemory:
+    """Bytes per device by XLA's `memory_analysis()`.
+
+    Attributes:
+      arguments: state and batch.
+      outputs: new state and metrics, of which `aliased` take the place of arguments.
+      temporaries: what the step needs beside them.
+    """
+
+    arguments: int
+    outputs: int
+    aliased: int
+    temporaries: int
+    generated_code: int
+
+    @property
+    def total(self) -> int:
+        """At the step's peak."""
+        return self.arguments + self.outputs - self.aliased + self.temporaries + self.generated_code
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """The compiled train step of a run's last stage, and with local updates the replicas' meeting.
+
+    Attributes:
+      compiled: the executable; it can be called where the devices are there.
+      state_bytes: bytes per device of `params`, frozen ones included, `opt_state` and, with local updates, `outer`.
+      collectives: of one step, those that move most bytes first.
+      meeting: collectives of one synchronisation, every `diloco_sync_period` steps; None without local updates.
+      work: of one device and step: matmuls, kernels, traffic with its memory, the compiler's cycles.
+      roofline: the least time that this work takes.
+      xla_flops: of one device, by `cost_analysis()`, which counts the body of a loop once; None where it has none.
+      model_flops: of the whole step on all devices: forward and backward, nothing computed twice.
+    """
+
+    compiled: Any
+    compile_seconds: float
+    mesh: Mesh
+    parameters: tuple[ParameterLayout, ...]
+    state_bytes: dict[str, int]
+    collectives: tuple[Traffic, ...]
+    meeting: tuple[Traffic, ...] | None
+    memory: ProgramMemory
+    work: Work
+    roofline: Roofline
+    xla_flops: float | None
+    model_flops: float
+
+    @property
+    def sent_bytes(self) -> float | None:
+        """What one device sends over links in a step; None where some of it goes between slices or is not known."""
+        sent = [row.sent_bytes for row in self.collectives]
+        return None if None in sent else sum(each for each in sent if each is not None)
+
+    @property
+    def compiler_seconds(self) -> float | None:
+        """The compiler's estimated cycles as time; None where it estimates none or the clock is not known."""
+        device = device_of_kind(self.mesh.devices.flat[0].device_kind)
+        if self.work.cycles is None or device is None or device.clock_hz is None:
+            return None
+        return self.work.cycles / device.clock_hz
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """Of what compiled it: jax, jaxlib and where it was used libtpu."""
+        names = ["jax", "jaxlib"] + ["libtpu"] * (self.mesh.devices.flat[0].platform == "tpu")
+        return {name: metadata.version(name) for name in names}
+
+
+def compile_program(config: Config, plan: BatchPlan, devices: Sequence[Any]) -> Program:
+    """Lowers and compiles the train step for these devices, which need not be attached; nothing is allocated.
+
+    The schedule's constants are those of a run of `plan.steps`; data are not looked at.
+
+    Raises:
+      UserError: the config asks for a kernel that does not run on these devices.
+    """
+    config = scaled_optimizer(config, plan)
+    parts = make_parts(config, plan, devices)
+    mesh, decoder, local = parts.mesh, parts.decoder, parts.local
+    step = make_train_step(parts, learning_rate_schedule(config, last=plan.steps))
+    state = abstract_state(parts)
+    stage = plan.stages[-1]
+    with contextlib.closing(Executables(step, state, plan, mesh, config=config)) as executables:
+        compiled, seconds = executables.of(stage)
+    meeting = None
+    if local:
+        with jax.set_mesh(mesh):
+            synchronise: Any = make_synchronise(parts).lower(state).compile()
+        meeting = total_traffic(collectives(synchronise.as_text()), mesh)
+    # A ramp of the accumulation leaves one loop's bound open: that over micro-batches.
+    # Experts are taken to be chosen evenly.
+    module = parse(compiled.as_text(), trips_where_unknown=_open_trips(plan), not_run=FURTHER_ROUNDS)
+    done = work(module, memory_spaces=(0, 1) if devices[0].platform == "gpu" else (0,))
+    traffic = total_traffic(collectives(module), mesh)
+    model_flops = (
+        flops_per_example(config, config.max_target_length) * config.rows_per_example * stage.global_batch_to_train
+    )
+    analysis = compiled.cost_analysis()
+    return Program(
+        compiled=compiled,
+        compile_seconds=seconds,
+        mesh=mesh,
+        parameters=(
+            *parameter_layouts(state.frozen, decoder.frozen(decoder.axes), None),
+            *parameter_layouts(state.params, decoder.trained(decoder.axes), local),
+        ),
+        state_bytes=state_bytes(state),
+        collectives=traffic,
+        meeting=meeting,
+        memory=_memory(compiled),
+        work=done,
+        roofline=_roofline(devices[0].device_kind, config, done, traffic, model_flops / mesh.size),
+        xla_flops=float(analysis["flops"]) if analysis and "flops" in analysis else None,
+        model_flops=model_flops,
+    )
+
+
+def _roofline(device_kind: str, config: Config, done: Work, traffic: Sequence[Traffic], model_flops: float) -> Roofline:
+    flops = dict(done.matmul_flops)
+    if done.kernel_flops:  # in the dtype of the activations
+        name = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}[config.dtype]
+        flops[name] = None if flops.get(name, 0.0) is None else (flops.get(name) or 0.0) + done.kernel_flops
+    sent = [row.sent_bytes for row in traffic]
+    return roofline(
+        device_of_kind(device_kind),
+        dtype=config.dtype,
+        model_flops=model_flops,
+        matmul_flops=flops,
+        memory_bytes=done.memory_bytes,
+        sent_bytes=None if None in sent else sum(each for each in sent if each is not None),
+    )
+
+
+def _open_trips(plan: BatchPlan) -> int | None:
+    return plan.stages[-1].gradient_accumulation_steps if plan.ramps_accumulation else None
+
+
+def parameter_layouts(params: Any, axes_tree: Any, local: LocalUpdates | None) -> Iterable[ParameterLayout]:
+    """Where each parameter of an abstract state lies; `axes_tree` has the logical axes of each."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    all_axes = jax.tree.leaves(axes_tree, is_leaf=lambda node: isinstance(node, tuple))
+    for (path, leaf), axes in zip(leaves, all_axes, strict=True):
+        spec = [() if entry is None else (entry,) if isinstance(entry, str) else entry for entry in leaf.sharding.spec]
+        sizes = leaf.sharding.mesh.shape
+        split = tuple(tuple(axis for axis in entry if sizes[axis] > 1) for entry in spec)
+        yield ParameterLayout(
+            name=".".join(str(entry.key) for entry in path),
+            shape=tuple(leaf.shape),
+            dtype=str(leaf.dtype),
+            axes=(("replica",) if local else ()) + tuple(axes),
+            partition_spec=split + ((),) * (leaf.ndim - len(split)),
+            bytes_per_device=bytes_per_device(leaf),
+        )
+
+
+def bytes_per_device(leaf: Any) -> int:
+    """Bytes of one device's part of an array, which may be abstract."""
+    return int(np.prod(leaf.sharding.shard_shape(leaf.shape), dtype=np.int64)) * leaf.dtype.itemsize
+
+
+def state_bytes(state: TrainState) -> dict[str, int]:
+    """Bytes per device of each part of a state, which may be abstract."""
+    parts = {"params": (state.frozen, state.params), "opt_state": state.opt_state, "outer": state.outer}
+    return {name: sum(map(bytes_per_device, jax.tree.leaves(part))) for name, part in parts.items()}
+
+
+def total_traffic(found: Sequence[Collective], mesh: Mesh) -> tuple[Traffic, ...]:
+    """The collectives of a program added up by kind and mesh axes, those that move most bytes first."""
+    together: dict[tuple[str, tuple[str, ...]], list[Collective]] = {}
+    for collective in found:
+        together.setdefault((collective.kind, collective.axes(mesh)), []).append(collective)
+    rows = []
+    for (kind, axes), members in together.items():
+        known = None not in [c.times for c in members]
+        payload: dict[str, int] = {}
+        sent: float | None = 0.0
+        for c in members:
+            for dtype, size in c.payload.items():
+                payload[dtype] = payload.get(dtype, 0) + size * (c.times or 0)
+            sent = None if sent is None or c.sent_bytes is None else sent + c.sent_bytes * (c.times or 0)
+        times, async_times = (
+            sum(c.times or 0 for c in chosen) for chosen in (members, [c for c in members if c.is_async])
+        )
+        rows.append(
+            Traffic(kind, axes, len(members), times, async_times, payload, sent)
+            if known
+            else Traffic(kind, axes, len(members), None, None, None, None)
+        )
+    return tuple(sorted(rows, key=lambda row: (-(row.payload_bytes or 0), row.kind, row.axes)))
+
+
+def _memory(compiled: Any) -> ProgramMemory:
+    stats = compiled.memory_analysis()
+    held = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+    # A TPU's temp_size_in_bytes is more than it allocates: programs compile whose own would not fit on their device.
+    allocated = getattr(stats, "total_allocation_bytes", 0)  # since jax 0.11
+    return ProgramMemory(
+        arguments=stats.argument_size_in_bytes,
+        outputs=stats.output_size_in_bytes,
+        aliased=stats.alias_size_in_bytes,
+        temporaries=allocated - held if allocated else stats.temp_size_in_bytes,
+        generated_code=stats.generated_code_size_in_bytes,
+    )

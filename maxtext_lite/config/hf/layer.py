@@ -1,0 +1,106 @@
+"""What a directory of parameters says of a config: the layer between a model's file and what the user states."""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from maxtext_lite.config.errors import Refusal, UserError, value_text
+from maxtext_lite.config.hf.config import field_names, has_hf_weights, hf_directory, model_keys, stored_dtype
+from maxtext_lite.config.hf.config import tokenizer_keys as tokenizer_keys_of
+from maxtext_lite.config.hf.fields import same_architecture
+from maxtext_lite.config.json_file import read_object
+
+TOKENIZER_KEYS = ("tokenizer_type", "tokenizer_path")
+
+
+def directory_origin(path: str) -> str | None:
+    """The config.json that `load_parameters_path` brings along, as messages call it; None where it has none."""
+    directory = hf_directory(path) if path else None
+    return None if directory is None else str(directory / "config.json")
+
+
+def directory_values(
+    path: str, stated: Mapping[str, tuple[object, str]], max_target_length: object
+) -> tuple[dict[str, Any], list[Refusal]]:
+    """The keys that come with a Hugging Face directory, an imported model, or a run that began with one.
+
+    Args:
+      stated: the keys that the user's files, command line or model_name state, with where.
+      max_target_length: what it is where nobody states it.
+    Returns:
+      All keys of the architecture; `dtype`, where the weights are stored in bfloat16; and the tokenizer, unless one is
+      stated. And a refusal for each stated key that contradicts the architecture.
+    """
+    directory = hf_directory(path)
+    assert directory is not None, path
+    origin = str(directory / "config.json")
+    try:
+        has_hf_weights(path)
+        fields = read_object(directory / "config.json")
+        keys = model_keys(fields, origin)
+    except UserError as error:
+        return {}, [Refusal("load_parameters_path", problem) for problem in error.problems]
+    refusals = [
+        Refusal(
+            key,
+            f"{key}={value_text(stated[key][0])} ({stated[key][1]}) contradicts {origin}, which has "
+            f"{value_text(keys[key])}. Remove it; load_parameters_path decides the architecture.",
+        )
+        for key in keys
+        if key in stated and not _agrees(key, stated[key][0], keys)
+    ]
+    values = dict(keys)
+    if stored_dtype(fields) == "bfloat16":
+        values["dtype"] = "bfloat16"
+    rows = keys["trainable_position_size"]
+    if rows and isinstance(max_target_length, int) and rows < max_target_length:
+        values["max_target_length"] = rows
+    if not any(key in stated for key in TOKENIZER_KEYS):
+        values |= tokenizer_keys_of(directory)
+        if "tokenizer_type" not in values and (directory / "vocab.json").is_file():
+            refusals.append(
+                Refusal(
+                    "tokenizer_path",
+                    f"{directory} has a vocab.json, but no tokenizer.json. Save the tokenizer as that, or state "
+                    "tokenizer_type and tokenizer_path.",
+                )
+            )
+    return values, refusals
+
+
+def in_its_fields(path: str, refusals: list[Refusal], origins: Mapping[str, str]) -> list[Refusal]:
+    """The refusals, of which those of keys that a directory decides name its config.json and the fields there.
+
+    Args:
+      origins: where each key's value comes from.
+    """
+    origin = directory_origin(path)
+    if origin is None or not any(origins.get(refusal.key) == origin for refusal in refusals):
+        return refusals
+    names = field_names(read_object(Path(origin)))
+    words = re.compile(rf"\b({'|'.join(names)})\b")
+
+    def worded(text: object) -> object:
+        return words.sub(lambda found: names[found[0]], text) if isinstance(text, str) else text
+
+    return [
+        dataclasses.replace(
+            refusal, message=f"{origin}: {worded(refusal.message)}", nearest=tuple(map(worded, refusal.nearest))
+        )
+        if origins.get(refusal.key) == origin
+        else refusal
+        for refusal in refusals
+    ]
+
+
+def _agrees(key: str, value: object, keys: Mapping[str, Any]) -> bool:
+    if key == "initializer_range" or value == keys[key]:  # nothing is initialised
+        return True
+    if value is None and keys[key] == {}:  # two ways of saying that there is none
+        return True
+    number = (int, float)
+    if type(value) is not type(keys[key]) and not (isinstance(value, number) and isinstance(keys[key], number)):
+        return False
+    return not same_architecture(keys, {**keys, key: value})

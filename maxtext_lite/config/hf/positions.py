@@ -1,0 +1,268 @@
+"""The parts of config.json that say how positions act: rotation and its scaling, windows, layers without either."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from maxtext_lite.config.errors import any_of, value_text
+from maxtext_lite.config.hf.fields import Fields, is_whole
+from maxtext_lite.config.hf.parts import Part
+from maxtext_lite.config.schema import ModelConfig
+
+
+class Rope(Part):
+    """Rotary positions: `rope_parameters` of transformers 5, or `rope_theta` and `rope_scaling` of version 4.
+
+    Args:
+      theta: the base of wavelengths where none is named.
+      partial: the family rotates a share of each head.
+      scaling: what there is where neither field is there.
+    """
+
+    def __init__(self, theta: float, *, partial: bool = False, scaling: dict[str, Any] | None = None) -> None:
+        self._theta, self._partial, self._scaling = theta, partial, scaling or {}
+
+    def read(self, fields: Fields) -> dict[str, Any]:
+        """See Part."""
+        new, old = fields.mapping("rope_parameters"), fields.mapping("rope_scaling")
+        name = "rope_scaling" if old else "rope_parameters"
+        for entry in old:
+            if entry in new and old[entry] != new[entry]:
+                fields.refuse("rope_scaling", old, f"contradicts rope_parameters in {value_text(entry)}.")
+        parameters = dict(old or new or self._scaling)
+        theta = _stated(fields, "rope_theta", name, parameters, self._theta)
+        share = _stated(fields, "partial_rotary_factor", name, parameters, 1.0)
+        fields.names |= {
+            "rope_max_timescale": "rope_theta", "rope_scaling": name, "partial_rotary_factor": "partial_rotary_factor"
+        }  # fmt: skip
+        if share != 1 and not self._partial:
+            fields.refuse("partial_rotary_factor", share, "has no effect in this family in every version; remove it.")
+        outside = fields.whole("original_max_position_embeddings", 0, least=0)
+        if outside and parameters:
+            parameters["original_max_position_embeddings"] = outside
+        scaling = _scaling(name, parameters, fields)
+        return {"rope_max_timescale": theta, "rope_scaling": scaling, "partial_rotary_factor": share}
+
+    def write(self, config: ModelConfig) -> dict[str, Any]:
+        """See Part."""
+        share = {"partial_rotary_factor": config.partial_rotary_factor} if self._partial else {}
+        return _rope_fields(config.rope_max_timescale, config, share) | share
+
+
+def _stated(fields: Fields, name: str, mapping: str, parameters: dict[str, Any], default: Any) -> Any:
+    """What a field says, or the entry of that name in a field that is a mapping: both, where both are there."""
+    value, entry = fields.take(name), parameters.pop(name, None)
+    if value is not None and entry is not None and value != entry:
+        fields.refuse(name, value, f"contradicts {mapping}, in which it is {value_text(entry)}.")
+    stated = value if entry is None else entry
+    return default if stated is None else stated
+
+
+def _rope_fields(theta: float, config: ModelConfig, more: dict[str, Any]) -> dict[str, Any]:
+    scaling = None if config.rope_scaling is None else config.rope_scaling.to_mapping()
+    kind: dict[str, Any] = scaling or {"rope_type": "default"}
+    length = {}
+    if kind["rope_type"] == "dynamic":  # transformers takes the original length from here
+        length = {"max_position_embeddings": kind["original_max_position_embeddings"]}
+    new = {"rope_theta": theta, **kind, **more}
+    return {"rope_parameters": new, "rope_theta": theta, "rope_scaling": None if scaling is None else new} | length
+
+
+_SCALINGS = {
+    "linear": ("factor",),
+    "dynamic": ("factor", "original_max_position_embeddings"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": (
+        "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "mscale",
+        "mscale_all_dim", "truncate",
+    ),
+}  # fmt: skip
+
+
+def _scaling(name: str, parameters: dict[str, Any], fields: Fields) -> dict[str, Any]:
+    """A rope_scaling mapping from what is left of rotary parameters without their base."""
+    given = {entry: value for entry, value in parameters.items() if value is not None}
+    old_name = given.pop("type", None)
+    kind = given.pop("rope_type", old_name or "default")
+    if kind == "default":
+        given.pop("original_max_position_embeddings", None)
+        if given:
+            fields.refuse(name, parameters, f"has {value_text(any_of(list(given)))}, which rope_type default does not.")
+        return {}
+    if old_name is not None and old_name != kind:
+        fields.refuse(name, parameters, "names two types: rope_type and type.")
+    if kind not in list(_SCALINGS):
+        fields.refuse(name, kind, f"cannot be expressed: a rope_type must be default, {any_of(list(_SCALINGS))}.")
+        return {}
+    length = fields.peek("max_position_embeddings", None)
+    if length is not None and not is_whole(length, 1):
+        fields.refuse("max_position_embeddings", length, "is not an integer of at least 1.")
+        length = 1
+    if "original_max_position_embeddings" in _SCALINGS[kind]:
+        if kind == "dynamic" and length is not None:  # transformers looks nowhere else
+            given["original_max_position_embeddings"] = length
+        if given.setdefault("original_max_position_embeddings", length) is None:
+            fields.refuse(name, parameters, "lacks original_max_position_embeddings.")
+    if kind == "yarn" and given.get("attention_factor") is not None:
+        # An attention_factor wins over these two in the rotation, but mscale_all_dim also acts on DeepSeek's scores.
+        given.pop("mscale", None)
+    for entry in given:
+        if entry not in _SCALINGS[kind]:
+            fields.refuse(name, parameters, f"has {value_text(entry)}, which is not known of rope_type {kind}.")
+    return {"rope_type": kind} | given
+
+
+class RopeByLayerType(Part):
+    """Gemma 3's rotary positions: local layers have a base of their own, without scaling."""
+
+    def read(self, fields: Fields) -> dict[str, Any]:
+        """See Part."""
+        new, old = fields.mapping("rope_parameters"), fields.mapping("rope_scaling")
+        parts = {kind: new.pop(kind, {}) for kind in (_GLOBAL, _LOCAL)}
+        for name, value in [*new.items(), *(each for each in parts.items() if not isinstance(each[1], dict))]:
+            fields.refuse(
+                "rope_parameters", {name: value}, f"is not an object of the entries of {_GLOBAL} and {_LOCAL}."
+            )
+            parts[name] = {}
+        whole, local = dict(parts[_GLOBAL]), dict(parts[_LOCAL])
+        whole |= old
+        theta = _stated(fields, "rope_theta", "rope_parameters", whole, 1_000_000.0)
+        base = fields.take("rope_local_base_freq")
+        if base is not None and local.get("rope_theta", base) != base:
+            fields.refuse("rope_local_base_freq", base, f"contradicts rope_parameters, whose {_LOCAL} has another.")
+        local_theta = local.pop("rope_theta", 10_000.0 if base is None else base)
+        fields.names |= {
+            "rope_max_timescale": "rope_theta", "rope_local_max_timescale": "rope_local_base_freq",
+            "rope_scaling": "rope_scaling" if old else "rope_parameters",
+        }  # fmt: skip
+        if _scaling("rope_parameters", local, fields):
+            fields.refuse(
+                "rope_parameters", local, "scales the rotation of sliding_attention; only that of the rest can be."
+            )
+        return {
+            "rope_max_timescale": theta,
+            "rope_local_max_timescale": local_theta if fields.has_local_layers else 0.0,
+            "rope_scaling": _scaling(fields.names["rope_scaling"], whole, fields),
+        }
+
+    def write(self, config: ModelConfig) -> dict[str, Any]:
+        """See Part."""
+        whole = _rope_fields(config.rope_max_timescale, config, {})
+        local = config.rope_local_max_timescale or config.rope_max_timescale
+        by_type = {
+            "full_attention": whole["rope_parameters"],
+            "sliding_attention": {"rope_theta": local, "rope_type": "default"},
+        }
+        return whole | {"rope_parameters": by_type, "rope_local_base_freq": local}
+
+
+_LOCAL, _GLOBAL = "sliding_attention", "full_attention"
+_KINDS = {_LOCAL: "local", _GLOBAL: "global", "nope": "nope"}
+
+
+def _pattern(kinds: Sequence[str]) -> str:
+    """The shortest beginning that the layers repeat."""
+    # borders[i]: the longest beginning of the first i + 1 kinds that is also their end, and not all of them.
+    borders = [0] * len(kinds)
+    for layer in range(1, len(kinds)):
+        length = borders[layer - 1]
+        while length and kinds[layer] != kinds[length]:
+            length = borders[length - 1]
+        borders[layer] = length + (kinds[layer] == kinds[length])
+    period = len(kinds) - borders[-1] if kinds else 0
+    return ",".join(_KINDS.get(kind, kind) for kind in kinds[:period]) or "global"
+
+
+def _layer_kinds(config: ModelConfig) -> list[str]:
+    kinds = {kind: name for name, kind in _KINDS.items()}
+    pattern = config.pattern
+    return [kinds.get(pattern[layer % len(pattern)], "?") for layer in range(config.base_num_decoder_layers)]
+
+
+class LayerTypes(Part):
+    """Which layers have a sliding window.
+
+    Args:
+      style: how a config without `layer_types` says it. window: all, where `sliding_window` is there; switched: those
+        from `max_window_layers` on, where `use_sliding_window` is true; "switched window": all, where it is;
+        alternating: the first, third, ...; sixth: all but every `sliding_window_pattern`th.
+      window: `sliding_window` where the field is not there; 0: none.
+    """
+
+    def __init__(
+        self, style: Literal["window", "switched", "switched window", "alternating", "sixth"], window: int
+    ) -> None:
+        self._style, self._window = style, window
+
+    def read(self, fields: Fields) -> dict[str, Any]:
+        """See Part."""
+        layers = fields.num_layers
+        default = None if fields.is_null("sliding_window") else self._window
+        window = 0 if default is None else fields.whole("sliding_window", default, least=0)
+        on = fields.flag("use_sliding_window", False) if self._style.startswith("switched") else True
+        first = fields.whole("max_window_layers", 28, least=0) if self._style == "switched" else 0
+        fields.drop(["max_window_layers"] if self._style == "switched window" else [])
+        every = fields.whole("sliding_window_pattern", 6) if self._style == "sixth" else 2
+        stated = fields.listed("layer_types") if self._style not in ("window", "switched window") else None
+        fields.names |= {"layer_pattern": "layer_types", "sliding_window_size": "sliding_window"}
+        if not (on and window):
+            kinds = [_GLOBAL] * layers
+        elif self._style in ("alternating", "sixth"):
+            kinds = [_LOCAL if (layer + 1) % every else _GLOBAL for layer in range(layers)]
+        else:
+            kinds = [_LOCAL if layer >= first else _GLOBAL for layer in range(layers)]
+        if stated is not None:
+            fields.check_layer_types(stated, layers, window, (_LOCAL, _GLOBAL))
+            kinds = stated if len(stated) == layers and set(map(str, stated)) <= {_LOCAL, _GLOBAL} else kinds
+        fields.has_local_layers = _LOCAL in kinds
+        return {
+            "layer_pattern": _pattern(kinds),
+            "sliding_window_size": window if fields.has_local_layers else 0,
+        }
+
+    def write(self, config: ModelConfig) -> dict[str, Any]:
+        """See Part."""
+        window, kinds = config.sliding_window_size or None, _layer_kinds(config)
+        if self._style in ("window", "switched window"):
+            switch = {"use_sliding_window": bool(window)} if self._style == "switched window" else {}
+            return {"sliding_window": window if _LOCAL in kinds else None} | switch
+        if self._style == "switched":
+            first = kinds.index(_LOCAL) if _LOCAL in kinds else len(kinds)
+            return {
+                "sliding_window": window, "use_sliding_window": bool(window), "max_window_layers": first,
+                "layer_types": kinds,
+            }  # fmt: skip
+        return {"sliding_window": window or self._window, "layer_types": kinds}
+
+
+class WithoutRotation(Part):
+    """SmolLM3's layers that are not rotated: every fourth, or as `no_rope_layers` says (1: rotated)."""
+
+    def read(self, fields: Fields) -> dict[str, Any]:
+        """See Part."""
+        layers = fields.num_layers
+        every = fields.whole("no_rope_layer_interval", 4)
+        rotated = [int((layer + 1) % every != 0) for layer in range(layers)]
+        stated = fields.listed("no_rope_layers")
+        window, on = fields.whole("sliding_window", 0, least=0), fields.flag("use_sliding_window", False)
+        fields.drop(["max_window_layers"])
+        fields.names["layer_pattern"] = "no_rope_layers"
+        types = fields.listed("layer_types")
+        if (on and window) or any(kind != _GLOBAL for kind in types or ()):
+            fields.refuse("use_sliding_window", on, "cannot be expressed: layers without rotation have no window.")
+        elif types is not None:
+            fields.check_layer_types(types, layers, 0, (_GLOBAL,))
+        if stated is not None and layers:
+            if len(stated) == layers and all(is_whole(each, 0, 1) for each in stated):
+                rotated = stated
+            else:
+                fields.refuse("no_rope_layers", stated, f"is not a list of 1 or 0 for each of the {layers} layers.")
+        kinds = [_GLOBAL if turned else "nope" for turned in rotated]
+        return {"layer_pattern": _pattern(kinds)}
+
+    def write(self, config: ModelConfig) -> dict[str, Any]:
+        """See Part."""
+        kinds = _layer_kinds(config)
+        return {
+            "no_rope_layers": [int(kind != "nope") for kind in kinds],
+            "layer_types": [_GLOBAL if kind == "nope" else kind for kind in kinds],
+        }

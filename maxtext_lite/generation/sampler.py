@@ -1,0 +1,173 @@
+"""Generation from a run's parameters: prompts in, tokens out one by one."""
+
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxtext_lite.config import Config
+from maxtext_lite.models import Decoder, KVCache, Sampling, sample_token
+from maxtext_lite.parallel import MESH_AXES, make_mesh, tree_shardings
+from maxtext_lite.training.parameter_files import load_parameters
+from maxtext_lite.training.state import make_plain_decoder
+
+_PADDED_TO = 64  # prompts and caches are padded to a multiple of this, so that few shapes are compiled
+
+
+def load_on_mesh(
+    directory: Path, config: Config, parallelism: Mapping[str, int]
+) -> tuple[Decoder, Any, jax.sharding.Mesh]:
+    """The decoder of a run or of a Hugging Face directory, its newest parameters, and the mesh that they are on.
+
+    Args:
+      parallelism: sizes of mesh axes, by name; the others have 1.
+    Raises:
+      UserError: there are no parameters, or they are of another model.
+    """
+    decoder = make_plain_decoder(config)
+    sizes = dict.fromkeys(MESH_AXES, 1) | dict(parallelism)
+    mesh = make_mesh(sizes, dict.fromkeys(MESH_AXES, 1), jax.devices()[: math.prod(sizes.values())])
+    abstract = jax.tree.map(
+        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
+        decoder.abstract_params,
+        tree_shardings(mesh, decoder.axes),
+    )
+    with jax.set_mesh(mesh):
+        return decoder, load_parameters(directory, abstract, "run_directory"), mesh
+
+
+class Sampler:
+    """A decoder with its parameters on a mesh, and the jitted functions that go on from prompts."""
+
+    def __init__(self, decoder: Decoder, params: Any, mesh: jax.sharding.Mesh):
+        self._decoder, self._mesh = decoder, mesh
+        self._params = jax.jit(decoder.cast)(params)
+        self._prefill = jax.jit(functools.partial(first_token, decoder), static_argnames=("sampling",))
+        extend = functools.partial(next_token, decoder)
+        self._extend = jax.jit(extend, donate_argnums=2, static_argnames=("sampling",))
+
+    @classmethod
+    def from_run(
+        cls,
+        run_directory: Path,
+        config: Config,
+        *,
+        tensor_parallelism: int = 1,
+        fsdp_parallelism: int = 1,
+        data_parallelism: int = 1,
+    ) -> "Sampler":
+        """The newest parameters of a run, or those of a Hugging Face directory, on as many devices as that takes.
+
+        Raises:
+          UserError: there are no parameters, or they are of another model.
+        """
+        sizes = {"tensor": tensor_parallelism, "fsdp": fsdp_parallelism, "data": data_parallelism}
+        return cls(*load_on_mesh(run_directory, config, sizes))
+
+    def stream(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        temperature: float,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        stop_token_ids: Sequence[int] = (),
+        seed: int = 0,
+    ) -> Iterator[tuple[int, int, float]]:
+        """Yields (prompt number, new token, its log-probability under the model) until all prompts are done.
+
+        A prompt is done after `max_new_tokens` or after yielding one of `stop_token_ids`. What is drawn for a
+        prompt depends on the seed, its number and its tokens, not on the other prompts.
+        """
+        sampling = Sampling(temperature, top_k, top_p)
+        num_asked = len(prompts)
+        prompts = [*prompts, *[[0]] * (-num_asked % self._mesh.shape["fsdp"])]  # rows are split over fsdp
+        lengths = np.array([len(prompt) for prompt in prompts])
+        token_BT = np.zeros((len(prompts), _round_up(lengths.max())), np.int32)
+        for row, prompt in zip(token_BT, prompts, strict=True):
+            row[: len(prompt)] = prompt
+        cache = self._decoder.new_cache(len(prompts), _round_up(lengths.max() + max_new_tokens))
+        root = jax.random.key(seed)
+        key_B = jax.vmap(lambda number: jax.random.fold_in(root, number))(jnp.arange(len(prompts)))
+        running = [number < num_asked for number in range(len(prompts))]
+        with jax.set_mesh(self._mesh):
+            token_B, log_probability_B, cache = self._prefill(
+                self._params, token_BT, cache, jnp.asarray(lengths), key_B, sampling=sampling
+            )
+            for added in range(max_new_tokens):
+                following = None
+                if added + 1 < max_new_tokens:  # dispatched before this token is looked at: the device never waits
+                    following = self._extend(
+                        self._params, token_B, cache, jnp.asarray(lengths + added), key_B, sampling=sampling
+                    )
+                for number, (token, log_probability) in enumerate(
+                    zip(*jax.device_get((token_B, log_probability_B)), strict=True)
+                ):
+                    if running[number]:
+                        yield number, int(token), float(log_probability)
+                        running[number] = int(token) not in stop_token_ids
+                if following is None or not any(running):
+                    return
+                token_B, log_probability_B, cache = following
+
+
+def first_token(
+    decoder: Decoder,
+    params: Any,
+    token_BT: jax.Array,
+    cache: KVCache,
+    length_B: jax.Array,
+    key_B: jax.Array,
+    *,
+    sampling: Sampling,
+    scored_at: float = 1.0,
+) -> tuple[jax.Array, jax.Array, KVCache]:
+    """The first token after each of B prompts, its log-probability (`sample_token`), and the cache with the prompts.
+
+    Args:
+      token_BT: prompts, with anything behind their `length_B` tokens.
+      cache: empty.
+      key_B: of all draws for a sequence; each is made of it and of the token's position.
+    """
+    x_BTD, cache = decoder.decode(params, token_BT, jnp.zeros_like(length_B), cache, length_B)
+    last_BTD = jnp.take_along_axis(x_BTD, (length_B - 1)[:, None, None], axis=1)
+    return *_draw(decoder, params, last_BTD, length_B, key_B, sampling, scored_at), cache
+
+
+def next_token(
+    decoder: Decoder,
+    params: Any,
+    token_B: jax.Array,
+    cache: KVCache,
+    length_B: jax.Array,
+    key_B: jax.Array,
+    *,
+    sampling: Sampling,
+    scored_at: float = 1.0,
+) -> tuple[jax.Array, jax.Array, KVCache]:
+    """`first_token` for sequences whose `length_B` tokens before token_B are in the cache: the one after token_B."""
+    x_BTD, cache = decoder.decode(params, token_B[:, None], length_B, cache)
+    return *_draw(decoder, params, x_BTD, length_B + 1, key_B, sampling, scored_at), cache
+
+
+def _draw(
+    decoder: Decoder,
+    params: Any,
+    x_BTD: jax.Array,
+    position_B: jax.Array,
+    key_B: jax.Array,
+    sampling: Sampling,
+    scored_at: float,
+) -> tuple[jax.Array, jax.Array]:
+    logits_BV = decoder.logits(params, x_BTD)[:, 0]
+    return sample_token(logits_BV, jax.vmap(jax.random.fold_in)(key_B, position_B), sampling, scored_at)
+
+
+def _round_up(count: int) -> int:
+    return -(-int(count) // _PADDED_TO) * _PADDED_TO

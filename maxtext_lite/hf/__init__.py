@@ -1,0 +1,17 @@
+"""Hugging Face directories: their tensors onto the mesh and back, by one table of names for each family."""
+
+from maxtext_lite.hf.carried import carry_files, stop_ids_of
+from maxtext_lite.hf.entries import flat
+from maxtext_lite.hf.export import export_model, export_parameters
+from maxtext_lite.hf.loading import load_hf_parameters
+from maxtext_lite.hf.peft import export_adapters
+
+__all__ = [
+    "carry_files",
+    "export_adapters",
+    "export_model",
+    "export_parameters",
+    "flat",
+    "load_hf_parameters",
+    "stop_ids_of",
+]

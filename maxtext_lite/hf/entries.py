@@ -1,0 +1,83 @@
+"""Which tensors a decoder's parameters are made of: a family's table laid over the tree of parameters."""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+
+from maxtext_lite.config import UserError
+from maxtext_lite.hf.names import Name, Sizes, Table
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A line of a table with the parameters of one stack that it is about.
+
+    Attributes:
+      name: the line.
+      paths: the parameters, from the root of the tree.
+      layer_dims: the leading dims that count layers: (), (L,), or (repeats, L / repeats).
+      first_layer: number of the first of those layers in the model.
+      num_experts: tensors of each layer; 1 where experts share one or there are none.
+    """
+
+    name: Name
+    paths: tuple[str, ...]
+    layer_dims: tuple[int, ...]
+    first_layer: int
+    num_experts: int
+
+    def tensor_names(self) -> Iterator[tuple[str, int, int]]:
+        """Each tensor's name, with the layer's number in the stack and the expert's; 0 where there are none."""
+        for layer in range(math.prod(self.layer_dims)):
+            for expert in range(self.num_experts):
+                yield self.tensor_name(layer, expert), layer, expert
+
+    def tensor_name(self, layer: int, expert: int) -> str:
+        """The name of one layer's, and expert's, tensor."""
+        return self.name.theirs.format(layer=self.first_layer + layer, expert=expert)
+
+
+def flat(params: Any) -> dict[str, Any]:
+    """The leaves of a tree of parameters by their paths, `layers/attention/query`."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    return {"/".join(str(entry.key) for entry in path): leaf for path, leaf in leaves}
+
+
+def entries_of(table: Table, shapes: Mapping[str, tuple[int, ...]], sizes: Sizes, where: str) -> list[Entry]:
+    """The lines that a decoder needs.
+
+    Args:
+      shapes: of its parameters, by path.
+      where: what messages call the checkpoint.
+    Raises:
+      UserError: a parameter's shape is not what the checkpoint's sizes make it, or the family has no name for it.
+    """
+    first = _layer_dims(shapes, "dense_layers")
+    stacks = {"": (), "dense_layers": first, "layers": _layer_dims(shapes, "layers")}
+    entries, problems, named = [], [], set()
+    for stack, layer_dims in stacks.items():
+        for name in table.layer if stack else table.root:
+            paths = tuple(f"{stack}/{path}" if stack else path for path in name.ours)
+            if not all(path in shapes and len(shapes[path]) == len(layer_dims) + name.rank for path in paths):
+                continue
+            first_layer = math.prod(first) if stack == "layers" and first else 0
+            experts = sizes["E"] if name.per_expert else 1
+            entries.append(Entry(name, paths, layer_dims, first_layer, experts))
+            for part, path in enumerate(paths):
+                named.add(path)
+                there = (*layer_dims, *name.our_shape(part, sizes))
+                if shapes[path] != there:
+                    problems.append(f"{where}: parameter {path} is {there} there and {shapes[path]} here.")
+    problems += [f"{where}: its family has no tensor for parameter {path}." for path in shapes if path not in named]
+    if problems:
+        raise UserError(problems)
+    return entries
+
+
+def _layer_dims(shapes: Mapping[str, tuple[int, ...]], stack: str) -> tuple[int, ...]:
+    """The first dims of a stack's parameters: all but the last of those of its vectors; () where it has none."""
+    of_stack = [shape for path, shape in shapes.items() if path.startswith(f"{stack}/")]
+    return min(of_stack, key=len)[:-1] if of_stack else ()

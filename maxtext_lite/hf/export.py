@@ -1,0 +1,85 @@
+"""Parameters to a Hugging Face directory's tensors, one at a time."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxtext_lite.config.hf.config import model_keys
+from maxtext_lite.hf.copying import as_bits
+from maxtext_lite.hf.entries import Entry, entries_of, flat
+from maxtext_lite.hf.names import TABLES, Sizes, sizes_of
+from maxtext_lite.hf.safetensors_dir import Tensor, write_safetensors
+from maxtext_lite.parallel import sharding
+
+
+def export_model(directory: Path, params: Any, fields: Mapping[str, Any], *, dtype: str) -> None:
+    """Writes a directory with parameters and their config.json: `export_parameters`, with the fields it is to hold."""
+    if jax.process_index() == 0:
+        directory.mkdir(parents=True, exist_ok=True)
+    keys = model_keys(fields, "config.json")
+    export_parameters(directory, params, fields["model_type"], keys, dtype=dtype)
+    if jax.process_index() == 0:
+        (directory / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+
+
+def export_parameters(
+    directory: Path, params: Any, kind: str, keys: Mapping[str, Any], *, dtype: str, file_bytes: int | None = None
+) -> None:
+    """Writes parameters as a family's tensors; of several processes each takes part, and the first writes.
+
+    The host holds one tensor and one layer of the parameters that it is made of.
+
+    Args:
+      kind: the family's model_type.
+      keys: the model's keys of the Model section, as `config.hf_config.model_keys` gives them.
+      dtype: "float32" or "bfloat16"; experts' biases, whose steps are small, stay float32.
+      file_bytes: where to begin another file; None: 5 GB.
+    """
+    leaves, sizes = flat(params), sizes_of(keys)
+    entries = entries_of(TABLES[kind], {path: tuple(leaf.shape) for path, leaf in leaves.items()}, sizes, kind)
+    written = np.dtype(jnp.dtype(dtype))
+    tensors = list(_tensors(entries, leaves, sizes, written))
+    if jax.process_index() != 0:
+        for tensor in tensors:
+            tensor.make()
+        return
+    write_safetensors(directory, tensors, **({} if file_bytes is None else {"file_bytes": file_bytes}))
+
+
+def _tensors(entries: list[Entry], leaves: Mapping[str, Any], sizes: Sizes, dtype: np.dtype) -> Iterator[Tensor]:
+    for entry in entries:
+        parts = [_Layers(leaves[path], entry.layer_dims) for path in entry.paths]
+        kept = np.dtype(np.float32) if entry.paths[0].endswith("/router_bias") else dtype
+        for name, layer, expert in entry.tensor_names():
+
+            def make(parts=parts, entry=entry, layer=layer, expert=expert) -> np.ndarray:
+                ours = [part.layer(layer) for part in parts]
+                ours = [x[expert] for x in ours] if entry.name.per_expert else ours
+                return entry.name.to_theirs([as_bits(x) for x in ours], sizes).view(ours[0].dtype)
+
+            yield Tensor(name, entry.name.their_shape(sizes), kept, make)
+
+
+class _Layers:
+    """A stacked parameter, of which the host has one layer at a time: the one that was asked for last."""
+
+    def __init__(self, stacked: jax.Array, layer_dims: tuple[int, ...]) -> None:
+        self._stacked, self._dims = stacked, layer_dims
+        self._number, self._layer = -1, np.empty(0)
+        mesh = stacked.sharding.mesh  # type: ignore[attr-defined]
+        # Of several hosts, each has only its own devices' part.
+        self._take = jax.jit(lambda x, index: x[index], out_shardings=sharding(mesh))
+
+    def layer(self, number: int) -> np.ndarray:
+        """The layer's values."""
+        if number != self._number:
+            self._layer = np.empty(0)
+            where = np.unravel_index(number, self._dims) if self._dims else ()
+            taken = self._take(self._stacked, tuple(map(int, where)))
+            self._layer, self._number = np.asarray(taken.addressable_data(0)), number
+        return self._layer

@@ -1,0 +1,212 @@
+"""Hugging Face directories to parameters on the mesh: each device's part is filled from the files, slice by slice."""
+
+import dataclasses
+import math
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from maxtext_lite.config import UserError
+from maxtext_lite.config.errors import value_text
+from maxtext_lite.config.hf.config import family_of, has_hf_weights, model_keys
+from maxtext_lite.config.json_file import read_object
+from maxtext_lite.hf.copying import as_bits, assign_cast, is_finite
+from maxtext_lite.hf.entries import Entry, entries_of, flat
+from maxtext_lite.hf.names import TABLES, Sizes, Table, sizes_of
+from maxtext_lite.hf.safetensors_dir import DTYPES, SafetensorsDir
+from maxtext_lite.parallel import exchange
+
+_NAMED_AT_MOST = 10  # of the tensors with one kind of problem
+
+
+def load_hf_parameters(path: str | Path, abstract_params: Any, key: str) -> Any:
+    """The parameters of a Hugging Face directory, laid out as `abstract_params` says.
+
+    No parameter is ever whole on the host, unless a device has it whole: a device's part of a stack of layers is
+    made, filled from views of the files, and handed over before the next. Each host looks at what it reads; all of
+    them call this, and what one of them refuses, all refuse.
+
+    Args:
+      abstract_params: shapes, dtypes and shardings of the decoder's parameters.
+      key: what messages call the path.
+    Raises:
+      UserError: tensors are missing, unknown, of another shape, in a format that is not read, or hold NaN or an
+        infinity; names them.
+    """
+    problems: tuple[str, ...] = ()
+    params = None
+    try:
+        params = _load(Path(path), abstract_params, f"{key}={path}")
+    except UserError as error:
+        problems = error.problems
+    everyones = list(dict.fromkeys(problem for host in exchange(list(problems)) for problem in host))
+    if everyones:
+        raise UserError(everyones)
+    return params
+
+
+def _load(root: Path, abstract_params: Any, where: str) -> Any:
+    has_hf_weights(root)
+    fields = read_object(root / "config.json")
+    kind, keys = family_of(fields, where), model_keys(fields, f"{root / 'config.json'}")
+    files = SafetensorsDir(root)
+    table = _as_named(TABLES[kind], files)
+    sizes, leaves = sizes_of(keys), flat(abstract_params)
+    entries = entries_of(table, {path: tuple(leaf.shape) for path, leaf in leaves.items()}, sizes, where)
+    if keys["logits_via_embedding"]:
+        entries = [_under_another_name(entry, files) for entry in entries]
+    _refuse_other_tensors(files, entries, table, sizes, keys, where)
+    loaded: dict[str, jax.Array] = {}
+    wrong: list[str] = []
+    for entry in entries:
+        for part, path in enumerate(entry.paths):
+            loaded[path] = _on_mesh(leaves[path], entry, part, files, sizes, wrong)
+    if wrong:
+        raise UserError(list(dict.fromkeys(wrong)))
+    paths = list(leaves)
+    return jax.tree.unflatten(jax.tree.structure(abstract_params), [loaded[path] for path in paths])
+
+
+_HEAD = "lm_head.weight"
+
+
+def _under_another_name(entry: Entry, files: SafetensorsDir) -> Entry:
+    """The table of a tied model under the name of its output projection, where only that is stored."""
+    stored_as_head = _HEAD in files.tensors and entry.tensor_name(0, 0) not in files.tensors
+    if entry.paths != ("embedding/table",) or not stored_as_head:
+        return entry
+    return dataclasses.replace(entry, name=dataclasses.replace(entry.name, theirs=_HEAD))
+
+
+def _as_named(table: Table, files: SafetensorsDir) -> Table:
+    """The table with or without its prefix, as the files have it."""
+    if any(name.startswith(table.prefix) for name in files.tensors):
+        return table
+    return table.named("")
+
+
+def _refuse_other_tensors(
+    files: SafetensorsDir, entries: list[Entry], table: Table, sizes: Sizes, keys: Mapping[str, Any], where: str
+) -> None:
+    there = files.tensors
+    count = sum(math.prod(entry.layer_dims) * entry.num_experts for entry in entries)
+    if count > 2 * len(there) + 1000:
+        raise UserError(f"{where} has {len(there)} tensors, where the model of its config.json has {count:,}.")
+    wanted = {
+        name: entry.name.their_shape(sizes) for entry in entries for name, _layer, _expert in entry.tensor_names()
+    }
+    missing = [name for name in wanted if name not in there]
+    passed_over = re.compile(table.passed_over)
+    unknown = [name for name in there if name not in wanted and not passed_over.fullmatch(name)]
+    left_out = [name for name in unknown if _of_later_layers(name, keys)]
+    if left_out:
+        print(f"{where}: {len(left_out)} tensors of heads for further tokens are left out", file=sys.stderr)
+    unknown = [name for name in unknown if name not in left_out]
+    if keys["logits_via_embedding"] and _HEAD in unknown and not missing:
+        _refuse_untied(files, entries, where)
+        unknown.remove(_HEAD)
+    shapes = [
+        f"{name} is {list(there[name].shape)}, not {list(shape)}"
+        for name, shape in wanted.items()
+        if name in there and there[name].shape != shape
+    ]
+    formats = [f"{name} is {there[name].dtype}" for name in wanted if name in there and there[name].dtype not in DTYPES]
+    problems = []
+    for found, what in (
+        (missing, "lacks tensors of the model"),
+        (unknown, "has tensors that the model has no place for"),
+        (shapes, "has tensors of other shapes than config.json says"),
+        (formats, f"has tensors that are none of {', '.join(DTYPES)}"),
+    ):
+        if found:
+            more = f", and {len(found) - _NAMED_AT_MOST} more" if len(found) > _NAMED_AT_MOST else ""
+            named = ", ".join(map(value_text, found[:_NAMED_AT_MOST]))
+            problems.append(f"{where} {what}: {named}{more}.")
+    if problems:
+        raise UserError(problems)
+
+
+def _of_later_layers(name: str, keys: Mapping[str, Any]) -> bool:
+    """DeepSeek-V3 stores its heads for further tokens as layers after the last; the model itself does not use them."""
+    layer = re.match(r"(model\.)?layers\.(\d+)\.", name)
+    return keys["routed_bias"] and layer is not None and int(layer[2]) >= keys["base_num_decoder_layers"]
+
+
+def _refuse_untied(files: SafetensorsDir, entries: list[Entry], where: str) -> None:
+    """A tied model may store its table a second time, but not another one."""
+    (table,) = (entry.tensor_name(0, 0) for entry in entries if entry.paths == ("embedding/table",))
+    head, embedding = (as_bits(files.view(name)) for name in (_HEAD, table))
+    step = max(1, 2**24 // max(1, math.prod(head.shape[1:])))
+    same = (head.shape, head.dtype) == (embedding.shape, embedding.dtype) and all(
+        np.array_equal(head[row : row + step], embedding[row : row + step]) for row in range(0, len(head), step)
+    )
+    if not same:
+        raise UserError(
+            f"{where}: lm_head.weight is not {table}, though config.json says tie_word_embeddings. "
+            "If they are meant to differ, say tie_word_embeddings=false there."
+        )
+
+
+def _on_mesh(
+    leaf: jax.ShapeDtypeStruct, entry: Entry, part: int, files: SafetensorsDir, sizes: Sizes, wrong: list[str]
+) -> jax.Array:
+    """One parameter, device by device; devices that hold the same part of it are given one copy each.
+
+    Args:
+      wrong: takes up sentences about numbers that are none.
+    """
+    where = leaf.sharding
+    assert where is not None
+    devices: dict[tuple[tuple[int, int], ...], list[Any]] = {}
+    for device, index in where.addressable_devices_indices_map(tuple(leaf.shape)).items():
+        assert index is not None
+        bounds = tuple(slice_.indices(size)[:2] for slice_, size in zip(index, leaf.shape, strict=True))
+        devices.setdefault(bounds, []).append(device)
+    arrays = []
+    for bounds, holders in devices.items():
+        block = np.empty([end - start for start, end in bounds], leaf.dtype)
+        for name, into in _filled(block, bounds, entry, part, files, sizes):
+            if not is_finite(into):
+                wrong.append(_not_finite(files, name, into.dtype))
+        arrays += jax.block_until_ready([jax.device_put(block, device) for device in holders])
+    return jax.make_array_from_single_device_arrays(tuple(leaf.shape), where, arrays)
+
+
+def _filled(
+    block: np.ndarray,
+    bounds: tuple[tuple[int, int], ...],
+    entry: Entry,
+    part: int,
+    files: SafetensorsDir,
+    sizes: Sizes,
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Copies into `block`, which is the parameter between `bounds`, what the files have of it.
+
+    Yields each tensor's name with what of `block` has just been copied from it, while the cache still has that.
+    """
+    counted = len(entry.layer_dims)
+    number = np.arange(math.prod(entry.layer_dims)).reshape(entry.layer_dims)
+    layers = number[tuple(slice(*bound) for bound in bounds[:counted])]
+    experts = range(*bounds[counted]) if entry.name.per_expert else range(1)
+    rest = tuple(slice(*bound) for bound in bounds[counted + entry.name.per_expert :])
+    for place in np.ndindex(layers.shape):
+        for slot, expert in enumerate(experts):
+            name = entry.tensor_name(int(layers[place]), expert)
+            tensor = files.view(name)
+            into = block[(*place, slot) if entry.name.per_expert else place]
+            with np.errstate(over="ignore"):  # what becomes an infinity is found by whoever asks for it
+                assign_cast(into, tensor, entry.name.to_ours(as_bits(tensor), part, sizes)[rest])
+            yield name, into
+
+
+def _not_finite(files: SafetensorsDir, name: str, dtype: np.dtype) -> str:
+    """A sentence about a tensor of which something that was read is NaN or an infinity in this format."""
+    stored = files.tensors[name]
+    beyond = is_finite(np.ascontiguousarray(files.view(name)))
+    kind = f"numbers beyond those of {dtype}" if beyond else "NaN or infinite numbers"
+    return f"{stored.file}: {name} holds {kind}: it is damaged, or was saved from a run that had diverged."

@@ -1,0 +1,67 @@
+"""The frozen reference of the KL divergence: the model that the run began with."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from maxtext_lite.config import RLRunConfig, UserError
+from maxtext_lite.models import Decoder
+from maxtext_lite.parallel import accelerator_of, tree_shardings
+from maxtext_lite.rl.log_probabilities import make_log_probabilities
+from maxtext_lite.training.parameter_files import load_parameters, save_parameters
+from maxtext_lite.training.run import Run
+from maxtext_lite.training.state import TrainState, make_decoder
+
+DIRECTORY = "reference"
+"""In the run directory: the reference's parameters, of a run that trains all of its own."""
+
+
+class Reference:
+    """The log-probabilities of given tokens under the model that the run began with.
+
+    With LoRA that is the frozen model, which is there already. Otherwise it is a copy of the parameters before the
+    first step, in `dtype`, on the devices that train; it is kept in the run directory for restarts.
+
+    Args:
+      state: the run's, restored or new; `step` steps have been made.
+    Raises:
+      UserError: a resumed run's reference is gone, or it began without one.
+    """
+
+    def __init__(self, run: Run, config: RLRunConfig, state: TrainState, step: int):
+        decoder = _without_adapters(run, config)
+        where = run.directory / DIRECTORY
+        if state.frozen is not None:
+            plain = state.frozen
+        elif step == 0:
+            plain = state.params
+            if run.checkpointer:
+                save_parameters(where, plain, run.failures)
+        elif (where / "checkpoints").is_dir():
+            plain = load_parameters(where, run.abstract_state.plain_params, "run_name")
+        else:
+            raise UserError(
+                f"{where} is not there, which holds the model that grpo_beta={config.grpo_beta:g} refers to, from the "
+                "start of a run whose grpo_beta is not 0. Use grpo_beta=0, or another run_name, with "
+                f"load_parameters_path={run.directory} to go on from its parameters as a new reference."
+            )
+        shardings = tree_shardings(run.mesh, decoder.axes)
+        # Copied: the trainer's own arrays are donated at the first update.
+        copy = jax.jit(lambda params: jax.tree.map(jnp.copy, decoder.cast(params)), out_shardings=shardings)
+        self._params: Any = copy(plain)
+        parts = dataclasses.replace(run.parts, decoder=decoder)
+        self._find = make_log_probabilities(parts, config.decode_sampling_temperature)
+
+    def of(self, rows: dict[str, jax.Array]) -> jax.Array:
+        """Log-probabilities [A, B, T] of the rows' targets."""
+        return self._find(self._params, rows)
+
+
+def _without_adapters(run: Run, config: RLRunConfig) -> Decoder:
+    if not config.lora_rank:
+        return run.decoder
+    return make_decoder(
+        run.config.model_copy(update={"lora_rank": 0}), accelerator_of(run.mesh.devices.flat[0]), run.plan
+    )

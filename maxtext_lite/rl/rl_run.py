@@ -1,0 +1,206 @@
+"""What a run of reinforcement learning is made of before its first step: a trainer, a sampler and a judge."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from maxtext_lite.batching import RLBatch, make_plan
+from maxtext_lite.config import RLRunConfig, UserError
+from maxtext_lite.config.hf.config import hf_directory
+from maxtext_lite.config.rl_rules import endless_evaluation
+from maxtext_lite.data import Prompt, Tokenizer, check_vocabulary, load_tokenizer, open_prompts
+from maxtext_lite.hf import stop_ids_of
+from maxtext_lite.models import Sampling
+from maxtext_lite.parallel import start_devices, value_of_host
+from maxtext_lite.rl.http_engine import HttpEngine
+from maxtext_lite.rl.policy import Policy
+from maxtext_lite.rl.rewards import RewardError, Rewards, Scores
+from maxtext_lite.rl.rollout import LocalEngine, Request, Response, RolloutEngine
+from maxtext_lite.rl.transfer import sampling_mesh
+from maxtext_lite.training.run import Run, comes_from_elsewhere, machine_of, run_directory
+from maxtext_lite.training.state import make_plain_decoder
+
+
+class Sampled(NamedTuple):
+    """Pairs that have not been judged yet; `texts` are the responses as reward functions see them."""
+
+    prompts: Sequence[Prompt]
+    responses: Sequence[Response]
+    texts: Sequence[str]
+
+
+Verdict = Scores | RewardError | None
+"""What the first host's judge says; None: on the others, which have none."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RLRun:
+    """One process's part in a run of reinforcement learning.
+
+    Attributes:
+      run: the trainer's part; its sources are prompts.
+      config: as the user wrote it.
+      batch: the arithmetic of its batches.
+      policy: what a step minimises.
+      engine: what samples responses.
+      rewards: what judges them.
+      stop_token_ids: tokens after which a response ends.
+    """
+
+    run: Run
+    config: RLRunConfig
+    batch: RLBatch
+    policy: Policy
+    engine: RolloutEngine
+    rewards: Rewards
+    tokenizer: Tokenizer
+    stop_token_ids: tuple[int, ...]
+
+    @property
+    def sampling(self) -> Sampling:
+        """Of the responses that are trained on."""
+        config = self.config
+        temperature, top_k = config.decode_sampling_temperature, config.decode_sampling_top_k
+        return Sampling(temperature, top_k, config.decode_sampling_nucleus_p)
+
+    @property
+    def eval_sampling(self) -> Sampling:
+        """Of those to held-out prompts."""
+        return dataclasses.replace(self.sampling, temperature=self.config.eval_sampling_temperature)
+
+    def text_of(self, response: Response) -> str:
+        """The response as reward functions see it: without the token that ended it."""
+        token_ids = response.token_ids[:-1] if response.ended else response.token_ids
+        return self.tokenizer.decode(token_ids)
+
+    def sample(self, prompts: Sequence[Prompt], requests: Sequence[Request], sampling: Sampling) -> Sampled:
+        """A response to each request, which asks its prompt; any thread may call it."""
+        with jax.default_matmul_precision(self.config.matmul_precision):  # it is set for each thread by itself
+            responses = self.engine.generate(requests, sampling=sampling, max_new_tokens=self.batch.max_response_tokens)
+        return Sampled(prompts, responses, [self.text_of(response) for response in responses])
+
+    def judge(self, sampled: Sampled) -> Verdict:
+        """The scores, or why there are none, on the first host; any thread may call it."""
+        if not self.run.is_first:
+            return None
+        try:
+            return self.rewards.of(sampled.prompts, sampled.texts)
+        except RewardError as error:
+            return error
+
+    def close(self) -> None:
+        """Lets go of what samples and judges."""
+        self.engine.close()
+        self.rewards.close()
+
+
+def shared(verdict: Verdict) -> Scores:
+    """The first host's scores, on all hosts, which all call it: functions need not give the same everywhere.
+
+    Raises:
+      RewardError: the first host's.
+    """
+    encoded = value_of_host(0, None if verdict is None else _encoded(verdict))
+    found = _decoded(encoded) if verdict is None else verdict
+    if isinstance(found, RewardError):
+        raise found
+    return found
+
+
+def _encoded(verdict: Scores | RewardError) -> dict[str, Any]:
+    """A verdict as JSON, which holds doubles as they are."""
+    if isinstance(verdict, RewardError):
+        return {"problems": list(verdict.problems)}
+    by_name = {name: values.tolist() for name, values in verdict.by_name.items()}
+    about = {"errors": verdict.errors, "messages": list(verdict.messages)}
+    return {"total": verdict.total.tolist(), "by_name": by_name, **about}
+
+
+def _decoded(encoded: dict[str, Any]) -> Scores | RewardError:
+    if "problems" in encoded:
+        return RewardError(encoded["problems"])
+    by_name = {name: np.array(values, np.float64) for name, values in encoded["by_name"].items()}
+    return Scores(np.array(encoded["total"], np.float64), by_name, encoded["errors"], encoded["messages"])
+
+
+def open_rl_run(config: RLRunConfig) -> RLRun:
+    """The run of a config: prompts opened, batches planned, devices shared out.
+
+    Raises:
+      UserError: the config cannot be run on these devices, with these prompts or these rewards, or contradicts the run
+        directory.
+    """
+    devices = start_devices()
+    planned = functools.partial(make_plan, config, **machine_of(devices))
+    plan = planned()
+    assert plan.rl is not None, "a config of reinforcement learning has a plan of it"
+    tokenizer = load_tokenizer(config)
+    check_vocabulary(tokenizer, config.vocab_size)
+    prompts = open_prompts(config, vocab_size=config.vocab_size, begins_as_elsewhere=comes_from_elsewhere(config))
+    source, eval_source = prompts
+    if eval_source is not None and (refusal := endless_evaluation(config, len(eval_source))):
+        raise UserError(str(refusal))
+    plan = planned(num_examples=len(source))
+    assert plan.rl is not None
+    stop_token_ids = _stop_token_ids(config, tokenizer)
+    rewards = Rewards(config)
+    try:
+        policy = policy_of(config, plan.rl)
+        # Before the run makes its directory: what cannot sample leaves none.
+        sampling_devices = devices[len(devices) - plan.rl.sampler_devices :]
+        engine = _engine(config, plan.rl, sampling_devices, stop_token_ids)
+        run = Run(
+            config,
+            plan,
+            source=source,
+            eval_source=eval_source,
+            objective=policy,
+            devices=devices[: plan.rl.trainer_devices],
+            examples_of_entry=config.num_generations * config.num_iterations,
+        )
+    except BaseException:
+        rewards.close()
+        raise
+    return RLRun(run, config, plan.rl, policy, engine, rewards, tokenizer, stop_token_ids)
+
+
+def policy_of(config: RLRunConfig, batch: RLBatch) -> Policy:
+    """What a step with this config minimises."""
+    return Policy(
+        algo=config.loss_algo,
+        epsilon_low=config.grpo_epsilon,
+        epsilon_high=config.grpo_epsilon_high or config.grpo_epsilon,
+        beta=config.grpo_beta,
+        aggregation=config.loss_aggregation,
+        temperature=config.decode_sampling_temperature,
+        max_response_tokens=batch.max_response_tokens,
+        on_policy=config.num_iterations == 1,
+    )
+
+
+def _stop_token_ids(config: RLRunConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
+    carried = hf_directory(config.load_parameters_path) if config.load_parameters_path else None
+    named = [] if carried is None else stop_ids_of(carried)
+    return tuple(dict.fromkeys([*named, tokenizer.end_of_text_id]))
+
+
+def _engine(
+    config: RLRunConfig, batch: RLBatch, devices: Sequence[Any], stop_token_ids: tuple[int, ...]
+) -> RolloutEngine:
+    if config.rollout_engine == "http":
+        directory = run_directory(config)
+        return HttpEngine(config.rollout_url, config, directory, stop_token_ids=stop_token_ids, seed=config.seed)
+    assert batch.rollout is not None, "the plan of a local engine says how it samples"
+    return LocalEngine(
+        make_plain_decoder(config),
+        sampling_mesh(devices, batch.rollout.mesh),
+        num_slots=batch.rollout.slots,
+        max_prompt_tokens=batch.max_prompt_tokens,
+        max_new_tokens=batch.max_response_tokens,
+        stop_token_ids=stop_token_ids,
+        seed=config.seed,
+    )

@@ -1,0 +1,250 @@
+"""Reinforcement learning in training's loop: steps whose batches are sampled and judged chunk by chunk."""
+
+import concurrent.futures
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from maxtext_lite.config import RLRunConfig
+from maxtext_lite.data import example_ids
+from maxtext_lite.parallel import sharding
+from maxtext_lite.rl.held_out import HeldOutResponses
+from maxtext_lite.rl.kl_reference import Reference
+from maxtext_lite.rl.log_probabilities import make_log_probabilities
+from maxtext_lite.rl.pairs import Chunk, batch_record
+from maxtext_lite.rl.rl_run import RLRun, Sampled, Verdict, open_rl_run, shared
+from maxtext_lite.rl.rollout import Request
+from maxtext_lite.rl.timeline import Timeline
+from maxtext_lite.training.checkpoint import Counts
+from maxtext_lite.training.gradients import TRAIN_BATCH_AXES, GradientSums
+from maxtext_lite.training.loop import RunResult, train_run
+from maxtext_lite.training.metrics import JsonLines, Terminal
+from maxtext_lite.training.nonfinite import NonFinite, find_nonfinite
+from maxtext_lite.training.state import TrainState
+from maxtext_lite.training.step import ChunkedStep
+from maxtext_lite.training.step_log import Taken
+
+TRAINING = 0
+"""The first int of a request's key; `held_out` has another."""
+
+Rows = dict[str, jax.Array]
+Judged = tuple[Sampled, Verdict]
+
+
+def train_rl(config: RLRunConfig) -> RunResult:
+    """Trains to `config.steps`, from the newest checkpoint of the run directory where there is one.
+
+    Raises:
+      UserError: the config cannot be run on these devices, prompts or rewards, or contradicts the checkpoint.
+      RewardError: a reward failed, with reward_error=stop.
+      NonFiniteLoss: the loss stopped being a number.
+    """
+    with contextlib.closing(open_rl_run(config)) as rl:
+        return train_run(
+            rl.run, lambda terminal, *start: (RolloutSteps(rl, terminal, *start), HeldOutResponses(rl, terminal.say))
+        )
+
+
+class RolloutSteps:
+    """The steps after those of `counts`: one or several on each batch of responses; see `training.loop.Steps`.
+
+    While a chunk is trained on, the next one is sampled or judged.
+
+    Raises:
+      UserError: a resumed run's reference is gone, or the batch that it was stopped in has another shape.
+    """
+
+    ahead = False
+    ready = True
+
+    def __init__(self, rl: RLRun, terminal: Terminal, state: TrainState, counts: Counts):
+        run, config, each = rl.run, rl.config, rl.config.num_iterations
+        self._rl, self._run, self._config, self._batch, self._say = rl, run, config, rl.batch, terminal.say
+        expected = rl.policy.expected(rl.batch.pairs_per_batch)
+        self._step = ChunkedStep(run.parts, run.schedule, expected=expected)
+        self._reference = Reference(run, config, state, counts.step) if config.grpo_beta else None
+        find_old = make_log_probabilities(run.parts, config.decode_sampling_temperature)
+        self._find_old = None if rl.policy.on_policy else find_old
+        # Devices of its own, or another machine, sample at any time; those that also train, in turns with it.
+        # Several hosts sample in their main threads, where what they do together is in one order.
+        apart = not rl.batch.takes_turns or config.rollout_engine == "http"
+        self.samples_beside = apart and jax.process_count() == 1
+        pairs_of_unfinished = counts.step % each * rl.batch.pairs_per_batch
+        # Prompts of the batches before the one that is next, or unfinished.
+        self._prompts_seen = (counts.examples_seen - pairs_of_unfinished) // (each * config.num_generations)
+        self._chunks: list[Rows] = self._restored() if counts.step % each else []
+        # Before the first step there may be an evaluation, which stands at step 0.
+        self._rollouts, self._timeline = (
+            run.open_log(functools.partial(JsonLines, run.directory / name, counts.step or -1, run.failures), self._say)
+            for name in ("rollouts.jsonl", "timeline.jsonl")
+        )
+
+    def prepare(self, step: int) -> None:
+        """Nothing: what a step needs is compiled as it comes to it."""
+
+    def take(self, state: TrainState, step: int) -> tuple[TrainState, Taken]:
+        """See `training.loop.Steps`; returns once the step is done."""
+        batch, timeline, numbers = self._batch, Timeline(), self._prompt_numbers()
+        if (step - 1) % self._config.num_iterations == 0:
+            sums, about = self._sample_and_add(state, step, numbers, timeline)
+        else:
+            sums, about = self._add(state, timeline), {}
+        with timeline.phase("train", batch.micro_batches - 1):
+            state, metrics = jax.block_until_ready(self._step.update(state, sums))
+        if not step % self._config.num_iterations:
+            self._prompts_seen += batch.prompts_per_batch
+        if self._timeline:
+            self._timeline.write({"step": step, "phases": timeline.to_json()})
+        busy = timeline.record()
+        waited = busy["rollout_seconds"] + busy["reward_seconds"]
+        find_cause = functools.partial(self._find_cause, self._chunks)
+        return state, Taken(metrics, numbers, batch.pairs_per_batch, waited, find_cause, {**about, **busy})
+
+    def unfinished(self, step: int) -> Rows | None:
+        """The batch, where more steps are to be made on it."""
+        return _stacked(self._chunks) if step % self._config.num_iterations else None
+
+    def close(self) -> None:
+        """Closes rollouts.jsonl and timeline.jsonl."""
+        for log in (self._rollouts, self._timeline):
+            if log:
+                log.close()
+
+    def _sample_and_add(
+        self, state: TrainState, step: int, numbers: np.ndarray, timeline: Timeline
+    ) -> tuple[GradientSums, Mapping[str, Any]]:
+        """A new batch: the sum of its gradients, and what its step's record says of it."""
+        rl, run = self._rl, self._run
+        params = run.decoder.joined(state.params, state.frozen)
+        rl.engine.update(params, step - 1)
+        self._chunks, judged, sums = [], [], self._step.start()
+        where = sharding(run.mesh, TRAIN_BATCH_AXES)
+        for number, chunk in enumerate(self._judged_chunks(numbers, timeline)):
+            with timeline.phase("train", number):
+                arrays = chunk.rows(run.plan.micro_batch_slots, self._config.max_target_length)
+                rows = {name: _put(x, where) for name, x in arrays.items()}
+                if self._find_old is not None:
+                    rows["old_log_probabilities"] = self._find_old(params, rows)
+                if self._reference is not None:
+                    rows["reference_log_probabilities"] = self._reference.of(rows)
+                sums = jax.block_until_ready(self._step.add(state, sums, rows))
+            judged.append(chunk)
+            self._chunks.append(rows)
+        self._log_pairs(step, judged)
+        return sums, {"prompts_seen": self._prompts_seen + self._batch.prompts_per_batch, **batch_record(judged)}
+
+    def _add(self, state: TrainState, timeline: Timeline) -> GradientSums:
+        """The sum of the gradients of a batch that is there already."""
+        sums = self._step.start()
+        for number, rows in enumerate(self._chunks):
+            with timeline.phase("train", number):
+                sums = jax.block_until_ready(self._step.add(state, sums, rows))
+        return sums
+
+    def _judged_chunks(self, numbers: np.ndarray, timeline: Timeline) -> Iterator[Chunk]:
+        """The chunks of a batch in turn; while one is used, the next is on its way."""
+        rl, config, first = self._rl, self._config, self._prompts_seen
+        per_chunk = len(numbers) // self._batch.micro_batches
+
+        def sample(chunk: int) -> Sampled:
+            places = range(chunk * per_chunk, (chunk + 1) * per_chunk)
+            pairs = [(place, generation) for place in places for generation in range(config.num_generations)]
+            prompts = [self._run.source[int(numbers[place])] for place, _ in pairs]
+            requests = [
+                Request(prompt.token_ids, (TRAINING, first + place, generation))
+                for prompt, (place, generation) in zip(prompts, pairs, strict=True)
+            ]
+            with timeline.phase("rollout", chunk):
+                return rl.sample(prompts, requests, rl.sampling)
+
+        def judge(chunk: int, sampled: Sampled) -> Judged:
+            with timeline.phase("reward", chunk):
+                return sampled, rl.judge(sampled)
+
+        for sampled, verdict in _ahead(self._batch.micro_batches, sample, judge, beside=self.samples_beside):
+            scores = shared(verdict)
+            for message in scores.messages:
+                self._say(f"reward: {message}")
+            how: Any = {"num_generations": config.num_generations, "scale_rewards": config.scale_rewards}
+            yield Chunk.judged(sampled.prompts, sampled.responses, sampled.texts, scores, **how)
+
+    def _prompt_numbers(self) -> np.ndarray:
+        """Of the batch that is next, or unfinished."""
+        return example_ids(
+            self._prompts_seen,
+            self._batch.prompts_per_batch,
+            num_examples=len(self._run.source),
+            seed=self._config.data_shuffle_seed,
+        )
+
+    def _restored(self) -> list[Rows]:
+        """The chunks of the batch that the run was stopped in."""
+        run, batch = self._run, self._batch
+        assert run.checkpointer is not None, "a run that resumes has checkpoints"
+        sizes = (batch.micro_batches, run.plan.micro_batch_slots, self._config.max_target_length)
+        where = sharding(run.mesh, TRAIN_BATCH_AXES)
+        names = ["advantages", "weights", "old_log_probabilities"]
+        names += ["reference_log_probabilities"] if self._reference else []
+        dtypes = dict.fromkeys(("tokens", "targets", "segments", "positions"), np.int32)
+        dtypes |= dict.fromkeys(names, np.float32)
+        abstract = {name: jax.ShapeDtypeStruct(sizes, dtype, sharding=where) for name, dtype in dtypes.items()}
+        whole = run.checkpointer.restore_unfinished(abstract)
+        return [{name: x[chunk : chunk + 1] for name, x in whole.items()} for chunk in range(batch.micro_batches)]
+
+    def _find_cause(self, chunks: Sequence[Rows], state: TrainState) -> NonFinite | None:
+        """Ids are places of pairs in the batch."""
+        batch = self._batch
+        places = np.arange(batch.pairs_per_batch).reshape(batch.micro_batches, -1).T.ravel()
+        return find_nonfinite(self._run.parts, state, _stacked(chunks), places, micro_batches=batch.micro_batches)
+
+    def _log_pairs(self, step: int, chunks: Sequence[Chunk]) -> None:
+        """Writes down the responses of a batch whose steps have a line on the terminal, and of the first."""
+        period, last_of_batch = self._config.log_period, step + self._config.num_iterations - 1
+        has_line = last_of_batch // period > (step - 1) // period or last_of_batch == self._run.plan.steps
+        if self._rollouts and (has_line or step == 1):
+            for line in (line for chunk in chunks for line in chunk.lines(step)):
+                self._rollouts.write(line)
+
+
+def _ahead(
+    num_chunks: int, sample: Callable[[int], Sampled], judge: Callable[[int, Sampled], Judged], *, beside: bool
+) -> Iterator[Judged]:
+    """Each chunk, sampled and judged. What samples beside the trainer does so for all chunks of a batch at once; where
+    the same devices do both, a chunk is sampled before the one before it is handed over, so that rewards are found
+    meanwhile.
+    """
+    with (
+        concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="rollout") as sampler,
+        concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="reward") as judges,
+    ):
+        try:
+            if beside:
+                sampled = [sampler.submit(sample, chunk) for chunk in range(num_chunks)]
+                judged = [judges.submit(lambda c: judge(c, sampled[c].result()), c) for c in range(num_chunks)]
+                for future in judged:
+                    yield future.result()
+                return
+            waiting: concurrent.futures.Future[Judged] | None = None
+            for chunk in range(num_chunks):
+                before, waiting = waiting, judges.submit(judge, chunk, sample(chunk))
+                if before is not None:
+                    yield before.result()
+            assert waiting is not None
+            yield waiting.result()
+        except BaseException:  # what has been asked for, and not begun, is not waited for
+            for pool in (sampler, judges):
+                pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _put(x: np.ndarray, where: Any) -> jax.Array:
+    return jax.make_array_from_callback(x.shape, where, lambda index: x[index])
+
+
+def _stacked(chunks: Sequence[Rows]) -> Rows:
+    """Chunks as the micro-batches of one batch, [A, B, T]."""
+    return {name: jax.numpy.concatenate([chunk[name] for chunk in chunks]) for name in chunks[0]}

@@ -1,0 +1,112 @@
+"""The frozen reference of DPO: log-probabilities that the run's first parameters give to every answer.
+
+They are found once, in a pass over the data before the first step, and kept in the run directory: two numbers a pair. A
+second copy of the parameters, with a forward pass in every step, would come to the same; this costs no memory on the
+devices, leaves the step as it is on every mesh and schedule, and after a restart the numbers are the same to the bit.
+"""
+
+import io
+import time
+import zipfile
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jax.stages import Wrapped
+
+from maxtext_lite.config import UserError
+from maxtext_lite.config.errors import value_text
+from maxtext_lite.data import ExampleSource, PairSource, evaluation_batches
+from maxtext_lite.parallel import bytes_of_host, sharding, value_of_host
+from maxtext_lite.training.checkpoint import Counts
+from maxtext_lite.training.held_out_loss import scores_of
+from maxtext_lite.training.metrics import Terminal
+from maxtext_lite.training.preference import pairs_of
+from maxtext_lite.training.run import Run
+from maxtext_lite.training.state import TrainState
+from maxtext_lite.training.step import EVAL_BATCH_AXES, make_eval_step
+
+FILE = "reference.npz"
+"""In the run directory: for each source, under its fingerprint, log-probabilities float32 [pairs, 2]."""
+
+
+def add_reference(run: Run, state: TrainState, counts: Counts, terminal: Terminal) -> None:
+    """Gives the run's pairs their reference, where it has pairs: found before the first step, read after it.
+
+    Raises:
+      UserError: a resumed run has other pairs than it began with, or its file is gone.
+    """
+    if run.config.dataset_type != "dpo":
+        return
+    sources = [run.source] if run.eval_source is None else [run.source, run.eval_source]
+    if counts.step:
+        tables = _read(run, sources)
+    else:
+        started = time.perf_counter()
+        eval_step = make_eval_step(run.parts)
+        params = run.decoder.joined(state.model_params, state.frozen)  # new adapters add nothing
+        tables = {source.fingerprint: _find(run, eval_step, params, source) for source in sources}
+        run.failures.on_first_host(run.directory / FILE, lambda: _write(run.directory / FILE, tables))
+        terminal.say(
+            f"log-probabilities of the reference, of {sum(map(len, tables.values())):,} pairs, in "
+            f"{time.perf_counter() - started:.1f} s"
+        )
+    run.source = _with(run.source, tables)
+    run.eval_source = None if run.eval_source is None else _with(run.eval_source, tables)
+
+
+def _with(source: ExampleSource, tables: Mapping[str, np.ndarray]) -> ExampleSource:
+    # A host that does not read has no pairs.
+    return source.with_reference(tables[source.fingerprint]) if isinstance(source, PairSource) else source
+
+
+def _find(run: Run, eval_step: Wrapped, params: Any, source: ExampleSource) -> np.ndarray:
+    """Log-probabilities [pairs, 2], pairs by their number; on a host that does not read, in the order of examples."""
+    where = sharding(run.mesh, EVAL_BATCH_AXES)
+    with evaluation_batches(source, run.plan, sharding=where, eval_steps=-1) as batches:
+        found = np.concatenate([pairs_of(scores) for scores in scores_of(eval_step, params, batches)])
+    if isinstance(source, PairSource):
+        by_number = np.empty_like(found)
+        by_number[source.rows.members] = found
+        return by_number
+    return found
+
+
+def _write(path: Path, tables: Mapping[str, np.ndarray]) -> None:
+    scratch = path.with_name(f"{path.name}.tmp")
+    with scratch.open("wb") as file:
+        np.savez(file, allow_pickle=False, **tables)
+    scratch.replace(path)
+
+
+def _read(run: Run, sources: Sequence[ExampleSource]) -> dict[str, np.ndarray]:
+    """What the first host has written, on every host."""
+    path = run.directory / FILE
+    found, state = None, "gone"
+    if value_of_host(0, run.is_first and path.is_file()):
+        content = bytes_of_host(0, _content(path) if run.is_first else b"")
+        try:
+            with np.load(io.BytesIO(content), allow_pickle=False) as tables:
+                found = dict(tables.items())  # each table has a CRC-32, which reading it checks
+        except (OSError, ValueError, EOFError, KeyError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
+            state = f"damaged ({value_text(error)})"
+    if found is None:
+        raise UserError(
+            f"{path} is {state}, which holds the reference of the run. Use another run_name, with "
+            f"load_parameters_path={run.directory} to go on from its parameters as a new reference."
+        )
+    if any(source.fingerprint not in found for source in sources):
+        raise UserError(
+            f"{path} holds the reference of other pairs than dataset_path and eval_dataset_path have now. Use those "
+            "that the run began with, or another run_name."
+        )
+    return found
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:  # no host may be left waiting: all find that nothing is no table
+        return b""

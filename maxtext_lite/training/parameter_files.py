@@ -1,0 +1,238 @@
+"""The parameters of checkpoints: written alone, and read by whoever needs nothing else of a run."""
+
+import math
+import sys
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import orbax.checkpoint as ocp
+from jax.sharding import Mesh, NamedSharding
+
+from maxtext_lite.config import UserError
+from maxtext_lite.config.errors import full_text, value_text
+from maxtext_lite.config.hf.config import has_hf_weights
+from maxtext_lite.hf import load_hf_parameters
+from maxtext_lite.models import Lora, joined, merged
+from maxtext_lite.parallel import sharding, with_dims
+from maxtext_lite.training.failures import Failures
+from maxtext_lite.training.saving import FORMAT, check, handlers, reading, save_alone
+
+PARAMETERS = ("params", "about")
+"""The items of a checkpoint that its parameters are read from."""
+
+
+def checkpoints_in(path: str | Path, key: str) -> list[Path]:
+    """The checkpoints of a run directory, the newest first, or the checkpoint itself; without looking into them.
+
+    Raises:
+      UserError: there is none; names `key`.
+    """
+    root = Path(path)
+    if (root / "params").is_dir():
+        return [root.absolute()]
+    for parent in (root / "checkpoints", root):
+        if steps := steps_in(parent):
+            return [(parent / str(step)).absolute() for step in reversed(steps)]
+    raise UserError(f"{key}={value_text(path)} is neither a run directory with a checkpoint nor a checkpoint.")
+
+
+def steps_in(parent: Path) -> list[int]:
+    """The steps of the checkpoints in a directory, in order.
+
+    Raises:
+      UserError: it is there, and not a directory that can be read.
+    """
+    try:
+        names = [path.name for path in parent.iterdir() if path.is_dir()]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise UserError(f"{value_text(parent)} cannot be read: {error.strerror}.") from None
+    return sorted(int(name) for name in names if name.isdecimal() and str(int(name)) == name)
+
+
+def whole_checkpoint(path: str | Path, key: str, items: Collection[str] = ()) -> Path:
+    """The newest checkpoint of a run directory of which these items (none: all) are whole, or the checkpoint itself.
+
+    It says so where one is passed over; all of them stay where they are. All hosts call it.
+
+    Raises:
+      UserError: there is none; names `key`.
+    """
+    found = checkpoints_in(path, key)
+    problems = []
+    for directory in found:
+        problem, said = check(directory, items)
+        if problem is None:
+            if problems:
+                _note(f"{'; '.join(problems)}. The checkpoint before is taken: {directory}")
+            elif "no checksums" in said:
+                _note(f"{directory}: {said}")
+            return directory
+        problems.append(f"{directory} is damaged: {problem}")
+    none_before = "; there is none before it" if len(found) > 1 or found[0] != Path(path).absolute() else ""
+    raise UserError(f"{key}={value_text(path)}: {'; '.join(problems)}{none_before}.")
+
+
+def _note(text: str) -> None:
+    if jax.process_index() == 0:
+        print(f"note: {full_text(text)}", file=sys.stderr)
+
+
+def save_parameters(directory: Path, params: Any, failures: Failures | None = None) -> None:
+    """Writes parameters alone as the one checkpoint of a run directory, in the place of one that is there already:
+    `load_parameters` reads it back. All hosts call it.
+
+    Raises:
+      UserError: they cannot be written; on all hosts.
+    """
+    save_alone((directory / "checkpoints" / "0").absolute(), alone(params), failures)
+
+
+def alone(params: Any) -> dict[str, Any]:
+    """The items of a checkpoint that holds nothing but parameters."""
+    return {"params": ocp.args.StandardSave(params), "about": ocp.args.JsonSave({"format": FORMAT})}
+
+
+def frozen_directory(run_directory: Path) -> Path:
+    """Where a run with LoRA has its frozen parameters, as a checkpoint of parameters alone."""
+    return (run_directory / "frozen").absolute()
+
+
+def load_parameters(path: str | Path, abstract_params: Any, key: str) -> Any:
+    """The parameters of a checkpoint, or of a Hugging Face directory, laid out as `abstract_params` says.
+
+    A checkpoint may have been saved from another pipeline. Those of a run with LoRA are its frozen ones with what its
+    adapters add to them.
+
+    Args:
+      abstract_params: without adapters.
+    Raises:
+      UserError: there is no checkpoint at `path`, or its parameters have other shapes; names `key`.
+    """
+    if has_hf_weights(path):
+        return load_hf_parameters(path, abstract_params, key)
+    directory = whole_checkpoint(path, key, PARAMETERS)
+    mesh = jax.tree.leaves(abstract_params)[0].sharding.mesh
+    found = load_adapters(directory, mesh)
+    if found is None:
+        return _read_parameters(directory, path, abstract_params, key)
+    lora, adapters = found
+    frozen = frozen_directory(directory.parent.parent)
+    if not (frozen / "params").is_dir():
+        raise UserError(
+            f"{key}={path} holds the adapters of a run with lora_rank={lora.rank}, without {frozen}, where that run "
+            "had the parameters that they belong to. Keep the two together."
+        )
+    whole_checkpoint(frozen, key, PARAMETERS)
+    params = _read_parameters(frozen, path, abstract_params, key)
+    layer_dims = layer_dims_of(params)
+    adapters = _with_layer_dims(adapters, (math.prod(layer_dims),), layer_dims)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
+    merge = jax.jit(
+        lambda params, adapters: merged(joined(lora, adapters, params)), donate_argnums=0, out_shardings=shardings
+    )
+    return merge(params, adapters)
+
+
+def load_adapters(directory: Path, mesh: Mesh) -> tuple[Lora, Any] | None:
+    """The adapters that a checkpoint holds, whole on every device, leaves of layers [L, ...]; None if it holds none."""
+    if not (directory / "about").is_dir():
+        return None
+    with reading(directory), ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers())) as checkpointer:
+        about = checkpointer.restore(directory, args=ocp.args.Composite(about=ocp.args.JsonRestore()))["about"]
+        keys = about.get("fingerprint", {})  # parameters alone have none
+        if not keys.get("lora_rank"):
+            return None
+        whole = sharding(mesh)
+        wanted = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole),
+            _saved_shapes(directory),
+        )
+        restored = checkpointer.restore(directory, args=ocp.args.Composite(params=ocp.args.StandardRestore(wanted)))
+    adapters = _with_layer_dims(restored["params"], tuple(about["layer_dims"]), (-1,))
+    return Lora(keys["lora_rank"], keys["lora_alpha"], tuple(keys["lora_targets"].split(","))), adapters
+
+
+def _with_layer_dims(params: Any, before: tuple[int, ...], after: tuple[int, ...]) -> Any:
+    """Parameters whose layers' first dims, `before`, are `after`."""
+    layers = jax.tree.map(lambda x: x.reshape(*after, *x.shape[len(before) :]), params.get("layers", {}))
+    return params | ({"layers": layers} if layers else {})
+
+
+def _saved_shapes(directory: Path) -> dict[str, Any]:
+    """Shapes and dtypes of a checkpoint's parameters, for which no file of its other items is read."""
+    return dict(handlers()["params"].metadata(directory / "params"))
+
+
+def _read_parameters(directory: Path, path: str | Path, abstract_params: Any, key: str) -> Any:
+    with reading(directory), ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers())) as checkpointer:
+        saved = _saved_shapes(directory)
+        dealing = Dealing(layer_dims_of(abstract_params), layer_dims_of(saved))
+        as_saved = dealing.as_saved(abstract_params)
+        problems = _shape_differences(saved, as_saved)
+        if problems:
+            raise UserError([f"{key}={path}: {problem}" for problem in problems])
+        wanted = ocp.args.Composite(params=ocp.args.StandardRestore(as_saved))
+        return reshaped(checkpointer.restore(directory, args=wanted)["params"], abstract_params)
+
+
+class Dealing(NamedTuple):
+    """The first dims of layers' parameters, [L] or [repeats, L / repeats], here and in a checkpoint."""
+
+    here: tuple[int, ...]
+    saved: tuple[int, ...]
+
+    def as_saved(self, abstract: Any, before: int = 0) -> Any:
+        """A tree of shapes and shardings with the layers dealt as in the checkpoint.
+
+        Args:
+          before: dims that stand before those of the layers.
+        """
+        if self.here == self.saved or math.prod(self.here) != math.prod(self.saved):
+            return abstract
+        end = before + len(self.here)
+
+        def change(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            in_layers = any(isinstance(entry, jax.tree_util.DictKey) and entry.key == "layers" for entry in path)
+            if not in_layers or leaf.shape[before:end] != self.here:
+                return leaf
+            assert isinstance(leaf.sharding, NamedSharding)
+            # The dim that stages split need not divide there.
+            where = with_dims(leaf.sharding, leaf.ndim, before, end, len(self.saved))
+            shape = (*leaf.shape[:before], *self.saved, *leaf.shape[end:])
+            return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=where)
+
+        return jax.tree_util.tree_map_with_path(change, abstract)
+
+
+def layer_dims_of(params: Any) -> tuple[int, ...]:
+    """The first dims of the layers' parameters: all but the last of the norms' scales, which are vectors."""
+    return min((tuple(leaf.shape) for leaf in jax.tree.leaves(params["layers"])), key=len)[:-1]
+
+
+def reshaped(tree: Any, abstract: Any) -> Any:
+    """The arrays in the shapes and shardings of `abstract`; those that have them are not touched."""
+
+    def change(x: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
+        if x.shape == wanted.shape:
+            return x
+        return jax.jit(lambda x: x.reshape(wanted.shape), out_shardings=wanted.sharding)(x)
+
+    return jax.tree.map(change, tree, abstract)
+
+
+def _shape_differences(saved: Any, wanted: Any) -> list[str]:
+    saved_shapes = {
+        jax.tree_util.keystr(path): tuple(leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(saved)
+    }
+    wanted_shapes = {
+        jax.tree_util.keystr(path): tuple(leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(wanted)
+    }
+    return [
+        f"parameter {name} is {saved_shapes.get(name, 'absent')} there and {wanted_shapes.get(name, 'absent')} here."
+        for name in sorted(saved_shapes.keys() | wanted_shapes.keys())
+        if saved_shapes.get(name) != wanted_shapes.get(name)
+    ]

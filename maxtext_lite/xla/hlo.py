@@ -1,0 +1,197 @@
+"""Reading compiled HLO: its collectives, the mesh axes they cross, how often a step runs them, and their bytes."""
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from jax.sharding import Mesh
+
+from maxtext_lite.xla.hlo_text import Array, Instruction, Module, parse
+
+KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
+"""What devices exchange, by the names of HLO."""
+
+_GROUPS = re.compile(
+    r"(?:replica_groups|source_target_pairs)="
+    r"(mesh\[.*?\{[^}]*\}|\{\{.*?\}\}|\{\}|\[\S+\]<=\[[\d,]+\](?:T\([\d,]+\))?)"
+)
+_MEGASCALE = re.compile(r"_xla_megascale_transfer_type=\"(\w+)\"")
+_MEGASCALE_KINDS = {"ONE_TO_ONE": "collective-permute"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective of a compiled program.
+
+    Attributes:
+      kind: one of `KINDS`.
+      groups: the partitions of the program that talk to each other, in the order of `mesh.devices.flat`; of a
+        collective-permute, the pairs (from, to); empty: all in one group.
+      num_partitions: partitions of the program; with several TPU slices, those of one slice.
+      across_slices: TPU slices exchange it over the network between them (Megascale); it has no groups then.
+      in_loop: it stands inside a loop.
+      is_async: other work of the device may run while it does.
+      times: how often one run of the program runs it; None where a loop around it has an unknown number of trips.
+      payload: bytes of the whole array on one device, each time, by HLO's name of the dtype: what comes out, or of a
+        reduce-scatter what goes in.
+      line: the line of HLO.
+    """
+
+    kind: str
+    groups: tuple[tuple[int, ...], ...]
+    num_partitions: int
+    across_slices: bool
+    in_loop: bool
+    is_async: bool
+    times: int | None
+    payload: Mapping[str, int]
+    line: str
+
+    @property
+    def payload_bytes(self) -> int:
+        """Of all dtypes."""
+        return sum(self.payload.values())
+
+    @property
+    def sent_bytes(self) -> float | None:
+        """Bytes that one device sends over links, each time, on a ring of its group; None between slices.
+
+        Of a ring of n devices each sends (n - 1) / n of the payload, in an all-reduce twice as much.
+        """
+        if self.across_slices:
+            return None
+        if self.kind == "collective-permute":
+            return self.payload_bytes
+        size = len(self.groups[0]) if self.groups else self.num_partitions
+        return (2 if self.kind == "all-reduce" else 1) * self.payload_bytes * (size - 1) / size
+
+    def axes(self, mesh: Mesh) -> tuple[str, ...]:
+        """The mesh axes that it crosses: those along which the members of some group differ."""
+        slice_of = np.array([getattr(device, "slice_index", None) or 0 for device in mesh.devices.flat])
+        if self.across_slices:
+            grid = slice_of.reshape(mesh.devices.shape)
+            return tuple(a for dim, a in enumerate(mesh.axis_names) if np.any(grid != np.take(grid, [0], axis=dim)))
+        # Every slice runs the same program, so that one stands for all.
+        here = np.flatnonzero(slice_of == slice_of[0]) if self.num_partitions < mesh.size else np.arange(mesh.size)
+        groups = [here[list(group)] for group in self.groups or (range(self.num_partitions),)]
+        crossed = set()
+        for group in groups:
+            coordinates = np.stack(np.unravel_index(np.asarray(group), mesh.devices.shape))
+            crossed.update(np.flatnonzero(np.any(coordinates != coordinates[:, :1], axis=1)).tolist())
+        return tuple(axis for dim, axis in enumerate(mesh.axis_names) if dim in crossed)
+
+    def crosses(self, mesh: Mesh, axis: str) -> bool:
+        """Whether it crosses a mesh axis."""
+        return axis in self.axes(mesh)
+
+
+def collectives(hlo: str | Module, *, trips_where_unknown: int | None = None) -> list[Collective]:
+    """Every collective of a compiled module that moves something, in the order of its text.
+
+    Args:
+      hlo: the text of the module (`compiled.as_text()`), or the module that was read from it.
+      trips_where_unknown: of a text, trips of a loop whose number XLA does not know, such as one with a traced bound.
+    Raises:
+      ValueError: the text holds no computation, or groups in a notation that is not known.
+    """
+    module = parse(hlo, trips_where_unknown=trips_where_unknown) if isinstance(hlo, str) else hlo
+    found = []
+    parts: set[tuple[str | None, str]] = set()
+    for name, runs in module.runs.items():
+        for it in module.computations[name].instructions.values():
+            kind = it.opcode.removesuffix("-start")
+            is_fused = "async_collective_fusion_config" in it.attributes
+            if is_fused and kind in KINDS:
+                # A TPU writes a collective that runs beside other work into every part of that work.
+                part = (it.attribute(r"\bchannel_id=(\d+)"), kind)
+                if part in parts:
+                    continue
+                parts.add(part)
+            if kind in KINDS:
+                groups = device_groups(it.attribute(_GROUPS.pattern) or "{}")
+                if groups and all(len(set(group)) == 1 for group in groups):
+                    continue  # each with itself
+                is_async = is_fused or (it.opcode != kind and '"is_sync":true' not in it.attributes)
+                is_async = is_async or (runs.inside and "async_collective" in name)
+                payload = _payload(it, groups)
+                root = module.computations[name].root
+                if kind == "all-reduce" and runs.inside and root and root.opcode == "dynamic-slice":
+                    kind = "reduce-scatter"  # a TPU writes it as the fusion of a sum and of a part of it
+            elif it.opcode == "send" and (kind := it.attribute(_MEGASCALE.pattern) or ""):
+                kind = _MEGASCALE_KINDS.get(kind, kind.lower().replace("_", "-"))
+                groups, is_async, payload = (), True, _bytes_by_dtype(it.arrays[:1])
+            else:
+                continue
+            across = it.opcode == "send"
+            found.append(
+                Collective(
+                    kind, groups, module.num_partitions, across, runs.in_loop, is_async, runs.times, payload, it.line
+                )
+            )
+    return found
+
+
+def _payload(it: Instruction, groups: tuple[tuple[int, ...], ...]) -> dict[str, int]:
+    arrays = it.arrays
+    if it.opcode == "collective-permute-start":  # (what goes in, what comes out, contexts)
+        arrays = arrays[1:2]
+    elif it.opcode.endswith("-start") and it.opcode != "all-reduce-start":  # (what goes in, what comes out)
+        arrays = arrays[len(arrays) // 2 :]
+    whole = len(groups[0]) if it.opcode.startswith("reduce-scatter") and groups else 1
+    return {dtype: size * whole for dtype, size in _bytes_by_dtype(arrays).items()}
+
+
+def _bytes_by_dtype(arrays: Sequence[Array]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for array in arrays:
+        found[array.dtype] = found.get(array.dtype, 0) + array.num_bytes
+    return found
+
+
+def device_groups(text: str) -> tuple[tuple[int, ...], ...]:
+    """The groups that HLO writes as {{0,1},{2,3}}, as [2,4]<=[4,2]T(1,0), or by the axes of a mesh.
+
+    Raises:
+      ValueError: the notation is not known.
+    """
+    if text.startswith("mesh["):
+        return _groups_of_mesh(text)
+    iota = re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
+    if iota:
+        return _rows(_iota(iota[2], iota[3]).reshape(_numbers(iota[1])))
+    return tuple(tuple(_numbers(group)) for group in re.findall(r"\{([\d,]+)\}", text))
+
+
+def _groups_of_mesh(text: str) -> tuple[tuple[int, ...], ...]:
+    """Groups along axes of a mesh; 'a':(2)4 is a part of an axis: 4, after the 2 outermost."""
+    axes, chosen = text[: text.index("]")], text[text.rindex("{") + 1 : -1]
+    sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", axes)}
+    device_ids = re.search(r"device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\)", text)
+    ids = _iota(device_ids[1], device_ids[2]) if device_ids else np.arange(np.prod([*sizes.values()]))
+    if not re.fullmatch(r"'\w+'(:\(\d+\)\d+)?(, ?'\w+'(:\(\d+\)\d+)?)*", chosen):
+        raise ValueError(f"cannot read the groups {text}")
+    parts = {name: (1, size) for name, size in sizes.items()}
+    for name, before, size in re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", chosen):
+        if before:
+            parts[name] = int(before), int(size)
+    dims = []
+    for name, size in sizes.items():  # each axis as [before, part, after]
+        before, part = parts[name]
+        dims += [before, part, size // (before * part)]
+    at = [3 * list(sizes).index(name) + 1 for name, _, _ in re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", chosen)]
+    moved = np.moveaxis(ids.reshape(dims), at, range(-len(at), 0))
+    return _rows(moved.reshape(-1, int(np.prod([dims[dim] for dim in at]))))
+
+
+def _iota(shape: str, order: str | None) -> np.ndarray:
+    ids = np.arange(np.prod(_numbers(shape))).reshape(_numbers(shape))
+    return ids.transpose(_numbers(order)) if order else ids
+
+
+def _rows(groups: np.ndarray) -> tuple[tuple[int, ...], ...]:
+    return tuple(map(tuple, groups.tolist()))
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]

@@ -1,0 +1,299 @@
+"""What a compiled module does in one run, loops counted: matmuls, kernels, traffic with its memory, cycles."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+from maxtext_lite.xla.hlo_text import Array, Computation, Instruction, Module
+
+_NO_KERNELS = frozenset({
+    "AllocateBuffer", "AssumeGatherIndicesInBound", "AsyncCollectiveDone", "AsyncCollectiveStart", "ConcatBitcast",
+    "GatherScatterIndicesBitpacked", "MoveToDevice", "MoveToHost", "PinToDevice", "Sharding", "SPMDFullToShardShape",
+    "SPMDShardToFullShape", "annotate_device_placement",
+})  # fmt: skip
+_NOTHING_MOVES = frozenset({
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "after-all",
+    "opt-barrier", "optimization-barrier", "partition-id", "replica-id", "domain", "async-start", "async-update",
+})  # fmt: skip
+_TAKE_A_PART = frozenset({"slice", "dynamic-slice", "gather"})
+KERNEL_SCOPE = "kernel_"
+"""How the names of scopes begin that tell kernels of one target, as all of Pallas's on GPUs are, from each other."""
+_LARGEST = 5
+"""Arrays that a module's work lists."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A custom call: code that XLA did not write.
+
+    Attributes:
+      name: of the kernel, where it has one (Pallas on TPU); else of the scope (`jax.named_scope`) around it whose name
+        begins with `KERNEL_SCOPE`, without that; else of the call's target.
+      times: how often it runs; None where a loop's trips are not known.
+      flops: of all runs, as the kernel itself states them; None where it does not.
+    """
+
+    name: str
+    times: int | None
+    flops: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class LargeArray:
+    """An array that a module makes, of which there may be several at once.
+
+    Attributes:
+      type: as HLO writes it, without its layout: f32[8192,128256].
+      made_by: the operation of the traced program that it comes from, where the compiler says so; else the opcode.
+    """
+
+    type: str
+    num_bytes: int
+    made_by: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What one device does in one run of a module. None: not known, as of a loop with an unknown number of trips.
+
+    Attributes:
+      matmul_flops: two for each multiplication whose product is added, by the operands' dtype (HLO's names, two where
+        they differ), without those inside kernels.
+      kernels: by name, those that run most first.
+      memory_bytes: what instructions read from and write to the device's memory, each operand once; of a slice of an
+        array only the slice. A kernel may read an operand more than once.
+      cycles: the TPU compiler's own estimate, without kernels and without time on links; None where it makes none.
+      largest_arrays: those in the device's memory that instructions make, the largest first, each type once.
+    """
+
+    matmul_flops: Mapping[str, float | None]
+    kernels: tuple[Kernel, ...]
+    memory_bytes: float | None
+    cycles: float | None
+    largest_arrays: tuple[LargeArray, ...]
+
+    @property
+    def kernel_flops(self) -> float:
+        """Of those kernels that state them."""
+        return sum(kernel.flops or 0.0 for kernel in self.kernels)
+
+    @property
+    def silent_kernels(self) -> tuple[str, ...]:
+        """The kernels whose FLOPs are not known."""
+        return tuple(kernel.name for kernel in self.kernels if kernel.flops is None)
+
+
+def work(module: Module, *, memory_spaces: Sequence[int] = (0,)) -> Work:
+    """Counts what a module does.
+
+    Args:
+      memory_spaces: the numbers of the device's own memory in HLO's layouts: 0, and on GPUs also 1.
+    """
+    flops: dict[str, list[float | None]] = {}
+    for name, runs in module.runs.items():
+        computation = module.computations[name]
+        for it in computation.instructions.values():
+            if it.opcode in ("dot", "convolution") or "__cublas$" in it.attributes:
+                lhs, rhs = (_array(operand, computation) for operand in it.operands[:2])
+                if lhs is not None and rhs is not None:
+                    dtype = "x".join(sorted({lhs.dtype, rhs.dtype}))
+                    flops.setdefault(dtype, []).append(_times(_matmul_flops(it, lhs, rhs), runs.times))
+    moved: list[float | None] = []
+    cycles: list[float | None] = []
+    calls: dict[str, list[tuple[int | None, float | None]]] = {}
+    spaces = frozenset(memory_spaces)
+    made: dict[str, LargeArray] = {}
+    for computation, it, times in module.scheduled():
+        moved.append(_times(_moved_bytes(it, computation, module, spaces), times))
+        if it.opcode not in _NOTHING_MOVES and not it.opcode.endswith("-done"):
+            for array in it.arrays:
+                if array.space in spaces:
+                    type_ = f"{array.dtype}[{','.join(map(str, array.dims))}]"
+                    source = it.attribute(r'op_name="([^"]*)"') or it.opcode
+                    made.setdefault(type_, LargeArray(type_, array.num_bytes, source))
+        if estimate := it.attribute(r'"estimated_cycles":"(\d+)"'):
+            cycles.append(_times(int(estimate), times))
+    for name, runs in module.runs.items():
+        for it in module.computations[name].instructions.values():
+            kernel = _kernel_name(it) if it.opcode == "custom-call" else None
+            if kernel is not None:
+                stated = it.attribute(r'"cost_estimate":\{[^}]*"flops":"?(\d+)')
+                calls.setdefault(kernel, []).append((runs.times, float(stated) if stated else None))
+    return Work(
+        matmul_flops={dtype: _total(each) for dtype, each in sorted(flops.items())},
+        kernels=tuple(sorted((_kernel(name, each) for name, each in calls.items()), key=_most_runs_first)),
+        memory_bytes=_total(moved),
+        cycles=_total(cycles) if cycles else None,
+        largest_arrays=tuple(sorted(made.values(), key=lambda array: (-array.num_bytes, array.type))[:_LARGEST]),
+    )
+
+
+def _times(each: float | None, times: int | None) -> float | None:
+    return 0.0 if each == 0 else None if each is None or times is None else each * times
+
+
+def _total(parts: Sequence[float | None]) -> float | None:
+    known = [part for part in parts if part is not None]
+    return sum(known) if len(known) == len(parts) else None
+
+
+def _kernel(name: str, calls: Sequence[tuple[int | None, float | None]]) -> Kernel:
+    times = _total([times for times, _ in calls])
+    return Kernel(name, None if times is None else int(times), _total([_times(f, t) for t, f in calls]))
+
+
+def _most_runs_first(kernel: Kernel) -> tuple[int, str]:
+    return -(kernel.times or 0), kernel.name
+
+
+def _kernel_name(call: Instruction) -> str | None:
+    """None for calls that are no kernels: notes of the compiler's own, and matmuls of cuBLAS, which count as such."""
+    target = call.attribute(r'custom_call_target="([^"]*)"') or "unnamed"
+    if target in _NO_KERNELS or target.startswith("__cublas$"):
+        return None
+    if target == "tpu_custom_call":
+        return re.sub(r"(\.(\d+|remat\d*|clone\d*))+$", "", call.name)
+    return call.attribute(rf'op_name="[^"]*\b{KERNEL_SCOPE}(\w+)') or target
+
+
+# ---- Matmuls -------------------------------------------------------------------------------------------------------
+
+
+def _matmul_flops(it: Instruction, lhs: Array, rhs: Array) -> float:
+    if it.opcode == "convolution":
+        return _convolution_flops(it, lhs, rhs)
+    if it.opcode == "dot":
+        contracted = it.attribute(r"lhs_contracting_dims=\{([\d,]*)\}") or ""
+    else:  # cuBLAS: {"lhs_contracting_dimensions":["1"], ..}
+        contracted = (it.attribute(r'"lhs_contracting_dimensions":\[([^\]]*)\]') or "").replace('"', "")
+    return 2 * it.arrays[0].elements * math.prod(lhs.dims[int(dim)] for dim in contracted.split(",") if dim)
+
+
+def _convolution_flops(it: Instruction, lhs: Array, rhs: Array) -> float:
+    """A TPU writes its matmuls as convolutions, batch dims as spatial ones: products with padding are not counted."""
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", it.attributes)
+    if labels is None:
+        return 0
+    of_lhs, of_rhs, of_out = labels.groups()
+    window = dict(re.findall(r"(\w+)=([\w\-]+)", it.attribute(r"window=\{([^}]*)\}") or ""))
+    spatial = sorted(label for label in of_rhs if label.isdigit())
+    products = 1
+    for at, label in enumerate(spatial):
+        low = int(window["pad"].split("x")[at].split("_")[0]) if "pad" in window else 0
+        sizes = {key: int(window[key].split("x")[at]) if key in window else 1 for key in _WINDOW}
+        products *= _valid_products(
+            lhs.dims[of_lhs.index(label)], it.arrays[0].dims[of_out.index(label)], low=low, **sizes
+        )
+    out = it.arrays[0].dims
+    return 2 * rhs.dims[of_rhs.index("i")] * out[of_out.index("f")] * out[of_out.index("b")] * products
+
+
+_WINDOW = ("size", "stride", "lhs_dilate", "rhs_dilate")
+
+
+def _valid_products(
+    lhs_size: int, out_size: int, *, size: int, stride: int, low: int, lhs_dilate: int, rhs_dilate: int
+) -> int:
+    """Pairs (output position o, kernel position k) of one dim that meet an element: o stride + k rhs_dilate - low is a
+    multiple of lhs_dilate and within the dilated input."""
+    last = (lhs_size - 1) * lhs_dilate
+    common = math.gcd(stride, lhs_dilate)
+    period = lhs_dilate // common
+    count = 0
+    for k in range(size):
+        offset = k * rhs_dilate - low
+        if offset % common:
+            continue
+        first, end = max(0, -(offset // stride)), min(out_size - 1, (last - offset) // stride)
+        phase = -(offset // common) * pow(stride // common, -1, period) % period if period > 1 else 0
+        start = first + (phase - first) % period
+        count += max(0, (end - start) // period + 1)
+    return count
+
+
+# ---- Memory --------------------------------------------------------------------------------------------------------
+
+
+def _array(name: str, computation: Computation) -> Array | None:
+    it = computation.instructions.get(name)
+    return it.arrays[0] if it is not None and it.arrays else None
+
+
+def _size(arrays: Sequence[Array], spaces: frozenset[int]) -> int:
+    return sum(array.num_bytes for array in arrays if array.space in spaces)
+
+
+def _moved_bytes(it: Instruction, computation: Computation, module: Module, spaces: frozenset[int]) -> float:
+    """Bytes that a scheduled instruction reads and writes, once."""
+    opcode = it.opcode
+    if opcode in _NOTHING_MOVES or opcode.endswith("-done"):
+        return 0
+    taken = {name: _size(computation.instructions[name].arrays, spaces) for name in it.operands
+             if name in computation.instructions}  # fmt: skip
+    given = _size(it.arrays, spaces)
+    if opcode == "fusion":
+        fused = module.computations.get(dict(it.called).get("calls", ""))
+        if fused is None:
+            return sum(taken.values()) + given
+        read = sum(
+            min(taken[name], _read_of_parameter(fused, number, module))
+            for number, name in enumerate(it.operands)
+            if name in taken
+        )
+        return read + _written(it, fused, spaces)
+    if opcode.removesuffix("-start") in _TAKE_A_PART:
+        part = given if not opcode.endswith("-start") else max(0, given - sum(taken.values()))
+        return min(part, sum(taken.values())) + part
+    if opcode in ("dynamic-update-slice", "scatter"):  # in place
+        parts = [taken.get(name, 0) for name in it.operands[1:]]
+        return 2 * sum(parts)
+    if opcode.endswith("-start") and opcode != "all-reduce-start":  # what goes in stands in the result too
+        return sum(taken.values()) + max(0, given - sum(taken.values()))
+    return sum(taken.values()) + given
+
+
+def _read_of_parameter(fused: Computation, number: int, module: Module) -> int:
+    """Bytes of a parameter that a fusion looks at, at most; of one that is only sliced, the slices."""
+    parameter = fused.parameter(number)
+    return 0 if parameter is None else _read_of(fused, parameter, module)
+
+
+def _read_of(fused: Computation, value: Instruction, module: Module) -> int:
+    whole = sum(array.num_bytes for array in value.arrays)
+    read = whole if value.is_root else 0
+    for user in fused.users.get(value.name, []):
+        is_first = user.operands[0] == value.name and value.name not in user.operands[1:]
+        if user.opcode in _TAKE_A_PART and is_first:
+            read += sum(array.num_bytes for array in user.arrays)
+        elif user.opcode == "dynamic-update-slice" and is_first:
+            continue  # overwritten in place
+        elif user.opcode == "bitcast":
+            read += _read_of(fused, user, module)
+        elif user.opcode == "fusion" and (inner := module.computations.get(dict(user.called).get("calls", ""))):
+            read += sum(
+                _read_of_parameter(inner, at, module) for at, name in enumerate(user.operands) if name == value.name
+            )
+        else:
+            return whole
+    return min(whole, read)
+
+
+def _written(it: Instruction, fused: Computation, spaces: frozenset[int]) -> int:
+    """Bytes that a fusion writes: of an array that it updates in place, the update."""
+    root = fused.root
+    parts = root.operands if root is not None and root.opcode == "tuple" else () if root is None else (root.name,)
+    if len(parts) != len(it.arrays):
+        return _size(it.arrays, spaces)
+    return sum(
+        _updated(fused, part, out.num_bytes) for part, out in zip(parts, it.arrays, strict=True) if out.space in spaces
+    )
+
+
+def _updated(fused: Computation, name: str, whole: int) -> int:
+    it = fused.instructions.get(name)
+    if it is not None and it.opcode == "bitcast":
+        return _updated(fused, it.operands[0], whole)
+    if it is not None and it.opcode == "dynamic-update-slice" and (update := _array(it.operands[1], fused)):
+        return update.num_bytes
+    return whole

@@ -1,0 +1,81 @@
+"""Timetables by their rules: each piece passes the stages in order, one at a time, and backwards after forwards."""
+
+from fractions import Fraction
+
+import pytest
+
+from maxtext_lite.batching.pipeline_shape import SCHEDULES, PipelineShape, Work
+
+SHAPES = [(2, 2, 1, 1), (2, 8, 1, 3), (4, 4, 1, 2), (4, 8, 1, 1), (2, 2, 2, 2), (4, 8, 3, 1), (3, 3, 2, 2)]
+
+
+def ticks_of(shape, schedule):
+    """Tick of each (direction, stage, piece, round); every one of them must be done once."""
+    found = {}
+    for stage, row in enumerate(shape.timetable(schedule)):
+        for tick, work in enumerate(row):
+            for direction in ("forward", "backward"):
+                piece = getattr(work, direction)
+                if piece is not None:
+                    key = direction, stage, piece.number, piece.round
+                    assert key not in found, "done twice"
+                    found[key] = tick
+    return found
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("sizes", SHAPES)
+def test_every_piece_passes_every_stage_in_order_and_comes_back(sizes, schedule):
+    shape = PipelineShape(*sizes)
+    stages, microbatches, rounds, accumulation = sizes
+    if schedule == "1f1b" and rounds > 1:
+        pytest.skip("1f1b goes round once")
+    ticks = ticks_of(shape, schedule)
+    assert len(ticks) == 2 * stages * microbatches * rounds * accumulation
+    for number in range(microbatches * accumulation):
+        way = [ticks["forward", stage, number, turn] for turn in range(rounds) for stage in range(stages)]
+        back = [ticks["backward", stage, number, turn] for turn in range(rounds) for stage in range(stages)]
+        assert way == sorted(set(way))
+        assert back[::-1] == sorted(set(back))
+        assert way[-1] <= back[-1]
+
+
+@pytest.mark.parametrize("sizes", SHAPES)
+def test_the_bubble_is_the_share_of_ticks_without_work(sizes):
+    shape = PipelineShape(*sizes)
+    for row in shape.timetable("gpipe"):
+        waiting = sum(work == Work(None, None) for work in row)
+        assert Fraction(waiting, len(row)) == shape.bubble_fraction("gpipe")
+        assert all(work.forward is None or work.backward is None for work in row)
+    if shape.num_repeats == 1:
+        for row in shape.timetable("1f1b"):
+            missing = sum((work.forward is None) + (work.backward is None) for work in row)
+            assert Fraction(missing, 2 * len(row)) == shape.bubble_fraction("1f1b")
+
+
+def test_by_hand_two_stages_two_pieces():
+    def row(schedule, stage):
+        table = PipelineShape(2, 2, 1, 1).timetable(schedule)[stage]
+        return [(work.forward and work.forward.number, work.backward and work.backward.number) for work in table]
+
+    n = None
+    assert row("gpipe", 0) == [(0, n), (1, n), (n, n), (n, n), (n, 1), (n, 0)]
+    assert row("gpipe", 1) == [(n, n), (0, n), (1, n), (n, 1), (n, 0), (n, n)]
+    assert row("1f1b", 0) == [(0, n), (1, n), (n, 0), (n, 1)]
+    assert row("1f1b", 1) == [(n, n), (0, 0), (1, 1), (n, n)]
+
+
+def test_in_1f1b_a_stage_keeps_no_more_inputs_than_twice_the_stages_behind_it():
+    """An input is kept from its forward to its backward, however many pieces a step has."""
+    ticks = ticks_of(PipelineShape(4, 8, 1, 4), "1f1b")
+    for stage in range(4):
+        ages = [ticks["backward", stage, n, 0] - ticks["forward", stage, n, 0] for n in range(32)]
+        assert set(ages) == {2 * (3 - stage)}
+
+
+def test_accumulation_pays_gpipes_bubble_every_time_and_1f1bs_once():
+    shape = PipelineShape(4, 4, 1, 8)
+    assert shape.bubble_fraction("gpipe") == Fraction(3, 7)
+    assert shape.bubble_fraction("1f1b") == Fraction(6, 38)
+    assert len(shape.timetable("gpipe")[0]) == 8 * 2 * 7
+    assert len(shape.timetable("1f1b")[0]) == 38

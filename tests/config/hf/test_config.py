@@ -1,0 +1,399 @@
+"""config.json of published models by hand, both ways of writing it, and what is refused."""
+
+import copy
+import itertools
+import json
+import re
+
+import pytest
+from huggingface_hub.errors import StrictDataclassError
+
+from maxtext_lite.config import UserError, load_config
+from maxtext_lite.config.hf.config import (
+    CARRIED,
+    FAMILIES,
+    config_json,
+    family_of,
+    has_hf_weights,
+    hf_directory,
+    model_keys,
+    stored_dtype,
+    tokenizer_keys,
+)
+from maxtext_lite.config.hf.fields import DEFAULTS, same_architecture
+from maxtext_lite.config.schema import ModelConfig
+
+# As the models' authors published them.
+LLAMA3_8B = {
+    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 128000,
+    "eos_token_id": 128001, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+    "intermediate_size": 14336, "max_position_embeddings": 8192, "model_type": "llama", "num_attention_heads": 32,
+    "num_hidden_layers": 32, "num_key_value_heads": 8, "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+    "rope_scaling": None, "rope_theta": 500000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "transformers_version": "4.40.0.dev0", "use_cache": True, "vocab_size": 128256,
+}  # fmt: skip
+LLAMA32_ROPE = {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+                "original_max_position_embeddings": 8192, "rope_type": "llama3"}  # fmt: skip
+GEMMA2_2B = {
+    "architectures": ["Gemma2ForCausalLM"], "attention_bias": False, "attn_logit_softcapping": 50.0,
+    "cache_implementation": "hybrid", "final_logit_softcapping": 30.0, "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 2304,
+    "initializer_range": 0.02, "intermediate_size": 9216, "max_position_embeddings": 8192, "model_type": "gemma2",
+    "num_attention_heads": 8, "num_hidden_layers": 26, "num_key_value_heads": 4, "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06, "rope_theta": 10000.0, "sliding_window": 4096, "torch_dtype": "float32",
+    "vocab_size": 256000,
+}  # fmt: skip
+GEMMA3_1B = {
+    "architectures": ["Gemma3ForCausalLM"], "attention_bias": False, "attn_logit_softcapping": None,
+    "cache_implementation": "hybrid", "final_logit_softcapping": None, "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152, "initializer_range": 0.02,
+    "intermediate_size": 6912, "max_position_embeddings": 32768, "model_type": "gemma3_text",
+    "num_attention_heads": 4, "num_hidden_layers": 26, "num_key_value_heads": 1, "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000, "rope_scaling": None, "rope_theta": 1000000,
+    "sliding_window": 512, "sliding_window_pattern": 6, "vocab_size": 262144,
+}  # fmt: skip
+QWEN25_7B = {
+    "architectures": ["Qwen2ForCausalLM"], "hidden_act": "silu", "hidden_size": 3584, "intermediate_size": 18944,
+    "max_position_embeddings": 131072, "max_window_layers": 28, "model_type": "qwen2", "num_attention_heads": 28,
+    "num_hidden_layers": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
+    "sliding_window": 131072, "tie_word_embeddings": False, "use_mrope": False, "use_sliding_window": False,
+    "vocab_size": 152064,
+}  # fmt: skip
+MIXTRAL = {
+    "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 32768,
+    "model_type": "mixtral", "num_attention_heads": 32, "num_experts_per_tok": 2, "num_hidden_layers": 32,
+    "num_key_value_heads": 8, "num_local_experts": 8, "output_router_logits": False, "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02, "sliding_window": None, "tie_word_embeddings": False,
+    "vocab_size": 32000,
+}  # fmt: skip
+GPT_OSS_20B = {
+    "attention_bias": True, "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880,
+    "initial_context_length": 4096, "intermediate_size": 2880, "layer_types": ["sliding_attention",
+    "full_attention"] * 12, "max_position_embeddings": 131072, "model_type": "gpt_oss", "num_attention_heads": 64,
+    "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 8, "num_local_experts": 32,
+    "rms_norm_eps": 1e-05, "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0,
+    "original_max_position_embeddings": 4096, "rope_type": "yarn", "truncate": False}, "rope_theta": 150000,
+    "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0, "tie_word_embeddings": False,
+    "vocab_size": 201088,
+}  # fmt: skip
+DEEPSEEK_V3 = {
+    "attention_bias": False, "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+    "aux_loss_alpha": 0.001, "ep_size": 1, "first_k_dense_replace": 3, "hidden_act": "silu", "hidden_size": 7168,
+    "intermediate_size": 18432, "kv_lora_rank": 512, "max_position_embeddings": 163840, "model_type": "deepseek_v3",
+    "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 8, "n_routed_experts": 256,
+    "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 128, "num_experts_per_tok": 8,
+    "num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1, "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06, "rope_scaling": {"beta_fast": 32,
+    "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096,
+    "type": "yarn"}, "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "seq_aux": True,
+    "tie_word_embeddings": False, "topk_group": 4, "topk_method": "noaux_tc", "v_head_dim": 128,
+    "vocab_size": 129280,
+}  # fmt: skip
+GPT2 = {
+    "activation_function": "gelu_new", "attn_pdrop": 0.1, "embd_pdrop": 0.1, "initializer_range": 0.02,
+    "layer_norm_epsilon": 1e-05, "model_type": "gpt2", "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12,
+    "n_positions": 1024, "resid_pdrop": 0.1, "summary_type": "cls_index", "summary_use_proj": True,
+    "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}}, "vocab_size": 50257,
+}  # fmt: skip
+SMOLLM3 = {
+    "attention_bias": False, "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 11008,
+    "layer_types": ["full_attention"] * 36, "max_position_embeddings": 65536, "max_window_layers": 28,
+    "mlp_bias": False, "model_type": "smollm3", "no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0] * 9,
+    "num_attention_heads": 16, "num_hidden_layers": 36, "num_key_value_heads": 4, "rms_norm_eps": 1e-06,
+    "rope_scaling": None, "rope_theta": 5000000.0, "sliding_window": None, "use_sliding_window": False,
+    "vocab_size": 128256,
+}  # fmt: skip
+
+PUBLISHED = [
+    (LLAMA3_8B, {
+        "vocab_size": 128256, "base_emb_dim": 4096, "base_num_query_heads": 32, "base_num_kv_heads": 8,
+        "head_dim": 128, "base_mlp_dim": 14336, "base_num_decoder_layers": 32, "rope_max_timescale": 500000.0,
+        "normalization_layer_epsilon": 1e-05, "logits_via_embedding": False, "rope_scaling": {},
+    }),
+    (LLAMA3_8B | {"rope_scaling": LLAMA32_ROPE, "tie_word_embeddings": True, "head_dim": 64}, {
+        "rope_scaling": LLAMA32_ROPE, "logits_via_embedding": True, "head_dim": 64,
+    }),
+    (GEMMA2_2B, {
+        "normalization": "rms_norm_plus_one", "norm_placement": "both", "scale_embeddings": True,
+        "mlp_activation": "gelu_tanh", "logits_via_embedding": True, "layer_pattern": "local,global",
+        "sliding_window_size": 4096, "attn_logits_soft_cap": 50.0, "final_logits_soft_cap": 30.0,
+        "query_pre_attn_scalar": 256, "qk_norm": "none",
+    }),
+    (GEMMA3_1B, {
+        "layer_pattern": "local,local,local,local,local,global", "sliding_window_size": 512, "qk_norm": "head",
+        "rope_max_timescale": 1000000, "rope_local_max_timescale": 10000, "attn_logits_soft_cap": 0.0,
+    }),
+    (QWEN25_7B, {"attention_bias": "qkv", "layer_pattern": "global", "sliding_window_size": 0, "head_dim": 128}),
+    (MIXTRAL, {"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True, "routed_score_func": "softmax"}),
+    (GPT_OSS_20B, {
+        "attention_bias": "all", "attention_sinks": True, "expert_bias": True, "mlp_activation": "clamped_silu",
+        "layer_pattern": "local,global", "sliding_window_size": 128, "num_experts": 32, "num_experts_per_tok": 4,
+        "rope_max_timescale": 150000,
+    }),
+    (DEEPSEEK_V3, {
+        "mla": {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+                "v_head_dim": 128},
+        "head_dim": 192, "first_num_dense_layers": 3, "num_experts": 256, "num_experts_per_tok": 8,
+        "base_moe_mlp_dim": 2048, "shared_experts": 1, "routed_score_func": "sigmoid", "routed_bias": True,
+        "routed_scaling_factor": 2.5, "n_routing_groups": 8, "topk_routing_group": 4,
+        "rope_scaling": {"rope_type": "yarn", "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0,
+                         "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096},
+    }),
+    (GPT2, {
+        "normalization": "layer_norm", "gated_mlp": False, "mlp_bias": True, "attention_bias": "all",
+        "mlp_activation": "gelu_tanh", "trainable_position_size": 1024, "base_emb_dim": 768, "head_dim": 64,
+        "base_mlp_dim": 3072, "base_num_kv_heads": 12, "logits_via_embedding": True,
+    }),
+    (SMOLLM3, {"layer_pattern": "global,global,global,nope", "logits_via_embedding": True}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "expected"), PUBLISHED, ids=lambda value: value.get("model_type"))
+def test_published_models_are_read_and_written(fields, expected):
+    keys = model_keys(fields, "config.json")
+    assert {key: keys[key] for key in expected} == expected
+    config = load_config(None, [f"{key}={json.dumps(value)}" for key, value in keys.items()])  # no rule is broken
+    about = {"max_position_embeddings": 64, "dtype": "bfloat16"}
+    carried = config_json(config, original=fields, **about)
+    assert carried == {**carried, **fields, "torch_dtype": "bfloat16"}
+    assert carried["dtype"] == "bfloat16"
+    fresh = config_json(config, original={"model_type": fields["model_type"]}, **about)
+    assert same_architecture(model_keys(fresh, "config.json"), keys) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"), [("llama3-8b", LLAMA3_8B), ("mixtral-8x7b", MIXTRAL)], ids=["llama", "mixtral"]
+)
+def test_a_published_model_is_the_file_of_configs_models(name, fields):
+    config = load_config(None, [f"model_name={name}"])
+    keys = model_keys(fields, "config.json")
+    assert same_architecture(keys, {key: getattr(config, key) for key in keys}) == []
+
+
+@pytest.mark.parametrize(("fields", "changed", "message"), [
+    (LLAMA3_8B, {"model_type": "Qwen3-MoE"}, "Qwen3-MoE is not one that maxtext_lite knows. Did you mean 'qwen3_moe'?"),
+    (LLAMA3_8B, {"model_type": "llava"}, "model_type=llava is not one that maxtext_lite knows. It knows"),
+    (LLAMA3_8B, {"model_type": "ministral"}, "model_type=ministral is not one that maxtext_lite knows. It knows"),
+    (LLAMA3_8B, {"model_type": "gemma3n_text"}, "model_type=gemma3n_text is not one that maxtext_lite knows. It knows"),
+    (LLAMA3_8B, {"model_type": None}, "model_type=null is not one that maxtext_lite knows."),
+    (LLAMA3_8B, {"model_type": "llama4_text"}, "model_type=llama4_text is not one that maxtext_lite knows. It knows"),
+    (LLAMA3_8B, {"model_type": "olmo3"}, "model_type=olmo3 is not one that maxtext_lite knows. It knows"),
+    (LLAMA3_8B, {"model_type": ["llama"]}, "is not one that maxtext_lite knows. It knows"),
+    (LLAMA3_8B, {"hidden_size": None}, "hidden_size is missing."),
+    (LLAMA3_8B, {"hidden_size": "64"}, "hidden_size=64 is text, not a number."),
+    (LLAMA3_8B, {"hidden_size": 2}, "num_attention_heads=32 is more than hidden_size=2."),
+    (LLAMA3_8B, {"vocab_size": 10**12}, "vocab_size=1000000000000 must be below 2**31."),
+    (LLAMA3_8B, {"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 is more than 10,000."),
+    (SMOLLM3, {"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 is more than 10,000."),
+    (LLAMA3_8B, {"rms_norm_eps": "1e-5"}, "rms_norm_eps=1e-5 is text, not a number."),
+    (LLAMA3_8B, {"tie_word_embeddings": "no"}, "tie_word_embeddings=no is not true or false."),
+    (LLAMA3_8B, {"rope_theta": float("nan")}, "rope_theta=nan is not a finite number."),
+    (LLAMA3_8B, {"rope_theta": float("nan"), "rope_parameters": {"rope_theta": 5e5}},
+     "rope_theta=nan contradicts rope_parameters, in which it is 500000."),
+    (LLAMA3_8B, {"rope_scaling": "linear"}, "rope_scaling=linear is not an object with entries such as rope_type."),
+    (LLAMA3_8B, {"rope_scaling": ["linear"]}, "is not an object with entries such as rope_type."),
+    (LLAMA3_8B, {"rope_scaling": {"type": "linear"}}, "rope_scaling={rope_type: linear} lacks factor"),
+    (LLAMA3_8B, {"rope_scaling": {"type": "linear", "factor": float("nan")}}, "factor=nan, which is not a finite"),
+    (LLAMA3_8B, {"rope_scaling": {"type": "linear", "factor": -2}}, "has factor=-2; it must be at least 1."),
+    (LLAMA3_8B, {"rope_scaling": LLAMA32_ROPE, "rope_parameters": LLAMA32_ROPE | {"factor": 2.0}},
+     "contradicts rope_parameters in factor."),
+    (LLAMA3_8B, {"torch_dtype": "int4"}, "torch_dtype=int4 is none of float32, bfloat16, float16 or float64"),
+    (LLAMA3_8B, {"dtype": "float32"}, "torch_dtype=bfloat16 contradicts dtype=float32."),
+    (LLAMA3_8B, {"auto_map": {"AutoModelForCausalLM": "modeling_x.MyForCausalLM"}},
+     "auto_map=modeling_x.MyForCausalLM is code of its author's, which is not run"),
+    (LLAMA3_8B, {"attention_multiplier": 0}, "attention_multiplier=0 is not a field of llama that maxtext_lite"),
+    (GEMMA3_1B, {"rope_parameters": {"full_attention": 3}}, "rope_parameters={full_attention: 3} is not an object"),
+    (GEMMA2_2B, {"layer_types": "full_attention"}, "layer_types=full_attention is not a list."),
+    (SMOLLM3, {"no_rope_layers": [1, 2] * 18}, "is not a list of 1 or 0 for each of the 36 layers."),
+    (DEEPSEEK_V3, {"head_dim": 7}, "head_dim=7 contradicts the other widths of a head, by which it is 192."),
+    (MIXTRAL, {"num_local_experts": 2.5}, "num_local_experts=2.5 is not an integer."),
+    (LLAMA3_8B, {"num_attention_heads": "many"}, "num_attention_heads=many is not an integer of at least 1."),
+    (LLAMA3_8B, {"attention_multiplier": 0.5}, "attention_multiplier=0.5 is not a field of llama that maxtext_lite"),
+    (LLAMA3_8B, {"hidden_act": "relu"}, "hidden_act=relu is none of silu, swish, gelu,"),
+    (LLAMA3_8B, {"rope_scaling": {"rope_type": "longrope"}}, "rope_scaling=longrope cannot be expressed"),
+    (LLAMA3_8B, {"rope_scaling": {"type": "linear", "factor": 2.0, "kappa": 1}}, "has kappa, which is not known"),
+    (LLAMA3_8B, {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+    (LLAMA3_8B, {"quantization_config": {"quant_method": "gptq"}}, "quantization_config (gptq): quantized weights"),
+    (GPT_OSS_20B, {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config (mxfp4)"),
+    (GPT_OSS_20B, {"swiglu_limit": 6.0}, "swiglu_limit=6 cannot be expressed: it must be 7."),
+    (GPT_OSS_20B, {"experts_per_token": 2}, "experts_per_token=2 contradicts num_experts_per_tok=4."),
+    (GEMMA2_2B, {"use_bidirectional_attention": True}, "use_bidirectional_attention=true cannot be expressed"),
+    (GEMMA2_2B, {"layer_types": ["chunked_attention"] * 26}, "layer_types=chunked_attention cannot be expressed"),
+    (GEMMA2_2B, {"layer_types": ["full_attention"] * 25}, "do not name the 26 layers"),
+    (SMOLLM3, {"use_sliding_window": True, "sliding_window": 512}, "use_sliding_window=true cannot be expressed"),
+    (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=true cannot be expressed"),
+    (DEEPSEEK_V3, {"scoring_func": "softmax"}, "scoring_func=softmax cannot be expressed: it must be sigmoid."),
+    (DEEPSEEK_V3, {"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05 cannot be expressed: it must be 1e-06."),
+    (DEEPSEEK_V3, {"moe_layer_freq": 2}, "moe_layer_freq=2 cannot be expressed: it must be 1."),
+    (DEEPSEEK_V3 | {"model_type": "deepseek_v2", "topk_method": "noaux_tc", "scoring_func": "softmax",
+     "norm_topk_prob": False}, {}, "topk_method=noaux_tc cannot be expressed: it must be greedy or"),
+])  # fmt: skip
+def test_what_cannot_be_expressed_is_refused_by_name(fields, changed, message):
+    with pytest.raises(UserError) as refusal:
+        model_keys(fields | changed, "there/config.json")
+    assert any(message in problem and problem.startswith("there/config.json: ") for problem in refusal.value.problems)
+
+
+_WRONG = (
+    "x", "", "4", "\x1b[31m\n", float("nan"), float("inf"), -1, 0, 1, 2.5, 10**18, 10**400, True, False, [], [1],
+    [None], [[["a"]]], {}, {"a": 1}, {"rope_type": [1]}, {"full_attention": 3}, {"type": "yarn", "factor": -3},
+    ["full_attention"] * 3,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", [each for each, _ in PUBLISHED], ids=lambda value: value["model_type"])
+def test_a_value_of_any_kind_in_any_field_is_read_or_named_by_its_field(fields):
+    """Never an exception, and never the name of a key that is not a field."""
+    keys = set(ModelConfig.model_fields) - set(fields) - {"rope_scaling"}
+    refused = 0
+    for field, wrong in itertools.product([*fields, "rope_scaling", "rope_parameters", "torch_dtype"], _WRONG):
+        try:
+            model_keys(fields | {field: wrong}, "F")
+        except UserError as error:
+            refused += 1
+            for problem in error.problems:
+                assert problem.startswith("F: ")
+                assert problem.isprintable()
+                assert not set(re.findall(r"\w+", problem.partition("=")[0])) & (keys - {field}), problem
+    assert refused > 100
+
+
+def test_every_problem_is_named_at_once():
+    with pytest.raises(UserError) as refusal:
+        model_keys(LLAMA3_8B | {"hidden_size": None, "hidden_act": "relu", "zeta": 3}, "x")
+    assert len(refusal.value.problems) == 3
+
+
+@pytest.mark.parametrize("name", [
+    "Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Gemma3Text", "Phi3", "SmolLM3", "Olmo2", "GPT2", "Mixtral",
+    "Qwen3Moe", "GptOss", "DeepseekV2", "DeepseekV3",
+])  # fmt: skip
+def test_a_field_that_is_not_there_or_null_is_what_transformers_takes_it_for(name):
+    made = getattr(pytest.importorskip("transformers"), f"{name}Config")
+    whole = made(**({"num_experts_per_tok": 6} if name == "DeepseekV2" else {})).to_dict()
+    compared = 0
+    for field in set(whole) - {"model_type", "architectures", "transformers_version"}:
+        for fields in ({key: value for key, value in whole.items() if key != field}, whole | {field: None}):
+            try:
+                ours = model_keys(fields, "config.json")
+            except UserError:  # what must be there is not guessed
+                continue
+            named = {key: value for key, value in fields.items() if key not in ("model_type", "transformers_version")}
+            try:
+                theirs = made(**copy.deepcopy(named)).to_dict()
+            except (TypeError, StrictDataclassError):  # null is not allowed
+                continue
+            assert same_architecture(model_keys(theirs, "config.json"), ours) == [], field
+            compared += 1
+    assert compared > 20
+
+
+def test_what_is_off_or_empty_or_about_other_things_changes_nothing():
+    plain = model_keys(LLAMA3_8B, "x")
+    more = {
+        "use_zeta": False, "zeta": None, "zetas": [], "id2label": {"0": "a"}, "temperature": 0.7,
+        "quantization_config": {}, "auto_map": {"AutoModelForCausalLM": "modeling_llama.LlamaForCausalLM"},
+    }  # fmt: skip
+    assert model_keys(LLAMA3_8B | more, "x") == plain
+
+
+def test_both_ways_of_writing_positions_are_the_same():
+    old = LLAMA3_8B | {"rope_scaling": LLAMA32_ROPE}
+    new = copy.deepcopy(old)
+    del new["rope_scaling"], new["rope_theta"]
+    new["rope_parameters"] = {**LLAMA32_ROPE, "rope_theta": 500000.0}
+    assert model_keys(new, "x") == model_keys(old, "x")
+    gemma = {**GEMMA3_1B, "rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 1000000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    }}  # fmt: skip
+    for name in ("rope_theta", "rope_local_base_freq", "sliding_window_pattern"):
+        del gemma[name]
+    gemma["layer_types"] = (["sliding_attention"] * 5 + ["full_attention"]) * 4 + ["sliding_attention"] * 2
+    assert model_keys(gemma, "x") == model_keys(GEMMA3_1B, "x")
+
+
+def test_a_model_of_ones_own_is_written_as_the_first_family_that_expresses_it():
+    def kind(*overrides):
+        config = load_config(None, overrides)
+        return config_json(config, max_position_embeddings=256, dtype="float32", original={}, end_of_text_id=256)
+
+    assert kind()["model_type"] == "llama"
+    assert kind()["eos_token_id"] == 256
+    assert kind("layer_pattern=local", "sliding_window_size=8")["model_type"] == "mistral"
+    assert kind("qk_norm=head")["model_type"] == "qwen3"
+    assert kind("num_experts=4")["model_type"] == "mixtral"
+    with pytest.raises(UserError, match="model_type=llama has no place for attention_sinks=true"):
+        kind("attention_sinks=true")
+
+
+def test_the_defaults_are_those_of_base_yml_and_cover_every_key():
+    base = load_config()
+    sizes = set(model_keys(LLAMA3_8B, "x")) - set(DEFAULTS)
+    others = {"model_name", "capacity_factor"}  # a name, and a limit that training sets itself
+    assert set(ModelConfig.model_fields) - set(DEFAULTS) - sizes <= others | {
+        key for key in ModelConfig.model_fields if key.startswith("lora_")
+    }
+    assert {key: (getattr(base, key) or {} if key in ("mla", "rope_scaling") else getattr(base, key))
+            for key in DEFAULTS} == dict(DEFAULTS)  # fmt: skip
+
+
+def test_an_adapter_is_not_taken_for_a_model(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    with pytest.raises(UserError, match=r"adapter_model\.safetensors belongs to an adapter in PEFT's layout"):
+        has_hf_weights(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"adapter_config\.json belongs to an adapter"):
+        has_hf_weights(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.safetensors.index.json"])
+def test_what_is_no_file_is_not_overlooked(name, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).symlink_to(tmp_path / "gone")
+    with pytest.raises(UserError, match=rf"{name} is a link to .*gone, which is not there"):
+        has_hf_weights(tmp_path)
+    (tmp_path / name).unlink()
+    (tmp_path / name).mkdir()
+    with pytest.raises(UserError, match=rf"{name} is a directory, not a file"):
+        has_hf_weights(tmp_path)
+
+
+def test_directories_and_their_files(tmp_path):
+    assert hf_directory(tmp_path) is None
+    assert has_hf_weights(tmp_path) is False
+    (tmp_path / "config.json").write_text("{}")
+    assert hf_directory(tmp_path) == tmp_path
+    with pytest.raises(UserError, match=r"has a config\.json, but no \.safetensors file"):
+        has_hf_weights(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(UserError, match=r"pytorch_model\.bin is pickled"):
+        has_hf_weights(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert has_hf_weights(tmp_path) is True
+    assert tokenizer_keys(tmp_path) == {}
+    (tmp_path / "tokenizer.model").write_bytes(b"")
+    assert tokenizer_keys(tmp_path)["tokenizer_type"] == "sentencepiece"
+    (tmp_path / "tokenizer.json").write_bytes(b"")
+    path = str(tmp_path / "tokenizer.json")
+    assert tokenizer_keys(tmp_path) == {"tokenizer_type": "huggingface", "tokenizer_path": path}
+    (tmp_path / "run" / "hf").mkdir(parents=True)
+    (tmp_path / "run" / "hf" / "config.json").write_text("{}")
+    assert hf_directory(tmp_path / "run") == tmp_path / "run" / "hf"
+    assert has_hf_weights(tmp_path / "run") is False
+    assert CARRIED[0] == "config.json"
+
+
+@pytest.mark.parametrize(("fields", "expected"), [
+    ({"dtype": "bfloat16"}, "bfloat16"), ({"torch_dtype": "torch.float16"}, "float16"), ({}, "float32"),
+])  # fmt: skip
+def test_the_number_format_of_the_weights(fields, expected):
+    assert stored_dtype(fields) == expected
+
+
+def test_families_name_themselves():
+    assert all(family_of({"model_type": kind}, "x") == kind for kind in FAMILIES)

@@ -1,0 +1,111 @@
+"""load_parameters_path brings the architecture, its dtype and its tokenizer; what contradicts them is named."""
+
+import json
+
+import pytest
+
+from maxtext_lite.config import UserError, load_config
+from maxtext_lite.config.hf.layer import directory_origin
+from tests.config.hf.test_config import GPT2, LLAMA3_8B
+
+LLAMA = LLAMA3_8B | {"vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 2}
+
+
+@pytest.fixture
+def directory(tmp_path):
+    """A Hugging Face directory, whose weights are not looked at."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    return tmp_path
+
+
+def load(directory, *overrides, path=None):
+    return load_config(path, [f"load_parameters_path={directory}", *overrides])
+
+
+def test_the_architecture_dtype_and_tokenizer_come_with_the_directory(directory):
+    config = load(directory)
+    assert (config.base_emb_dim, config.base_num_decoder_layers, config.vocab_size) == (64, 2, 300)
+    assert (config.dtype, config.weight_dtype) == ("bfloat16", "float32")
+    assert (config.tokenizer_type, config.tokenizer_path) == ("huggingface", str(directory / "tokenizer.json"))
+    assert config.origins["base_emb_dim"] == str(directory / "config.json")
+    assert directory_origin(str(directory)) == str(directory / "config.json")
+    assert directory_origin("") is None
+
+
+def test_what_the_user_states_wins_where_it_does_not_contradict(directory, tmp_path):
+    config = load(directory, "dtype=float32", "tokenizer_type=byte", "initializer_range=0.5", "base_emb_dim=64")
+    assert (config.dtype, config.tokenizer_type, config.tokenizer_path) == ("float32", "byte", "")
+    assert (config.initializer_range, config.base_emb_dim) == (0.5, 64)
+    file = tmp_path / "mine.yml"
+    file.write_text("dtype: float32\nqk_norm: none\nlayer_pattern: global,global\n")
+    assert load(directory, path=file).dtype == "float32"
+
+
+def test_every_key_that_contradicts_is_named(directory, tmp_path):
+    file = tmp_path / "mine.yml"
+    file.write_text("base_num_decoder_layers: 3\n")
+    with pytest.raises(UserError) as refusal:
+        load(directory, "base_emb_dim=128", "qk_norm=head", path=file)
+    origin = directory / "config.json"
+    assert refusal.value.problems == tuple(
+        f"{key} ({where}) contradicts {origin}, which has {there}. Remove it; load_parameters_path decides the "
+        "architecture."
+        for key, where, there in (
+            ("qk_norm=head", "command line", "none"),
+            ("base_emb_dim=128", "command line", "64"),
+            ("base_num_decoder_layers=3", str(file), "2"),
+        )
+    )
+
+
+def test_a_model_name_contradicts_as_a_key_does(directory):
+    with pytest.raises(UserError, match=r"base_emb_dim=576 \(models/smollm2-135m\.yml\) contradicts"):
+        load(directory, "model_name=smollm2-135m")
+
+
+def test_a_resolved_config_loads_without_its_directory(directory, tmp_path):
+    from maxtext_lite.config import write_resolved
+
+    write_resolved(load(directory), tmp_path / "run.yml")
+    assert load_config(tmp_path / "run.yml") == load(directory)
+    (directory / "config.json").unlink()
+    assert load_config(tmp_path / "run.yml").base_emb_dim == 64
+
+
+def test_examples_are_no_longer_than_learned_positions(directory):
+    (directory / "config.json").write_text(json.dumps(GPT2 | {"n_positions": 100}))
+    assert load(directory).max_target_length == 100
+    (directory / "config.json").write_text(json.dumps(GPT2))
+    assert load(directory).max_target_length == 256
+
+
+def test_a_tokenizer_in_another_form_is_not_replaced_in_silence(directory):
+    (directory / "tokenizer.json").unlink()
+    (directory / "vocab.json").write_text("{}")
+    with pytest.raises(UserError, match=r"has a vocab\.json, but no tokenizer\.json"):
+        load(directory)
+    assert load(directory, "tokenizer_type=byte").tokenizer_type == "byte"
+
+
+def test_problems_of_the_directory_are_problems_of_the_config(directory):
+    (directory / "config.json").write_text(json.dumps(LLAMA | {"hidden_act": "relu"}))
+    with pytest.raises(UserError, match="hidden_act=relu is none of"):
+        load(directory)
+    (directory / "config.json").write_text(json.dumps(LLAMA))
+    (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
+    with pytest.raises(UserError, match=r"pytorch_model\.bin is pickled"):
+        load(directory)
+
+
+def test_rules_between_fields_name_them_and_their_file(directory):
+    (directory / "config.json").write_text(json.dumps(LLAMA | {"num_key_value_heads": 3, "head_dim": 7}))
+    with pytest.raises(UserError) as refusal:
+        load(directory, "steps=0")
+    origin = directory / "config.json"
+    assert refusal.value.problems == (
+        "steps=0 must be at least 1, or -1. Nearest that works: 1.",
+        f"{origin}: num_key_value_heads=3 does not divide num_attention_heads=32. Nearest that work: 2 or 4.",
+        f"{origin}: head_dim=7 must be even for rotary positions. Nearest that work: 6 or 8.",
+    )

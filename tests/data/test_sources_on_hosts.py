@@ -1,0 +1,80 @@
+"""Sources on the hosts that read and on those that do not; the exchange between hosts is played by the test."""
+
+import json
+
+import numpy as np
+import pytest
+
+from maxtext_lite.config import UserError, load_config
+from maxtext_lite.data import open_sources, open_sources_on_hosts, sources_on_hosts, target_tokens_of_run
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "documents.jsonl"
+    rng = np.random.default_rng(0)
+    path.write_text("".join(json.dumps({"text": "x" * int(n)}) + "\n" for n in rng.integers(1, 60, 40)))
+    return load_config(None, [f"dataset_path={path}", "max_target_length=16", "eval_fraction=0.1"])
+
+
+@pytest.fixture
+def be_host(monkeypatch):
+    """Makes this process host `number`, which hears these outcomes of the others."""
+
+    def be(number, others):
+        monkeypatch.setattr(sources_on_hosts.jax, "process_index", lambda: number)
+        told = []
+
+        def exchange(value):
+            told.append(value)
+            return [*others[:number], value, *others[number:]]
+
+        monkeypatch.setattr(sources_on_hosts, "exchange", exchange)
+        return told
+
+    return be
+
+
+def test_a_host_that_does_not_read_opens_nothing_and_knows_all(config, be_host, monkeypatch):
+    told = be_host(0, [{}])
+    train, evaluation = open_sources_on_hosts(config, vocab_size=320, loading_hosts=[0])
+    be_host(1, told)
+    monkeypatch.setattr(sources_on_hosts, "open_sources", lambda *_, **__: pytest.fail("it opened the data"))
+    other_train, other_evaluation = open_sources_on_hosts(config, vocab_size=320, loading_hosts=[0])
+    for known, source in ((other_train, train), (other_evaluation, evaluation)):
+        assert len(known) == len(source)
+        for fact in ("num_tokens", "num_target_tokens", "fingerprint", "fields"):
+            assert getattr(known, fact) == getattr(source, fact)
+    with pytest.raises(AssertionError, match="this host reads nothing, but was asked for example 3"):
+        other_train[3]
+
+
+def test_what_one_host_could_not_open_ends_all(config, be_host):
+    be_host(1, [{"problems": ["no such file"]}])
+    for reads in ([0], [0, 1]):
+        with pytest.raises(UserError, match="no such file"):
+            open_sources_on_hosts(config, vocab_size=320, loading_hosts=reads)
+
+
+def test_hosts_that_find_different_data_are_refused(config, be_host):
+    told = be_host(0, [{}])
+    open_sources_on_hosts(config, vocab_size=320, loading_hosts=[0])
+    told[0]["found"][0]["fingerprint"] = "another"
+    be_host(1, told)
+    with pytest.raises(UserError, match="host 1 finds other data than host 0"):
+        open_sources_on_hosts(config, vocab_size=320, loading_hosts=[0, 1])
+
+
+@pytest.mark.parametrize("packing", ["true", "false"])
+def test_the_target_tokens_of_a_run_are_counted_exactly(packing, config):
+    config = config.model_copy(update={"packing": packing == "true"})
+    source, _ = open_sources(config)
+    for total_examples in (0, 1, len(source), 2 * len(source) + 5):
+        ids = sources_on_hosts.example_ids(0, total_examples, num_examples=len(source), seed=3)
+        by_hand = sum(int((source[int(i)]["weights"] > 0).sum()) for i in ids)
+        assert target_tokens_of_run(source, total_examples=total_examples, seed=3, loading_hosts=[0]) == by_hand
+
+
+def test_full_rows_need_no_counting():
+    source, _ = open_sources(load_config(None, ["dataset_type=synthetic", "max_target_length=16"]))
+    assert target_tokens_of_run(source, total_examples=10**9, seed=0, loading_hosts=[0]) == 16 * 10**9

@@ -1,0 +1,125 @@
+"""Sampling from a run: the cache, stop tokens, and independence of prompts from each other."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxtext_lite.config import load_config
+from maxtext_lite.convert import hf_config
+from maxtext_lite.generation.sampler import Sampler, load_on_mesh
+from maxtext_lite.generation.scoring import Scorer, Span
+from maxtext_lite.training import train
+from tests.training.conftest import TINY
+
+PROMPTS = [[5, 6, 7, 8, 9], [40], [17, 3, 99]]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run directory with one checkpoint, and its config."""
+    directory = tmp_path_factory.mktemp("runs")
+    config = load_config(
+        None,
+        [
+            *TINY,
+            "steps=2",
+            "dataset_type=synthetic",
+            "eval_interval=-1",
+            "initializer_range=0.3",
+            f"base_output_directory={directory}",
+        ],
+    )
+    return train(config)
+
+
+@pytest.fixture(scope="module")
+def sampler(run):
+    return Sampler.from_run(run.run_directory, load_config(run.run_directory / "config.yml"))
+
+
+def _texts(sampler, prompts, **how):
+    texts = [[] for _ in prompts]
+    for number, token, log_probability in sampler.stream(prompts, **how):
+        texts[number].append((token, log_probability))
+    return texts
+
+
+def _dynamic_llama(directory, factor):
+    """A tiny model of transformers whose rotation follows the length past 32 tokens, saved."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=32, initializer_range=0.2, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2, rope_parameters={"rope_type": "dynamic", "factor": factor, "rope_theta": 10000.0},
+    )  # fmt: skip
+    transformers.set_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(directory)
+    # A new one for every use: what it has seen before changes its rotation.
+    return lambda: transformers.AutoModelForCausalLM.from_pretrained(directory).eval()
+
+
+@pytest.mark.parametrize("factor", [2.0, 4.0])
+def test_dynamic_rotation_goes_on_as_transformers_does_with_its_cache(factor, tmp_path):
+    """Prompts below, at and beyond 32 tokens, together: each as alone, token by token; and texts as a whole."""
+    torch = pytest.importorskip("torch")
+    theirs = _dynamic_llama(tmp_path, factor)
+    decoder, params, mesh = load_on_mesh(tmp_path, hf_config(tmp_path), {})
+    rng = np.random.default_rng(0)
+    prompts = [[int(token) for token in rng.integers(3, 96, length)] for length in (20, 32, 40, 57)]
+    ours = _texts(Sampler(decoder, params, mesh), prompts, max_new_tokens=14, temperature=0)
+    scorer = Scorer(decoder, params, mesh, rows_at_once=2)
+    for prompt, text in zip(prompts, ours, strict=True):
+        options = {"max_new_tokens": 14, "do_sample": False, "eos_token_id": None}
+        found = theirs().generate(torch.tensor([prompt]), return_dict_in_generate=True, output_logits=True, **options)
+        tokens = found.sequences[0].tolist()
+        assert [token for token, _ in text] == tokens[len(prompt) :]
+        expected = [torch.log_softmax(x[0], -1)[token] for x, (token, _) in zip(found.logits, text, strict=True)]
+        np.testing.assert_allclose([p for _, p in text], expected, atol=1e-4)
+        with torch.no_grad():
+            whole = torch.log_softmax(theirs()(found.sequences).logits[0, :-1], -1)
+        likelihood = float(whole[range(len(tokens) - 1), tokens[1:]].sum())
+        assert scorer.score([Span(tokens, 1)])[0].log_likelihood == pytest.approx(likelihood, abs=1e-3)
+
+
+def test_greedy_tokens_are_the_argmax_of_the_whole_sequence(run, sampler, setup):
+    texts = _texts(sampler, PROMPTS, max_new_tokens=6, temperature=0)
+    decoder, params = setup().decoder, jax.device_get(run.state.params)
+    for prompt, text in zip(PROMPTS, texts, strict=True):
+        tokens = list(prompt)
+        for token, log_probability in text:
+            row = jnp.asarray([tokens])
+            x = decoder.hidden(params, row, jnp.ones_like(row), jnp.arange(len(tokens))[None])
+            log_probabilities = jax.nn.log_softmax(decoder.logits(params, x)[0, -1])
+            assert token == int(jnp.argmax(log_probabilities))
+            assert log_probability == pytest.approx(float(log_probabilities[token]), abs=1e-4)
+            tokens.append(token)
+
+
+def test_a_draw_depends_on_its_own_prompt_and_number_only(sampler):
+    how = {"max_new_tokens": 8, "temperature": 1.0, "seed": 3}
+    together = _texts(sampler, PROMPTS, **how)
+    first_alone = _texts(sampler, PROMPTS[:1], **how)
+    assert [token for token, _ in together[0]] == [token for token, _ in first_alone[0]]
+    np.testing.assert_allclose([p for _, p in together[0]], [p for _, p in first_alone[0]], atol=1e-5)
+    other_seed = _texts(sampler, PROMPTS, **{**how, "seed": 4})
+    assert [token for token, _ in together[0]] != [token for token, _ in other_seed[0]]
+
+
+def test_a_stop_token_ends_its_own_text_only(sampler):
+    free = _texts(sampler, PROMPTS, max_new_tokens=8, temperature=0)
+    stop = free[0][2][0]
+    stopped = _texts(sampler, PROMPTS, max_new_tokens=8, temperature=0, stop_token_ids=[stop])
+    for whole, cut in zip(free, stopped, strict=True):
+        tokens = [token for token, _ in whole]
+        expected = tokens[: tokens.index(stop) + 1] if stop in tokens else tokens
+        assert [token for token, _ in cut] == expected
+
+
+def test_tensor_parallel_sampling_gives_the_same_text(run, sampler):
+    config = load_config(run.run_directory / "config.yml")
+    on_two = Sampler.from_run(run.run_directory, config, tensor_parallelism=2)
+    one, two = (_texts(s, PROMPTS, max_new_tokens=5, temperature=0) for s in (sampler, on_two))
+    assert json.dumps([[t for t, _ in text] for text in one]) == json.dumps([[t for t, _ in text] for text in two])

@@ -1,0 +1,61 @@
+"""What hosts tell each other, as threads that a wire joins; several processes are tested through whole runs."""
+
+import jax
+import numpy as np
+import pytest
+
+from maxtext_lite.parallel import between_hosts, bytes_of_host, exchange, make_any_host, make_mesh, value_of_host
+from maxtext_lite.parallel.mesh import MESH_AXES
+from tests.parallel.wire import NUM_HOSTS, joined_hosts
+
+
+@pytest.fixture
+def wire(monkeypatch):
+    return joined_hosts(monkeypatch)
+
+
+def test_one_host_exchanges_with_itself():
+    value = {"a": [1, None, "é"]}
+    assert exchange(value) == [value]
+    assert value_of_host(0, value) == value
+    assert bytes_of_host(0, b"abc") == b"abc"
+
+
+def test_every_host_hears_every_value_and_what_is_the_same_is_not_sent(wire):
+    long = "é" * 100_000
+    assert wire.on_all(lambda host: exchange([host, None])) == [[[number, None] for number in range(3)]] * 3
+    assert wire.on_all(lambda host: exchange({"found": long})) == [[{"found": long}] * 3] * 3
+    assert wire.sent_bytes < 100
+    values = ["other", long, long]
+    assert wire.on_all(lambda host: exchange(values[host])) == [values] * 3
+    assert wire.sent_bytes < 2 * len(long.encode()) * 3 + 5_000  # an é is six letters of JSON
+
+
+@pytest.mark.parametrize("host", range(NUM_HOSTS))
+def test_one_host_is_heard_and_no_more_is_sent_than_it_says(wire, host):
+    value = {"ids": list(range(3000)), "log_probabilities": [-0.1, 1e-300, -7.25]}
+    assert wire.on_all(lambda number: value_of_host(host, value if number == host else object)) == [value] * 3
+    assert wire.sent_bytes <= 2 * len(str(value))
+    assert wire.on_all(lambda number: value_of_host(host, None)) == [None] * 3
+    assert wire.sent_bytes == 1024
+
+
+def test_bytes_come_as_they_are_in_pieces_of_few_sizes(wire, monkeypatch):
+    monkeypatch.setattr(between_hosts, "_FIRST_BYTES", 16)
+    monkeypatch.setattr(between_hosts, "_MOST_BYTES", 64)
+    content = np.random.default_rng(0).integers(256, size=300, dtype=np.uint8).tobytes()
+    for size in (0, 1, 7, 8, 9, 71, 72, 73, 135, 136, 300):
+        said = [content[:size] if number == 1 else b"not this" for number in range(NUM_HOSTS)]
+        assert wire.on_all(lambda number, said=said: bytes_of_host(1, said[number])) == [content[:size]] * 3
+    assert wire.sizes <= {1 << power for power in range(7)}
+
+
+def test_a_flag_is_raised_where_any_host_raises_it():
+    any_host = make_any_host(
+        make_mesh(dict.fromkeys(MESH_AXES, 1) | {"data": 4, "tensor": 2}, dict.fromkeys(MESH_AXES, 1))
+    )
+    assert not bool(any_host(False))
+    raised = any_host(True)
+    assert bool(raised)
+    assert raised.sharding.is_fully_replicated
+    assert jax.device_count() == 8

@@ -1,0 +1,62 @@
+"""What a run of reinforcement learning is made of: devices shared out, slots, stop tokens, refusals."""
+
+import contextlib
+
+import jax
+import pytest
+
+from maxtext_lite.config import UserError
+from maxtext_lite.rl.rl_run import open_rl_run
+
+
+def test_devices_are_shared_out_and_slots_fit_those_that_sample(tmp_path, config_of):
+    words = ["trainer_devices_fraction=0.25", "sampler_devices_fraction=0.75", "rollout_fsdp_parallelism=2"]
+    with contextlib.closing(open_rl_run(config_of(tmp_path, *words))) as rl:
+        assert list(rl.run.mesh.devices.flat) == jax.devices()[:2]
+        assert list(rl.engine._mesh.devices.flat) == jax.devices()[2:]
+        assert rl.engine._num_slots == 12  # a chunk has 8 pairs, and there are 6 shards
+        assert rl.run.plan.num_devices == 2
+
+
+def test_a_response_ends_at_end_of_text_which_is_no_part_of_its_text(tmp_path, config_of):
+    from maxtext_lite.rl.rollout import Response
+
+    with contextlib.closing(open_rl_run(config_of(tmp_path))) as rl:
+        assert rl.stop_token_ids == (256,)
+        assert rl.text_of(Response([49, 50, 256], [0, 0, 0], True)) == "12"
+        assert rl.text_of(Response([49, 50], [0, 0], False)) == "12"
+
+
+def test_what_a_step_minimises_follows_from_the_keys(tmp_path, config_of):
+    words = ["grpo_epsilon=0.1", "loss_algo=gspo", "num_iterations=2", "decode_sampling_temperature=0.7"]
+    with contextlib.closing(open_rl_run(config_of(tmp_path, *words))) as rl:
+        policy = rl.policy
+        assert (policy.algo, policy.epsilon_low, policy.epsilon_high, policy.on_policy) == ("gspo", 0.1, 0.1, False)
+        assert (policy.temperature, policy.max_response_tokens) == (0.7, 10)
+        assert rl.sampling.temperature == 0.7
+        assert rl.eval_sampling.temperature == 0
+
+
+def test_what_cannot_be_leaves_no_directory(tmp_path, config_of):
+    for words, message in (
+        (["reward_functions=tests.rl.conftest:nothing"], "nothing"),
+        (["load_parameters_path=nowhere"], "load_parameters_path=nowhere is neither a run directory"),
+        (["rollout_slots=3"], "rollout_slots=3 is not a multiple of the 8 parts"),
+    ):
+        with pytest.raises(UserError, match=message):
+            open_rl_run(config_of(tmp_path, *words))
+    assert not list(tmp_path.iterdir())
+
+
+def test_devices_of_their_own_need_one_host(tmp_path, config_of, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(UserError, match="need all devices on one host, not 2"):
+        open_rl_run(config_of(tmp_path, "trainer_devices_fraction=0.5", "sampler_devices_fraction=0.5"))
+
+
+def test_an_evaluation_without_end_is_refused(tmp_path, config_of):
+    words = ["arithmetic_largest=1000", "max_prefill_predict_length=10"]
+    with pytest.raises(UserError, match=r"all 100,200 held-out prompts .* Nearest that works: 250\."):
+        open_rl_run(config_of(tmp_path, *words))
+    for works in ("eval_steps=2", "eval_interval=-1"):
+        open_rl_run(config_of(tmp_path, *words, works)).close()

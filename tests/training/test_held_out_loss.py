@@ -1,0 +1,33 @@
+"""The held-out loss is a sum over tokens divided once."""
+
+import numpy as np
+import pytest
+
+from maxtext_lite.data import Batch
+from maxtext_lite.training.held_out_loss import evaluate
+
+
+def _batches(rows, size):
+    for first in range(0, len(rows), size):
+        part = rows[first : first + size]
+        yield Batch(
+            {"rows": np.asarray(part, np.float32)},
+            np.arange(len(part)),
+            len(part),
+            num_micro_batches=1,
+            data_seconds=0.0,
+        )
+
+
+def _eval_step(params, arrays):
+    return params * arrays["rows"][:, 0], arrays["rows"][:, 1].astype(np.int32)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_mean_over_tokens_not_over_batches(size):
+    rows = [(6.0, 1), (8.0, 4), (0.0, 0), (9.0, 3), (2.0, 2)]  # nll sum, tokens
+    assert evaluate(_eval_step, 2.0, _batches(rows, size)) == {"eval_loss": 2 * 25 / 10, "eval_target_tokens": 10}
+
+
+def test_nothing_held_out_counts_nothing():
+    assert evaluate(_eval_step, 1.0, iter(())) == {"eval_loss": 0.0, "eval_target_tokens": 0}

@@ -1,0 +1,73 @@
+"""Parameters are read from any checkpoint that is whole; readers rename nothing."""
+
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from maxtext_lite.config import UserError
+from maxtext_lite.training.parameter_files import checkpoints_in, load_parameters, save_parameters, whole_checkpoint
+from maxtext_lite.training.state import abstract_state
+
+
+def same(got, want):
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(got), want)
+
+
+def test_parameters_load_into_a_new_run(saved, tmp_path):
+    directory, it = saved
+    doubled = jax.tree.map(lambda x: x * 2, it.initial.params)
+    renamed = shutil.copytree(directory / "checkpoints" / "6", tmp_path / "copy")
+    same(load_parameters(directory, it.abstract.params, "key"), it.initial.params)
+    for path in (directory / "checkpoints" / "6", renamed):
+        same(load_parameters(path, it.abstract.params, "key"), doubled)
+
+
+def test_parameters_of_another_shape_are_refused_by_name(saved, setup):
+    other = setup("optimizer=adamw", "base_mlp_dim=48")
+    with pytest.raises(
+        UserError,
+        match=r"load_parameters_path=.*\['layers'\]\['mlp'\]\['up'\] is \(2, 16, 24\) there and "
+        r"\(2, 16, 48\) here",
+    ):
+        load_parameters(saved[0], abstract_state(other.parts).params, "load_parameters_path")
+
+
+def test_no_checkpoint_is_refused_by_key(tmp_path):
+    with pytest.raises(UserError, match=r"load_parameters_path=.* is neither a run directory with a checkpoint nor"):
+        checkpoints_in(tmp_path, "load_parameters_path")
+
+
+def test_a_reader_passes_a_damaged_checkpoint_over_says_so_and_leaves_it(saved, tmp_path, capsys):
+    run, it = shutil.copytree(saved[0], tmp_path / "run"), saved[1]
+    (run / "checkpoints" / "7" / "params" / "_METADATA").write_text("{}")
+    same(load_parameters(run, it.abstract.params, "key"), jax.tree.map(lambda x: x * 2, it.initial.params))
+    said = capsys.readouterr().err
+    assert said.startswith("note: ")
+    assert "checkpoints/7 is damaged: params/_METADATA is not as it was written. The checkpoint before is taken" in said
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["6", "7"]
+    with pytest.raises(UserError, match=r"key=.*/7: .* is damaged: params/_METADATA is not as it was written\."):
+        load_parameters(run / "checkpoints" / "7", it.abstract.params, "key")  # asked for by name: no other is taken
+
+
+def test_a_reader_looks_only_through_what_it_reads(saved, tmp_path):
+    run, it = shutil.copytree(saved[0], tmp_path / "run"), saved[1]
+    (run / "checkpoints" / "7" / "update_state" / "_METADATA").unlink()
+    for path in (run / "checkpoints" / "7" / "update_state").rglob("d/*"):
+        path.write_bytes(b"x")
+    same(load_parameters(run, it.abstract.params, "key"), it.initial.params)
+    assert whole_checkpoint(run, "key", ("params",)).name == "7"
+    assert whole_checkpoint(run, "key").name == "6"
+
+
+def test_parameters_alone_are_written_with_checksums_and_written_over(saved, tmp_path):
+    it = saved[1]
+    for factor in (2, 1):
+        save_parameters(tmp_path, jax.tree.map(lambda x, factor=factor: x * factor, it.state().params))
+    assert (tmp_path / "checkpoints" / "0" / "sha256.0-of-1").is_file()
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["0"]
+    same(load_parameters(tmp_path, it.abstract.params, "key"), it.initial.params)
+    (tmp_path / "checkpoints" / "0" / "params" / "_METADATA").write_text("{}")
+    with pytest.raises(UserError, match=r"params/_METADATA is not as it was written; there is none before it\."):
+        load_parameters(tmp_path, it.abstract.params, "key")

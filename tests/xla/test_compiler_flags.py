@@ -1,0 +1,69 @@
+"""A run adds its compiler's flags to those that the environment names, and changes none of these."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+
+from maxtext_lite.xla.compiler_flags import FLAGS, VARIABLES, Flag, installed_compilers, set_compiler_flags
+from maxtext_lite.xla.described import _NOTHING_CAN_BE_TIMED
+from tests.processes import environment
+
+ONE, TWO = Flag("xla_one", "1", "for a test"), Flag("xla_one_more", "true", "for a test")
+
+
+@pytest.mark.parametrize(("given", "found"), [
+    (None, "--xla_one=1 --xla_one_more=true"),
+    ("--xla_other=2", "--xla_other=2 --xla_one=1 --xla_one_more=true"),
+    ("--xla_one=5  --xla_other=2", "--xla_one=5 --xla_other=2 --xla_one_more=true"),
+    ("--xla_one_more --xla_one=5", "--xla_one_more --xla_one=5"),
+])  # fmt: skip
+@pytest.mark.parametrize("compiler", VARIABLES)
+def test_flags_are_added_to_those_that_are_given_but_change_none(compiler, given, found, monkeypatch):
+    for variable in VARIABLES.values():
+        monkeypatch.delenv(variable, raising=False)
+    if given is not None:
+        monkeypatch.setenv(VARIABLES[compiler], given)
+    set_compiler_flags(compiler, (ONE, TWO))
+    assert os.environ[VARIABLES[compiler]] == found
+    (other,) = set(VARIABLES.values()) - {VARIABLES[compiler]}
+    assert other not in os.environ
+
+
+def test_every_flag_is_named_once_without_dashes_and_says_why():
+    for flags in FLAGS.values():
+        names = [flag.name for flag in flags]
+        assert len(set(names)) == len(names)
+        assert all(flag.name.startswith("xla_") and "=" not in flag.name and flag.value and flag.why for flag in flags)
+
+
+@pytest.mark.parametrize(("libraries", "compilers"), [
+    ((), ()),
+    (("libtpu",), ("tpu",)),
+    (("jax_cuda12_plugin",), ("gpu",)),
+    (("jax_cuda13_plugin", "libtpu"), ("gpu", "tpu")),
+])  # fmt: skip
+def test_compilers_are_those_whose_library_is_installed(libraries, compilers, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in libraries else None)
+    assert installed_compilers() == compilers
+
+
+def test_this_jax_knows_every_flag_of_xla():
+    """One that it does not know ends a process that starts jax."""
+    flags = [f"--{flag.name}={flag.value}" for flag in (*FLAGS["gpu"], *_NOTHING_CAN_BE_TIMED)]
+    start = "import jax; print(jax.device_count())"
+    known, unknown = (
+        subprocess.run(
+            [sys.executable, "-c", start],
+            env=environment(devices=2) | {"XLA_FLAGS": " ".join(each)},
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        for each in (flags, [*flags, "--xla_gpu_no_such_flag=1"])
+    )
+    assert (known.returncode, known.stdout.strip()) == (0, "1")
+    assert unknown.returncode != 0
+    assert "xla_gpu_no_such_flag" in unknown.stderr

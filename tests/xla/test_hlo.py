@@ -1,0 +1,192 @@
+"""Collectives are read from what XLA compiles: kind, axes, times and bytes are those of a program written by hand."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxtext_lite.parallel import MESH_AXES, make_mesh
+from maxtext_lite.xla.hlo import collectives, device_groups
+
+SPEC = jax.sharding.PartitionSpec
+ONE = dict.fromkeys(MESH_AXES, 1)
+TRIPS = 5
+
+
+def every_kind(x):
+    """On each device, of x [8, 16] float32: 512 bytes."""
+    looped, _ = jax.lax.scan(lambda carry, _: (jnp.sin(jax.lax.psum(carry, "tensor")), None), x, None, length=TRIPS)
+    return (
+        looped,
+        jax.lax.all_gather(x, "data"),
+        jax.lax.psum_scatter(x + 1, "tensor", tiled=True),
+        jax.lax.all_to_all(x + 2, "data", 0, 1, tiled=True),
+        jax.lax.ppermute(x + 3, "tensor", [(0, 1), (1, 0)]),
+        jax.lax.psum(x + 4, ("data", "tensor")),
+    )
+
+
+def compiled(mesh, function=every_kind):
+    everywhere = SPEC(mesh.axis_names)
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False)
+    rows = jax.ShapeDtypeStruct((8 * mesh.size, 16), "float32", sharding=jax.sharding.NamedSharding(mesh, everywhere))
+    return jax.jit(mapped).lower(rows).compile().as_text()
+
+
+@pytest.mark.parametrize("mesh", [
+    make_mesh(ONE | {"data": 2, "tensor": 4}, ONE),
+    make_mesh(ONE | {"data": 2, "fsdp": 2}, ONE | {"tensor": 2}),  # its devices are not in the order of their numbers
+], ids=["in_order", "cut"])  # fmt: skip
+def test_a_program_written_by_hand_has_the_collectives_it_should(mesh):
+    found = {(c.kind, c.axes(mesh), c.times, c.in_loop): c.payload_bytes for c in collectives(compiled(mesh))}
+    whole = 8 * 16 * 4
+    assert found.pop(("all-reduce", ("tensor",), TRIPS, True)) == whole
+    assert found.pop(("all-gather", ("data",), 1, False)) == 2 * whole
+    assert (
+        found.pop(("reduce-scatter", ("tensor",), 1, False), found.pop(("all-reduce", ("tensor",), 1, False), 0))
+        == whole
+    )
+    assert found.pop(("all-to-all", ("data",), 1, False)) == whole
+    assert found.pop(("collective-permute", ("tensor",), 1, False)) == whole
+    assert found.pop(("all-reduce", ("data", "tensor"), 1, False)) == whole
+    assert not found
+
+
+def test_a_loop_within_a_loop_multiplies_and_an_open_bound_is_unknown_unless_it_is_given():
+    mesh = make_mesh(ONE | {"data": 8}, ONE)
+
+    def loops(x):
+        bound = jnp.int32(jnp.sum(x))
+        return jax.lax.fori_loop(
+            0, bound, lambda _, outer: jax.lax.fori_loop(
+                0, 3, lambda _, inner: jnp.cos(jax.lax.psum(inner, "data")), outer), x)  # fmt: skip
+
+    text = compiled(mesh, loops)
+    (unknown,), (known,) = collectives(text), collectives(text, trips_where_unknown=7)
+    assert unknown.times is None
+    assert known.times == 21
+    assert unknown.in_loop
+
+
+def test_where_nothing_is_exchanged_there_is_nothing():
+    mesh = make_mesh(ONE | {"data": 8}, ONE)
+    assert collectives(compiled(mesh, lambda x: x + 1)) == []
+
+
+# What accelerators write: pairs of start and done, arrays laid out in tiles, trips that stand in the condition only,
+# and between TPU slices a send for each collective.
+ACCELERATOR = """HloModule jit_step, is_scheduled=true, num_partitions=4
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[]{:T(128)} parameter(0)
+  %b = f32[]{:T(128)} parameter(1)
+  ROOT %sum = f32[]{:T(128)} add(%a, %b)
+}
+
+%condition (p: (s32[], bf16[8,128])) -> pred[] {
+  %limit = s32[]{:T(128)} constant(12)
+  %p = (s32[], bf16[8,128]{1,0:T(8,128)(2,1)}) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  ROOT %lt = pred[]{:T(512)} compare(%i, %limit), direction=LT
+}
+
+%part (p: bf16[8,128]) -> bf16[16,128] {
+  %p = bf16[8,128] parameter(0)
+  ROOT %all-gather.9 = bf16[16,128]{1,0} all-gather(%p), channel_id=3, replica_groups={{0,2},{1,3}}, dimensions={0}, \
+backend_config={"async_collective_fusion_config":{"flag_start":"-1"}}
+}
+
+%all-reduce-scatter (p: f32[4,8]) -> f32[2,8] {
+  %p = f32[4,8] parameter(0)
+  %all-reduce.10 = f32[4,8]{1,0} all-reduce(%p), channel_id=10, replica_groups={{0,2},{1,3}}, to_apply=%add
+  %own = u32[] constant(0)
+  ROOT %slice = f32[2,8]{1,0} dynamic-slice(%all-reduce.10, %own, %own), dynamic_slice_sizes={2,8}
+}
+
+%body (p: (s32[], bf16[8,128])) -> (s32[], bf16[8,128]) {
+  %p = (s32[], bf16[8,128]) parameter(0)
+  %x = bf16[8,128] get-tuple-element(%p), index=1
+  %kernel.1 = f32[8] custom-call(%x), backend_config={"text":{
+"lines of their own": {"closed": "so"
+}}, metadata={}
+  %fusion.1 = bf16[16,128] fusion(%x), kind=kOutput, calls=%part
+  %all-gather.8 = bf16[16,128]{1,0} all-gather(%x), channel_id=3, replica_groups={{0,2},{1,3}}, dimensions={0}, \
+backend_config={"async_collective_fusion_config":{"flag_start":"2"}}
+  %i = s32[] get-tuple-element(%p), index=0
+  %two = s32[]{:T(128)} constant(2)
+  %next = s32[]{:T(128)} add(%i, %two)
+  ROOT %t = (s32[], bf16[8,128]) tuple(%next, /*index=1*/%x)
+}
+
+ENTRY %main (x: bf16[8,128], y: f32[4,8]) -> bf16[8,128] {
+  %x = bf16[8,128]{1,0} parameter(0)
+  %y = f32[4,8]{1,0} parameter(1)
+  %while.1 = (s32[], bf16[8,128]) while(%x), condition=%condition, body=%body
+  %ags = (f32[4,8]{1,0}, f32[8,8]{1,0}) all-gather-start(%y), channel_id=4, replica_groups=[2,2]<=[4], dimensions={0}
+  %agd = f32[8,8]{1,0} all-gather-done(%ags)
+  %cps = (f32[4,8]{1,0}, f32[4,8]{1,0}, u32[], u32[]) collective-permute-start(%y), source_target_pairs={{0,1},{1,0}}
+  %cpd = f32[4,8]{1,0} collective-permute-done(%cps)
+  %rs = f32[2,8]{1,0} reduce-scatter(%y), channel_id=6, replica_groups={{0,1},{2,3}}, dimensions={0}, to_apply=%add
+  %fusion.2 = f32[2,8]{1,0} fusion(%y), kind=kCustom, calls=%all-reduce-scatter
+  %all-reduce.7 = (f32[4,8]{1,0}, /*index=1*/f32[]) all-reduce(%y, %z), channel_id=7, replica_groups={}, to_apply=%add
+  %alone = f32[4,8]{1,0} all-reduce(%y), channel_id=8, replica_groups={{0},{1},{2},{3}}, to_apply=%add
+  %send.1 = (f32[20,8,128]{2,1,0:T(8,128)}, u32[], token[]) send(%y, %k), channel_id=9, is_host_transfer=true, \
+frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",_xla_megascale_transfer_type="ALL_REDUCE"}
+  ROOT %r = bf16[8,128] get-tuple-element(%while.1), index=1
+}
+"""
+
+
+class FakeDevice:
+    """A device of one of two slices."""
+
+    def __init__(self, number):
+        self.id, self.slice_index = number, number // 4
+
+
+class FakeMesh:
+    """Two slices of fsdp 2 x tensor 2, data across them."""
+
+    axis_names = ("data", "fsdp", "tensor")
+    size = 8
+    devices = np.array([FakeDevice(number) for number in range(8)]).reshape(2, 2, 2)
+
+
+def test_what_accelerators_write_is_read_too():
+    found = [(c.kind, c.axes(FakeMesh()), c.times, c.payload_bytes) for c in collectives(ACCELERATOR)]
+    assert found == [
+        ("all-gather", ("fsdp",), 6, 16 * 128 * 2),  # written twice, on one channel
+        ("reduce-scatter", ("fsdp",), 1, 4 * 8 * 4),  # written as a part of a sum
+        ("all-gather", ("tensor",), 1, 8 * 8 * 4),
+        ("collective-permute", ("tensor",), 1, 4 * 8 * 4),
+        ("reduce-scatter", ("tensor",), 1, 4 * 8 * 4),
+        ("all-reduce", ("fsdp", "tensor"), 1, 4 * 8 * 4 + 4),
+        ("all-reduce", ("data",), 1, 20 * 8 * 128 * 4),
+    ]
+
+
+def test_a_loop_that_counts_in_another_way_has_an_unknown_number_of_trips():
+    odd = ACCELERATOR.replace("add(%i, %two)", "multiply(%i, %two)")
+    assert odd != ACCELERATOR
+    assert next(c.times for c in collectives(odd)) is None
+    assert next(c.times for c in collectives(odd, trips_where_unknown=3)) == 3
+
+
+def test_groups_are_read_in_every_notation():
+    assert device_groups("{{0,1},{2,3}}") == ((0, 1), (2, 3))
+    assert device_groups("{}") == ()
+    assert device_groups("[2,4]<=[4,2]T(1,0)") == ((0, 2, 4, 6), (1, 3, 5, 7))
+    assert device_groups("mesh['axis_0'=2,'axis_1'=4] {'axis_0'}") == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert device_groups("mesh['data'=2,'fsdp'=1,'tensor'=4] {'data','fsdp'}") == ((0, 4), (1, 5), (2, 6), (3, 7))
+    ids = "mesh['axis_0'=4,'axis_1'=2], device_ids=([2,4]T(1,0)) {'axis_0'}"
+    assert device_groups(ids) == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert device_groups("mesh['data'=8] {'data':(2)4}") == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert device_groups("mesh['data'=8] {'data':(4)2}") == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert device_groups("mesh['data'=8] {'data':(1)2}") == ((0, 4), (1, 5), (2, 6), (3, 7))
+    with pytest.raises(ValueError, match="cannot read the groups"):
+        device_groups("mesh['data'=8] {data}")
+
+
+def test_what_is_no_module_is_refused():
+    with pytest.raises(ValueError, match="no HLO module"):
+        collectives("nothing")

@@ -1,0 +1,123 @@
+"""The text of a module is read as XLA writes it: arrays and their memory, operands, what calls what and how often."""
+
+import pytest
+
+from maxtext_lite.xla.hlo_text import arrays_of, bits, parse
+
+MODULE = """HloModule jit_step, is_scheduled=true, num_partitions=4
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[]{:T(128)} parameter(0)
+  %b = f32[]{:T(128)} parameter(1)
+  ROOT %sum = f32[]{:T(128)} add(%a, %b)
+}
+
+%condition (p: (s32[], bf16[8,128])) -> pred[] {
+  %limit = s32[]{:T(128)} constant(12)
+  %p = (s32[], bf16[8,128]{1,0:T(8,128)(2,1)}) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  ROOT %lt = pred[]{:T(512)} compare(%i, %limit), direction=LT
+}
+
+%fused (p: bf16[8,128]) -> bf16[8,128] {
+  %p = bf16[8,128] parameter(0)
+  ROOT %twice = bf16[8,128] add(%p, %p)
+}
+
+%body (p: (s32[], bf16[8,128])) -> (s32[], bf16[8,128]) {
+  %p = (s32[], bf16[8,128]) parameter(0)
+  %x = bf16[8,128] get-tuple-element(%p), index=1
+  %kernel.1 = f32[8] custom-call(%x), custom_call_target="tpu_custom_call", backend_config={"text":{
+"lines of their own": {"closed": "so"
+}}, metadata={}
+  %fusion.1 = bf16[8,128]{1,0:T(8,128)(2,1)S(1)} fusion(bf16[8,128]{1,0} %x), kind=kLoop, calls=%fused
+  %i = s32[] get-tuple-element(%p), index=0
+  %two = s32[]{:T(128)} constant(2)
+  %next = s32[]{:T(128)} add(%i, %two)
+  ROOT %t = (s32[], bf16[8,128]) tuple(%next, /*index=1*/%x)
+}
+
+%branch (x: bf16[8,128]) -> bf16[8,128] {
+  ROOT %x = bf16[8,128] parameter(0)
+}
+
+ENTRY %main (x: bf16[8,128]) -> bf16[8,128] {
+  %x = bf16[8,128]{1,0} parameter(0)
+  %while.1 = (s32[], bf16[8,128]) while(%x), condition=%condition, body=%body
+  %one = s32[] constant(1)
+  %chosen = bf16[8,128] conditional(%one, %x, %x), branch_computations={%branch, %fused}
+  %kept = bf16[8,128]{1,0:S(5)} copy(%chosen)
+  ROOT %r = bf16[8,128] get-tuple-element(%while.1), index=1
+}
+"""
+
+
+def test_instructions_have_results_operands_and_attributes():
+    module = parse(MODULE)
+    assert module.num_partitions == 4
+    body = module.computations["body"]
+    fusion = body.instructions["fusion.1"]
+    assert (fusion.opcode, fusion.operands, dict(fusion.called)) == ("fusion", ("x",), {"calls": "fused"})
+    assert [(a.dtype, a.dims, a.space, a.num_bytes) for a in fusion.arrays] == [("bf16", (8, 128), 1, 2048)]
+    assert body.root.operands == ("next", "x")
+    assert [a.num_bytes for a in body.root.arrays] == [4, 2048]
+    assert [user.name for user in body.users["x"]] == ["kernel.1", "fusion.1", "t"]
+    assert module.computations["main"].instructions["kept"].arrays[0].space == 5
+    assert module.computations["fused"].parameter(0).name == "p"
+    assert module.computations["fused"].parameter(1) is None
+
+
+def test_runs_multiply_through_loops_and_a_fusions_parts_are_not_scheduled():
+    runs = {name: (r.times, r.in_loop, r.inside) for name, r in parse(MODULE).runs.items()}
+    assert runs == {
+        "main": (1, False, False), "condition": (6, True, False), "body": (6, True, False),
+        "fused": (7, True, True), "branch": (1, False, False),
+    }  # fmt: skip
+
+
+def test_trips_that_xla_noted_win_and_a_loop_that_counts_in_another_way_is_unknown():
+    noted = MODULE.replace("body=%body", 'body=%body, backend_config={"known_trip_count":{"n":"5"}}')
+    assert parse(noted).runs["body"].times == 5
+    odd = MODULE.replace("add(%i, %two)", "multiply(%i, %two)")
+    assert odd != MODULE
+    assert parse(odd).runs["body"].times is None
+    assert parse(odd, trips_where_unknown=3).runs["body"].times == 3
+    scoped = odd.replace("body=%body", 'body=%body, metadata={op_name="jit(f)/spare/while"}')
+    assert parse(scoped, trips_where_unknown=3, not_run="spare").runs["body"].times == 0
+    assert parse(scoped, not_run="other").runs["body"].times is None
+    known = noted.replace("body=%body", 'body=%body, metadata={op_name="jit(f)/spare/while"}')
+    assert parse(known, not_run="spare").runs["body"].times == 5
+
+
+def test_a_counter_may_be_copied_and_begin_elsewhere():
+    copied = MODULE.replace("tuple(%next,", "tuple(%copied,").replace(
+        "  ROOT %t =", "  %copied = s32[]{:T(128)} copy(%next)\n  ROOT %t ="
+    )
+    assert parse(copied).runs["body"].times == 6
+    begun = copied.replace("while(%x)", "while(%state)").replace(
+        "  %while.1 =", "  %five = s32[] constant(5)\n  %state = (s32[], bf16[8,128]) tuple(%five, %x)\n  %while.1 ="
+    )
+    assert parse(begun).runs["body"].times == 4  # 5, 7, 9, 11
+
+
+def test_names_may_stand_without_a_percent_sign():
+    plain = parse(MODULE.replace("%", ""))
+    assert plain.runs == parse(MODULE).runs
+    assert plain.computations["body"].root.operands == ("next", "x")
+
+
+@pytest.mark.parametrize(("text", "size"), [
+    ("f32[16,24]", 1536), ("bf16[3]", 6), ("pred[]", 1), ("s4[6]", 3), ("f8e4m3fn[2,2]", 4), ("c64[2]", 16),
+    ("token[]", 0), ("f32[<=4,2]{1,0}", 32),
+])  # fmt: skip
+def test_bytes_of_arrays(text, size):
+    assert [array.num_bytes for array in arrays_of(text)] == [size]
+
+
+def test_bits():
+    assert [bits(dtype) for dtype in ("bf16", "s4", "pred", "f8e5m2", "c128", "token")] == [16, 4, 8, 8, 128, 0]
+
+
+def test_what_is_no_module_is_refused():
+    with pytest.raises(ValueError, match="no HLO module"):
+        parse("nothing")
