@@ -4,6 +4,7 @@ import html
 import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
+from statistics import fmean, median_low
 from typing import Any
 
 from maxtext_lite.reporting.charts import AXES, CHARTS, EXACT, NOISE_SCALE_BAND, STEPPED, ChartSpec
@@ -38,7 +39,7 @@ def make_board(runs: Sequence[Run]) -> Json:
     buckets = [make_buckets(len(table["step"]), most) for table in tables]
     grids: list[dict[str, Column]] = []
     for table, rows in zip(tables, buckets, strict=True):
-        grids.append({axis: downsample(table[axis], rows, _middle) for axis in AXES if axis in table})
+        grids.append({axis: downsample(table[axis], rows, median_low) for axis in AXES if axis in table})
         if len(rows) < len(table["step"]):
             grids[-1] |= {"first": downsample(table["step"], rows, min), "last": downsample(table["step"], rows, max)}
     charts = [chart for spec in CHARTS if (chart := _chart(spec, runs, buckets))]
@@ -56,14 +57,6 @@ def downsample(column: Column, buckets: Sequence[range], reduce: Callable[[list[
     """One number for each bucket, of the values in it; None where there is none."""
     found = ([value for value in column[rows.start : rows.stop] if value is not None] for rows in buckets)
     return [reduce(values) if values else None for values in found]
-
-
-def _mean(values: list[float]) -> float:
-    return values[0] if len(values) == 1 else sum(values) / len(values)
-
-
-def _middle(values: list[float]) -> float:
-    return values[(len(values) - 1) // 2]
 
 
 def color_class(run: int, series: int, num_runs: int) -> str:
@@ -99,8 +92,8 @@ def _line(metric: str, run: Run, buckets: Sequence[range]) -> Json:
     lows, highs = downsample(low, buckets, min), downsample(high, buckets, max)
     pairs = [(low, high) for low, high in zip(lows, highs, strict=True) if low is not None and high is not None]
     height = max((high for _, high in pairs), default=0) - min((low for low, _ in pairs), default=0)
-    # The mean of two batch sizes is none.
-    means = downsample(column, buckets, _middle if metric in STEPPED else _mean)
+    # The mean of two batch sizes is none, their lower median is one.
+    means = downsample(column, buckets, median_low if metric in STEPPED else fmean)
     digits = 7 if len(buckets) == len(column) else 5
     line: Json = {"mean": _rounded(means, digits)}
     if any(high - low > _SEEN * height for low, high in pairs):

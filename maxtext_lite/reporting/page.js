@@ -14,8 +14,11 @@
   let dragged = null; // where a drag began
   const places = (line) => grids[line.grid][axis];
   const shown = (chart) => chart.lines.filter((line) => !hidden.has(line.run) && places(line));
-  const short = (value) => value.toLocaleString("en-US", { notation: "compact", maximumSignificantDigits: 4 });
-  const long = (value) => value.toLocaleString("en-US", { maximumSignificantDigits: Number.isInteger(value) ? 21 : 5 });
+  const tiny = (value) => (value && Math.abs(value) < 1e-4 ? Number(value.toPrecision(4)).toExponential() : null);
+  const text = (value, options) => tiny(value) ?? value.toLocaleString("en-US", options);
+  const short = (value) =>
+    text(value, { notation: "compact", maximumSignificantDigits: 4 }).replace("K", "k").replace("B", "G");
+  const long = (value) => text(value, { maximumSignificantDigits: Number.isInteger(value) ? 21 : 5 });
 
   // Axes: from values to pixels, and round ticks.
   const scale = (low, high, start, end, isLog) => {
@@ -145,11 +148,12 @@
   const show = (number, value) => {
     const x = xScale();
     const found = shown(charts[number]).map((line) => [line, nearest(line, value, x)]).filter(([, i]) => i !== null);
-    if (!found.length) { hide(); return; }
+    readout.hidden = !found.length;
+    if (readout.hidden) return;
     const [grid, index] = [grids[found[0][0].grid], found[0][1]];
     const counts = ["examples", "tokens"].filter((name) => (grid[`${name}_seen`] || [])[index] != null)
       .map((name) => ` · ${long(grid[`${name}_seen`][index])} ${name}`);
-    [at, readout.hidden, readout.textContent] = [value, false, steps(grid, index) + counts.join("")];
+    [at, readout.textContent] = [value, steps(grid, index) + counts.join("")];
     for (const [line, i] of found) addLine(line, i, steps(grid, index));
     for (const svg of svgs) svg.querySelector(".cursor").setAttribute("d", `M${x.pixel(value)},${top}V${bottom}`);
     const box = svgs[number].getBoundingClientRect();

@@ -89,8 +89,12 @@ def _headers(runs: Sequence[Run]) -> str:
         when = f" · metrics of {run.last_written}" if run.last_written else ""
         name = f"<b>{_name(number, runs)}</b> · " if len(runs) > 1 else ""
         lines.append(f'<p class="quiet">{name}{_e(status(run))}{when} · <code>{_e(str(run.directory))}</code></p>')
-        lines += [f'<p class="note">{_e(note)}</p>' for note in run.notes]
+        lines.append(_notes(run.notes))
     return "".join(lines)
+
+
+def _notes(texts: Sequence[object]) -> str:
+    return "".join(f'<p class="note">{_e(str(text))}</p>' for text in texts)
 
 
 def _cell(value: str, remark: str) -> str:
@@ -100,12 +104,10 @@ def _cell(value: str, remark: str) -> str:
 def _table(kind: str, heads: Sequence[str], rows: Mapping[str, Sequence[str]], differing: Sequence[str] = ()) -> str:
     """A table with a row for each name; heads and cells are HTML. Those of `differing` stand out."""
     head = "".join(f'<th scope="col">{name}</th>' for name in heads)
-    body = "".join(
-        f"<tr{' class=differs' if name in differing else ''}><th scope=row>{_e(name)}</th>"
-        + "".join(f"<td>{cell}</td>" for cell in cells)
-        + "</tr>"
-        for name, cells in rows.items()
-    )
+    body = ""
+    for name, cells in rows.items():
+        body += f"<tr{' class=differs' if name in differing else ''}><th scope=row>{_e(name)}</th>"
+        body += "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
     head = f"<thead><tr><th></th>{head}</tr></thead>" if head else ""
     return f'<div class="wide"><table class="{kind}">{head}<tbody>{body}</tbody></table></div>' if rows else ""
 
@@ -124,10 +126,9 @@ def _summary(runs: Sequence[Run]) -> str:
     tables = [summary(run) for run in runs]
     if len(runs) > 1:
         return _comparison(runs, [{name: _cell(*cell) for name, cell in table.items()} for table in tables])
-    tiles = (
-        f"<div><dt>{name}</dt><dd>{_cell(*cell)}</dd></div>" for name, cell in tables[0].items() if cell[0] != NONE
-    )
-    return f'<dl class="tiles">{"".join(tiles)}</dl>'
+    shown = {name: cell for name, cell in tables[0].items() if cell[0] != NONE}
+    tiles = "".join(f"<div><dt>{name}</dt><dd>{_cell(*cell)}</dd></div>" for name, cell in shown.items())
+    return f'<dl class="tiles">{tiles}</dl>'
 
 
 def _curves(runs: Sequence[Run], board: Json) -> str:
@@ -164,17 +165,15 @@ def _keys(chart: Json, runs: Sequence[Run], board: Json) -> str:
     several = len({line["label"] for line in chart["lines"]}) > 1
     for line in chart["lines"]:
         last = runs[0].last(line["metric"]) if len(runs) == 1 else None
-        swatch = _swatch(line["color"] if len(runs) == 1 else f"any s{line['series']}") + _e(line["label"])
-        found.setdefault(
-            line["label"], (swatch if several else "") + ("" if last is None else f" <b>{long_number(last)}</b>")
-        )
+        name = _swatch(line["color"] if len(runs) == 1 else f"any s{line['series']}") + _e(line["label"])
+        found[line["label"]] = (name if several else "") + ("" if last is None else f" <b>{long_number(last)}</b>")
     kinds = {mark["kind"] for mark in board["marks"]}
-    also = {
+    marked = {
         "× skipped": chart["skipped"] and "skip" in kinds,
         "┊ batch size": "stage" in kinds,
         "log scale": chart["log"],
     }
-    return "".join(f"<span>{text}</span>" for text in (*found.values(), *(text for text in also if also[text])))
+    return "".join(f"<span>{text}</span>" for text in (*found.values(), *(text for text in marked if marked[text])))
 
 
 def _timeline(run: Run) -> str:
@@ -197,18 +196,12 @@ def _timeline(run: Run) -> str:
 
 def _plans(runs: Sequence[Run]) -> str:
     tables = [plan_rows(run.plan) for run in runs]
-    rest = [_warnings(run.plan) + _ramp(run.plan) + _memory(run.plan) for run in runs]
+    rest = [_notes(as_list(run.plan.get("warnings"))) + _ramp(run.plan) + _memory(run.plan) for run in runs]
     if len(runs) == 1:
         return _table("plan", (), {name: [_e(text) for text in row] for name, row in tables[0].items()}) + rest[0]
     said = ("num_devices", "loading_hosts")  # of the others, the meaning is the same for all runs
-    cells = [
-        {name: _cell(value, what if name in said else "") for name, (value, what) in table.items()} for table in tables
-    ]
+    cells = [{key: _cell(row[0], row[1] if key in said else "") for key, row in table.items()} for table in tables]
     return _comparison(runs, cells) + _of_each(runs, rest)
-
-
-def _warnings(plan: Mapping[str, object]) -> str:
-    return "".join(f'<p class="note">{_e(str(text))}</p>' for text in as_list(plan.get("warnings")))
 
 
 def _ramp(plan: Mapping[str, object]) -> str:
@@ -234,16 +227,13 @@ def _ramp(plan: Mapping[str, object]) -> str:
 
 
 def _memory(plan: Mapping[str, object]) -> str:
-    memory = memory_parts(plan)
-    if memory is None:
-        return ""
-    sentence, parts = memory
-    bar = "".join(f'<i class="c{i}" style="width:{100 * part[2]:.2f}%"></i>' for i, part in enumerate(parts))
-    legend = "".join(
-        f'<span><i class="c{i}"></i>{name} <b>{text}</b></span>' for i, (name, text, _) in enumerate(parts)
-    )
-    bar = f'<div class="memory" aria-hidden="true">{bar}</div>'
-    return f'<h3>Memory</h3><p>{sentence}, as planned.</p>{bar}<div class="keys">{legend}</div>'
+    sentence, parts = memory_parts(plan)
+    bar = legend = ""
+    for color, (name, text, share) in enumerate(parts):
+        bar += f'<i class="c{color}" style="width:{100 * share:.2f}%"></i>'
+        legend += f'<span><i class="c{color}"></i>{name} <b>{text}</b></span>'
+    bar = f'<div class="memory" aria-hidden="true">{bar}</div><div class="keys">{legend}</div>'
+    return f"<h3>Memory</h3><p>{sentence}, as planned.</p>{bar}" if parts else ""
 
 
 def _settings(runs: Sequence[Run]) -> str:
@@ -251,9 +241,7 @@ def _settings(runs: Sequence[Run]) -> str:
     names = dict.fromkeys(key for run in runs for key, (value, base, _) in run.settings.items() if value != base)
     if len(runs) > 1:
         tables = [{key: _e(run.settings[key][0]) for key in names if key in run.settings} for run in runs]
-        about = (
-            "<p>The keys whose value is not that of base.yml in some run; first those that differ between the runs.</p>"
-        )
+        about = "<p>The keys whose value in some run is not that of base.yml; first those that differ between runs.</p>"
         return about + _comparison(runs, tables, sort=True) if names else ""
     rows = {key: [NONE if text is None else _e(text) for text in runs[0].settings[key]] for key in names}
     table = _table("settings", ("value", "base.yml", "from"), rows)

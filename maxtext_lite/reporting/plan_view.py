@@ -99,8 +99,8 @@ def ranges(numbers: Sequence[int]) -> str:
     return ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]}–{span[-1]}" for span in spans)
 
 
-def memory_parts(plan: Mapping[str, Any]) -> tuple[str, list[tuple[str, str, float]]] | None:
-    """The sentence above the memory bar, and each part's name, bytes and share; None where the plan has none.
+def memory_parts(plan: Mapping[str, Any]) -> tuple[str, list[tuple[str, str, float]]]:
+    """The sentence above the memory bar, and each part's name, bytes and share; empty where the plan has none.
 
     Shares are of the device's memory, or of the sum where that is not known.
     """
@@ -109,7 +109,7 @@ def memory_parts(plan: Mapping[str, Any]) -> tuple[str, list[tuple[str, str, flo
     parts = [(name, found[key]) for key, name in PARTS.items() if isinstance(found.get(key), int | float)]
     total, limit = (value if isinstance(value, int | float) else 0 for value in map(memory.get, ("total", "limit")))
     if not parts or total <= 0:
-        return None
+        return "", []
     sentence = bytes_text(int(total)) + (f" of {bytes_text(int(limit))}" if limit > 0 else "") + " per device"
     return sentence, [(name, bytes_text(size), size / max(limit, total)) for name, size in parts]
 
