@@ -81,12 +81,8 @@ CHARTS = (
 NOISE_SCALE_BAND = ("gradient_noise_scale_low", "gradient_noise_scale_high", "gradient_noise_scale_error")
 """The ends of the noise scale's interval, of which the high one may be none, and its relative standard error."""
 
-STEP_METRICS = tuple(
-    dict.fromkeys(
-        name
-        for names in ([*AXES][1:], *(spec.lines for spec in CHARTS), NOISE_SCALE_BAND)
-        for name in names
-        if name not in EVALUATION_METRICS
-    )
-)
+STEP_METRICS = (
+    "examples_seen", "tokens_seen", *NOISE_SCALE_BAND,
+    *dict.fromkeys(metric for spec in CHARTS for metric in spec.lines if metric not in EVALUATION_METRICS),
+)  # fmt: skip
 """The numbers of a step's line in metrics.jsonl that a report reads."""

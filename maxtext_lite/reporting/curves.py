@@ -17,7 +17,7 @@ FRAME = {"width": 960, "left": 104, "right": 936, "top": 24, "bottom": 412}
 
 _NUM_COLORS = 8  # of page.css; further runs repeat them
 _MOST_BUCKETS, _FEWEST_BUCKETS = 500, 20  # of a run
-_MOST_POINTS = 8_000  # of all lines; each takes about 25 bytes, and the page is to stay below 300 kB
+_MOST_POINTS = 7_000  # of all lines; each takes about 25 bytes, and the page is to stay below 300 kB
 _SEEN = 0.005  # of a chart's height: a narrower band cannot be seen
 _BEYOND = 1e3  # times the value: the high end of an interval that has none
 _LOG_FROM_RATIO = 50

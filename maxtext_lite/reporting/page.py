@@ -14,13 +14,9 @@ from maxtext_lite.reporting.summary import NONE, advice, status, summary
 
 _FOLDER = Path(__file__).parent
 _STAGE_KEYS = {
-    "first_step": "first step",
-    "num_steps": "steps",
-    "per_device_batch_size": "per device",
-    "gradient_accumulation_steps": "accumulation",
-    "global_batch_to_train": "global batch",
-    "samples": "examples",
-}
+    "first_step": "first step", "num_steps": "steps", "per_device_batch_size": "per device",
+    "gradient_accumulation_steps": "accumulation", "global_batch_to_train": "global batch", "samples": "examples",
+}  # fmt: skip
 _PHASES = {"rollout": "sampling", "reward": "judging", "train": "training"}
 
 
@@ -251,6 +247,6 @@ def _settings(runs: Sequence[Run]) -> str:
 def _environment(run: Run) -> dict[str, str]:
     """environment.json without nesting: the versions of packages beside the rest, devices left to the summary."""
     packages = as_object(run.environment.get("packages"))
-    own = ("devices", "packages") if packages else ("devices",)
-    rest = {key: value for key, value in run.environment.items() if key not in own}
-    return {key: _e(plain(value)) for key, value in (rest | packages).items()}
+    apart = ("devices", "packages") if packages else ("devices",)
+    flat = {**run.environment, **packages}
+    return {key: _e(plain(value)) for key, value in flat.items() if key not in apart}

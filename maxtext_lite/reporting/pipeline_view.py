@@ -11,8 +11,7 @@ _COLORS = (
     ("#4477aa", _WHITE), ("#66ccee", _DARK), ("#228833", _WHITE), ("#ccbb44", _DARK), ("#ee6677", _DARK),
     ("#aa3377", _WHITE),
 )  # fmt: skip
-"""Of rounds or micro-batches in turn; the Bright palette of P. Tol, told apart by colour-blind readers too. Beside each
-stands the colour of numbers on it, of the two that which is easier to read there."""
+"""Of rounds or micro-batches in turn, with the colour that is easier to read on each; the Bright palette of P. Tol."""
 _CHARACTER_EM = 0.56  # width of a character, on average, in a wide sans-serif; SVG cannot ask for the reader's
 
 

@@ -9,8 +9,6 @@ from maxtext_lite.batching.ledger import PARTS, bytes_text
 from maxtext_lite.config.errors import value_text
 from maxtext_lite.reporting.records import as_list, as_object
 
-_ELSEWHERE = ("mesh", "rampup", "memory", "warnings", "num_hosts")
-
 _MEANINGS = {
     "num_devices": "all devices of the mesh",
     "per_device_batch_size": "examples per device in one forward/backward pass",
@@ -42,9 +40,7 @@ _MEANINGS = {
     "dropped_examples": "examples at the end of the epochs that fill no batch (last_batch=drop)",
     "learning_rate": "of the config, before the multiplier",
     "learning_rate_multiplier": "from learning_rate_scaling",
-    "adam_b1": "as scale_adam_with_batch leaves it",
-    "adam_b2": "as scale_adam_with_batch leaves it",
-    "adam_eps": "as scale_adam_with_batch leaves it",
+    **dict.fromkeys(("adam_b1", "adam_b2", "adam_eps"), "as scale_adam_with_batch leaves it"),
     "prompts_per_batch": "unique prompts",
     "num_generations": "responses to each prompt",
     "pairs_per_batch": "of a prompt with a response = prompts_per_batch × num_generations = global_batch_to_train",
@@ -76,7 +72,11 @@ def plan_rows(plan: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
     pipelined = plan.get("num_pipeline_stages", 1) != 1
     hosts, loading = plan.get("num_hosts"), as_list(plan.get("loading_hosts"))
     for key, value in plan.items():
-        if key in _ELSEWHERE or value is None or ("pipeline" in key and not pipelined):
+        if (
+            key in ("mesh", "rampup", "memory", "warnings", "num_hosts")
+            or value is None
+            or ("pipeline" in key and not pipelined)
+        ):
             continue
         if key == "num_devices":
             sizes = as_object(plan.get("mesh")).items()
