@@ -121,10 +121,10 @@
 
   // The read-out: what every line has nearest to a place on the x-axis.
   const nearest = (line, value, x) => {
-    const known = places(line).map((_, i) => i).filter((i) => places(line)[i] !== null);
-    const distance = (i) => Math.abs(places(line)[i] - value);
-    const best = known.reduce((a, b) => (distance(b) < distance(a) ? b : a), known[0]);
-    return best === undefined || value > places(line)[known.at(-1)] + 0.05 * (x.high - x.low) ? null : best;
+    const distances = places(line).map((each) => (each === null ? Infinity : Math.abs(each - value)));
+    const best = distances.indexOf(Math.min(...distances));
+    const ended = value > Math.max(...places(line)) + 0.05 * (x.high - x.low);
+    return ended || distances[best] === Infinity ? null : best;
   };
   const steps = ({ first, last, step }, i) =>
     (first && first[i] !== last[i] ? `steps ${long(first[i])}–${long(last[i])}` : `step ${long(step[i])}`);

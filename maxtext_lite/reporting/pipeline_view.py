@@ -16,10 +16,7 @@ _CHARACTER_EM = 0.56  # width of a character, on average, in a wide sans-serif; 
 
 
 def pipeline_text(shape: PipelineShape, schedule: Schedule) -> str:
-    """A line for each stage, a column for each tick: F3 is microbatch 3 forwards, B3 backwards, a dot a wait.
-
-    A letter is added where there are several rounds: a for the first one.
-    """
+    """A line for each stage, a column for each tick: F3b is microbatch 3 forwards in the second round, a dot a wait."""
 
     def cell(work: Work) -> str:
         pieces = [(letter, piece) for letter, piece in (("F", work.forward), ("B", work.backward)) if piece]

@@ -64,10 +64,7 @@ _MEANINGS = {
 
 
 def plan_rows(plan: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """Value and meaning of every entry of plan.json but the ramp, the memory and the warnings, which are elsewhere.
-
-    Those of reinforcement learning, one level down, are rows like the others.
-    """
+    """Value and meaning of every entry of plan.json, those of RL too, but of the ramp, the memory and the warnings."""
     rows: dict[str, tuple[str, str]] = {}
     pipelined = plan.get("num_pipeline_stages", 1) != 1
     hosts, loading = plan.get("num_hosts"), as_list(plan.get("loading_hosts"))
@@ -100,10 +97,7 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def memory_parts(plan: Mapping[str, Any]) -> tuple[str, list[tuple[str, str, float]]]:
-    """The sentence above the memory bar, and each part's name, bytes and share; empty where the plan has none.
-
-    Shares are of the device's memory, or of the sum where that is not known.
-    """
+    """The memory of a device in words, and the name, bytes and share (of the sum if need be) of each part of it."""
     memory = as_object(plan.get("memory"))
     found = as_object(memory.get("at_peak")) or memory
     parts = [(name, found[key]) for key, name in PARTS.items() if isinstance(found.get(key), int | float)]

@@ -128,6 +128,10 @@ def _read_run(directory: Path, label: str) -> Run:
     metrics = directory / "metrics.jsonl"
     steps, skipped, evaluations = _read_metrics(metrics, notes)
     settings = _read_settings(directory / "config.yml", notes)
+    try:
+        num_parameters = count_parameters(load_config((directory / "config.yml").resolve())).total if settings else None
+    except ConfigError:  # of another version of maxtext_lite: its keys are shown, but mean something else
+        num_parameters = None
     written = datetime.datetime.fromtimestamp(metrics.stat().st_mtime, datetime.UTC) if metrics.is_file() else None
     return Run(
         directory,
@@ -139,7 +143,7 @@ def _read_run(directory: Path, label: str) -> Run:
         environment=_read_object(directory / "environment.json", notes),
         settings=settings,
         timeline=_read_timeline(directory / "timeline.jsonl", notes),
-        num_parameters=_num_parameters(directory / "config.yml") if settings else None,
+        num_parameters=num_parameters,
         last_written="" if written is None else f"{written:%Y-%m-%d %H:%M UTC}",
         notes=notes,
     )
@@ -249,10 +253,3 @@ def _read_settings(path: Path, notes: list[str]) -> dict[str, Setting]:
     # The origin of a value is the comment that ends its line.
     origins = {line.partition(":")[0]: line.rpartition(" # ")[2] for line in text.splitlines() if " # " in line}
     return {key: Setting(full_text(entry.value), base.get(key), origins.get(key, "")) for key, entry in entries}
-
-
-def _num_parameters(path: Path) -> int | None:
-    try:
-        return count_parameters(load_config(path.resolve())).total
-    except ConfigError:  # of another version of maxtext_lite: its keys are shown, but mean something else
-        return None
