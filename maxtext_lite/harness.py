@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from maxtext_lite.evaluate import TextScorer
-from maxtext_lite.generate import model_config
+from maxtext_lite.config.hf.model_directory import directory_config
+from maxtext_lite.generation.scoring import TextScorer
 
 NAME = "maxtext_lite"
 """What `--model` calls a model of ours."""
@@ -38,10 +38,10 @@ class HarnessModel:
         directory, self._max_length = Path(path), int(max_length)
         self._scorer = TextScorer(
             directory,
-            model_config(directory, dtype),
+            directory_config(directory, dtype),
             max_length=self._max_length,
             rows_at_once=int(batch_size),
-            parallelism={"tensor": int(tensor), "fsdp": int(fsdp)},
+            mesh={"tensor": int(tensor), "fsdp": int(fsdp)},
         )
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
@@ -52,7 +52,7 @@ class HarnessModel:
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
         """For each request's text, the log-likelihood of all of it."""
         texts = [request.args[0] for request in requests]
-        return [sum(one.log_likelihood for one in self._scorer.whole(text, self._max_length - 1)) for text in texts]
+        return [sum(one.log_likelihood for one in self._scorer.windows(text, self._max_length - 1)) for text in texts]
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
         """For each request's (context, options), what the model writes, up to one of the texts in `until`."""

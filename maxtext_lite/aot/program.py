@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from importlib import metadata
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -168,7 +168,8 @@ def compile_for(
     """`compile_program` for N simulated CPU devices, a machine by name that need not be there, or the real devices.
 
     Raises:
-      UserError: the config cannot be planned for that machine, there is no such machine, or the step does not fit on it.
+      UserError: the config cannot be planned for that machine, it cannot be compiled for, or the step does not fit on
+        it.
     """
     # The data's length would only change constants of the schedule.
     if config.num_epochs:
@@ -197,7 +198,9 @@ def compile_for(
         ) from None
 
 
-def _plan(config: Config, num_devices: int, num_hosts: int, platform: str | Accelerator, device_kind: str) -> BatchPlan:
+def _plan(
+    config: Config, num_devices: int, num_hosts: int, platform: Literal["cpu"] | Accelerator, device_kind: str
+) -> BatchPlan:
     device = device_of_kind(device_kind)
     memory_gb = None if device is None else device.memory_bytes / 1e9
     return make_plan(

@@ -84,7 +84,10 @@ def generate(directory: Path, config: Config, asked: GenerateConfig, *, as_json:
     prompter = None if asked.prompt_ids is not None else _Prompter.of(directory, config, asked)
     texts = [asked.prompt] if asked.prompts is None else asked.prompts
     prompts = [prompter.prompt(text) for text in texts] if prompter else asked.prompt_ids or []
-    if problems := [*_prompt_problems(prompts, asked, config), *mesh_problems(config, len(start_devices()), asked.mesh)]:
+    if problems := [
+        *_prompt_problems(prompts, asked, config),
+        *mesh_problems(config, len(start_devices()), asked.mesh),
+    ]:
         raise UserError(problems)
     with jax.default_matmul_precision(config.matmul_precision):
         sampler = Sampler(*load_on_mesh(directory, config, asked.mesh))

@@ -70,21 +70,29 @@ class Cloze(BaseModel):
         return 0
 
 
-def read_questions(path: str, kind: Literal["choices", "cloze"]) -> list[Question] | list[Cloze]:
+def read_text(key: str, path: str) -> str:
+    """The text of a file.
+
+    Raises:
+      UserError: it cannot be read; names `key`.
+    """
+    try:
+        return user_path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{key}={path}: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{key}={path} is not UTF-8 text.") from None
+
+
+def read_questions(path: str, kind: Literal["choices", "cloze"]) -> list[Question | Cloze]:
     """The questions of a JSONL file.
 
     Raises:
       UserError: the file is missing or empty, or a line is not such a question; names it.
     """
-    try:
-        lines = user_path(path).read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise UserError(f"{kind}={path}: {error.strerror}.") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{kind}={path} is not UTF-8 text.") from None
-    model: Any = Question if kind == "choices" else Cloze
-    questions: list[Any] = []
-    for number, line in enumerate(lines, 1):
+    model = Question if kind == "choices" else Cloze
+    questions: list[Question | Cloze] = []
+    for number, line in enumerate(read_text(kind, path).splitlines(), 1):
         if not line.strip():
             continue
         try:
@@ -115,16 +123,8 @@ def with_blank(context: str, continuation: str) -> str:
     return continuation if parted else f" {continuation}"
 
 
-def _read_text(path: str) -> str:
-    try:
-        return user_path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"text={path}: {error.strerror}.") from None
-    except UnicodeDecodeError:
-        raise UserError(f"text={path} is not UTF-8 text.") from None
-
-
-def _perplexity(scored: Sequence[Any], text: str) -> dict[str, float]:
+def perplexity(scored: Sequence[Likelihood], text: str) -> dict[str, float]:
+    """Of a text, by all its parts."""
     nll, tokens = -sum(part.log_likelihood for part in scored), sum(part.num_tokens for part in scored)
     return {
         "loss": nll / tokens,
@@ -134,7 +134,7 @@ def _perplexity(scored: Sequence[Any], text: str) -> dict[str, float]:
     }
 
 
-def _answers(questions: Sequence[Any], scored: Sequence[Any]) -> dict[str, float]:
+def accuracy(questions: Sequence[Question | Cloze], scored: Sequence[Likelihood]) -> dict[str, float]:
     """Accuracy by log-likelihood and by that divided by a continuation's bytes; of cloze, how often it is greedy."""
     rest = list(scored)
     right = right_by_byte = greedy = nll = tokens = 0.0
@@ -155,5 +155,3 @@ def _answers(questions: Sequence[Any], scored: Sequence[Any]) -> dict[str, float
     if all(len(question.choices) == 1 for question in questions):
         return {"accuracy": greedy / number, **about}
     return {"accuracy": right / number, "accuracy_per_byte": right_by_byte / number, **about}
-
-

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxtext_lite.config import Config
+from maxtext_lite.config.errors import value_text
 from maxtext_lite.models import Decoder, KVCache, Sampling, sample_token
-from maxtext_lite.parallel import MESH_AXES, make_mesh, tree_shardings
-from maxtext_lite.training.parameter_files import load_parameters
+from maxtext_lite.parallel import MESH_AXES, make_mesh
+from maxtext_lite.training.parameter_files import abstract_on_mesh, load_parameters
 from maxtext_lite.training.state import make_plain_decoder
 
 _PADDED_TO = 64  # prompts and caches are padded to a multiple of this, so that few shapes are compiled
@@ -32,13 +33,34 @@ def load_on_mesh(
     decoder = make_plain_decoder(config)
     sizes = dict.fromkeys(MESH_AXES, 1) | dict(parallelism)
     mesh = make_mesh(sizes, dict.fromkeys(MESH_AXES, 1), jax.devices()[: math.prod(sizes.values())])
-    abstract = jax.tree.map(
-        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
-        decoder.abstract_params,
-        tree_shardings(mesh, decoder.axes),
-    )
+    abstract = abstract_on_mesh(decoder, mesh, " x ".join(f"{axis} {size}" for axis, size in parallelism.items()))
     with jax.set_mesh(mesh):
         return decoder, load_parameters(directory, abstract, "run_directory"), mesh
+
+
+def mesh_problems(config: Config, num_devices: int, sizes: Mapping[str, int]) -> list[str]:
+    """What keeps a model from lying on a mesh of these sizes of `num_devices`: a sentence for each key.
+
+    Args:
+      sizes: of the mesh axes tensor, fsdp and data, as far as they are given.
+    """
+    width = config.base_mlp_dim if config.num_experts == 1 else config.moe_mlp_dim
+    heads = math.gcd(config.base_num_query_heads, config.base_num_kv_heads)
+    divided = {
+        "tensor": (math.gcd(heads, width, config.vocab_size), "heads, mlp and vocabulary"),
+        "fsdp": (config.base_emb_dim, "embedding"),
+        "data": (0, "copies"),
+    }
+    problems, devices = [], "1 device" if num_devices == 1 else f"{num_devices} devices"
+    for axis, size in sizes.items():
+        others, (dim, what) = math.prod(sizes.values()) // size, divided[axis]
+        works = [n for n in range(1, num_devices // others + 1) if dim % n == 0] or [1]
+        if size not in works:
+            problems.append(
+                f"ici_{axis}_parallelism={value_text(size)} does not divide the model's {what} over {devices}. "
+                f"Nearest that works: {min(works, key=lambda n: abs(n - size))}."
+            )
+    return problems
 
 
 class Sampler:
@@ -50,24 +72,6 @@ class Sampler:
         self._prefill = jax.jit(functools.partial(first_token, decoder), static_argnames=("sampling",))
         extend = functools.partial(next_token, decoder)
         self._extend = jax.jit(extend, donate_argnums=2, static_argnames=("sampling",))
-
-    @classmethod
-    def from_run(
-        cls,
-        run_directory: Path,
-        config: Config,
-        *,
-        tensor_parallelism: int = 1,
-        fsdp_parallelism: int = 1,
-        data_parallelism: int = 1,
-    ) -> "Sampler":
-        """The newest parameters of a run, or those of a Hugging Face directory, on as many devices as that takes.
-
-        Raises:
-          UserError: there are no parameters, or they are of another model.
-        """
-        sizes = {"tensor": tensor_parallelism, "fsdp": fsdp_parallelism, "data": data_parallelism}
-        return cls(*load_on_mesh(run_directory, config, sizes))
 
     def stream(
         self,

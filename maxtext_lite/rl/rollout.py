@@ -19,7 +19,8 @@ from maxtext_lite.config.errors import nearest_clause
 from maxtext_lite.generation.sampler import first_token, next_token
 from maxtext_lite.models import Decoder, KVCache, Sampling
 from maxtext_lite.parallel import num_shards, over_replicas, sharding
-from maxtext_lite.rl.transfer import Transfer, refuse_uneven
+from maxtext_lite.rl.transfer import Transfer
+from maxtext_lite.training.parameter_files import abstract_on_mesh
 
 _PADDED_TO = 16  # tokens of prompts and caches; prompts to this times a power of 2, so that few shapes are compiled
 _PREFILL_TOKENS = 8_192  # of one replica's prompts at a time, as scores of all of them are in memory at once
@@ -184,7 +185,8 @@ class LocalEngine:
                 f"rollout_slots={num_slots} is not a multiple of the {shards} shards of the devices that sample."
                 f"{nearest_clause(near)}"
             )
-        refuse_uneven(decoder, mesh)
+        sizes = [f"rollout_{axis}_parallelism={mesh.shape[axis]}" for axis in ("tensor", "fsdp")]
+        abstract_on_mesh(decoder, mesh, f"{' and '.join(sizes)}. Nearest that works: 1 each.")
         self._num_slots, self._slots_per_replica = num_slots, num_slots // self._num_replicas
         self._refill_at = max(1, int(refill_fraction * num_slots))
         self._num_positions = _round_up(max_prompt_tokens + max_new_tokens)

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from maxtext_lite.config import UserError
 from maxtext_lite.models import Decoder, merged
 from maxtext_lite.parallel import MESH_AXES, make_mesh, tree_shardings
 
@@ -16,26 +15,6 @@ def sampling_mesh(devices: Sequence[Any], sizes: Mapping[str, int]) -> Mesh:
     """The mesh of the devices that sample, of these sizes by axis (`batching.rollout_mesh`); the others have 1."""
     ones: dict[str, int] = dict.fromkeys(MESH_AXES, 1)
     return make_mesh(ones | dict(sizes), ones, devices)
-
-
-def refuse_uneven(decoder: Decoder, mesh: Mesh) -> None:
-    """Returns if every parameter can be split over the mesh as its axes say.
-
-    Raises:
-      UserError: one cannot; names it.
-    """
-    shardings = tree_shardings(mesh, decoder.axes)
-    for (path, leaf), where in zip(
-        jax.tree_util.tree_leaves_with_path(decoder.abstract_params), jax.tree.leaves(shardings), strict=True
-    ):
-        try:
-            where.shard_shape(leaf.shape)
-        except ValueError:
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
-            raise UserError(
-                f"parameter {name} of shape {leaf.shape} cannot be split evenly over rollout_tensor_parallelism="
-                f"{mesh.shape['tensor']} and rollout_fsdp_parallelism={mesh.shape['fsdp']}. Nearest that works: 1 each."
-            ) from None
 
 
 class Transfer:

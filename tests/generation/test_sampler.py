@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from maxtext_lite.config import load_config
-from maxtext_lite.convert import hf_config
-from maxtext_lite.generation.sampler import Sampler, load_on_mesh
+from maxtext_lite.config.hf.model_directory import hf_config
+from maxtext_lite.generation.sampler import Sampler, load_on_mesh, mesh_problems
 from maxtext_lite.generation.scoring import Scorer, Span
 from maxtext_lite.training import train
-from tests.training.conftest import TINY
+from tests.training.conftest import TINY, make_setup
 
 PROMPTS = [[5, 6, 7, 8, 9], [40], [17, 3, 99]]
 
@@ -37,7 +37,7 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def sampler(run):
-    return Sampler.from_run(run.run_directory, load_config(run.run_directory / "config.yml"))
+    return Sampler(*load_on_mesh(run.run_directory, load_config(run.run_directory / "config.yml"), {}))
 
 
 def _texts(sampler, prompts, **how):
@@ -84,9 +84,9 @@ def test_dynamic_rotation_goes_on_as_transformers_does_with_its_cache(factor, tm
         assert scorer.score([Span(tokens, 1)])[0].log_likelihood == pytest.approx(likelihood, abs=1e-3)
 
 
-def test_greedy_tokens_are_the_argmax_of_the_whole_sequence(run, sampler, setup):
+def test_greedy_tokens_are_the_argmax_of_the_whole_sequence(run, sampler):
     texts = _texts(sampler, PROMPTS, max_new_tokens=6, temperature=0)
-    decoder, params = setup().decoder, jax.device_get(run.state.params)
+    decoder, params = make_setup().decoder, jax.device_get(run.state.params)
     for prompt, text in zip(PROMPTS, texts, strict=True):
         tokens = list(prompt)
         for token, log_probability in text:
@@ -120,6 +120,16 @@ def test_a_stop_token_ends_its_own_text_only(sampler):
 
 def test_tensor_parallel_sampling_gives_the_same_text(run, sampler):
     config = load_config(run.run_directory / "config.yml")
-    on_two = Sampler.from_run(run.run_directory, config, tensor_parallelism=2)
+    on_two = Sampler(*load_on_mesh(run.run_directory, config, {"tensor": 2}))
     one, two = (_texts(s, PROMPTS, max_new_tokens=5, temperature=0) for s in (sampler, on_two))
     assert json.dumps([[t for t, _ in text] for text in one]) == json.dumps([[t for t, _ in text] for text in two])
+
+
+def test_a_mesh_that_a_model_cannot_lie_on_is_named_by_each_of_its_keys():
+    config = load_config(None, list(TINY))
+    assert mesh_problems(config, 8, {"tensor": 2, "fsdp": 4}) == []
+    tensor, fsdp = mesh_problems(config, 8, {"tensor": 4, "fsdp": 3})
+    assert tensor.startswith("ici_tensor_parallelism=4 does not divide the model's heads, mlp and vocabulary over 8")
+    assert fsdp == (
+        "ici_fsdp_parallelism=3 does not divide the model's embedding over 8 devices. Nearest that works: 2."
+    )

@@ -25,7 +25,7 @@ def hf_config(directory: Path, overrides: Sequence[str] = ()) -> Config:
     return load_config(None, [f"load_parameters_path={directory}", *tokens, *formats, *overrides])
 
 
-def model_config(directory: Path, dtype: str) -> Config:
+def directory_config(directory: Path, dtype: str) -> Config:
     """The config of a run or of a Hugging Face directory.
 
     Args:
