@@ -17,6 +17,7 @@ from maxtext_lite.batching.ledger import bytes_text
 from maxtext_lite.batching.roofline import Roofline, roofline
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.kernels import Accelerator
+from maxtext_lite.models.decoder import Params
 from maxtext_lite.models.dropless import FURTHER_ROUNDS
 from maxtext_lite.parallel import accelerator_of, simulated_devices, start_devices
 from maxtext_lite.training.executables import Executables
@@ -277,7 +278,7 @@ def _open_trips(plan: BatchPlan) -> int | None:
     return plan.stages[-1].gradient_accumulation_steps if plan.ramps_accumulation else None
 
 
-def parameter_layouts(params: Any, axes_tree: Any, local: LocalUpdates | None) -> Iterable[ParameterLayout]:
+def parameter_layouts(params: Params, axes_tree: Any, local: LocalUpdates | None) -> Iterable[ParameterLayout]:
     """Where each parameter of an abstract state lies; `axes_tree` has the logical axes of each."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     all_axes = jax.tree.leaves(axes_tree, is_leaf=lambda node: isinstance(node, tuple))
@@ -295,7 +296,7 @@ def parameter_layouts(params: Any, axes_tree: Any, local: LocalUpdates | None) -
         )
 
 
-def bytes_per_device(leaf: Any) -> int:
+def bytes_per_device(leaf: jax.ShapeDtypeStruct | jax.Array) -> int:
     """Bytes of one device's part of an array, which may be abstract."""
     return int(np.prod(leaf.sharding.shard_shape(leaf.shape), dtype=np.int64)) * leaf.dtype.itemsize
 

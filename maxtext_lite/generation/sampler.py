@@ -4,7 +4,6 @@ import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ import numpy as np
 from maxtext_lite.config import Config
 from maxtext_lite.config.errors import value_text
 from maxtext_lite.models import Decoder, KVCache, Sampling, sample_token
+from maxtext_lite.models.decoder import Params
 from maxtext_lite.parallel import MESH_AXES, make_mesh
 from maxtext_lite.training.parameter_files import abstract_on_mesh, load_parameters
 from maxtext_lite.training.state import make_plain_decoder
@@ -22,7 +22,7 @@ _PADDED_TO = 64  # prompts and caches are padded to a multiple of this, so that 
 
 def load_on_mesh(
     directory: Path, config: Config, parallelism: Mapping[str, int]
-) -> tuple[Decoder, Any, jax.sharding.Mesh]:
+) -> tuple[Decoder, Params, jax.sharding.Mesh]:
     """The decoder of a run or of a Hugging Face directory, its newest parameters, and the mesh that they are on.
 
     Args:
@@ -66,10 +66,10 @@ def mesh_problems(config: Config, num_devices: int, sizes: Mapping[str, int]) ->
 class Sampler:
     """A decoder with its parameters on a mesh, and the jitted functions that go on from prompts."""
 
-    def __init__(self, decoder: Decoder, params: Any, mesh: jax.sharding.Mesh):
+    def __init__(self, decoder: Decoder, params: Params, mesh: jax.sharding.Mesh):
         self._decoder, self._mesh = decoder, mesh
         self._params = jax.jit(decoder.cast)(params)
-        self._prefill = jax.jit(functools.partial(first_token, decoder), static_argnames=("sampling",))
+        self._prefill = jax.jit(self._first, static_argnames=("num_positions", "sampling"))
         extend = functools.partial(next_token, decoder)
         self._extend = jax.jit(extend, donate_argnums=2, static_argnames=("sampling",))
 
@@ -96,13 +96,13 @@ class Sampler:
         token_BT = np.zeros((len(prompts), _round_up(lengths.max())), np.int32)
         for row, prompt in zip(token_BT, prompts, strict=True):
             row[: len(prompt)] = prompt
-        cache = self._decoder.new_cache(len(prompts), _round_up(lengths.max() + max_new_tokens))
+        num_positions = _round_up(lengths.max() + max_new_tokens)
         root = jax.random.key(seed)
         key_B = jax.vmap(lambda number: jax.random.fold_in(root, number))(jnp.arange(len(prompts)))
         running = [number < num_asked for number in range(len(prompts))]
         with jax.set_mesh(self._mesh):
             token_B, log_probability_B, cache = self._prefill(
-                self._params, token_BT, cache, jnp.asarray(lengths), key_B, sampling=sampling
+                self._params, token_BT, jnp.asarray(lengths), key_B, num_positions=num_positions, sampling=sampling
             )
             for added in range(max_new_tokens):
                 following = None
@@ -120,10 +120,24 @@ class Sampler:
                     return
                 token_B, log_probability_B, cache = following
 
+    def _first(
+        self,
+        params: Params,
+        token_BT: jax.Array,
+        length_B: jax.Array,
+        key_B: jax.Array,
+        *,
+        num_positions: int,
+        sampling: Sampling,
+    ) -> tuple[jax.Array, jax.Array, KVCache]:
+        """`first_token` in a new cache, which lies from the start where the model's attention has it."""
+        cache = self._decoder.new_cache(token_BT.shape[0], num_positions)
+        return first_token(self._decoder, params, token_BT, cache, length_B, key_B, sampling=sampling)
+
 
 def first_token(
     decoder: Decoder,
-    params: Any,
+    params: Params,
     token_BT: jax.Array,
     cache: KVCache,
     length_B: jax.Array,
@@ -146,7 +160,7 @@ def first_token(
 
 def next_token(
     decoder: Decoder,
-    params: Any,
+    params: Params,
     token_B: jax.Array,
     cache: KVCache,
     length_B: jax.Array,
@@ -162,7 +176,7 @@ def next_token(
 
 def _draw(
     decoder: Decoder,
-    params: Any,
+    params: Params,
     x_BTD: jax.Array,
     position_B: jax.Array,
     key_B: jax.Array,

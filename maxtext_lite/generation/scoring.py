@@ -4,7 +4,6 @@ import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +15,7 @@ from maxtext_lite.generation.requests import EvaluateConfig
 from maxtext_lite.generation.sampler import Sampler, load_on_mesh, mesh_problems
 from maxtext_lite.generation.text_tokens import TextTokens
 from maxtext_lite.models import Decoder
+from maxtext_lite.models.decoder import Params
 from maxtext_lite.parallel import start_devices
 from maxtext_lite.training.loss import likeliest_tokens, token_losses
 
@@ -53,7 +53,7 @@ class Scorer:
       rows_at_once: rows of one forward pass.
     """
 
-    def __init__(self, decoder: Decoder, params: Any, mesh: jax.sharding.Mesh, *, rows_at_once: int):
+    def __init__(self, decoder: Decoder, params: Params, mesh: jax.sharding.Mesh, *, rows_at_once: int):
         self._decoder, self._mesh = decoder, mesh
         self._params = jax.jit(decoder.cast)(params)
         shards = mesh.shape["fsdp"]
@@ -94,7 +94,7 @@ class Scorer:
 
 
 def _row_scores(
-    decoder: Decoder, params: Any, token_BT: jax.Array, target_BT: jax.Array, first_B: jax.Array, end_B: jax.Array
+    decoder: Decoder, params: Params, token_BT: jax.Array, target_BT: jax.Array, first_B: jax.Array, end_B: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Log-likelihood [B] of the targets at positions first_B ... end_B - 1, and whether each is the likeliest."""
     B, T = token_BT.shape

@@ -14,7 +14,7 @@ import threading
 import time
 import urllib.parse
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import value_text
@@ -112,12 +112,12 @@ class Server:
         if kind != "application/json":
             raise self._problem(path, f"answers with {_shown(kind)}, not with application/json: {_shown(text)}")
         try:
-            answer = json.loads(text.decode())
+            answer: Any = json.loads(text.decode())
         except (ValueError, RecursionError):  # bytes that are no UTF-8 are a ValueError too
             answer = None
-        if not isinstance(answer, dict):
-            raise self._problem(path, f"answers what is not a JSON object: {_shown(text)}")
-        return answer
+        if isinstance(answer, dict):
+            return cast(dict[str, Any], answer)
+        raise self._problem(path, f"answers what is not a JSON object: {_shown(text)}")
 
     def _problem(self, path: str, what: str) -> UserError:
         return UserError(f"{self.name}: {self._origin}{path} {what}.")

@@ -6,15 +6,19 @@ response); Yu et al. 2025, arXiv:2503.14476, section 3 (DAPO: a clip range of it
 Liu et al. 2025, arXiv:2503.20783, section 3 (Dr. GRPO: sums over tokens, divided by a constant).
 """
 
+# pyright: reportUnknownMemberType=false
+# jax declares some of its functions in part.
+
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
 from maxtext_lite.config import NumericsConfig
 from maxtext_lite.models import Decoder
+from maxtext_lite.models.decoder import Params
 from maxtext_lite.training.loss import (
     LossSums,
     auxiliary_loss,
@@ -128,7 +132,7 @@ class Policy:
     def loss(
         self,
         decoder: Decoder,
-        params: Any,
+        params: Params,
         x_BTD: jax.Array,
         aux: dict[str, jax.Array],
         rows: dict[str, jax.Array],

@@ -52,6 +52,18 @@ class Scores:
     errors: int
     messages: list[str]
 
+    def to_json(self) -> dict[str, Any]:
+        """What `from_json` reads."""
+        by_name = {name: values.tolist() for name, values in self.by_name.items()}
+        return {**vars(self), "total": self.total.tolist(), "by_name": by_name}
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Self:
+        """The same scores."""
+        by_name = {name: np.array(values, np.float64) for name, values in fields["by_name"].items()}
+        total = np.array(fields["total"], np.float64)
+        return cls(total, by_name, fields["errors"], fields["messages"])
+
 
 class Rewards:
     """The reward functions of a config, ready to be called; a context manager. Threads may share it.

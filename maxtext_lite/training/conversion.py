@@ -1,9 +1,8 @@
 """A Hugging Face directory as one like a run's, and a run's model, or its adapters, as a Hugging Face directory."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -11,12 +10,14 @@ from maxtext_lite.batching.topology import resolve_mesh
 from maxtext_lite.config import Config, UserError, load_config, write_resolved
 from maxtext_lite.config.errors import writing
 from maxtext_lite.config.hf.config import hf_directory, model_keys, run_config_json, tokenizer_keys
+from maxtext_lite.config.hf.fields import JsonObject
 from maxtext_lite.config.hf.model_directory import hf_config
 from maxtext_lite.config.problem import Problem
 from maxtext_lite.config.schema import MeshConfig
 from maxtext_lite.data import load_tokenizer
 from maxtext_lite.hf import carry_files, export_adapters, export_model, flat
 from maxtext_lite.hf.carried import carry_tokenizer, tokenizer_file
+from maxtext_lite.models.decoder import Params
 from maxtext_lite.parallel import make_mesh, start_devices
 from maxtext_lite.training.parameter_files import (
     PARAMETERS,
@@ -92,7 +93,7 @@ def export_directory(source: Path, out: Path, overrides: Sequence[str], *, merge
     return f"{_count(params):,} parameters in {out}, as {fields['model_type']} in {config.weight_dtype}"
 
 
-def _export_adapters(source: Path, out: Path, abstract: Any, fields: Mapping[str, Any], config: Config) -> str:
+def _export_adapters(source: Path, out: Path, abstract: Params, fields: JsonObject, config: Config) -> str:
     kind, keys = fields["model_type"], model_keys(fields, "config.json")
     mesh = jax.tree.leaves(abstract)[0].sharding.mesh
     found = load_adapters(whole_checkpoint(source, "RUN_DIR", PARAMETERS), mesh)
@@ -111,7 +112,7 @@ def _end_of_text_id(config: Config) -> int | None:
     return end if end is not None and end < config.vocab_size else None
 
 
-def _abstract_params(config: Config) -> Any:
+def _abstract_params(config: Config) -> Params:
     """Shapes and places of a model's parameters on this machine's devices.
 
     Raises:
@@ -126,5 +127,5 @@ def _abstract_params(config: Config) -> Any:
     return abstract_on_mesh(make_plain_decoder(config), mesh, uneven)
 
 
-def _count(params: Any) -> int:
+def _count(params: Params) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))

@@ -9,10 +9,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from maxtext_lite.config.errors import UserError, any_of, value_text
-from maxtext_lite.config.hf.fields import DEFAULTS, WITHOUT_EFFECT, Fields, same_architecture
+from maxtext_lite.config.hf.fields import DEFAULTS, WITHOUT_EFFECT, Fields, JsonObject, Keys, same_architecture
 from maxtext_lite.config.hf.parts import (
     Activation,
     Bias,
@@ -194,7 +193,7 @@ _ALSO_WITHOUT_EFFECT: Mapping[str, frozenset[str]] = {
 }
 
 
-def family_of(fields: Mapping[str, Any], where: str) -> str:
+def family_of(fields: JsonObject, where: str) -> str:
     """The model_type, which is one of FAMILIES.
 
     Raises:
@@ -219,7 +218,7 @@ def _misspelled(kind: object) -> str:
     return f" Did you mean '{meant[0]}'?" if meant else ""
 
 
-def model_keys(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
+def model_keys(fields: JsonObject, where: str) -> Keys:
     """Every key of the Model section that decides parameters or logits, as a config.json states it.
 
     Args:
@@ -234,12 +233,12 @@ def model_keys(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
     return keys
 
 
-def field_names(fields: Mapping[str, Any]) -> dict[str, str]:
+def field_names(fields: JsonObject) -> dict[str, str]:
     """For each key that a config.json decides by a field of its own, that field's name."""
     return _read(fields, "")[0].names
 
 
-def _read(fields: Mapping[str, Any], where: str) -> tuple[Fields, dict[str, Any]]:
+def _read(fields: JsonObject, where: str) -> tuple[Fields, Keys]:
     """What is left of the fields, with what is wrong with the others, and the keys that those decide."""
     kind = family_of(fields, where)
     left, keys = Fields(fields), dict(DEFAULTS)
@@ -256,9 +255,9 @@ def config_json(
     *,
     max_position_embeddings: int,
     dtype: str,
-    original: Mapping[str, Any],
+    original: JsonObject,
     end_of_text_id: int | None = None,
-) -> dict[str, Any]:
+) -> JsonObject:
     """The config.json of a model with these keys, which transformers 4 and 5 read alike.
 
     Args:
@@ -272,7 +271,7 @@ def config_json(
     nearest: list[str] | None = None
     for kind in kinds:
         family = FAMILIES[kind]
-        written: dict[str, Any] = {}
+        written: JsonObject = {}
         for part in family.parts:
             written |= part.write(config)
         positions = {"max_position_embeddings": max_position_embeddings} if "n_positions" not in written else {}
@@ -293,7 +292,7 @@ def config_json(
 
 def run_config_json(
     directory: Path, config: ModelConfig, *, num_positions: int, dtype: str, end_of_text_id: int | None = None
-) -> dict[str, Any]:
+) -> JsonObject:
     """`config_json` of the model of a run or imported directory, which keeps what it came with, where it came with it.
 
     Args:
@@ -312,11 +311,11 @@ def run_config_json(
     )
 
 
-def _of_old_versions(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _of_old_versions(fields: JsonObject) -> JsonObject:
     return {name: fields[name] for name in ("rope_theta", "rope_scaling") if name in fields}
 
 
-def _differing(fields: Mapping[str, Any], config: ModelConfig) -> list[str]:
+def _differing(fields: JsonObject, config: ModelConfig) -> list[str]:
     """The keys that do not survive being written and read."""
     try:
         keys = model_keys(fields, "config.json")
@@ -375,7 +374,7 @@ def has_hf_weights(path: str | Path) -> bool:
     raise UserError(f"{root} has a config.json, but no .safetensors file with weights.")
 
 
-def stored_dtype(fields: Mapping[str, Any]) -> str:
+def stored_dtype(fields: JsonObject) -> str:
     """The number format that config.json names for the weights, "float32" where it names none."""
     return str(fields.get("dtype") or fields.get("torch_dtype") or "float32").removeprefix("torch.")
 

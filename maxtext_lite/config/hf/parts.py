@@ -1,20 +1,20 @@
 """The parts of which families of config.json are made: each owns some fields and some keys, in both directions."""
 
-from typing import Any, Protocol
+from typing import Protocol
 
 from maxtext_lite.config.errors import any_of, value_text
-from maxtext_lite.config.hf.fields import Fields
+from maxtext_lite.config.hf.fields import Fields, JsonObject, Keys
 from maxtext_lite.config.schema import ModelConfig
 
 
 class Part(Protocol):
     """Some fields and what they mean."""
 
-    def read(self, fields: Fields) -> dict[str, Any]:
+    def read(self, fields: Fields) -> Keys:
         """The keys that the fields decide; `fields` notes which field decides which, and what is wrong with them."""
         ...
 
-    def write(self, config: ModelConfig) -> dict[str, Any]:
+    def write(self, config: ModelConfig) -> JsonObject:
         """The fields that say what the keys do."""
         ...
 
@@ -25,12 +25,12 @@ class Rename(Part):
     def __init__(self, **keys: str) -> None:
         self._keys = keys
 
-    def read(self, fields: Fields) -> dict[str, Any]:
+    def read(self, fields: Fields) -> Keys:
         """See Part."""
         fields.names |= {key: name for name, key in self._keys.items()}
         return {key: fields.need(name) for name, key in self._keys.items()}
 
-    def write(self, config: ModelConfig) -> dict[str, Any]:
+    def write(self, config: ModelConfig) -> JsonObject:
         """See Part."""
         return {name: getattr(config, key) for name, key in self._keys.items()}
 
@@ -38,15 +38,15 @@ class Rename(Part):
 class Defaulted(Part):
     """A field that is a key under another name, and has a default."""
 
-    def __init__(self, name: str, key: str, default: Any) -> None:
+    def __init__(self, name: str, key: str, default: object) -> None:
         self._name, self._key, self._default = name, key, default
 
-    def read(self, fields: Fields) -> dict[str, Any]:
+    def read(self, fields: Fields) -> Keys:
         """See Part."""
         fields.names[self._key] = self._name
         return {self._key: fields.take(self._name, self._default)}
 
-    def write(self, config: ModelConfig) -> dict[str, Any]:
+    def write(self, config: ModelConfig) -> JsonObject:
         """See Part."""
         return {self._name: getattr(config, self._key)}
 
@@ -57,7 +57,7 @@ class Every(Part):
     def __init__(self, *names: str, key: str) -> None:
         self._names, self._key = names, key
 
-    def read(self, fields: Fields) -> dict[str, Any]:
+    def read(self, fields: Fields) -> Keys:
         """See Part."""
         values = {name: fields.take(name) for name in self._names}
         there = {name: value for name, value in values.items() if value is not None}
@@ -70,7 +70,7 @@ class Every(Part):
                 fields.refuse(name, value, f"contradicts {next(iter(there))}={value_text(first)}.")
         return {self._key: first}
 
-    def write(self, config: ModelConfig) -> dict[str, Any]:
+    def write(self, config: ModelConfig) -> JsonObject:
         """See Part."""
         return {name: getattr(config, self._key) for name in self._names}
 
@@ -78,15 +78,15 @@ class Every(Part):
 class Fixed(Part):
     """Keys that are the same for every model of the family."""
 
-    def __init__(self, **values: Any) -> None:
+    def __init__(self, **values: object) -> None:
         self._values = values
 
-    def read(self, fields: Fields) -> dict[str, Any]:
+    def read(self, fields: Fields) -> Keys:
         """See Part."""
         del fields
         return dict(self._values)
 
-    def write(self, config: ModelConfig) -> dict[str, Any]:
+    def write(self, config: ModelConfig) -> JsonObject:
         """See Part."""
         del config
         return {}
@@ -95,17 +95,17 @@ class Fixed(Part):
 class Only(Part):
     """A field whose one value is what maxtext_lite computes; where `key` is given, it is that key too."""
 
-    def __init__(self, name: str, value: Any, *, key: str | None = None) -> None:
+    def __init__(self, name: str, value: object, *, key: str | None = None) -> None:
         self._name, self._value, self._key = name, value, key
 
-    def read(self, fields: Fields) -> dict[str, Any]:
+    def read(self, fields: Fields) -> Keys:
         """See Part."""
         value = fields.take(self._name, self._value)
         if value != self._value or isinstance(value, bool) != isinstance(self._value, bool):
             fields.refuse(self._name, value, f"cannot be expressed: it must be {value_text(self._value)}.")
         return {} if self._key is None else {self._key: self._value}
 
-    def write(self, config: ModelConfig) -> dict[str, Any]:
+    def write(self, config: ModelConfig) -> JsonObject:
         """See Part."""
         del config
         return {self._name: self._value}
@@ -114,7 +114,7 @@ class Only(Part):
 class ExpertGroups(Part):
     """DeepSeek-V2's choice of experts: `greedy` among all of them whatever groups are named, or in the best groups."""
 
-    def read(self, fields: Fields) -> dict[str, Any]:
+    def read(self, fields: Fields) -> Keys:
         """See Part."""
         method = fields.take("topk_method", "greedy")
         groups, chosen = fields.whole("n_group", 1), fields.whole("topk_group", 1)
@@ -125,7 +125,7 @@ class ExpertGroups(Part):
             fields.refuse("topk_method", method, "cannot be expressed: it must be greedy or group_limited_greedy.")
         return {"n_routing_groups": groups, "topk_routing_group": chosen}
 
-    def write(self, config: ModelConfig) -> dict[str, Any]:
+    def write(self, config: ModelConfig) -> JsonObject:
         """See Part."""
         groups = {"n_group": config.n_routing_groups, "topk_group": config.topk_routing_group}
         return {"topk_method": "greedy" if config.n_routing_groups == 1 else "group_limited_greedy", **groups}
@@ -142,7 +142,7 @@ class Heads(Part):
     def __init__(self, *, kv_heads: int | None = None, head_dim: int | None = None) -> None:
         self._kv_heads, self._head_dim = kv_heads, head_dim
 
-    def read(self, fields: Fields) -> dict[str, Any]:
+    def read(self, fields: Fields) -> Keys:
         """See Part."""
         heads = fields.whole("num_attention_heads")
         width = fields.take("head_dim", self._head_dim)
@@ -162,7 +162,7 @@ class Heads(Part):
             "head_dim": width,
         }
 
-    def write(self, config: ModelConfig) -> dict[str, Any]:
+    def write(self, config: ModelConfig) -> JsonObject:
         """See Part."""
         return {
             "num_attention_heads": config.base_num_query_heads,
@@ -174,7 +174,7 @@ class Heads(Part):
 class LearnedPositions(Part):
     """GPT-2's sizes: heads share the stream out, `n_positions` are learned, the mlp has `n_inner` or four times."""
 
-    def read(self, fields: Fields) -> dict[str, Any]:
+    def read(self, fields: Fields) -> Keys:
         """See Part."""
         heads, width = fields.whole("n_head"), fields.size("n_embd", 0)
         fields.names |= {
@@ -191,7 +191,7 @@ class LearnedPositions(Part):
             "trainable_position_size": fields.whole("n_positions", fields.take("n_ctx")),
         }
 
-    def write(self, config: ModelConfig) -> dict[str, Any]:
+    def write(self, config: ModelConfig) -> JsonObject:
         """See Part."""
         return {
             "n_head": config.base_num_query_heads,
@@ -210,7 +210,7 @@ class Activation(Part):
     def __init__(self, name: str, default: str) -> None:
         self._name, self._default = name, default
 
-    def read(self, fields: Fields) -> dict[str, Any]:
+    def read(self, fields: Fields) -> Keys:
         """See Part."""
         value = fields.take(self._name, self._default)
         if self._name == "hidden_activation":
@@ -220,7 +220,7 @@ class Activation(Part):
             value = self._default
         return {"mlp_activation": _ACTIVATIONS[value]}
 
-    def write(self, config: ModelConfig) -> dict[str, Any]:
+    def write(self, config: ModelConfig) -> JsonObject:
         """See Part."""
         if _ACTIVATIONS[self._default] == config.mlp_activation:
             return {self._name: self._default}
@@ -234,11 +234,11 @@ class Bias(Part):
     def __init__(self, name: str, which: str, *, default: bool = False) -> None:
         self._name, self._which, self._default = name, which, default
 
-    def read(self, fields: Fields) -> dict[str, Any]:
+    def read(self, fields: Fields) -> Keys:
         """See Part."""
         return {"attention_bias": self._which if fields.flag(self._name, self._default) else "none"}
 
-    def write(self, config: ModelConfig) -> dict[str, Any]:
+    def write(self, config: ModelConfig) -> JsonObject:
         """See Part."""
         return {self._name: config.attention_bias == self._which}
 
@@ -256,7 +256,7 @@ class SoftCaps(Part):
     def __init__(self, scores: float, logits: float) -> None:
         self._defaults = (scores, logits)
 
-    def read(self, fields: Fields) -> dict[str, Any]:
+    def read(self, fields: Fields) -> Keys:
         """See Part."""
         fields.names |= dict(zip(self._KEYS, self._FIELDS, strict=True))
         return {
@@ -264,7 +264,7 @@ class SoftCaps(Part):
             for name, key, default in zip(self._FIELDS, self._KEYS, self._defaults, strict=True)
         }
 
-    def write(self, config: ModelConfig) -> dict[str, Any]:
+    def write(self, config: ModelConfig) -> JsonObject:
         """See Part."""
         return {name: getattr(config, key) or None for name, key in zip(self._FIELDS, self._KEYS, strict=True)}
 
@@ -272,12 +272,12 @@ class SoftCaps(Part):
 class QueryScalar(Part):
     """What scores are divided by the root of, in Gemma."""
 
-    def read(self, fields: Fields) -> dict[str, Any]:
+    def read(self, fields: Fields) -> Keys:
         """See Part."""
         fields.names["query_pre_attn_scalar"] = "query_pre_attn_scalar"
         return {"query_pre_attn_scalar": fields.take("query_pre_attn_scalar", 256)}
 
-    def write(self, config: ModelConfig) -> dict[str, Any]:
+    def write(self, config: ModelConfig) -> JsonObject:
         """See Part."""
         scalar = config.query_pre_attn_scalar or config.head_dim
         return {"query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar}
@@ -288,7 +288,7 @@ class LatentAttention(Part):
 
     _WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
-    def read(self, fields: Fields) -> dict[str, Any]:
+    def read(self, fields: Fields) -> Keys:
         """See Part."""
         heads = fields.whole("num_attention_heads")
         widths = {name: fields.whole(name) for name in self._WIDTHS}
@@ -308,9 +308,9 @@ class LatentAttention(Part):
             "mla": {"q_lora_rank": fields.whole("q_lora_rank", without, least=0)} | widths,
         }
 
-    def write(self, config: ModelConfig) -> dict[str, Any]:
+    def write(self, config: ModelConfig) -> JsonObject:
         """See Part."""
-        fields: dict[str, Any] = {
+        fields: JsonObject = {
             "num_attention_heads": config.base_num_query_heads, "num_key_value_heads": config.base_num_kv_heads,
         }  # fmt: skip
         if config.mla is None:
