@@ -14,7 +14,7 @@ NAME = "maxtext_lite"
 """What `--model` calls a model of ours."""
 
 
-class Request(Protocol):
+class HarnessRequest(Protocol):
     """What the harness asks for; `args` are a context and what belongs to it, or a text alone."""
 
     @property
@@ -53,17 +53,17 @@ class HarnessModel:
             mesh={"tensor": int(tensor), "fsdp": int(fsdp)},
         )
 
-    def loglikelihood(self, requests: Sequence[Request]) -> list[tuple[float, bool]]:
+    def loglikelihood(self, requests: Sequence[HarnessRequest]) -> list[tuple[float, bool]]:
         """For each request's (context, continuation), its log-likelihood and whether it is the likeliest."""
         scored = self._scorer.continuations(request.args for request in requests)
         return [(one.log_likelihood, one.is_greedy) for one in scored]
 
-    def loglikelihood_rolling(self, requests: Sequence[Request]) -> list[float]:
+    def loglikelihood_rolling(self, requests: Sequence[HarnessRequest]) -> list[float]:
         """For each request's text, the log-likelihood of all of it."""
         texts = [request.args[0] for request in requests]
         return [sum(one.log_likelihood for one in self._scorer.windows(text, self._max_length - 1)) for text in texts]
 
-    def generate_until(self, requests: Sequence[Request]) -> list[str]:
+    def generate_until(self, requests: Sequence[HarnessRequest]) -> list[str]:
         """For each request's (context, options), what the model writes, up to one of the texts in `until`."""
         answers = []
         for request in requests:

@@ -28,7 +28,7 @@ from maxtext_lite.training.step import make_synchronise, make_train_step
 from maxtext_lite.xla import assumed_of, topology_devices
 from maxtext_lite.xla.hlo import Collective, collectives
 from maxtext_lite.xla.hlo_text import parse
-from maxtext_lite.xla.hlo_work import Work, work
+from maxtext_lite.xla.hlo_work import ProgramWork, work
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Program:
     collectives: tuple[Traffic, ...]
     synchronization: tuple[Traffic, ...] | None
     memory: ProgramMemory
-    work: Work
+    work: ProgramWork
     roofline: Roofline
     xla_flops: float | None
     model_flops: float
@@ -259,7 +259,9 @@ def compile_program(config: Config, plan: BatchPlan, devices: Sequence[Any]) -> 
     )
 
 
-def _roofline(device_kind: str, config: Config, done: Work, traffic: Sequence[Traffic], model_flops: float) -> Roofline:
+def _roofline(
+    device_kind: str, config: Config, done: ProgramWork, traffic: Sequence[Traffic], model_flops: float
+) -> Roofline:
     flops = dict(done.matmul_flops)
     if done.kernel_flops:  # in the dtype of the activations
         name = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}[config.dtype]

@@ -15,7 +15,7 @@ import numpy as np
 
 from maxtext_lite.config import DataConfig, UserError
 from maxtext_lite.data.chat import DATE_OF_TRAINING_DATA, ChatTemplate, Turn, chat_template
-from maxtext_lite.data.files import check_unicode
+from maxtext_lite.data.text_files import check_unicode
 from maxtext_lite.data.tokenizer import PlacedTokens, Tokenizer
 
 ROLES = ("system", "user", "assistant")

@@ -1,7 +1,7 @@
 """JSON over HTTP, asked of a server that may do anything: what it answers is bounded in bytes and in seconds.
 
 The standard library's connections, but for what it leaves open: redirects are not followed, a time-out is one for the
-whole answer and not for each of its bytes, and requests that nobody waits for any more are given up at once.
+whole answer and not for each of its bytes, and requests that nobody waits for any more are cancelled at once.
 """
 
 import base64
@@ -62,7 +62,7 @@ class Server:
 
         Args:
           path: from the host on.
-          ends: once it is set, the request is given up.
+          ends: once it is set, the request is cancelled.
         Raises:
           UserError: there is no answer in time, or it is a refusal, a redirect, too long or no object of JSON.
         """

@@ -136,7 +136,7 @@ class HttpEngine:
             )
 
     def _responses(self, requests: Sequence[Request], sampling: Sampling, max_new_tokens: int) -> list[Response]:
-        ends = threading.Event()  # set when one has failed: the others are given up
+        ends = threading.Event()  # set when one has failed: the others are cancelled
         futures = [self._pool.submit(self._response, request, sampling, max_new_tokens, ends) for request in requests]
         try:
             done = wait(futures, return_when=FIRST_EXCEPTION).done

@@ -184,13 +184,13 @@ class LocalEngine:
         self.decode_steps = 0
 
     def update(self, params: Params, step: int) -> None:
-        """Samples from these parameters of the trainer from now on; they may be on any mesh, with adapters, dealt."""
+        """Samples from these parameters of the trainer from now on: on any mesh, with adapters, over stages."""
         del step  # they are here when this returns
         self._params = None  # the old ones go before the new ones come
         self._params = self._transfer(params)
 
     def close(self) -> None:
-        """Gives the parameters up."""
+        """Drops the parameters."""
         self._params = None
 
     def generate(self, requests: Sequence[Request], *, sampling: Sampling, max_new_tokens: int) -> list[Response]:
@@ -337,7 +337,7 @@ class LocalEngine:
         *,
         sampling: Sampling,
     ) -> tuple[_Slots, tuple[jax.Array, ...]]:
-        """The slots once at most `leave_running` of them run, and what the host is told of them, with the steps."""
+        """The slots once at most `leave_running` of them run; the steps that took, and what the host must know."""
 
         def of_replica(params: Params, slots: _Slots) -> _Slots:
             running_B, count_B = slots.running_RB, slots.count_RB

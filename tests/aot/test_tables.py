@@ -3,7 +3,7 @@
 from maxtext_lite.aot.tables import time_lines
 from maxtext_lite.batching.devices import device_named
 from maxtext_lite.batching.roofline import roofline
-from maxtext_lite.xla.hlo_work import Kernel, Work
+from maxtext_lite.xla.hlo_work import KernelCalls, ProgramWork
 
 
 class Anything:
@@ -17,12 +17,13 @@ def test_times_and_the_bound_follow_from_the_devices_figures():
     device = device_named("v5e", option="--device")
     traffic = {"memory_bytes": 819e9, "sent_bytes": 100e9}
     flops = {"bf16": 197e12, "s8": None}
+    kernels = KernelCalls("splash", 4, None), KernelCalls("gmm", 3, 300.0)
     program = Anything(
         plan=Anything(num_devices=8),
         model_flops=8 * 98.5e12,
         sent_bytes=100e9,
         compiler_seconds=2.0,
-        work=Work({"bf16": 197e12}, (Kernel("splash", 4, None), Kernel("gmm", 3, 300.0)), 819e9, 3e9, ()),
+        work=ProgramWork({"bf16": 197e12}, kernels, 819e9, 3e9, ()),
         roofline=roofline(device, dtype="bfloat16", model_flops=98.5e12, matmul_flops={"bf16": 197e12}, **traffic),
     )
     lines = time_lines(program)

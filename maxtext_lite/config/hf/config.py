@@ -20,7 +20,7 @@ from maxtext_lite.config.hf.parts import (
     ExpertGroups,
     Fixed,
     Heads,
-    LatentAttention,
+    LatentHeads,
     LearnedPositions,
     Only,
     Part,
@@ -28,7 +28,7 @@ from maxtext_lite.config.hf.parts import (
     Rename,
     SoftCaps,
 )
-from maxtext_lite.config.hf.positions import LayerTypes, Rope, RopeByLayerType, WithoutRotation
+from maxtext_lite.config.hf.positions import LayerTypes, RopeByLayerType, RopeFields, WithoutRotation
 from maxtext_lite.config.hf.weight_files import weight_files
 from maxtext_lite.config.json_file import check_file, is_there, read_object
 from maxtext_lite.config.schema import ModelConfig
@@ -89,12 +89,12 @@ def _deepseek(architecture: str, *parts: Part) -> Family:
         _tied(False),
         # The norms of the latent vectors have this epsilon whatever config.json says of the others.
         Only("rms_norm_eps", 1e-6, key="normalization_layer_epsilon"),
-        LatentAttention(),
+        LatentHeads(),
         _SILU,
         Only("attention_bias", False),
         Only("mlp_bias", False),
         Only("moe_layer_freq", 1),
-        Rope(10_000.0),
+        RopeFields(10_000.0),
         Rename(n_routed_experts="num_experts"),
         _EXPERTS_PER_TOKEN,
         _EXPERT_WIDTH,
@@ -104,23 +104,23 @@ def _deepseek(architecture: str, *parts: Part) -> Family:
 
 FAMILIES: Mapping[str, Family] = {
     "llama": _family(
-        "LlamaForCausalLM", Heads(), _SILU, _LLAMA_BIASES, _MLP_BIAS, Rope(10_000.0),
+        "LlamaForCausalLM", Heads(), _SILU, _LLAMA_BIASES, _MLP_BIAS, RopeFields(10_000.0),
         Only("rope_interleaved", False),
     ),
     "mistral": _family(
-        "MistralForCausalLM", Heads(kv_heads=8), _SILU, Rope(10_000.0), LayerTypes("window", 4096)
+        "MistralForCausalLM", Heads(kv_heads=8), _SILU, RopeFields(10_000.0), LayerTypes("window", 4096)
     ),
     "qwen2": _family(
-        "Qwen2ForCausalLM", Heads(kv_heads=32), _SILU, Fixed(attention_bias="qkv"), Rope(10_000.0),
+        "Qwen2ForCausalLM", Heads(kv_heads=32), _SILU, Fixed(attention_bias="qkv"), RopeFields(10_000.0),
         LayerTypes("switched", 4096),
     ),
     "qwen3": _family(
         "Qwen3ForCausalLM", Heads(kv_heads=32, head_dim=128), _SILU, _LLAMA_BIASES, _NORMED_HEADS,
-        Rope(10_000.0), LayerTypes("switched", 4096),
+        RopeFields(10_000.0), LayerTypes("switched", 4096),
     ),
     "gemma2": _family(
         "Gemma2ForCausalLM", Heads(kv_heads=4, head_dim=256), _GEMMA_ACTIVATION, _LLAMA_BIASES, _GEMMA_NORMS,
-        SoftCaps(50.0, 30.0), QueryScalar(), Rope(10_000.0), LayerTypes("alternating", 4096),
+        SoftCaps(50.0, 30.0), QueryScalar(), RopeFields(10_000.0), LayerTypes("alternating", 4096),
         _NOT_BIDIRECTIONAL, tied=True,
     ),
     "gemma3_text": _family(
@@ -129,15 +129,15 @@ FAMILIES: Mapping[str, Family] = {
         _NOT_BIDIRECTIONAL, tied=True,
     ),
     "phi3": _family(
-        "Phi3ForCausalLM", Heads(), _SILU, Rope(10_000.0, partial=True),
+        "Phi3ForCausalLM", Heads(), _SILU, RopeFields(10_000.0, partial=True),
         LayerTypes("window", 0), epsilon=1e-5,
     ),
     "smollm3": _family(
         "SmolLM3ForCausalLM", Heads(kv_heads=4), _SILU, _LLAMA_BIASES, _MLP_BIAS,
-        Rope(2_000_000.0), WithoutRotation(), tied=True,
+        RopeFields(2_000_000.0), WithoutRotation(), tied=True,
     ),
     "olmo2": _family(
-        "Olmo2ForCausalLM", Heads(), _SILU, _LLAMA_BIASES, Rope(10_000.0),
+        "Olmo2ForCausalLM", Heads(), _SILU, _LLAMA_BIASES, RopeFields(10_000.0),
         Fixed(norm_placement="post", qk_norm="all_heads"), epsilon=1e-5,
     ),
     "gpt2": Family("GPT2LMHeadModel", (
@@ -150,13 +150,13 @@ FAMILIES: Mapping[str, Family] = {
         Only("reorder_and_upcast_attn", False),
     )),
     "mixtral": _family(
-        "MixtralForCausalLM", Heads(kv_heads=8), _SILU, Rope(1_000_000.0),
+        "MixtralForCausalLM", Heads(kv_heads=8), _SILU, RopeFields(1_000_000.0),
         LayerTypes("window", 0), Rename(num_local_experts="num_experts"), _EXPERTS_PER_TOKEN, _MIXTURE,
         Only("router_jitter_noise", 0.0), epsilon=1e-5,
     ),
     "qwen3_moe": _family(
         "Qwen3MoeForCausalLM", Heads(kv_heads=4), _SILU, _LLAMA_BIASES, _NORMED_HEADS,
-        Rope(10_000.0), LayerTypes("switched window", 4096),
+        RopeFields(10_000.0), LayerTypes("switched window", 4096),
         Every("num_experts", "num_local_experts", key="num_experts"), _EXPERTS_PER_TOKEN, _EXPERT_WIDTH,
         Fixed(routed_score_func="softmax"), Defaulted("norm_topk_prob", "norm_topk_prob", False),
         Only("decoder_sparse_step", 1), Only("mlp_only_layers", []),
@@ -164,7 +164,7 @@ FAMILIES: Mapping[str, Family] = {
     "gpt_oss": _family(
         "GptOssForCausalLM", Heads(kv_heads=8, head_dim=64), Fixed(mlp_activation="clamped_silu", attention_sinks=True,
         expert_bias=True), Only("hidden_act", "silu"), Bias("attention_bias", "all", default=True),
-        Rope(150_000.0, scaling=_GPT_OSS_SCALING),
+        RopeFields(150_000.0, scaling=_GPT_OSS_SCALING),
         LayerTypes("alternating", 128), Every("num_local_experts", "num_experts", key="num_experts"),
         Every("num_experts_per_tok", "experts_per_token", key="num_experts_per_tok"), _MIXTURE,
         Only("swiglu_alpha", 1.702), Only("swiglu_limit", 7.0), epsilon=1e-5,

@@ -9,7 +9,7 @@ from maxtext_lite.config.hf.parts import Part
 from maxtext_lite.config.schema import ModelConfig
 
 
-class Rope(Part):
+class RopeFields(Part):
     """Rotary positions: `rope_parameters` of transformers 5, or `rope_theta` and `rope_scaling` of version 4.
 
     Args:

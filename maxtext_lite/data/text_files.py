@@ -155,6 +155,18 @@ def json_lines(name: str, file: pathlib.Path, *, wanted: str) -> Iterator[tuple[
         yield where, value
 
 
+def json_objects(key: str, path: str, *, reads: str, wanted: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """`json_lines` of all files of a path (`find_files`), of which none may be plain text.
+
+    Args:
+      reads: what reads them, for messages: "x reads .jsonl files".
+    """
+    for name, file in find_files(key, path):
+        if name.endswith((".txt", ".txt.gz")):
+            raise UserError(f"{key}={path!r}: {reads}, not {name!r}.")
+        yield from json_lines(name, file, wanted=wanted)
+
+
 def check_unicode(where: str, key: str, text: str) -> None:
     """Refuses half a surrogate pair, which JSON can spell and no encoding can.
 

@@ -237,7 +237,7 @@ def test_what_one_host_refuses_all_refuse(llama, monkeypatch):
         told.append(problems)
         return [problems, ["there/model.safetensors: x holds NaN or infinite numbers."]]
 
-    monkeypatch.setattr("maxtext_lite.hf.loading.exchange", exchange)
+    monkeypatch.setattr("maxtext_lite.hf.importing.exchange", exchange)
     with pytest.raises(UserError, match=r"^there/model"):
         load(llama)
     (llama / "model.safetensors").write_bytes(b"")
