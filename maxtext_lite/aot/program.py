@@ -10,6 +10,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from jax.stages import Compiled
 
 from maxtext_lite.batching import BatchPlan, flops_per_example, make_plan, scaled_optimizer
 from maxtext_lite.batching.devices import device_of_kind
@@ -114,7 +115,7 @@ class Program:
     """
 
     plan: BatchPlan
-    compiled: Any
+    compiled: Compiled
     compile_seconds: float
     mesh: Mesh
     parameters: tuple[ParameterLayout, ...]
@@ -348,8 +349,8 @@ def _total(amounts: Iterable[float | None]) -> float | None:
     return total
 
 
-def _memory(compiled: Any) -> ProgramMemory:
-    stats = compiled.memory_analysis()
+def _memory(compiled: Compiled) -> ProgramMemory:
+    stats: Any = compiled.memory_analysis()
     held = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
     # A TPU's temp_size_in_bytes is more than it allocates: programs compile whose own would not fit on their device.
     allocated = getattr(stats, "total_allocation_bytes", 0)  # since jax 0.11

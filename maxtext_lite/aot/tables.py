@@ -8,7 +8,7 @@ from maxtext_lite.aot.program import Program, Traffic
 from maxtext_lite.batching.ledger import bytes_text
 
 
-def program_json(program: Program) -> dict[str, Any]:
+def program_json(program: Program) -> dict[str, object]:
     """What `compile --json` prints."""
     plan, work, roof = program.plan, program.work, program.roofline
     synchronization = program.synchronization
@@ -59,7 +59,7 @@ def program_json(program: Program) -> dict[str, Any]:
     }
 
 
-def _fields(rows: Sequence[Any]) -> list[dict[str, Any]]:
+def _fields(rows: Sequence[Any]) -> list[dict[str, object]]:
     return [dataclasses.asdict(row) for row in rows]
 
 

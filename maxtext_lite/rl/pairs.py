@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import math
 from collections.abc import Collection, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -12,6 +12,14 @@ from maxtext_lite.data import Prompt
 from maxtext_lite.rl.advantages import equal_groups_fraction, group_advantages
 from maxtext_lite.rl.rewards import Scores
 from maxtext_lite.rl.rollout import Response
+
+
+class Sampled(NamedTuple):
+    """Pairs that have not been judged yet; `texts` are the responses as reward functions see them."""
+
+    prompts: Sequence[Prompt]
+    responses: Sequence[Response]
+    texts: Sequence[str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,17 +42,11 @@ class Chunk:
 
     @staticmethod
     def judged(
-        prompts: Sequence[Prompt],
-        responses: Sequence[Response],
-        texts: Sequence[str],
-        scores: Scores,
-        *,
-        num_generations: int,
-        scale_rewards: Literal["group", "none"],
+        sampled: Sampled, scores: Scores, *, num_generations: int, scale_rewards: Literal["group", "none"]
     ) -> "Chunk":
         """The chunk of these, with the advantages that follow from the scores."""
         advantages = group_advantages(scores.total, num_generations, scale_rewards)
-        return Chunk(prompts, responses, texts, scores, advantages, num_generations)
+        return Chunk(*sampled, scores, advantages, num_generations)
 
     def rows(self, num_slots: int, num_tokens: int) -> dict[str, np.ndarray]:
         """Arrays [1, num_slots, num_tokens] of a micro-batch, slots without a pair all 0.

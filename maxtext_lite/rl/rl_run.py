@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -15,21 +15,13 @@ from maxtext_lite.generation.text_tokens import stop_tokens
 from maxtext_lite.models import Sampling
 from maxtext_lite.parallel import start_devices, value_of_host
 from maxtext_lite.rl.http_engine import HttpEngine
+from maxtext_lite.rl.pairs import Sampled
 from maxtext_lite.rl.policy import Policy
 from maxtext_lite.rl.rewards import RewardError, Rewards, Scores
 from maxtext_lite.rl.rollout import LocalEngine, Request, Response, RolloutEngine
 from maxtext_lite.rl.transfer import sampling_mesh
 from maxtext_lite.training.run import Run, comes_from_elsewhere, machine_of, run_directory
 from maxtext_lite.training.state import make_plain_decoder
-
-
-class Sampled(NamedTuple):
-    """Pairs that have not been judged yet; `texts` are the responses as reward functions see them."""
-
-    prompts: Sequence[Prompt]
-    responses: Sequence[Response]
-    texts: Sequence[str]
-
 
 Verdict = Scores | RewardError | None
 """What the first host's judge says; None: on the others, which have none."""

@@ -18,8 +18,8 @@ from maxtext_lite.parallel import sharding
 from maxtext_lite.rl.held_out import HeldOutResponses
 from maxtext_lite.rl.kl_reference import Reference
 from maxtext_lite.rl.log_probabilities import make_log_probabilities
-from maxtext_lite.rl.pairs import Chunk, batch_record
-from maxtext_lite.rl.rl_run import RLRun, Sampled, Verdict, open_rl_run, shared
+from maxtext_lite.rl.pairs import Chunk, Sampled, batch_record
+from maxtext_lite.rl.rl_run import RLRun, Verdict, open_rl_run, shared
 from maxtext_lite.rl.rollout import Request
 from maxtext_lite.rl.timeline import Timeline
 from maxtext_lite.training.checkpoint import Counts
@@ -180,12 +180,7 @@ class RolloutSteps:
             for message in scores.messages:
                 self._say(f"reward: {message}")
             yield Chunk.judged(
-                sampled.prompts,
-                sampled.responses,
-                sampled.texts,
-                scores,
-                num_generations=config.num_generations,
-                scale_rewards=config.scale_rewards,
+                sampled, scores, num_generations=config.num_generations, scale_rewards=config.scale_rewards
             )
 
     def _prompt_numbers(self) -> np.ndarray:

@@ -11,7 +11,7 @@ from maxtext_lite.config.hf.config import config_json, model_keys
 from maxtext_lite.config.hf.model_directory import hf_config
 from maxtext_lite.config.json_file import read_object
 from maxtext_lite.hf import export_parameters
-from tests.hf.test_loading import TOKENS, load
+from tests.hf.test_importing import TOKENS, load
 from tests.hf_models import MODELS, logits, model, save
 
 torch = pytest.importorskip("torch")
