@@ -137,7 +137,7 @@ class Program:
     @property
     def rows_per_micro_batch(self) -> int:
         """Of the last stage, with empty slots."""
-        return self.plan.rows_per_example * self.plan.slots_for(self.plan.stages[-1].micro_batch_to_train)
+        return self.plan.rows_per_example * self.plan.micro_batch_slots
 
     @property
     def sent_bytes(self) -> float | None:

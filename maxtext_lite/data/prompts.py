@@ -335,7 +335,7 @@ def _fitted(asking: _Asking, lines: Sequence[_PromptLine], key: str) -> FileProm
 
 
 def _longer(config: RLRunConfig, tokens: int) -> str:
-    """The end of a refusal, which names a limit that suits so many tokens."""
+    """The end of a refusal: a limit under which a prompt of `tokens` tokens fits."""
     response = config.max_target_length - config.max_prefill_predict_length
     room = "" if tokens < config.max_target_length else f" max_target_length={tokens + response}"
     works = "works" if config.dataset_type == "arithmetic" else "work"

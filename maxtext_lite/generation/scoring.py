@@ -20,7 +20,7 @@ from maxtext_lite.parallel import start_devices
 from maxtext_lite.training.loss import likeliest_tokens, token_losses
 
 _PADDED_TO = 64  # rows are padded to a power of two times this, so that few shapes are compiled
-_TILE_TOKENS = 64  # logits of so many tokens of each row exist at a time
+_TILE_TOKENS = 64  # logits exist for this many tokens of each row at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +140,7 @@ class TextScorer:
       max_length: tokens that a forward pass sees.
       mesh: sizes of the mesh axes tensor and fsdp.
     Raises:
-      UserError: the model cannot see so many tokens, does not lie on that mesh, or has no tokenizer or parameters.
+      UserError: the model cannot see `max_length` tokens, does not lie on that mesh, or has no tokenizer or parameters.
     """
 
     def __init__(self, directory: Path, config: Config, *, max_length: int, rows_at_once: int, mesh: Mapping[str, int]):

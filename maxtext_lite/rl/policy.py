@@ -80,7 +80,7 @@ class Policy:
         return "target_tokens" if self.aggregation == "token_mean" else "responses"
 
     def expected(self, num_pairs: int) -> int:
-        """What a step of so many pairs counts at most, known before they are drawn; responses are counted exactly."""
+        """The most that a step of `num_pairs` pairs counts, known before they are drawn; of responses, the exact count."""
         return num_pairs * self.max_response_tokens if self.aggregation == "token_mean" else num_pairs
 
     def rows(self, batch: dict[str, jax.Array], axes: Sequence[str]) -> dict[str, jax.Array]:

@@ -218,7 +218,7 @@ class _Worker:
         os.set_blocking(self._from, False)
 
     def asked(self, request: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-        """The answer to a line. Without one in so many seconds the process is ended.
+        """The answer to a line. If none comes within `seconds`, the process is killed.
 
         Raises:
           _Lost: the process has ended.

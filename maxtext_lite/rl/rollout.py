@@ -62,7 +62,7 @@ class RolloutEngine(Protocol):
     """What samples responses from the policy, wherever it runs."""
 
     def update(self, params: Params, step: int) -> None:
-        """Samples from these parameters of the trainer, after so many optimizer steps, from now on."""
+        """From now on, samples from these parameters, which the trainer has after `step` optimizer steps."""
         ...
 
     def generate(self, requests: Sequence[Request], *, sampling: Sampling, max_new_tokens: int) -> list[Response]:
