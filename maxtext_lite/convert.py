@@ -35,17 +35,22 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("out", type=local_path, help="a directory that does not exist yet, or is empty")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="mesh keys, dtype, weight_dtype, merge_lora")
     arguments = parser.parse_intermixed_args(argv)
+    keys: dict[str, str] = {}
     for word in arguments.overrides:
-        key, equals, _ = word.partition("=")
+        key, equals, value = word.partition("=")
         if not equals or key not in TAKEN:
             raise UserError(f"'{word}' is not key=value with a key that convert takes.{key_hint(key, TAKEN)}")
+        keys[key] = value
     source, out = arguments.source, arguments.out
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
         raise UserError(f"{out} is there already and not an empty directory. Name another one.")
-    overrides = [word for word in arguments.overrides if not word.startswith(f"{_MERGE}=")]
-    merge = _merge([word for word in arguments.overrides if word not in overrides])
+    merge = keys.pop(_MERGE, None)
+    if merge not in (None, "true", "false"):
+        near = f"Nearest that work: {_MERGE}=true or {_MERGE}=false."
+        raise UserError(f"{_MERGE}={merge} is neither true nor false. {near}")
     if arguments.direction == "import" and merge is not None:
-        raise UserError(f"{_MERGE}={str(merge).lower()} has no use in an import. Remove it.")
+        raise UserError(f"{_MERGE}={merge} has no use in an import. Remove it.")
+    overrides = [f"{key}={value}" for key, value in keys.items()]
     import jax
 
     from maxtext_lite.training.conversion import export_directory, import_directory
@@ -53,20 +58,10 @@ def main(argv: Sequence[str]) -> int:
     if arguments.direction == "import":
         report = import_directory(source, out, overrides)
     else:
-        report = export_directory(source, out, overrides, merge_lora=merge)
+        report = export_directory(source, out, overrides, merge_lora=None if merge is None else merge == "true")
     if jax.process_index() == 0:
         print(report)
     return 0
-
-
-def _merge(words: list[str]) -> bool | None:
-    """The last that is said of merge_lora; None where nothing is."""
-    if not words:
-        return None
-    value = words[-1].partition("=")[2]
-    if value not in ("true", "false"):
-        raise UserError(f"{words[-1]} is neither true nor false. Nearest that work: {_MERGE}=true or {_MERGE}=false.")
-    return value == "true"
 
 
 if __name__ == "__main__":

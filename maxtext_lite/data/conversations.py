@@ -166,7 +166,8 @@ class Renderer:
         learned = [at for at in range(first_learned, len(turns)) if turns[at]["role"] == "assistant"]
         if not learned:
             raise UserError(f"{where}: there is no answer to learn from: no turn of the assistant.")
-        whole, starts = self._rendered(where, turns)
+        with self._template_of(where) as template:
+            whole, starts = template.turn_starts(turns)
         answers = None if starts is None else self._places(where, turns, learned, whole, starts)
         if answers is None:
             answers = [self._place(where, turns, at, whole) for at in learned]
@@ -210,29 +211,22 @@ class Renderer:
         )
         return places if as_given else None
 
-    def _rendered(self, where: str, turns: list[Turn]) -> tuple[str, list[int] | None]:
-        """See ChatTemplate.turn_starts."""
-        with self._named(where):
-            return self._found().turn_starts(turns)
-
     def _render(self, where: str, turns: list[Turn], *, answer_follows: bool) -> str:
-        with self._named(where):
-            return self._found().render(turns, answer_follows=answer_follows)
-
-    def _found(self) -> ChatTemplate:
-        if self._config.tokenizer_type == "sentencepiece":
-            raise UserError(
-                "tokenizer_type=sentencepiece does not know the special tokens that a chat template writes. "
-                "Save the tokenizer as a tokenizer.json, or give texts."
-            )
-        if self._template is None:
-            self._template = chat_template(self._config, today=DATE_OF_TRAINING_DATA)
-        return self._template
+        with self._template_of(where) as template:
+            return template.render(turns, answer_follows=answer_follows)
 
     @contextlib.contextmanager
-    def _named(self, where: str) -> Iterator[None]:
+    def _template_of(self, where: str) -> Iterator[ChatTemplate]:
+        """The template; what is wrong with it, or what it refuses, is said of the line."""
         try:
-            yield
+            if self._config.tokenizer_type == "sentencepiece":
+                raise UserError(
+                    "tokenizer_type=sentencepiece does not know the special tokens that a chat template writes. "
+                    "Save the tokenizer as a tokenizer.json, or give texts."
+                )
+            if self._template is None:
+                self._template = chat_template(self._config, today=DATE_OF_TRAINING_DATA)
+            yield self._template
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
 

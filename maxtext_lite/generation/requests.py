@@ -53,11 +53,7 @@ class GenerateConfig(BaseModel):
     @property
     def mesh(self) -> dict[str, int]:
         """Sizes of mesh axes."""
-        return {
-            "tensor": self.ici_tensor_parallelism,
-            "fsdp": self.ici_fsdp_parallelism,
-            "data": self.ici_data_parallelism,
-        }
+        return {axis: getattr(self, f"ici_{axis}_parallelism") for axis in ("tensor", "fsdp", "data")}
 
 
 class EvaluateConfig(BaseModel):
@@ -90,4 +86,4 @@ class EvaluateConfig(BaseModel):
     @property
     def mesh(self) -> dict[str, int]:
         """Sizes of mesh axes."""
-        return {"tensor": self.ici_tensor_parallelism, "fsdp": self.ici_fsdp_parallelism}
+        return {axis: getattr(self, f"ici_{axis}_parallelism") for axis in ("tensor", "fsdp")}

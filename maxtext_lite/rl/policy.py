@@ -80,7 +80,7 @@ class Policy:
         return "target_tokens" if self.aggregation == "token_mean" else "responses"
 
     def expected(self, num_pairs: int) -> int:
-        """The most that a step of `num_pairs` pairs counts, known before they are drawn; of responses, the exact count."""
+        """The most that a step of this many pairs counts, known before they are drawn; exact where responses count."""
         return num_pairs * self.max_response_tokens if self.aggregation == "token_mean" else num_pairs
 
     def rows(self, batch: dict[str, jax.Array], axes: Sequence[str]) -> dict[str, jax.Array]:

@@ -195,7 +195,7 @@ _WINDOW = ("size", "stride", "lhs_dilate", "rhs_dilate")
 def _valid_products(
     lhs_size: int, out_size: int, *, size: int, stride: int, low: int, lhs_dilate: int, rhs_dilate: int
 ) -> int:
-    """Pairs (output position o, kernel position k) of one dim that fall on an element: o stride + k rhs_dilate - low is a
+    """Pairs (output position o, kernel position k) of one dim that hit an element: o stride + k rhs_dilate - low is a
     multiple of lhs_dilate and within the dilated input."""
     last = (lhs_size - 1) * lhs_dilate
     common = math.gcd(stride, lhs_dilate)
