@@ -273,7 +273,7 @@ class QueryScalar(Part):
         return {"query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar}
 
 
-class LatentHeads(Part):
+class LatentWidths(Part):
     """DeepSeek's attention; a head is its dims that are not rotated and those that are."""
 
     keys = MappingProxyType(_HEADS)
