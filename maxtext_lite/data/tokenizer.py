@@ -164,7 +164,11 @@ class _ByteStream:
 
 
 class _PrefixStream:
-    """Decodes the newest tokens after a few earlier ones, whose text they may depend on (spaces, joined bytes)."""
+    """Decodes the newest tokens after a few earlier ones, whose text they may depend on (spaces, joined bytes).
+
+    The tokenizers library's DecodeStream (0.23) takes 0.6 microseconds a token where this takes 7; but it never gives
+    the incomplete character at an end, and sentencepiece has nothing like it.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

@@ -1,4 +1,8 @@
-"""Which process of which run this is, read from what a launcher, SLURM, Open MPI or a TPU slice says about it."""
+"""Which process of which run this is, read from what a launcher, SLURM, Open MPI or a TPU slice says about it.
+
+jax finds the processes of a TPU slice by itself, and is asked to. Of SLURM and Open MPI it reads the same variables,
+but takes one GPU for each process of a node, whatever its share of them is, and the tasks of a job for those of a step.
+"""
 
 import dataclasses
 import re
