@@ -105,7 +105,7 @@ class Renderer:
             return _plain(where, prompt, chosen, "chosen"), _plain(where, prompt, rejected, "rejected")
         raise UserError(f"{where}: not a JSON object with {DPO_FIELDS}, all texts or all lists of turns.")
 
-    def prompt_text(self, where: str, key: str, value: str | Sequence[Any]) -> Rendered:
+    def prompt_text(self, where: str, key: str, value: str | Sequence[object]) -> Rendered:
         """The text of a prompt that an answer follows: of turns, the last one being the user's, or as it stands.
 
         Args:
@@ -239,7 +239,7 @@ def _plain(where: str, prompt: str, answer: str, key: str) -> Rendered:
     return Rendered(where, prompt + answer, ((len(prompt), len(prompt) + len(answer)),), True)
 
 
-def _turns(where: str, key: str, value: Any) -> list[Turn]:
+def _turns(where: str, key: str, value: object) -> list[Turn]:
     """The turns of a list, each with its role and its content alone."""
     if not isinstance(value, list) or not value:
         raise UserError(f'{where}: "{key}" is not a list of turns, {{"role": ..., "content": ...}}.')

@@ -295,7 +295,7 @@ def _before_the_answer(turns: Any) -> tuple[Any, str | None]:
     return turns, None
 
 
-def _completed(completion: Any) -> str | None:
+def _completed(completion: object) -> str | None:
     """The answer in what a line for SFT has after its prompt: a text, or turns of which the first is the answer."""
     if isinstance(completion, list) and completion and isinstance(completion[0], dict):
         completion = completion[0].get("content")

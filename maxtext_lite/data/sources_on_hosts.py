@@ -73,7 +73,7 @@ def open_sources_on_hosts(
     return sources
 
 
-def _summary(source: ExampleSource) -> dict[str, Any]:
+def _summary(source: ExampleSource) -> dict[str, object]:
     unread = UnreadSource(
         len(source), source.num_tokens, source.num_target_tokens, source.fingerprint, tuple(source.fields)
     )

@@ -120,7 +120,7 @@ def _opened(name: str, file: pathlib.Path) -> Iterator[Iterator[bytes]]:
         raise UserError(f"{name}: cannot be read ({error}).") from error
 
 
-def _expanded(name: str, opened: Any, most: int) -> Iterator[bytes]:
+def _expanded(name: str, opened: gzip.GzipFile, most: int) -> Iterator[bytes]:
     size = 0
     while piece := opened.read(_PIECE):
         size += len(piece)
