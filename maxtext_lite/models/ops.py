@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxtext_lite.config import Quantization
+from maxtext_lite.config.weights import halves, num_inputs
 from maxtext_lite.models import eight_bits
 from maxtext_lite.models.eight_bits import FORMATS, TokenAxes
-from maxtext_lite.models.lora import Adapted, halves
-from maxtext_lite.models.weights import num_inputs
+from maxtext_lite.models.lora import Adapted
 from maxtext_lite.parallel import axes_in_use, constrain, num_shards
 
 Rotation = tuple[jax.Array, jax.Array]
@@ -26,7 +26,7 @@ Rotation = tuple[jax.Array, jax.Array]
 
 
 def project(x: jax.Array, weight: nnx.Param) -> jax.Array:
-    """x [B, T, *in] times a weight [*in, *out], declared by `layers.weight`: [B, T, *out] in the dtype of x.
+    """x [B, T, *in] times a weight [*in, *out], declared by `layers.declare`: [B, T, *out] in the dtype of x.
 
     Each use gathers the weight over `fsdp`, in the dtype of x, or in the eight bits of its `quantization`: a compiler
     left to it makes a loop over the weight's shards instead, which keeps writing the product. The gradient goes back to

@@ -2,7 +2,7 @@
 
 import pytest
 
-from maxtext_lite.models import is_matrix, num_inputs, unstacked
+from maxtext_lite.config.weights import is_matrix, num_inputs, unstacked
 
 
 def test_the_axes_of_a_stack_are_dropped():
