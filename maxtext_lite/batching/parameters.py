@@ -9,7 +9,7 @@ from itertools import permutations
 
 from maxtext_lite.batching.topology import MESH_AXES
 from maxtext_lite.config import ModelConfig, adapted_weights
-from maxtext_lite.config.weights import Weight, end_weights, model_shape, num_parts, stacks_of
+from maxtext_lite.config.weights import Weight, model_shape, num_parts, stacks_of
 
 
 @dataclass(frozen=True)
@@ -93,12 +93,10 @@ def _weights(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[tuple[str
     """Each weight, with what it counts as and how many layers of a device have it."""
     assert mesh.keys() <= {*MESH_AXES}, f"{mesh} has axes that no mesh has"
     shape, adapted = model_shape(config), adapted_weights(config)
-    for weight in end_weights(shape).values():
-        yield "tables" if weight.is_normal else "norms", 1, weight
     for stack, (count, table) in stacks_of(shape).items():
-        here = count // num_parts(stack, mesh)
+        here, normal = (count // num_parts(stack, mesh), "matrices") if stack else (1, "tables")
         for path, weight in table.items():
-            yield "matrices" if weight.is_normal else "norms", here, weight
+            yield normal if weight.is_normal else "norms", here, weight
             if path.rpartition("/")[2] in adapted:
                 yield from (("adapters", here, matrix) for matrix in weight.adapters(config.lora_rank))
 

@@ -7,7 +7,7 @@ of a family's tensors. What is split over which mesh axes stands here too, as th
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from maxtext_lite.config.model_parts import Mla
 from maxtext_lite.config.schema import ModelConfig
@@ -195,9 +195,6 @@ def model_shape(config: ModelConfig) -> ModelShape:
     )
 
 
-_Shape = TypeVar("_Shape", bound=ModelShape)
-
-
 # ---- The tables ---------------------------------------------------------------------------------------------------
 
 
@@ -303,11 +300,6 @@ def layer_weights(shape: ModelShape) -> WeightTable:
     }
 
 
-def dense(shape: _Shape) -> _Shape:
-    """The shape as its first layers have it, without experts."""
-    return dataclasses.replace(shape, experts=None)
-
-
 def end_weights(shape: ModelShape) -> WeightTable:
     """Those outside the layers: tables, the last norm and the output projection."""
     table = {"embedding/table": shape.weight("V D", "vocab embed")}
@@ -318,11 +310,12 @@ def end_weights(shape: ModelShape) -> WeightTable:
 
 
 def stacks_of(shape: ModelShape) -> dict[str, tuple[int, WeightTable]]:
-    """The stacks of layers that are alike: how many, and the weights of one."""
-    stacks = {"layers": (shape.num_expert_layers, layer_weights(shape))}
+    """All weights: by the name of each stack of layers that are alike, how many they are and the weights of one; and by
+    "" those outside."""
+    stacks = {"": (1, end_weights(shape))}
     if shape.num_dense_layers:
-        stacks["dense_layers"] = (shape.num_dense_layers, layer_weights(dense(shape)))
-    return stacks
+        stacks["dense_layers"] = (shape.num_dense_layers, layer_weights(dataclasses.replace(shape, experts=None)))
+    return {**stacks, "layers": (shape.num_expert_layers, layer_weights(shape))}
 
 
 def within(name: str, table: WeightTable) -> WeightTable:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxtext_lite.config import LayerKind
-from maxtext_lite.config.weights import dense, end_weights, is_matrix, part_of
+from maxtext_lite.config.weights import end_weights, is_matrix, part_of
 from maxtext_lite.models.attention import attention
 from maxtext_lite.models.decoding import CachedAttend, KVCache
 from maxtext_lite.models.latent_attention import LatentAttention
@@ -62,13 +62,18 @@ class _Modules(nnx.Module):
         self.embedding = Embedding(shape, rngs=rngs)
         self.layers = _stacked("layers", _layer_of(shape), shape.num_expert_layers, rngs)
         first = shape.num_dense_layers
-        self.dense_layers = _stacked("dense_layers", _layer_of(dense(shape)), first, rngs) if first else None
+        self.dense_layers = _stacked("dense_layers", _layer_of(_dense(shape)), first, rngs) if first else None
         self.final_norm = Norm(shape, part_of(end_weights(shape), "final_norm"))
         self.head = None if shape.tied else Head(shape, rngs=rngs)
 
 
 def _layer_of(shape: DecoderShape) -> Callable[..., DecoderLayer]:
     return functools.partial(DecoderLayer, shape, Attention if shape.latent is None else LatentAttention)
+
+
+def _dense(shape: DecoderShape) -> DecoderShape:
+    """The shape as its first layers have it, without experts."""
+    return dataclasses.replace(shape, experts=None)
 
 
 def _graph_of(layer: Callable[..., DecoderLayer]) -> Any:
@@ -107,7 +112,7 @@ class Decoder:
         with nnx.use_eager_sharding(False):
             self._graph, state = nnx.split(nnx.eval_shape(lambda: _Modules(shape, rngs=nnx.Rngs(params=0))))
             self._layer_graph = _graph_of(_layer_of(shape))
-            self._dense_layer_graph = _graph_of(_layer_of(dense(shape)))
+            self._dense_layer_graph = _graph_of(_layer_of(_dense(shape)))
         axes = nnx.to_pure_dict(
             jax.tree.map(
                 lambda param: param.replace(param.axes), state, is_leaf=lambda node: isinstance(node, nnx.Param)

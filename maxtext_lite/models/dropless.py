@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 
 from maxtext_lite.models import eight_bits
 from maxtext_lite.models.eight_bits import FORMATS
@@ -56,7 +57,7 @@ def _times(
     weight: Any,
     size_E: jax.Array,
     axes: tuple[str, str],
-    dtype: Any = jnp.float32,
+    dtype: DTypeLike = jnp.float32,
 ) -> jax.Array:
     """Each row times its expert's weight, as `_whole_weights` has it: [U, o] in `dtype`, of eight bits in float32."""
 
@@ -121,7 +122,7 @@ def _rows_backward(
     up_UF: jax.Array,
     g_UD: jax.Array,
     share_U: jax.Array,
-    weight_dtype: Any,
+    weight_dtype: DTypeLike,
 ) -> _RowGradients:
     """Of share_U x `_outer(*_inner(x_UD))`, where g_UD are the derivatives of the products.
 
@@ -168,7 +169,7 @@ def _whole_weights(weights: ExpertWeights, shape: ExpertShape) -> ExpertWeights:
     return ExpertWeights(*map(whole, weights.arrays(), weights.axes()))
 
 
-def _weight_sum(dw: jax.Array, axes: tuple[str, ...], dtype: Any) -> jax.Array:
+def _weight_sum(dw: jax.Array, axes: tuple[str, ...], dtype: DTypeLike) -> jax.Array:
     """The sum over the devices that have other tokens, with the device that has this part of the weight."""
     if "expert_embed" not in axes:
         return summed(dw, "expert_embed")
@@ -268,7 +269,7 @@ _FLAT, _PER_TOKEN = ("routed_rows",), ("routed_rows", None)
 _INNER_AXES = ("routed_rows", "activation_mlp")
 
 
-def _kept_axes(expert_BTJ: jax.Array, shape: ExpertShape, dtype: Any) -> list[tuple[str | None, ...]]:
+def _kept_axes(expert_BTJ: jax.Array, shape: ExpertShape, dtype: DTypeLike) -> list[tuple[str | None, ...]]:
     """Logical axes of rows as `GatheredRows` or `ExchangedRows`, of their tokens and of the two inner results."""
     num_tokens = _num_tokens(expert_BTJ) // (num_shards("batch") * num_shards("length"))
     is_gathered = rows_of_round(num_tokens, shape, dtype) is None

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
+from jax.typing import DTypeLike
 
 from maxtext_lite.config.experts import GroupedMatmul
 from maxtext_lite.models.eight_bits import dtype_of_totals
@@ -35,7 +36,7 @@ def grouped_matmul(
     size_E: jax.Array,
     kernel: GroupedMatmul = "ragged_dot",
     layout: Layout = "io",
-    dtype: Any = jnp.float32,
+    dtype: DTypeLike = jnp.float32,
 ) -> jax.Array:
     """Each row times its group's weight: [U, out] in `dtype`; rows after the last group hold nothing of use.
 
@@ -68,19 +69,19 @@ def grouped_weight_gradient(
     size_E: jax.Array,
     kernel: GroupedMatmul = "ragged_dot",
     layout: Layout = "io",
-    dtype: Any = jnp.float32,
+    dtype: DTypeLike = jnp.float32,
 ) -> jax.Array:
     """The groups' x^T g: [E, in, out], float32 sums in `dtype`; rows after the last group count for nothing."""
     return _mappable_kernel(kernel, layout, jnp.dtype(dtype)).over_rows(x_Ui, g_Uo, size_E)
 
 
 def _forward(
-    x_Ui: jax.Array, weight_Eio: jax.Array, size_E: jax.Array, kernel: GroupedMatmul, layout: Layout, dtype: Any
+    x_Ui: jax.Array, weight_Eio: jax.Array, size_E: jax.Array, kernel: GroupedMatmul, layout: Layout, dtype: DTypeLike
 ) -> Any:
     return grouped_matmul(x_Ui, weight_Eio, size_E, kernel, layout, dtype), (x_Ui, weight_Eio, size_E)
 
 
-def _backward(kernel: GroupedMatmul, layout: Layout, dtype: Any, residuals: Any, g_Uo: jax.Array) -> Any:
+def _backward(kernel: GroupedMatmul, layout: Layout, dtype: DTypeLike, residuals: Any, g_Uo: jax.Array) -> Any:
     del dtype
     x_Ui, weight_Eio, size_E = residuals
     g_Uo = g_Uo.astype(x_Ui.dtype)
@@ -118,7 +119,7 @@ def _tile(size: int, limit: int) -> int:
     return min(range(_LANES, limit + 1, _LANES), key=lambda tile: (-(-size // tile) * tile, -tile))
 
 
-def on_tpu(layout: Layout, dtype: Any = jnp.float32, *, interpret: bool = False) -> _Kernel:
+def on_tpu(layout: Layout, dtype: DTypeLike = jnp.float32, *, interpret: bool = False) -> _Kernel:
     """Pallas's grouped matmul for TPUs, which reads weights of either layout as they are.
 
     `ragged_dot` is compiled to a kernel too, which knows one layout: whole weights are copied for its transposes. It
@@ -344,7 +345,7 @@ _IN_FLOAT32: dict[str, _Kernel] = {
 
 
 @functools.cache
-def _mappable_kernel(name: GroupedMatmul, layout: Layout, dtype: Any) -> _Kernel:
+def _mappable_kernel(name: GroupedMatmul, layout: Layout, dtype: DTypeLike) -> _Kernel:
     """The kernel of a name, for weights of that layout and results of that dtype, with a rule for vmap."""
 
     def rounded(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
@@ -364,7 +365,7 @@ _OF_EIGHT_BITS: dict[GroupedMatmul, GroupedMatmul] = {
 }
 
 
-def _kernel_for(rows: jax.Array, kernel: GroupedMatmul, layout: Layout, dtype: Any = jnp.float32) -> _Kernel:
+def _kernel_for(rows: jax.Array, kernel: GroupedMatmul, layout: Layout, dtype: DTypeLike = jnp.float32) -> _Kernel:
     if rows.dtype.itemsize > 1:
         return _mappable_kernel(kernel, layout, jnp.dtype(dtype))
     return _mappable_kernel(_OF_EIGHT_BITS[kernel], layout, jnp.dtype(dtype_of_totals(rows.dtype)))

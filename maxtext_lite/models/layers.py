@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 
 from maxtext_lite.config.weights import (
     Weight,
@@ -259,7 +260,7 @@ class Embedding(nnx.Module):
         self.factor = math.sqrt(shape.emb_dim) if shape.scaled_embeddings else None
         declare(self, part_of(end_weights(shape), "embedding"), shape, rngs)
 
-    def __call__(self, token_BT: jax.Array, position_BT: jax.Array, dtype: Any) -> jax.Array:
+    def __call__(self, token_BT: jax.Array, position_BT: jax.Array, dtype: DTypeLike) -> jax.Array:
         """The tokens' vectors [B, T, D], in `dtype`."""
         x_BTD = self._rows(self.table, token_BT, dtype)
         if self.factor is not None:
@@ -271,7 +272,7 @@ class Embedding(nnx.Module):
         x_BTD = constrain(x_BTD, ("end_batch", "length", "activation_embed"))
         return constrain(x_BTD, ("end_batch", *RESIDUAL_AXES[1:]))
 
-    def _rows(self, table: nnx.Param, index_BT: jax.Array, dtype: Any) -> jax.Array:
+    def _rows(self, table: nnx.Param, index_BT: jax.Array, dtype: DTypeLike) -> jax.Array:
         """Entries of a table [.., D], in `dtype`.
 
         Each device looks up all of its replica's tokens in the part of `embed` that it has. What then crosses are

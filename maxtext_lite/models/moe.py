@@ -6,10 +6,11 @@ tokens of each example.
 
 import dataclasses
 from fractions import Fraction
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from maxtext_lite.config import Quantization
 from maxtext_lite.config.experts import GroupedMatmul
@@ -50,7 +51,7 @@ class ExpertShape(ExpertSizes):
     groups_per_token: int = 1
     activation: Activation = "silu"
     matmul: GroupedMatmul = "ragged_dot"
-    grad_dtype: Any = jnp.float32
+    grad_dtype: DTypeLike = jnp.float32
     quantization: Quantization = "none"
 
     @property

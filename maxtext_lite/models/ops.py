@@ -13,6 +13,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from maxtext_lite.config import Quantization
 from maxtext_lite.config.weights import halves, num_inputs
@@ -54,7 +55,7 @@ def project_array(
     weight: jax.Array,
     axes: tuple[str, ...],
     tokens: TokenAxes,
-    grad_dtype: Any,
+    grad_dtype: DTypeLike,
     quantization: Quantization,
 ) -> jax.Array:
     """`project` by an array of these logical axes."""
@@ -79,17 +80,17 @@ def _as_matrices(x: jax.Array, weight: jax.Array, axes: tuple[str, ...]) -> tupl
     return x_BTi, weight.reshape(x_BTi.shape[-1], -1)
 
 
-def _in_use(weight_io: jax.Array, ends: tuple[str, str], dtype: Any) -> jax.Array:
+def _in_use(weight_io: jax.Array, ends: tuple[str, str], dtype: DTypeLike) -> jax.Array:
     return constrain(weight_io.astype(dtype), axes_in_use(ends))
 
 
-def dtype_of_sums(dtype: Any, axis: str) -> Any:
+def dtype_of_sums(dtype: DTypeLike, axis: str) -> DTypeLike:
     """What the products over a weight's axis end in: float32, or, where devices along `tensor` add theirs up, the
     activations' dtype, in which these then cross."""
     return jnp.float32 if axes_in_use((axis,)) == (None,) or num_shards(axis) == 1 else dtype
 
 
-def weight_gradient(x: jax.Array, g: jax.Array, grad_dtype: Any = jnp.float32) -> jax.Array:
+def weight_gradient(x: jax.Array, g: jax.Array, grad_dtype: DTypeLike = jnp.float32) -> jax.Array:
     """x^T g [in, out], of x [..., in] and g [..., out], in float32; where `fsdp` splits weights, in `grad_dtype`, in
     which the devices' sums then meet."""
     dtype, tokens = grad_dtype if num_shards("embed") > 1 else jnp.float32, "ABT"[-(x.ndim - 1) :]
@@ -99,7 +100,7 @@ def weight_gradient(x: jax.Array, g: jax.Array, grad_dtype: Any = jnp.float32) -
 def _project_backward(
     axes: tuple[str, ...],
     tokens: TokenAxes,
-    grad_dtype: Any,
+    grad_dtype: DTypeLike,
     quantization: Quantization,
     residuals: Any,
     g: jax.Array,

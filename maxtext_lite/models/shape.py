@@ -2,9 +2,9 @@
 
 import dataclasses
 import math
-from typing import Any
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from maxtext_lite.config import LayerKind, Quantization, RopeScaling
 from maxtext_lite.config.weights import ModelShape
@@ -55,9 +55,9 @@ class DecoderShape(ModelShape):
     scaled_embeddings: bool = False
     final_soft_cap: float = 0.0
     initializer_range: float = 0.02
-    dtype: Any = jnp.float32
-    weight_dtype: Any = jnp.float32
-    grad_dtype: Any = jnp.float32
+    dtype: DTypeLike = jnp.float32
+    weight_dtype: DTypeLike = jnp.float32
+    grad_dtype: DTypeLike = jnp.float32
     quantization: Quantization = "none"
     saved: tuple[str, ...] | None = None
     offloaded: tuple[str, ...] = ()

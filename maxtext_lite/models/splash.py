@@ -57,7 +57,7 @@ def splash_attention(
     *,
     strategy: str = "all_gather",
     scoring: Scoring = PLAIN,
-    interpret: bool,
+    interpret: bool = False,
 ) -> jax.Array:
     """`attention` by the Pallas kernel for TPU; T must be a multiple of 128, on shards each chunk of them.
 
@@ -137,7 +137,9 @@ def _gathered(
         """The heads, rows and queries of one device."""
         k_BSKH, v_BSKW, segment_BS = whole_examples((k_BSKH, v_BSKW, segment_BT))
 
-        def one_row(q_NTH: Any, k_KSH: Any, v_KSW: Any, segment_T: Any, segment_S: Any) -> jax.Array:
+        def one_row(
+            q_NTH: jax.Array, k_KSH: jax.Array, v_KSW: jax.Array, segment_T: jax.Array, segment_S: jax.Array
+        ) -> jax.Array:
             segments = splash_attention_kernel.SegmentIds(segment_T, segment_S)
             own_sink_N = None if sink_N is None else _with_gradient_as_wide(sink_N)
             return kernel(q_NTH, k_KSH, v_KSW, segment_ids=segments, sinks=own_sink_N)
@@ -200,7 +202,9 @@ def _attend(options: _Options, mask: Mask, *rows: jax.Array) -> tuple[jax.Array,
     """Context [B, N, 1, T, W] and log-partition [B, N, 1, T, 1], float32, of rows [B, ...] of q, k, v and documents."""
     kernel = options.kernel(mask, rows[0].shape[1], _head_dim(rows), span=mask.shape[0], save_residuals=True)
 
-    def one_row(q_NTH: Any, k_KSH: Any, v_KSW: Any, segment_T: Any, segment_S: Any) -> Any:
+    def one_row(
+        q_NTH: jax.Array, k_KSH: jax.Array, v_KSW: jax.Array, segment_T: jax.Array, segment_S: jax.Array
+    ) -> Any:
         return kernel(q_NTH, k_KSH, v_KSW, segment_ids=splash_attention_kernel.SegmentIds(segment_T, segment_S))
 
     context_BNTW, (log_partition_BNT,) = jax.vmap(one_row)(*rows)
@@ -219,7 +223,14 @@ def _attend_backward(options: _Options, mask: Mask, *rows: jax.Array) -> tuple[j
     kernel = options.kernel(mask, rows[0].shape[1], _head_dim(rows), span=mask.shape[0])
 
     def one_row(
-        q_NTH: Any, k_KSH: Any, v_KSW: Any, segment_T: Any, segment_S: Any, context_NTW: Any, partition_NT: Any, g: Any
+        q_NTH: jax.Array,
+        k_KSH: jax.Array,
+        v_KSW: jax.Array,
+        segment_T: jax.Array,
+        segment_S: jax.Array,
+        context_NTW: jax.Array,
+        partition_NT: jax.Array,
+        g: Any,
     ) -> Any:
         segments = splash_attention_kernel.SegmentIds(segment_T, segment_S)
         kept = (q_NTH, k_KSH, v_KSW, segments, None, context_NTW, partition_NT)
