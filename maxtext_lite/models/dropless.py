@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -63,7 +63,7 @@ def _times(
 
     formats = FORMATS[shape.quantization]
 
-    def matmul(x_Ui: jax.Array, weight_Eio: jax.Array) -> Any:
+    def matmul(x_Ui: jax.Array, weight_Eio: jax.Array) -> jax.Array:
         return grouped_matmul(x_Ui, weight_Eio, size_E, shape.matmul, _LAYOUTS[axes], jnp.float32 if formats else dtype)
 
     if formats is None:
@@ -77,7 +77,7 @@ def _times_transposed(
 ) -> jax.Array:
     """Each row times its expert's transposed weight: [U, i] in float32."""
 
-    def matmul(g_Uo: jax.Array, weight_Eio: jax.Array) -> Any:
+    def matmul(g_Uo: jax.Array, weight_Eio: jax.Array) -> jax.Array:
         return grouped_matmul_transposed(g_Uo, weight_Eio, size_E, shape.matmul, _LAYOUTS[axes])
 
     formats = FORMATS[shape.quantization]
@@ -204,12 +204,15 @@ def _num_tokens(expert_BTJ: jax.Array) -> int:
     return expert_BTJ.shape[0] * expert_BTJ.shape[1]
 
 
-def _further_rounds(queues: Queues | None, run: Callable[[ExchangedRows, Any], Any], start: Any) -> Any:
+_Sums = TypeVar("_Sums")
+
+
+def _further_rounds(queues: Queues | None, run: Callable[[ExchangedRows, _Sums], _Sums], start: _Sums) -> _Sums:
     """`run(rows, sums)` for each round after the first; `start` where there can be none."""
     if queues is None or not queues.may_need_more_rounds:
         return start
 
-    def step(number: jax.Array, sums: Any) -> Any:
+    def step(number: jax.Array, sums: _Sums) -> _Sums:
         return run(queues.round(number), sums)
 
     num_rounds = queues.num_rounds()
@@ -277,9 +280,12 @@ def _kept_axes(expert_BTJ: jax.Array, shape: ExpertShape, dtype: DTypeLike) -> l
     return [*rows, _PER_TOKEN, _INNER_AXES, _INNER_AXES]
 
 
+_Residuals = tuple[jax.Array, jax.Array, jax.Array, ExpertWeights, list[jax.Array]]
+
+
 def _forward(
     x_BTD: jax.Array, expert_BTJ: jax.Array, share_BTJ: jax.Array, weights: ExpertWeights, shape: ExpertShape
-) -> Any:
+) -> tuple[jax.Array, _Residuals]:
     axes = _kept_axes(expert_BTJ, shape, x_BTD.dtype)
     local = functools.partial(_local_forward, shape)
     run = over_shards(local, [TOKEN_AXES] * 3 + weights.axes(), [TOKEN_AXES, *axes])
@@ -289,7 +295,9 @@ def _forward(
     return y_BTD, (x_BTD, expert_BTJ, share_BTJ, weights, kept)
 
 
-def _backward(shape: ExpertShape, residuals: Any, g_BTD: jax.Array) -> Any:
+def _backward(
+    shape: ExpertShape, residuals: _Residuals, g_BTD: jax.Array
+) -> tuple[jax.Array, None, jax.Array, ExpertWeights]:
     x_BTD, expert_BTJ, share_BTJ, weights, kept = residuals
     run = over_shards(
         functools.partial(_local_backward, shape),

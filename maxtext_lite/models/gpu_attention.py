@@ -11,7 +11,7 @@ import importlib
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -86,7 +86,7 @@ def _forward(
     return context_BTNW, (q_BTNH, k_BSKH, v_BSKW, mask_BT, sink_N, context_BTNW, log_partition_BNT)
 
 
-def _backward(kernel: FusedKernel, residuals: Any, g_BTNW: jax.Array) -> Any:
+def _backward(kernel: FusedKernel, residuals: Any, g_BTNW: jax.Array) -> tuple[jax.Array | None, ...]:
     *inputs, sink_N, context_BTNW, log_partition_BNT = residuals
     dq_BTNH, dk_BSKH, dv_BSKW = by_rows(kernel.backward)(*inputs, context_BTNW, log_partition_BNT, g_BTNW)
     dsink_N = sink_gradient(sink_N, log_partition_BNT[:, :, None, :, None], context_BTNW, g_BTNW)
@@ -96,12 +96,15 @@ def _backward(kernel: FusedKernel, residuals: Any, g_BTNW: jax.Array) -> Any:
 fused_attention.defvjp(_forward, _backward)
 
 
-def by_rows(function: Callable[..., Any]) -> Callable[..., Any]:
+_Found = TypeVar("_Found")
+
+
+def by_rows(function: Callable[..., _Found]) -> Callable[..., _Found]:
     """`function` of arrays [B, ...], with a rule for vmap: what is mapped are more rows of one call."""
     folded = custom_vmap(function)
 
     @folded.def_vmap
-    def rule(count: int, is_mapped: Any, *arrays: jax.Array) -> Any:
+    def rule(count: int, is_mapped: list[bool], *arrays: jax.Array) -> tuple[_Found, _Found]:
         whole = [
             x if mapped else jnp.broadcast_to(x, (count, *x.shape)) for x, mapped in zip(arrays, is_mapped, strict=True)
         ]
@@ -215,7 +218,7 @@ def mha_attention(
     return over_shards(local, (_HEADS, _HEADS, _HEADS, _ROWS), _HEADS)(q_BTNH, k_BSKH, v_BSKH, segment_BT)
 
 
-def _filled(block: int, *arrays: Any) -> list[Any]:
+def _filled(block: int, *arrays: jax.Array) -> list[jax.Array]:
     """Arrays [B, T, ...], of which the last is the tokens' documents, with T a multiple of `block`.
 
     What is added is a document of its own.
@@ -257,12 +260,12 @@ def _masked(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, seen_B1TS: 
     return by_rows(attend)(q_BTNH, k_BSKH, v_BSKH, seen_B1TS)
 
 
-def _masked_backward(scale: float, inputs: Any, g_BTNH: jax.Array) -> Any:
+def _masked_backward(scale: float, inputs: tuple[jax.Array, ...], g_BTNH: jax.Array) -> tuple[jax.Array | None, ...]:
     """Runs the forward kernel again, as `jax.nn` does not hand its residuals out."""
 
     def gradients(
         q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, seen_B1TS: jax.Array, g_BTNH: jax.Array
-    ) -> Any:
+    ) -> tuple[jax.Array, ...]:
         def attend(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array) -> jax.Array:
             return jax.nn.dot_product_attention(
                 q_BTNH, k_BSKH, v_BSKH, mask=seen_B1TS, is_causal=True, scale=scale, implementation="cudnn"

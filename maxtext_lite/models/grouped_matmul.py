@@ -77,11 +77,13 @@ def grouped_weight_gradient(
 
 def _forward(
     x_Ui: jax.Array, weight_Eio: jax.Array, size_E: jax.Array, kernel: GroupedMatmul, layout: Layout, dtype: DTypeLike
-) -> Any:
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     return grouped_matmul(x_Ui, weight_Eio, size_E, kernel, layout, dtype), (x_Ui, weight_Eio, size_E)
 
 
-def _backward(kernel: GroupedMatmul, layout: Layout, dtype: DTypeLike, residuals: Any, g_Uo: jax.Array) -> Any:
+def _backward(
+    kernel: GroupedMatmul, layout: Layout, dtype: DTypeLike, residuals: tuple[jax.Array, ...], g_Uo: jax.Array
+) -> tuple[jax.Array, jax.Array, None]:
     del dtype
     x_Ui, weight_Eio, size_E = residuals
     g_Uo = g_Uo.astype(x_Ui.dtype)
@@ -103,7 +105,7 @@ class _Kernel(NamedTuple):
     over_rows: Callable[..., jax.Array]
 
 
-def _ragged(dims: Any) -> Callable[..., jax.Array]:
+def _ragged(dims: jax.lax.RaggedDotDimensionNumbers) -> Callable[..., jax.Array]:
     def function(left: jax.Array, right: jax.Array, size_E: jax.Array) -> jax.Array:
         totals = dtype_of_totals(left.dtype)
         return jax.lax.ragged_dot_general(left, right, size_E, dims, preferred_element_type=totals)
@@ -265,7 +267,7 @@ Source: tokamax 0.0.12, data/autotuning/nvidia_h100_80gb_hbm3/pallas_mosaic_gpu_
 def on_hopper() -> _Kernel:
     """tokamax's kernels for NVIDIA GPUs of compute capability 9.0; `in_blocks` where a dim is no multiple of 64."""
 
-    def run(dims: Any, instead: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    def run(dims: jax.lax.RaggedDotDimensionNumbers, instead: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         def function(left: jax.Array, right: jax.Array, size_E: jax.Array) -> jax.Array:
             if any(size % 64 for size in (left.shape[1], *right.shape[1:])):
                 return instead(left, right, size_E)
@@ -311,7 +313,7 @@ def _whole(x: jax.Array, is_mapped: bool, num_sets: int) -> jax.Array:
     return x if is_mapped else jnp.broadcast_to(x, (num_sets, *x.shape))
 
 
-def _mappable(of_rows: Callable[..., jax.Array], rows_out: bool) -> Any:
+def _mappable(of_rows: Callable[..., jax.Array], rows_out: bool) -> Callable[..., jax.Array]:
     """`of_rows(left, right, size_E)` with a rule for vmap: `left` has rows, and `right` where the result has none."""
 
     @custom_vmap
@@ -319,7 +321,9 @@ def _mappable(of_rows: Callable[..., jax.Array], rows_out: bool) -> Any:
         return of_rows(left, right, size_E)
 
     @function.def_vmap
-    def fold(num_sets: int, is_mapped: list[bool], left: jax.Array, right: jax.Array, size_E: jax.Array) -> Any:
+    def fold(
+        num_sets: int, is_mapped: list[bool], left: jax.Array, right: jax.Array, size_E: jax.Array
+    ) -> tuple[jax.Array, bool]:
         operands = zip((left, right, size_E), is_mapped, strict=True)
         left, right, size_RE = (_whole(x, mapped, num_sets) for x, mapped in operands)
         num_rows, num_groups = left.shape[1], size_RE.shape[1]

@@ -8,7 +8,7 @@ that cross the mesh.
 
 import functools
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ def project(x: jax.Array, weight: nnx.Param) -> jax.Array:
     """
     value, axes = weight[...], tuple(weight.axes)
 
-    def times(x: jax.Array, value: jax.Array, axes: tuple[str, ...], quantization: Quantization = "none") -> Any:
+    def times(x: jax.Array, value: jax.Array, axes: tuple[str, ...], quantization: Quantization = "none") -> jax.Array:
         return project_array(x, value, axes, _TOKENS, weight.grad_dtype, quantization)
 
     if not isinstance(value, Adapted):
@@ -102,7 +102,7 @@ def _project_backward(
     tokens: TokenAxes,
     grad_dtype: DTypeLike,
     quantization: Quantization,
-    residuals: Any,
+    residuals: tuple[jax.Array, jax.Array],
     g: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     x, weight = residuals
@@ -135,13 +135,15 @@ def rms_norm(x_BTD: jax.Array, scale_D: jax.Array, epsilon: float) -> jax.Array:
     return _rms_norm_forward(x_BTD, scale_D, epsilon)[0]
 
 
-def _rms_norm_forward(x_BTD: jax.Array, scale_D: jax.Array, epsilon: float) -> Any:
+def _rms_norm_forward(x_BTD: jax.Array, scale_D: jax.Array, epsilon: float) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     x_f32 = x_BTD.astype(jnp.float32)
     inverse_BT1 = jax.lax.rsqrt(jnp.mean(jnp.square(x_f32), axis=-1, keepdims=True) + epsilon)
     return (x_f32 * inverse_BT1 * scale_D.astype(jnp.float32)).astype(x_BTD.dtype), (x_BTD, scale_D, inverse_BT1)
 
 
-def _rms_norm_backward(epsilon: float, residuals: Any, g_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _rms_norm_backward(
+    epsilon: float, residuals: tuple[jax.Array, jax.Array, jax.Array], g_BTD: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     del epsilon
     x_BTD, scale_D, inverse_BT1 = residuals
     unit_BTD, g_f32 = x_BTD.astype(jnp.float32) * inverse_BT1, g_BTD.astype(jnp.float32)
@@ -172,7 +174,7 @@ def _layer_norm(x_BTD: jax.Array, scale_D: jax.Array, bias_D: jax.Array, epsilon
     return x_f32 * inverse_BT1 * scale_D.astype(jnp.float32) + bias_D.astype(jnp.float32)
 
 
-def _layer_norm_backward(epsilon: float, residuals: Any, g_BTD: jax.Array) -> Any:
+def _layer_norm_backward(epsilon: float, residuals: tuple[jax.Array, ...], g_BTD: jax.Array) -> tuple[jax.Array, ...]:
     _, backward = jax.vjp(functools.partial(_layer_norm, epsilon=epsilon), *residuals)
     return backward(g_BTD.astype(jnp.float32))
 
@@ -221,7 +223,9 @@ def _wide(gate: jax.Array, up: jax.Array | None) -> tuple[jax.Array, jax.Array |
     return gate.astype(jnp.float32), None if up is None else up.astype(jnp.float32)
 
 
-def _mlp_hidden_backward(activation: Activation, residuals: Any, g: jax.Array) -> Any:
+def _mlp_hidden_backward(
+    activation: Activation, residuals: tuple[jax.Array, jax.Array | None], g: jax.Array
+) -> tuple[jax.Array, jax.Array | None]:
     gate, up = residuals
     dgate, dup = jax.vjp(functools.partial(_hidden, activation), *_wide(gate, up))[1](g.astype(jnp.float32))
     return dgate.astype(gate.dtype), None if up is None else dup.astype(up.dtype)

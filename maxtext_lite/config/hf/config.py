@@ -21,7 +21,7 @@ from maxtext_lite.config.hf.parts import (
     ExpertGroups,
     Fixed,
     Heads,
-    LatentAttention,
+    LatentWidths,
     LearnedPositions,
     Only,
     Part,
@@ -90,7 +90,7 @@ def _deepseek(architecture: str, *parts: Part) -> Family:
         _tied(False),
         # The norms of the latent vectors have this epsilon whatever config.json says of the others.
         Only("rms_norm_eps", 1e-6, key="normalization_layer_epsilon"),
-        LatentAttention(),
+        LatentWidths(),
         _SILU,
         Only("attention_bias", False),
         Only("mlp_bias", False),

@@ -283,7 +283,7 @@ class QueryScalar(Part):
         return {"query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar}
 
 
-class LatentAttention(Part):
+class LatentWidths(Part):
     """DeepSeek's attention; a head is its dims that are not rotated and those that are."""
 
     _WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
