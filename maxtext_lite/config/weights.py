@@ -5,6 +5,7 @@ of a family's tensors. What is split over which mesh axes stands here too, as th
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -309,6 +310,7 @@ def end_weights(shape: ModelShape) -> WeightTable:
     return table if shape.tied else {**table, "head/projection": shape.weight("D V", "embed vocab")}
 
 
+@functools.lru_cache(maxsize=64)  # a plan counts the same model again and again
 def stacks_of(shape: ModelShape) -> dict[str, tuple[int, WeightTable]]:
     """All weights: by the name of each stack of layers that are alike, how many they are and the weights of one; and by
     "" those outside."""
