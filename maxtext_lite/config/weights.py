@@ -1,7 +1,7 @@
 """Every weight of a model, declared once: its path, dims, logical axes and first values. Imports no jax.
 
-The plan counts elements and shards from these tables, `models` makes its parameters of them, and `hf` adds the names
-of a family's tensors. What is split over which mesh axes stands here too, as the plan asks without a mesh.
+The plan counts elements and shards from these tables, `models` makes its parameters from them, and `hf` adds the names
+of each family's tensors. The sharding rules of weights stand here too, because the plan needs them without jax.
 """
 
 import dataclasses
@@ -35,6 +35,7 @@ MESH_AXES_OF_WEIGHTS: dict[str, tuple[str, ...]] = {
 """The sharding rules of parameters: mesh axes over which each logical axis is split."""
 
 Start = Literal["normal", "ones", "zeros"]
+"""The values that a parameter begins with."""
 
 
 @dataclasses.dataclass(frozen=True)
