@@ -12,7 +12,7 @@ from maxtext_lite.config.hf.config import model_keys
 from maxtext_lite.config.hf.fields import JsonObject, Keys
 from maxtext_lite.hf.copying import as_bits
 from maxtext_lite.hf.entries import Entry, entries_of, flat
-from maxtext_lite.hf.names import TABLES, Sizes, sizes_of
+from maxtext_lite.hf.names import TABLES, Sizes, model_of
 from maxtext_lite.hf.safetensors_dir import Tensor, write_safetensors
 from maxtext_lite.models.decoder import Params
 from maxtext_lite.parallel import sharding
@@ -41,10 +41,10 @@ def export_parameters(
       dtype: "float32" or "bfloat16"; experts' biases, whose steps are small, stay float32.
       file_bytes: where to begin another file; None: 5 GB.
     """
-    leaves, sizes = flat(params), sizes_of(keys)
-    entries = entries_of(TABLES[kind], {path: tuple(leaf.shape) for path, leaf in leaves.items()}, sizes, kind)
+    leaves, model = flat(params), model_of(keys)
+    entries = entries_of(TABLES[kind], {path: tuple(leaf.shape) for path, leaf in leaves.items()}, model, kind)
     written = np.dtype(jnp.dtype(dtype))
-    tensors = list(_tensors(entries, leaves, sizes, written))
+    tensors = list(_tensors(entries, leaves, model.sizes, written))
     if jax.process_index() != 0:
         for tensor in tensors:
             tensor.make()

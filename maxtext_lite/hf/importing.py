@@ -18,7 +18,7 @@ from maxtext_lite.config.hf.fields import Keys
 from maxtext_lite.config.json_file import read_object
 from maxtext_lite.hf.copying import as_bits, assign_cast, is_finite
 from maxtext_lite.hf.entries import Entry, entries_of, flat
-from maxtext_lite.hf.names import TABLES, Sizes, Table, sizes_of
+from maxtext_lite.hf.names import TABLES, Sizes, Table, model_of
 from maxtext_lite.hf.safetensors_dir import DTYPES, SafetensorsDir
 from maxtext_lite.models.decoder import Params
 from maxtext_lite.parallel import exchange
@@ -58,8 +58,9 @@ def _load(root: Path, abstract_params: Params, where: str) -> Params:
     kind, keys = family_of(fields, where), model_keys(fields, f"{root / 'config.json'}")
     files = SafetensorsDir(root)
     table = _as_named(TABLES[kind], files)
-    sizes, leaves = sizes_of(keys), flat(abstract_params)
-    entries = entries_of(table, {path: tuple(leaf.shape) for path, leaf in leaves.items()}, sizes, where)
+    model, leaves = model_of(keys), flat(abstract_params)
+    sizes = model.sizes
+    entries = entries_of(table, {path: tuple(leaf.shape) for path, leaf in leaves.items()}, model, where)
     if keys["logits_via_embedding"]:
         entries = [_under_another_name(entry, files) for entry in entries]
     _refuse_other_tensors(files, entries, table, sizes, keys, where)

@@ -17,7 +17,7 @@ import numpy as np
 from maxtext_lite.config import UserError
 from maxtext_lite.config.hf.fields import Keys
 from maxtext_lite.hf.entries import Entry, entries_of, flat
-from maxtext_lite.hf.names import TABLES, Name, Sizes, sizes_of
+from maxtext_lite.hf.names import TABLES, Name, Sizes, model_of
 from maxtext_lite.hf.safetensors_dir import Tensor, write_file
 from maxtext_lite.models import Lora
 from maxtext_lite.models.decoder import Params
@@ -46,9 +46,10 @@ def export_adapters(
     Raises:
       UserError: experts have adapters, for which the library's layout has no place.
     """
-    sizes, leaves = sizes_of(keys), flat(adapters)
+    model, leaves = model_of(keys), flat(adapters)
+    sizes = model.sizes
     adapted = {path.rpartition("/")[0] for path in leaves}
-    entries = [entry for entry in entries_of(TABLES[kind], shapes, sizes, kind) if adapted & set(entry.paths)]
+    entries = [entry for entry in entries_of(TABLES[kind], shapes, model, kind) if adapted & set(entry.paths)]
     of_experts = [entry.name.theirs for entry in entries if "E" in entry.name.pattern or entry.name.per_expert]
     if of_experts:
         raise UserError(
