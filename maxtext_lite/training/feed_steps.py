@@ -44,7 +44,7 @@ class FeedSteps:
         self._stage: BatchStage | None = None
         self._step: Callable[..., tuple[TrainState, dict[str, jax.Array]]] | None = None
         if run.parts.local:
-            self._synchronise, self._summarise = make_synchronise(run.parts), make_summarise(run.mesh)
+            self._synchronise, self._summarise = make_synchronise(run.parts), make_summarise(run.parts)
         self._examples_seen = counts.examples_seen
         self._batches = training_batches(
             run.source,

@@ -1,17 +1,16 @@
 """Cross-entropy over the vocabulary as sums, computed without holding all logits at once."""
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from maxtext_lite.batching import tiles_kept, vocab_tiles
-from maxtext_lite.config import NumericsConfig
-from maxtext_lite.models import BALANCE, DROPPED, LOAD, ROUTER_Z, Decoder, soft_capped
+from maxtext_lite.models import soft_capped
 from maxtext_lite.models.ops import dtype_of_sums, weight_gradient
-from maxtext_lite.parallel import axes_in_use, constrain, context_shards, gathered_for_use, num_shards
+from maxtext_lite.parallel import constrain, context_shards, num_shards
 
 HEAD_AXES = ("embed", "vocab")
 """Logical axes of the output projection, tied or not."""
@@ -20,7 +19,7 @@ HEAD_AXES = ("embed", "vocab")
 class LossSums(NamedTuple):
     """Sums over target tokens, float32 scalars: of weighted nll, and of weighted squared log-partition.
 
-    `aux` has the experts' by name (see `auxiliary_loss`), {} without experts, and what an objective adds to them.
+    `aux` has the experts' by name (see `outputs.Outputs`), {} without experts, and what an objective adds to them.
     """
 
     nll: jax.Array
@@ -28,7 +27,8 @@ class LossSums(NamedTuple):
     aux: dict[str, jax.Array]
 
 
-def _tile_logits(x_BTD: jax.Array, head_DV: jax.Array, soft_cap: float, temperature: float = 1.0) -> jax.Array:
+def tile_logits(x_BTD: jax.Array, head_DV: jax.Array, soft_cap: float, temperature: float = 1.0) -> jax.Array:
+    """Logits [B, T, V] in float32, capped and then divided by the temperature."""
     logits_BTV = jnp.einsum("BTD,DV->BTV", x_BTD, head_DV, preferred_element_type=jnp.float32)
     logits_BTV = constrain(logits_BTV, ("end_batch", "length", "activation_vocab"))
     logits_BTV = soft_capped(logits_BTV, soft_cap) if soft_cap else logits_BTV
@@ -107,7 +107,7 @@ def token_losses(
     soft_cap: float = 0.0,
     temperature: float = 1.0,
 ) -> jax.Array:
-    """Negative log-likelihood [B, T], float32, of each target; not for differentiating.
+    """Negative log-likelihood [B, T], float32, of each target; for differentiating there is `token_nll`.
 
     Args:
       head_DV: the output projection, in the dtype of x_BTD.
@@ -117,9 +117,9 @@ def token_losses(
       temperature: what the logits, capped, are divided by.
     """
 
-    def tile(carry: None, arrays: Any) -> tuple[None, jax.Array]:
+    def tile(carry: None, arrays: tuple[jax.Array, ...]) -> tuple[None, jax.Array]:
         x, target = arrays
-        return carry, _tile_losses(_tile_logits(x, head_DV, soft_cap, temperature), target).nll_BT
+        return carry, _tile_losses(tile_logits(x, head_DV, soft_cap, temperature), target).nll_BT
 
     return _over_tiles(tile, None, _num_tiles(x_BTD, head_DV, num_tiles), x_BTD, target_BT)[1]
 
@@ -129,7 +129,7 @@ def likeliest_tokens(x_BTD: jax.Array, head_DV: jax.Array, num_tiles: int = 1) -
 
     def tile(carry: None, arrays: Any) -> tuple[None, jax.Array]:
         (x,) = arrays
-        return carry, jnp.argmax(_tile_logits(x, head_DV, 0.0), axis=-1).astype(jnp.int32)
+        return carry, jnp.argmax(tile_logits(x, head_DV, 0.0), axis=-1).astype(jnp.int32)
 
     return _over_tiles(tile, None, _num_tiles(x_BTD, head_DV, num_tiles), x_BTD)[1]
 
@@ -144,7 +144,7 @@ def cross_entropy(
     num_tiles: int,
     soft_cap: float = 0.0,
     temperature: float = 1.0,
-    grad_dtype: Any = jnp.float32,
+    grad_dtype: DTypeLike = jnp.float32,
 ) -> tuple[jax.Array, LossSums]:
     """sum(weight * (nll + z_loss_multiplier * log_partition**2)), and its two parts.
 
@@ -164,7 +164,7 @@ def cross_entropy(
 
     def tile(sums: LossSums, arrays: Any) -> tuple[LossSums, None]:
         x, target, weight = arrays
-        losses = _tile_losses(_tile_logits(x, head_DV, soft_cap, temperature), target)
+        losses = _tile_losses(tile_logits(x, head_DV, soft_cap, temperature), target)
         return _add_sums(sums, losses, weight), None
 
     num_tiles = _num_tiles(x_BTD, head_DV, num_tiles)
@@ -193,11 +193,11 @@ def _cross_entropy_forward(
     num_tiles: int,
     soft_cap: float = 0.0,
     temperature: float = 1.0,
-    grad_dtype: Any = jnp.float32,
+    grad_dtype: DTypeLike = jnp.float32,
 ) -> Any:
     def tile(sums: LossSums, arrays: Any) -> tuple[LossSums, tuple[jax.Array, jax.Array]]:
         x, target, weight = arrays
-        logits_BTV = _tile_logits(x, head_DV, soft_cap, temperature)
+        logits_BTV = tile_logits(x, head_DV, soft_cap, temperature)
         losses = _tile_losses(logits_BTV, target)
         scale_BT = weight * (1 + 2 * z_loss_multiplier * losses.log_partition_BT) / losses.sum_BT
         dlogits_BTV = scale_BT[..., None] * losses.exponential_BTV - jnp.where(
@@ -237,7 +237,7 @@ def _cross_entropy_backward(
     num_tiles: int,
     soft_cap: float,
     temperature: float,
-    grad_dtype: Any,
+    grad_dtype: DTypeLike,
     residuals: Any,
     cotangents: Any,
 ) -> Any:
@@ -250,104 +250,49 @@ def _cross_entropy_backward(
 cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 
 
-def hidden_loss(
-    decoder: Decoder, params: Any, x_BTD: jax.Array, rows: dict[str, jax.Array], config: NumericsConfig
-) -> tuple[jax.Array, LossSums]:
-    """Summed loss of predicting `rows["targets"]` from the final hidden states, weighted by `rows["weights"]`."""
-    x_BTD, head_DV = head_inputs(decoder, params, x_BTD)
-    z_loss, tiles, soft_cap = config.z_loss_multiplier, config.num_vocab_tiling, decoder.shape.final_soft_cap
-    targets, weights, grad_dtype = rows["targets"], rows["weights"], jnp.dtype(config.grad_dtype)
-    return cross_entropy(x_BTD, head_DV, targets, weights, z_loss, tiles, soft_cap, 1.0, grad_dtype)
-
-
-def head_inputs(decoder: Decoder, params: Any, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The final hidden states and the output projection [D, V], laid out for `cross_entropy`."""
-    # Gathered here, each once: their two uses, for logits and for the gradient, could each do so.
-    x_BTD = constrain(x_BTD, ("end_batch", "length", "activation_embed"))
-    return x_BTD, gathered_for_use(decoder.head(params).astype(x_BTD.dtype), axes_in_use(HEAD_AXES), HEAD_AXES)
-
-
-def loss_by_token(
-    decoder: Decoder,
-    params: Any,
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
+def token_nll(
     x_BTD: jax.Array,
+    head_DV: jax.Array,
     target_BT: jax.Array,
-    total: Callable[[jax.Array], tuple[jax.Array, Any]],
-    config: NumericsConfig,
-    *,
-    cut: Callable[[jax.Array], jax.Array],
-    uncut: Callable[[jax.Array], jax.Array],
-    temperature: float = 1.0,
-) -> tuple[jax.Array, jax.Array, Any]:
-    """What has the gradient of a loss that depends on all tokens' log-probabilities, and that loss with what is beside.
+    num_tiles: int,
+    soft_cap: float,
+    temperature: float,
+    grad_dtype: DTypeLike,
+) -> jax.Array:
+    """`token_losses`, whose backward pass is that of `cross_entropy` with their gradients as weights.
 
-    Log-probabilities are found first, without a gradient; from them follows how much each of them counts, and with
-    these weights the cross-entropy has the gradient, tile by tile as in pre-training.
-
-    Args:
-      total: from the tokens' negative log-likelihoods [B, T] to the loss and whatever else is to be known.
-      cut, uncut: how tokens are shared out, as of `objective.Cut`; x_BTD is in these shares, target_BT is not.
+    Each tile's logits are computed once more, and no more than one tile's exist.
     """
-    x_BTD, head_DV = head_inputs(decoder, params, x_BTD)
-    target, tiles, soft_cap = cut(target_BT), config.num_vocab_tiling, decoder.shape.final_soft_cap
-    fixed = jax.lax.stop_gradient((x_BTD, head_DV))
-    nll_BT = uncut(token_losses(*fixed, target, tiles, soft_cap, temperature))
-    (loss, beside), weight_BT = jax.value_and_grad(total, has_aux=True)(nll_BT)
-    grad_dtype = jnp.dtype(config.grad_dtype)
-    surrogate: Any = cross_entropy(
-        x_BTD, head_DV, target, cut(weight_BT), 0.0, tiles, soft_cap, temperature, grad_dtype
-    )
-    return surrogate[0], loss, beside
+    del grad_dtype
+    return token_losses(x_BTD, head_DV, target_BT, num_tiles, soft_cap, temperature)
 
 
-def auxiliary_loss(
-    decoder: Decoder, aux: dict[str, jax.Array], rows: dict[str, jax.Array], config: NumericsConfig
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The experts' part of the summed loss, and sums by name: what is per token weighs as the token does in the loss,
-    what is per example as the example's target tokens do. Means over layers with experts, before their multipliers.
-
-    Args:
-      aux: of rows' streams after all layers; the sums over layers.
-      rows: `weights` [B, T] and `example_weights` [B], divided as the loss is.
-    """
-    multipliers = {BALANCE: config.load_balance_loss_weight, ROUTER_Z: config.router_z_loss_multiplier}
-    loss = jnp.zeros([], jnp.float32)
-    if LOAD in aux:  # neither weighted nor divided: counts that stay whole
-        loss += jnp.sum(aux[LOAD])
-    sums = {}
-    for name in auxiliary_names(decoder):
-        weights = rows["weights"] if aux[name].ndim == 2 else rows["example_weights"]
-        sums[name] = jnp.sum(weights * aux[name]) / decoder.shape.num_expert_layers
-        loss += multipliers.get(name, 0) * sums[name]
-    return loss, sums
+def _token_nll_forward(
+    x_BTD: jax.Array,
+    head_DV: jax.Array,
+    target_BT: jax.Array,
+    num_tiles: int,
+    soft_cap: float,
+    temperature: float,
+    grad_dtype: DTypeLike,
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    del grad_dtype
+    nll_BT = token_losses(x_BTD, head_DV, target_BT, num_tiles, soft_cap, temperature)
+    return nll_BT, (x_BTD, head_DV, target_BT)
 
 
-AUXILIARY_METRICS = (BALANCE, "moe_balance_loss", "router_z_loss", DROPPED)
-"""Metrics of a model with experts: moe_balance is 1 where each expert is chosen equally often, the losses are with
-their multipliers, where those are not 0; moe_dropped_fraction is of choices, where there is a capacity."""
+def _token_nll_backward(
+    num_tiles: int,
+    soft_cap: float,
+    temperature: float,
+    grad_dtype: DTypeLike,
+    residuals: tuple[jax.Array, jax.Array, jax.Array],
+    weight_BT: jax.Array,
+) -> tuple[jax.Array, jax.Array, None]:
+    how = 0.0, num_tiles, soft_cap, temperature, grad_dtype
+    _, (dx_BTD, dhead_DV) = _cross_entropy_forward(*residuals, weight_BT, *how)
+    return dx_BTD, dhead_DV, None
 
 
-def auxiliary_metrics(aux: dict[str, jax.Array], config: NumericsConfig) -> dict[str, jax.Array]:
-    """AUXILIARY_METRICS as far as there are any, from a step's means; {} without experts."""
-    metrics = {name: aux[name] for name in (BALANCE, DROPPED) if name in aux}
-    if aux and config.load_balance_loss_weight:
-        metrics["moe_balance_loss"] = config.load_balance_loss_weight * aux[BALANCE]
-    if aux and config.router_z_loss_multiplier:
-        metrics["router_z_loss"] = config.router_z_loss_multiplier * aux[ROUTER_Z]
-    return metrics
-
-
-def auxiliary_names(decoder: Decoder) -> list[str]:
-    """Names of the sums of `auxiliary_loss`."""
-    experts = decoder.shape.experts
-    return [] if experts is None else [name for name in experts.aux_axes if name != LOAD]
-
-
-def row_losses(
-    decoder: Decoder, params: Any, rows: dict[str, jax.Array], *, num_tiles: int
-) -> tuple[jax.Array, jax.Array]:
-    """Summed weighted nll [B] (float32) and target tokens [B] (int32) of each row; not for differentiating."""
-    x_BTD = decoder.hidden(params, rows["tokens"], rows["segments"], rows["positions"])
-    head_DV = decoder.head(params).astype(x_BTD.dtype)
-    nll_BT = token_losses(x_BTD, head_DV, rows["targets"], num_tiles, decoder.shape.final_soft_cap)
-    return jnp.sum(nll_BT * rows["weights"], axis=-1), jnp.sum(rows["weights"] > 0, axis=-1, dtype=jnp.int32)
+token_nll.defvjp(_token_nll_forward, _token_nll_backward)
