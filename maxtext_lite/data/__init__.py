@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from maxtext_lite.data.answers import PairSource, example_shape
 from maxtext_lite.data.chat import ChatTemplate
+from maxtext_lite.data.own_examples import Examples, own_examples
 from maxtext_lite.data.packing import REFERENCE, field_dtype
 from maxtext_lite.data.prompts import Prompt, PromptSource, open_prompts
 from maxtext_lite.data.sources import ExampleSource, open_sources
@@ -21,6 +22,7 @@ __all__ = [
     "BatchIterator",
     "ChatTemplate",
     "ExampleSource",
+    "Examples",
     "PairSource",
     "Prompt",
     "PromptSource",
@@ -35,6 +37,7 @@ __all__ = [
     "open_prompts",
     "open_sources",
     "open_sources_on_hosts",
+    "own_examples",
     "target_tokens_of_run",
     "training_batches",
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -30,9 +29,9 @@ class Examples(Protocol):
     def __getitem__(self, example_id: int) -> Mapping[str, np.ndarray]:
         """Arrays [max_target_length]: `tokens` and `targets`, the token that is to be predicted at each place.
 
-        What else there may be: `weights`, of targets, 0 where there is none (without: 1); `segments`, the number of each
-        token's document, from 1, 0 for padding (without: 1), and `positions` in it (without: from 0 on); and fields of
-        any other name, float32, for an objective of one's own.
+        There may also be `weights`, of targets, 0 where there is none (without: 1); `segments`, the number of each
+        token's document, from 1, 0 for padding (without: 1); `positions` in it (without: from 0 on); and fields of any
+        other name, float32, for an objective of one's own.
         """
         ...
 
@@ -59,7 +58,7 @@ class OwnExamples:
         """The user's."""
         return f"own:{self.examples.fingerprint}"
 
-    @functools.cached_property
+    @property
     def num_target_tokens(self) -> int:
         """Target tokens of all examples, all of which are read."""
         return self.count_targets(np.arange(len(self)))
@@ -87,7 +86,9 @@ class OwnExamples:
         for name in ("tokens", "targets"):
             least, most = int(np.min(row[name])), int(np.max(row[name]))
             if not 0 <= least <= most < self.vocab_size:
-                raise UserError(f"{where}: {name} are {least} to {most}, not 0 to vocab_size - 1 = {self.vocab_size - 1}.")
+                raise UserError(
+                    f"{where}: {name} are {least} to {most}, not 0 to vocab_size - 1 = {self.vocab_size - 1}."
+                )
         return {name: np.asarray(row[name], field_dtype(name)) for name in self.fields}
 
 

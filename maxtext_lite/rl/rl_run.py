@@ -12,7 +12,7 @@ from maxtext_lite.batching import RLBatch, make_plan
 from maxtext_lite.config import RLRunConfig, UserError
 from maxtext_lite.config.hf.config import hf_directory
 from maxtext_lite.config.rl_rules import endless_evaluation
-from maxtext_lite.data import Prompt, Tokenizer, check_vocabulary, load_tokenizer, open_prompts
+from maxtext_lite.data import Prompt, PromptSource, Tokenizer, check_vocabulary, load_tokenizer, open_prompts
 from maxtext_lite.hf import stop_ids_of
 from maxtext_lite.models import Sampling
 from maxtext_lite.parallel import start_devices, value_of_host
@@ -22,7 +22,7 @@ from maxtext_lite.rl.rewards import RewardError, Rewards, Scores
 from maxtext_lite.rl.rollout import LocalEngine, Request, Response, RolloutEngine
 from maxtext_lite.rl.transfer import sampling_mesh
 from maxtext_lite.training.run import Run, comes_from_elsewhere, machine_of, run_directory
-from maxtext_lite.training.state import make_plain_decoder
+from maxtext_lite.training.state import OwnParts, make_plain_decoder
 
 
 class Sampled(NamedTuple):
@@ -51,7 +51,7 @@ class RLRun:
       stop_token_ids: tokens after which a response ends.
     """
 
-    run: Run
+    run: Run[PromptSource]
     config: RLRunConfig
     batch: RLBatch
     policy: Policy
@@ -158,7 +158,7 @@ def open_rl_run(config: RLRunConfig) -> RLRun:
             plan,
             source=source,
             eval_source=eval_source,
-            objective=policy,
+            own=OwnParts(objective=policy),
             devices=devices[: plan.rl.trainer_devices],
             examples_of_entry=config.num_generations * config.num_iterations,
         )

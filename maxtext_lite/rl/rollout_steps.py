@@ -19,6 +19,7 @@ from maxtext_lite.rl.pairs import Chunk, batch_record
 from maxtext_lite.rl.rl_run import RLRun, Sampled, Verdict, open_rl_run, shared
 from maxtext_lite.rl.rollout import Request
 from maxtext_lite.rl.timeline import Timeline
+from maxtext_lite.training.callbacks import Callback
 from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.gradients import TRAIN_BATCH_AXES, GradientSums
 from maxtext_lite.training.loop import RunResult, train_run
@@ -35,8 +36,11 @@ Rows = dict[str, jax.Array]
 Judged = tuple[Sampled, Verdict]
 
 
-def train_rl(config: RLRunConfig) -> RunResult:
+def train_rl(config: RLRunConfig, *, callbacks: Sequence[Callback] = ()) -> RunResult:
     """Trains to `config.steps`, from the newest checkpoint of the run directory where there is one.
+
+    Args:
+      callbacks: as of `training.train`.
 
     Raises:
       UserError: the config cannot be run on these devices, prompts or rewards, or contradicts the checkpoint.
@@ -45,7 +49,9 @@ def train_rl(config: RLRunConfig) -> RunResult:
     """
     with contextlib.closing(open_rl_run(config)) as rl:
         return train_run(
-            rl.run, lambda terminal, *start: (RolloutSteps(rl, terminal, *start), HeldOutResponses(rl, terminal.say))
+            rl.run,
+            lambda terminal, *start: (RolloutSteps(rl, terminal, *start), HeldOutResponses(rl, terminal.say)),
+            callbacks,
         )
 
 

@@ -4,9 +4,16 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+Device: TypeAlias = Any
+"""A jax device, or the description of one that is not attached."""
 
 Tree: TypeAlias = Any
 """A pytree: of arrays, their shapes, their shardings or their logical axes, as the place that takes it says."""
+
+Path: TypeAlias = tuple[Any, ...]
+"""The keys that lead to a leaf of a tree."""
 
 Params: TypeAlias = dict[str, Any]
 """A nested dict like the decoder's parameters, or the part of it that is trained: see `models.decoder.Params`."""
@@ -17,6 +24,12 @@ objective needs; [A, B, T] of a step, [B, T] of a micro-batch or an evaluation."
 
 Metrics: TypeAlias = dict[str, jax.Array]
 """Replicated scalars by name."""
+
+Record: TypeAlias = dict[str, Any]
+"""A line of metrics.jsonl: numbers by name, on the host."""
+
+Scalar: TypeAlias = ArrayLike
+"""A number, traced or not."""
 
 
 def as_float32(tree: Tree) -> Tree:

@@ -1,12 +1,7 @@
 """What a run tells the program that started it, and how that may end it."""
 
-from collections.abc import Mapping
-from typing import Any, TypeAlias
-
+from maxtext_lite.training.arrays import Record
 from maxtext_lite.training.state import TrainState
-
-Record: TypeAlias = Mapping[str, Any]
-"""A line of metrics.jsonl: numbers by name, on the host."""
 
 
 class Callback:

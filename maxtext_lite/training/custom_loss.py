@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,11 @@ WEIGHT = "loss_weight"
 """The count that a custom loss is divided by, and the metric of that name."""
 
 _TOKENS, _ROWS, _WIDTH = 16, 4, 8  # of the batch that a loss is tried on; _WIDTH: of hidden states
+_OF_MICRO_BATCH = ("batch", "length")
 _CLOSE = 1e-4  # relative, of sums of float32
+
+
+HostRows: TypeAlias = dict[str, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +33,7 @@ class Predictions:
     """What the model makes of rows [B, T], tokens in the order of the text; each is computed where it is called.
 
     Attributes:
-      nll: () -> negative log-likelihood of `rows["targets"]`, float32 [B, T]; no more than a tile's logits exist at once
+      nll: () -> negative log-likelihood of `rows["targets"]`, float32 [B, T]; no more than a tile's logits exist
         (`num_vocab_tiling`).
       logits: () -> float32 [B, T, V], all at once.
       hidden: () -> final hidden states, normed, [B, T, D] in `dtype`.
@@ -75,11 +79,14 @@ class CustomLoss:
     def counts(self, rows: Rows) -> dict[str, jax.Array]:
         """Target tokens, and the weight of each row by itself."""
         axes = ("accumulation",) * (rows["weights"].ndim - 2) + ("global_batch", "length")
-        weight = self._weight_of_row
-        for _ in axes[:-1]:
-            weight = jax.vmap(weight)
         tokens = jnp.sum(rows["weights"] > 0, axis=-1, dtype=jnp.int32)
-        return {"target_tokens": tokens, WEIGHT: weight(_in_token_order(rows, axes))}
+        return {"target_tokens": tokens, WEIGHT: self._weights(_in_token_order(rows, axes))}
+
+    def _weights(self, rows: Rows) -> jax.Array:
+        weight = self._weight_of_row
+        for _ in range(rows["weights"].ndim - 1):
+            weight = jax.vmap(weight)
+        return weight(rows)
 
     def _weight_of_row(self, row: Rows) -> jax.Array:
         """Of arrays [T]. What the model makes of the row does not enter: the compiler drops what is made of zeros."""
@@ -97,22 +104,20 @@ class CustomLoss:
         """The loss, and what experts add to it: a row's auxiliary losses weigh as the row does."""
         total, _ = self._of(outputs, rows)
         loss = factor * total
-        weights = spread_over_targets(factor * self.counts(rows)[WEIGHT], rows)
-        more, sums = outputs.auxiliary_loss(*weights)
+        weight_B = factor * self._weights(_in_token_order(rows, _OF_MICRO_BATCH))
+        more, sums = outputs.auxiliary_loss(*spread_over_targets(weight_B, rows))
         return loss + more, LossSums(loss, jnp.zeros_like(loss), sums)
 
     def _of(self, outputs: Outputs, rows: Rows) -> tuple[jax.Array, jax.Array]:
-        axes = ("batch", "length")
-
         def ordered(x: jax.Array) -> jax.Array:
-            return in_token_order(x, axes + (None,) * (x.ndim - 2), dim=1)
+            return in_token_order(x, _OF_MICRO_BATCH + (None,) * (x.ndim - 2), dim=1)
 
         predictions = Predictions(
             lambda: ordered(outputs.nll(rows["targets"])),
             lambda: ordered(outputs.logits()),
             lambda: ordered(outputs.tokens.uncut(outputs.x_BTD)),
         )
-        total, weight = self.function(predictions, _in_token_order(rows, axes))
+        total, weight = self.function(predictions, _in_token_order(rows, _OF_MICRO_BATCH))
         return total.astype(jnp.float32), weight.astype(jnp.float32)
 
     def metrics(self, aux: dict[str, jax.Array], count: jax.Array, config: NumericsConfig) -> Metrics:
@@ -156,7 +161,9 @@ def custom_loss(function: Loss, *, fields: Sequence[str], vocab_size: int, z_los
     seen, other = (_random_outputs(rng, vocab_size) for _ in range(2))
     of = functools.partial(_tried, function)
     total, weight = of(seen, rows)
-    halves = [of([x[part] for x in seen], {name: x[part] for name, x in rows.items()}) for part in (slice(2), slice(2, 4))]
+    halves = [
+        of([x[part] for x in seen], {name: x[part] for name, x in rows.items()}) for part in (slice(2), slice(2, 4))
+    ]
     empty = {name: np.concatenate([x, np.zeros_like(x)]) for name, x in rows.items()}
     with_empty = of([np.concatenate([x, x]) for x in seen], empty)
     for place, name in enumerate(("sum", "weight")):
@@ -173,8 +180,8 @@ def custom_loss(function: Loss, *, fields: Sequence[str], vocab_size: int, z_los
             )
     if not _are_close(weight, of(other, rows)[1]):
         raise UserError(
-            "objective: the weight changes with what the model predicts. It must depend on the rows alone, as the whole "
-            "step's weight is known before its first micro-batch is computed."
+            "objective: the weight changes with what the model predicts. It must depend on the rows alone, as that of "
+            "the whole step is known before its first micro-batch is computed."
         )
     if weight <= 0:
         raise UserError(f"objective: the weight of {_ROWS} rows with targets is {weight:.6g}; it must be above 0.")
@@ -185,7 +192,7 @@ def _are_close(a: float, b: float) -> bool:
     return math.isclose(a, b, rel_tol=_CLOSE, abs_tol=_CLOSE * 1e-2)
 
 
-def _random_rows(rng: np.random.Generator, fields: Sequence[str], vocab_size: int) -> dict[str, np.ndarray]:
+def _random_rows(rng: np.random.Generator, fields: Sequence[str], vocab_size: int) -> HostRows:
     """Rows [_ROWS, _TOKENS] of one or two documents, some padded."""
     sizes = _ROWS, _TOKENS
     place = np.broadcast_to(np.arange(_TOKENS), sizes)
@@ -197,22 +204,19 @@ def _random_rows(rng: np.random.Generator, fields: Sequence[str], vocab_size: in
         "segments": (1 + second) * real,
         "positions": (place - second * (_TOKENS // 4)) * real,
     }
-    own = {name: np.float32(rng.random(sizes) * real) for name in fields if name not in known}
-    whole = {name: x.astype(np.int32) for name, x in known.items()} | own
-    return whole | {"weights": np.float32(real * rng.choice([0.0, 0.5, 1.0, 1.0], sizes))}
+    rows = {name: x.astype(np.int32) for name, x in known.items()}
+    rows |= {name: (rng.random(sizes) * real).astype(np.float32) for name in fields if name not in known}
+    return rows | {"weights": (real * rng.choice([0.0, 0.5, 1.0, 1.0], sizes)).astype(np.float32)}
 
 
 def _random_outputs(rng: np.random.Generator, vocab_size: int) -> list[np.ndarray]:
     """Likelihoods, logits and hidden states of `_random_rows`."""
     sizes = _ROWS, _TOKENS
-    return [
-        np.float32(rng.gamma(2.0, 2.0, sizes)),
-        np.float32(rng.normal(size=(*sizes, vocab_size))),
-        np.float32(rng.normal(size=(*sizes, _WIDTH))),
-    ]
+    drawn = rng.gamma(2.0, 2.0, sizes), rng.normal(size=(*sizes, vocab_size)), rng.normal(size=(*sizes, _WIDTH))
+    return [x.astype(np.float32) for x in drawn]
 
 
-def _tried(function: Loss, outputs: Sequence[np.ndarray], rows: dict[str, np.ndarray]) -> tuple[float, float]:
+def _tried(function: Loss, outputs: Sequence[np.ndarray], rows: HostRows) -> tuple[float, float]:
     """The function's sum and weight.
 
     Raises:

@@ -3,14 +3,16 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import numpy as np
+from jax.stages import Compiled
 
 from maxtext_lite.batching import BatchStage
-from maxtext_lite.data import Batch, training_batches
+from maxtext_lite.data import Batch, ExampleSource, training_batches
 from maxtext_lite.parallel import sharding
+from maxtext_lite.training.arrays import Tree
 from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.dpo_reference import add_reference
 from maxtext_lite.training.executables import Executables
@@ -33,16 +35,16 @@ class FeedSteps:
 
     ahead = True
 
-    def __init__(self, run: Run, terminal: Terminal, state: TrainState, counts: Counts):
+    def __init__(self, run: Run[ExampleSource], terminal: Terminal, state: TrainState, counts: Counts):
         add_reference(run, state, counts, terminal)
         self._run, self._plan, self._say = run, run.plan, terminal.say
         # The simulated devices of a CPU share a few threads: with two steps under way, a collective of one can wait
         # for ever for a device whose thread the other holds. There, a step is finished before the next begins.
         self._one_at_a_time = jax.default_backend() == "cpu" and jax.device_count() > 1
         step = make_train_step(run.parts, run.schedule)
-        self._executables = Executables(step, run.abstract_state, run.plan, run.mesh, config=run.config)
+        self._executables = Executables(step, run.parts, run.plan, example=(run.source.num_tokens, run.source.fields))
         self._stage: BatchStage | None = None
-        self._step: Callable[..., tuple[TrainState, dict[str, jax.Array]]] | None = None
+        self._step: Compiled | None = None
         if run.parts.local:
             self._synchronise, self._summarise = make_synchronise(run.parts), make_summarise(run.parts)
         self._examples_seen = counts.examples_seen
@@ -104,7 +106,7 @@ class FeedSteps:
         self._batches.close()
         self._executables.close()
 
-    def _alone(self, function: Callable[[Any], Result], argument: Any) -> Result:
+    def _alone(self, function: Callable[[Tree], Result], argument: Tree) -> Result:
         """A function on the devices; where they can do only one thing at a time, once they have done what they do."""
         return function(jax.block_until_ready(argument) if self._one_at_a_time else argument)
 

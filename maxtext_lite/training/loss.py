@@ -1,7 +1,8 @@
 """Cross-entropy over the vocabulary as sums, computed without holding all logits at once."""
 
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from maxtext_lite.batching import tiles_kept, vocab_tiles
 from maxtext_lite.models import soft_capped
 from maxtext_lite.models.ops import dtype_of_sums, weight_gradient
 from maxtext_lite.parallel import constrain, context_shards, num_shards
+from maxtext_lite.training.arrays import Tree
 
 HEAD_AXES = ("embed", "vocab")
 """Logical axes of the output projection, tied or not."""
@@ -71,7 +73,12 @@ def _joined(x: jax.Array) -> jax.Array:
     return jnp.moveaxis(x, 0, 2).reshape(B, num_pieces * T, *x.shape[4:])
 
 
-def _over_tiles(tile_function: Any, carry: Any, num_tiles: int, *arrays: jax.Array) -> tuple[Any, Any]:
+def _over_tiles(
+    tile_function: Callable[[Tree, tuple[jax.Array, ...]], tuple[Tree, Tree]],
+    carry: Tree,
+    num_tiles: int,
+    *arrays: jax.Array,
+) -> tuple[Tree, Tree]:
     """`scan` of tile_function(carry, tiles) over tiles of the sequence; results are put back in order."""
     if num_tiles == 1:
         return tile_function(carry, arrays)
@@ -127,7 +134,7 @@ def token_losses(
 def likeliest_tokens(x_BTD: jax.Array, head_DV: jax.Array, num_tiles: int = 1) -> jax.Array:
     """The token [B, T] with the largest logit at each position, int32, tile by tile as in `token_losses`."""
 
-    def tile(carry: None, arrays: Any) -> tuple[None, jax.Array]:
+    def tile(carry: None, arrays: tuple[jax.Array, ...]) -> tuple[None, jax.Array]:
         (x,) = arrays
         return carry, jnp.argmax(tile_logits(x, head_DV, 0.0), axis=-1).astype(jnp.int32)
 
@@ -162,7 +169,7 @@ def cross_entropy(
     Source: the z-loss is Chowdhery et al. 2022, arXiv:2204.02311, section 5.
     """
 
-    def tile(sums: LossSums, arrays: Any) -> tuple[LossSums, None]:
+    def tile(sums: LossSums, arrays: tuple[jax.Array, ...]) -> tuple[LossSums, None]:
         x, target, weight = arrays
         losses = _tile_losses(tile_logits(x, head_DV, soft_cap, temperature), target)
         return _add_sums(sums, losses, weight), None
@@ -194,8 +201,8 @@ def _cross_entropy_forward(
     soft_cap: float = 0.0,
     temperature: float = 1.0,
     grad_dtype: DTypeLike = jnp.float32,
-) -> Any:
-    def tile(sums: LossSums, arrays: Any) -> tuple[LossSums, tuple[jax.Array, jax.Array]]:
+) -> tuple[tuple[jax.Array, LossSums], tuple[jax.Array, jax.Array]]:
+    def tile(sums: LossSums, arrays: tuple[jax.Array, ...]) -> tuple[LossSums, tuple[jax.Array, jax.Array]]:
         x, target, weight = arrays
         logits_BTV = tile_logits(x, head_DV, soft_cap, temperature)
         losses = _tile_losses(logits_BTV, target)
@@ -216,7 +223,7 @@ def _cross_entropy_forward(
     num_tiles = _num_tiles(x_BTD, head_DV, num_tiles)
     at_once = _tiles_at_once(x_BTD, num_tiles)
 
-    def some_tiles(carry: Any, arrays: Any) -> tuple[Any, jax.Array]:
+    def some_tiles(carry: Tree, arrays: tuple[jax.Array, ...]) -> tuple[Tree, jax.Array]:
         sums, dhead_DV = carry
         if at_once > 1:
             arrays = tuple(_pieces(x, at_once) for x in arrays)
@@ -238,9 +245,9 @@ def _cross_entropy_backward(
     soft_cap: float,
     temperature: float,
     grad_dtype: DTypeLike,
-    residuals: Any,
-    cotangents: Any,
-) -> Any:
+    residuals: tuple[jax.Array, jax.Array],
+    cotangents: tuple[jax.Array, LossSums],
+) -> tuple[jax.Array, jax.Array, None, None]:
     del z_loss_multiplier, num_tiles, soft_cap, temperature, grad_dtype
     scale = cotangents[0]  # float32: bfloat16 would round the step's 1 / target_tokens
     dx_BTD, dhead_DV = ((gradient * scale).astype(gradient.dtype) for gradient in residuals)

@@ -14,6 +14,7 @@ import rich.progress
 
 from maxtext_lite.process.signals import command_signals
 from maxtext_lite.reporting.records import Records, Steps, is_evaluation, record_text
+from maxtext_lite.training.arrays import Record, Tree
 from maxtext_lite.training.failures import Failures
 
 _FLUSH_SECONDS = 30.0
@@ -51,7 +52,7 @@ class JsonLines:
         self.notes = tuple(note for note in records.notes if "cut short" not in note)  # as any kill leaves it
         self._file = path.open("a", encoding="utf-8")
 
-    def write(self, record: dict[str, Any]) -> None:
+    def write(self, record: Record) -> None:
         """Appends a record."""
         with self._failures.of_writing(self._path):
             self._file.write(record_text(record))
@@ -79,7 +80,7 @@ class MetricsLog:
         if missing := self._lines.steps.missing(after_step):
             self.notes += (f"metrics.jsonl holds no {missing} any more.",)
 
-    def write(self, record: dict[str, Any]) -> None:
+    def write(self, record: Record) -> None:
         """Appends a record; non-finite numbers become null."""
         self._lines.write(record)
         self._board.write(record)
@@ -115,7 +116,7 @@ class _Board:
         self._add(self._events.Event(step=purge_step, session_log=start))
         self._flushed = time.monotonic()
 
-    def write(self, record: dict[str, Any]) -> None:
+    def write(self, record: Record) -> None:
         """Appends the finite numbers of a record."""
         numbers = {
             key: float(value)
@@ -140,7 +141,7 @@ class _Board:
         with self._failures.of_writing(self._directory):
             self._file.close()
 
-    def _add(self, event: Any) -> None:
+    def _add(self, event: Tree) -> None:
         event.wall_time = time.time()
         if not self._failures.found:
             with self._failures.of_writing(self._directory):
@@ -204,7 +205,7 @@ class Terminal:
         else:
             print(text, flush=True)
 
-    def step(self, record: dict[str, Any]) -> None:
+    def step(self, record: Record) -> None:
         """Shows a step: on the bar, and as a line every `log_period` steps and at the last."""
         step = record["step"]
         now = time.perf_counter()
@@ -223,7 +224,7 @@ class Terminal:
             command_signals.say_at_the_end(b"")
 
 
-def evaluation_text(record: dict[str, Any]) -> str:
+def evaluation_text(record: Record) -> str:
     """An evaluation's record as a line of the terminal."""
     tokens = f"{record['eval_target_tokens']:,} tokens"
     if "eval_pairs" not in record:
@@ -234,12 +235,12 @@ def evaluation_text(record: dict[str, Any]) -> str:
     )
 
 
-def _shown_loss(record: dict[str, Any]) -> float:
+def _shown_loss(record: Record) -> float:
     """A policy's is about 0, which is not to be shown as minus 0."""
     return round(record["loss"], 4) + 0.0
 
 
-def _step_parts(record: dict[str, Any]) -> list[str]:
+def _step_parts(record: Record) -> list[str]:
     mfu = [] if record["mfu"] is None else [f"MFU {record['mfu']:.1%}"]
     reward = []
     if "reward" in record:

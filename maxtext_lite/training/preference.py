@@ -7,8 +7,8 @@ smoothing Mitchell 2023, "A note on DPO with noisy preferences", equation 3.
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,9 +38,9 @@ class PairScores(NamedTuple):
       target_tokens: of both rows; int32 [B].
     """
 
-    log_ratio: Any
-    num_pairs: Any
-    target_tokens: Any
+    log_ratio: jax.Array
+    num_pairs: jax.Array
+    target_tokens: jax.Array
 
 
 def pair_losses(margin: jax.Array, *, beta: float, label_smoothing: float) -> jax.Array:
@@ -132,7 +132,7 @@ class Preference:
         margins = ratios[:, 0] - ratios[:, 1]
         losses = pair_losses(jnp.asarray(margins), beta=self.beta, label_smoothing=self.label_smoothing)
 
-        def mean(values: Any) -> float:
+        def mean(values: Iterable[float]) -> float:
             return math.fsum(map(float, values)) / max(len(margins), 1)
 
         return {

@@ -130,8 +130,8 @@ def _updated(
     metrics |= parts.objective.metrics(step.aux, step.num_counted, config)
     metrics["skipped_in_a_row"] = optimizer.skipped_after(skipped_in_a_row, finite, optimizer.loss_scale(opt_state))
     if optimizer.loss_scaling:
-        metrics["loss_scale"] = optimizer.loss_scale(opt_state)
         skip_state = cast(LossScaleState, opt_state.skip_state)
+        metrics["loss_scale"] = skip_state.scale
         following = optimizer.loss_scaling.next(skip_state, finite)
         following = jax.tree.map(lambda new, old: jnp.where(has_ended, old, new), following, skip_state)
         opt_state = opt_state._replace(skip_state=following)
