@@ -12,15 +12,15 @@ from maxtext_lite.data.sources import ExampleSource, open_sources
 from maxtext_lite.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 
 if TYPE_CHECKING:
-    from maxtext_lite.data.feed import Batch, BatchIterator, evaluation_batches, training_batches
+    from maxtext_lite.data.feed import BatchIterator, DeviceBatch, evaluation_batches, training_batches
     from maxtext_lite.data.order import example_ids, examples_hash
     from maxtext_lite.data.sources_on_hosts import open_sources_on_hosts, target_tokens_of_run
 
 __all__ = [
     "REFERENCE",
-    "Batch",
     "BatchIterator",
     "ChatTemplate",
+    "DeviceBatch",
     "ExampleSource",
     "Examples",
     "PairSource",
@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 _WITH_JAX = {
-    "Batch": "feed",
+    "DeviceBatch": "feed",
     "BatchIterator": "feed",
     "evaluation_batches": "feed",
     "training_batches": "feed",

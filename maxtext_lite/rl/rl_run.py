@@ -21,7 +21,7 @@ from maxtext_lite.rl.policy import Policy
 from maxtext_lite.rl.rewards import RewardError, Rewards, Scores
 from maxtext_lite.rl.rollout import LocalEngine, Request, Response, RolloutEngine
 from maxtext_lite.rl.transfer import sampling_mesh
-from maxtext_lite.training.run import Run, comes_from_elsewhere, machine_of, run_directory
+from maxtext_lite.training.run import TrainingRun, comes_from_elsewhere, machine_of, run_directory
 from maxtext_lite.training.state import OwnParts, make_plain_decoder
 
 
@@ -51,7 +51,7 @@ class RLRun:
       stop_token_ids: tokens after which a response ends.
     """
 
-    run: Run[PromptSource]
+    run: TrainingRun[PromptSource]
     config: RLRunConfig
     batch: RLBatch
     policy: Policy
@@ -153,7 +153,7 @@ def open_rl_run(config: RLRunConfig) -> RLRun:
         # Before the run makes its directory: what cannot sample leaves none.
         sampling_devices = devices[len(devices) - plan.rl.sampler_devices :]
         engine = _engine(config, plan.rl, sampling_devices, stop_token_ids)
-        run = Run(
+        run = TrainingRun(
             config,
             plan,
             source=source,

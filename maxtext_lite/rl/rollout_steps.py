@@ -56,7 +56,7 @@ def train_rl(config: RLRunConfig, *, callbacks: Sequence[Callback] = ()) -> RunR
 
 
 class RolloutSteps:
-    """The steps after those of `counts`: one or several on each batch of responses; see `training.loop.Steps`.
+    """The steps after those of `counts`: one or several on each batch of responses; see `training.loop.Stepper`.
 
     While a chunk is trained on, the next one is sampled or judged.
 
@@ -93,7 +93,7 @@ class RolloutSteps:
         """Nothing: what a step needs is compiled as it comes to it."""
 
     def take(self, state: TrainState, step: int) -> tuple[TrainState, Taken]:
-        """See `training.loop.Steps`; returns once the step is done."""
+        """See `training.loop.Stepper`; returns once the step is done."""
         batch, timeline, numbers = self._batch, Timeline(), self._prompt_numbers()
         if (step - 1) % self._config.num_iterations == 0:
             sums, about = self._sample_and_add(state, step, numbers, timeline)

@@ -10,7 +10,7 @@ import numpy as np
 from jax.stages import Compiled
 
 from maxtext_lite.batching import BatchStage
-from maxtext_lite.data import Batch, ExampleSource, training_batches
+from maxtext_lite.data import DeviceBatch, ExampleSource, training_batches
 from maxtext_lite.parallel import sharding
 from maxtext_lite.training.arrays import Tree
 from maxtext_lite.training.checkpoint import Counts
@@ -18,7 +18,7 @@ from maxtext_lite.training.dpo_reference import add_reference
 from maxtext_lite.training.executables import Executables
 from maxtext_lite.training.metrics import Terminal
 from maxtext_lite.training.nonfinite import NonFinite, find_nonfinite
-from maxtext_lite.training.run import Run
+from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.state import TrainState
 from maxtext_lite.training.step import TRAIN_BATCH_AXES, make_summarise, make_synchronise, make_train_step
 from maxtext_lite.training.step_log import Taken
@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 
 
 class FeedSteps:
-    """The steps after those of `counts`, from where they left off in the data; see `loop.Steps`.
+    """The steps after those of `counts`, from where they left off in the data; see `loop.Stepper`.
 
     Raises:
       UserError: a resumed run of DPO has other pairs than it began with, or its reference is gone.
@@ -35,7 +35,7 @@ class FeedSteps:
 
     ahead = True
 
-    def __init__(self, run: Run[ExampleSource], terminal: Terminal, state: TrainState, counts: Counts):
+    def __init__(self, run: TrainingRun[ExampleSource], terminal: Terminal, state: TrainState, counts: Counts):
         add_reference(run, state, counts, terminal)
         self._run, self._plan, self._say = run, run.plan, terminal.say
         # The simulated devices of a CPU share a few threads: with two steps under way, a collective of one can wait
@@ -80,7 +80,7 @@ class FeedSteps:
         self._stage = stage
 
     def take(self, state: TrainState, step: int) -> tuple[TrainState, Taken]:
-        """See `loop.Steps`; with local updates, the replicas are also summarised, and synchronised every so often."""
+        """See `loop.Stepper`; with local updates, the replicas are also summarised, and synchronised every so often."""
         assert self._step is not None, "prepare() comes first"
         assert self._stage is not None
         if self._one_at_a_time:
@@ -110,7 +110,7 @@ class FeedSteps:
         """A function on the devices; where they can do only one thing at a time, once they have done what they do."""
         return function(jax.block_until_ready(argument) if self._one_at_a_time else argument)
 
-    def _find_cause(self, batch: Batch, state: TrainState) -> NonFinite | None:
+    def _find_cause(self, batch: DeviceBatch, state: TrainState) -> NonFinite | None:
         return find_nonfinite(
             self._run.parts, state, batch.arrays, batch.example_ids, micro_batches=batch.num_micro_batches
         )

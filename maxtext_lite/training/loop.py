@@ -21,13 +21,13 @@ from maxtext_lite.training.held_out_loss import HeldOutLoss
 from maxtext_lite.training.metrics import MetricsLog, Terminal
 from maxtext_lite.training.optimizer import OptimizerFactory
 from maxtext_lite.training.profile import Profile
-from maxtext_lite.training.run import Data, Run, Sources, open_run
+from maxtext_lite.training.run import Data, Sources, TrainingRun, open_run
 from maxtext_lite.training.state import OwnParts, TrainState
 from maxtext_lite.training.step_log import StepLog, Taken
 from maxtext_lite.training.stopping import Signals, Stop, watch_signals
 
 
-class Steps(Protocol):
+class Stepper(Protocol):
     """The steps of a run: where their batches come from, and how the state is updated with each."""
 
     @property
@@ -70,7 +70,7 @@ class Evaluation(Protocol):
         ...
 
 
-Begin = Callable[[Terminal, TrainState, Counts], tuple[Steps, Evaluation]]
+Begin = Callable[[Terminal, TrainState, Counts], tuple[Stepper, Evaluation]]
 """From the state that a run goes on from, restored or new: the steps after it, and how their model is judged."""
 
 
@@ -154,7 +154,7 @@ def _refuse_pairs(config: Config, name: str) -> None:
         )
 
 
-def train_run(run: Run[Data], begin: Begin, callbacks: Sequence[Callback] = ()) -> RunResult:
+def train_run(run: TrainingRun[Data], begin: Begin, callbacks: Sequence[Callback] = ()) -> RunResult:
     """Takes the steps of a run that are left; raises what `train` raises."""
     terminal = Terminal(log_period=run.config.log_period, quiet=not run.is_first)
     with contextlib.ExitStack() as open_things:
@@ -185,11 +185,11 @@ class _Loop:
 
     def __init__(
         self,
-        run: Run[Data],
+        run: TrainingRun[Data],
         terminal: Terminal,
         log: StepLog,
         signals: Signals,
-        steps: Steps,
+        steps: Stepper,
         evaluation: Evaluation,
         callbacks: Sequence[Callback],
     ):

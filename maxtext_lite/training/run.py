@@ -76,7 +76,7 @@ def run_directory(config: RunConfig) -> Path:
     return Path(config.base_output_directory) / config.run_name
 
 
-class Run(Generic[Data]):
+class TrainingRun(Generic[Data]):
     """One process's part in a run: everything that is made once, before the first step.
 
     Attributes:
@@ -294,7 +294,7 @@ Sources: TypeAlias = tuple[ExampleSource, ExampleSource | None]
 """The training examples, and the held-out ones."""
 
 
-def open_run(config: Config, sources: Sources | None = None, own: OwnParts = CONFIGURED) -> Run[ExampleSource]:
+def open_run(config: Config, sources: Sources | None = None, own: OwnParts = CONFIGURED) -> TrainingRun[ExampleSource]:
     """The run of a config that `train` takes: its data opened, its batches planned.
 
     Args:
@@ -311,7 +311,7 @@ def open_run(config: Config, sources: Sources | None = None, own: OwnParts = CON
         begins_as_elsewhere=comes_from_elsewhere(config),
     )
     plan = planned(config, num_examples=len(source))
-    return Run(config, plan, source=source, eval_source=eval_source, own=own)
+    return TrainingRun(config, plan, source=source, eval_source=eval_source, own=own)
 
 
 def machine_of(devices: Sequence[Device]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from maxtext_lite.training.arrays import Record
 from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.metrics import MetricsLog, Terminal
 from maxtext_lite.training.nonfinite import NonFinite
-from maxtext_lite.training.run import Run
+from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.state import TrainState
 
 NOTHING_SAVED = "nothing was saved at or after it"
@@ -55,7 +55,7 @@ class StepLog:
       loss: of the last step; None if this process did none.
     """
 
-    def __init__(self, run: Run, terminal: Terminal, log: MetricsLog | None, counts: Counts):
+    def __init__(self, run: TrainingRun, terminal: Terminal, log: MetricsLog | None, counts: Counts):
         self._run, self._terminal, self._log = run, terminal, log
         self.counts = counts
         self.loss: float | None = None
