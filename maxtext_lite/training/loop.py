@@ -18,9 +18,8 @@ from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.custom_loss import Loss, custom_loss
 from maxtext_lite.training.feed_steps import FeedSteps
 from maxtext_lite.training.held_out_loss import HeldOutLoss
-from maxtext_lite.training.metrics import MetricsLog, Terminal
+from maxtext_lite.training.metrics import MetricsLog, Profile, Terminal
 from maxtext_lite.training.optimizer import OptimizerFactory
-from maxtext_lite.training.profile import Profile
 from maxtext_lite.training.run import Data, Sources, TrainingRun, open_run
 from maxtext_lite.training.state import OwnParts, TrainState
 from maxtext_lite.training.step_log import StepLog, Taken

@@ -10,9 +10,8 @@ import optax
 
 from maxtext_lite.config import Config, OptimizerConfig, UserError
 from maxtext_lite.models import is_matrix, num_inputs, of_one, unstacked
-from maxtext_lite.training.accumulate import GradientAccumulation
+from maxtext_lite.training.accumulate import GradientAccumulation, loss_scaling
 from maxtext_lite.training.arrays import Path, Scalar, Tree
-from maxtext_lite.training.loss_scale import loss_scaling
 
 _LOAD_AXES = ("router_bias",)
 

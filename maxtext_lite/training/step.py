@@ -15,7 +15,7 @@ import optax
 from jax.stages import Wrapped
 
 from maxtext_lite.parallel import in_context_order, over_replicas, per_replica, sharding, tree_shardings
-from maxtext_lite.training.accumulate import master_of, with_master
+from maxtext_lite.training.accumulate import LossScaleState, master_of, with_master
 from maxtext_lite.training.arrays import Metrics, Params, Rows, Tree
 from maxtext_lite.training.gradients import (
     TRAIN_BATCH_AXES,
@@ -24,7 +24,6 @@ from maxtext_lite.training.gradients import (
     StepGradients,
     accumulate_gradients,
 )
-from maxtext_lite.training.loss_scale import LossScaleState
 from maxtext_lite.training.objective import ScoredObjective
 from maxtext_lite.training.optimizer import Progress, Schedule
 from maxtext_lite.training.outputs import AUXILIARY_METRICS, forward
