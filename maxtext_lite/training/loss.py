@@ -1,5 +1,6 @@
 """Cross-entropy over the vocabulary as sums, computed without holding all logits at once."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import NamedTuple
@@ -141,17 +142,32 @@ def likeliest_tokens(x_BTD: jax.Array, head_DV: jax.Array, num_tiles: int = 1) -
     return _over_tiles(tile, None, _num_tiles(x_BTD, head_DV, num_tiles), x_BTD)[1]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7, 8))
+@dataclasses.dataclass(frozen=True)
+class Readout:
+    """How likelihoods are read from hidden states.
+
+    Attributes:
+      num_tiles: as in `token_losses`.
+      soft_cap: of the logits; 0: none.
+      temperature: what the logits, capped, are divided by.
+      grad_dtype: in which devices' sums for the head's gradient cross `fsdp`.
+      z_loss_multiplier: of the squared log-partition, in `cross_entropy`.
+    """
+
+    num_tiles: int = 1
+    soft_cap: float = 0.0
+    temperature: float = 1.0
+    grad_dtype: DTypeLike = jnp.float32
+    z_loss_multiplier: float = 0.0
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def cross_entropy(
     x_BTD: jax.Array,
     head_DV: jax.Array,
     target_BT: jax.Array,
     weight_BT: jax.Array,
-    z_loss_multiplier: float,
-    num_tiles: int,
-    soft_cap: float = 0.0,
-    temperature: float = 1.0,
-    grad_dtype: DTypeLike = jnp.float32,
+    how: Readout = Readout(),
 ) -> tuple[jax.Array, LossSums]:
     """sum(weight * (nll + z_loss_multiplier * log_partition**2)), and its two parts.
 
@@ -163,20 +179,17 @@ def cross_entropy(
 
     Args:
       weight_BT: float32 loss weight of each target; 0 where there is none.
-      num_tiles: as in `token_losses`.
-      temperature: what the logits, capped, are divided by.
-      grad_dtype: in which devices' sums for the head's gradient cross `fsdp`.
     Source: the z-loss is Chowdhery et al. 2022, arXiv:2204.02311, section 5.
     """
 
     def tile(sums: LossSums, arrays: tuple[jax.Array, ...]) -> tuple[LossSums, None]:
         x, target, weight = arrays
-        losses = _tile_losses(tile_logits(x, head_DV, soft_cap, temperature), target)
+        losses = _tile_losses(tile_logits(x, head_DV, how.soft_cap, how.temperature), target)
         return _add_sums(sums, losses, weight), None
 
-    num_tiles = _num_tiles(x_BTD, head_DV, num_tiles)
+    num_tiles = _num_tiles(x_BTD, head_DV, how.num_tiles)
     sums, _ = _over_tiles(tile, _zero_sums(), num_tiles, x_BTD, target_BT, weight_BT)
-    return sums.nll + z_loss_multiplier * sums.log_partition_squared, sums
+    return sums.nll + how.z_loss_multiplier * sums.log_partition_squared, sums
 
 
 def _zero_sums() -> LossSums:
@@ -196,12 +209,10 @@ def _cross_entropy_forward(
     head_DV: jax.Array,
     target_BT: jax.Array,
     weight_BT: jax.Array,
-    z_loss_multiplier: float,
-    num_tiles: int,
-    soft_cap: float = 0.0,
-    temperature: float = 1.0,
-    grad_dtype: DTypeLike = jnp.float32,
+    how: Readout = Readout(),
 ) -> tuple[tuple[jax.Array, LossSums], tuple[jax.Array, jax.Array]]:
+    soft_cap, temperature, z_loss_multiplier = how.soft_cap, how.temperature, how.z_loss_multiplier
+
     def tile(sums: LossSums, arrays: tuple[jax.Array, ...]) -> tuple[LossSums, tuple[jax.Array, jax.Array]]:
         x, target, weight = arrays
         logits_BTV = tile_logits(x, head_DV, soft_cap, temperature)
@@ -220,7 +231,7 @@ def _cross_entropy_forward(
         dx_BTD = jnp.einsum("BTV,DV->BTD", dlogits_BTV, head_DV, preferred_element_type=dtype).astype(x.dtype)
         return _add_sums(sums, losses, weight), (dx_BTD, dlogits_BTV)
 
-    num_tiles = _num_tiles(x_BTD, head_DV, num_tiles)
+    num_tiles = _num_tiles(x_BTD, head_DV, how.num_tiles)
     at_once = _tiles_at_once(x_BTD, num_tiles)
 
     def some_tiles(carry: Tree, arrays: tuple[jax.Array, ...]) -> tuple[Tree, jax.Array]:
@@ -230,7 +241,7 @@ def _cross_entropy_forward(
             sums, (dx, dlogits) = jax.lax.scan(tile, sums, arrays)
         else:
             sums, (dx, dlogits) = tile(sums, arrays)
-        dhead_DV += constrain(weight_gradient(arrays[0], dlogits, grad_dtype), HEAD_AXES)
+        dhead_DV += constrain(weight_gradient(arrays[0], dlogits, how.grad_dtype), HEAD_AXES)
         return (sums, dhead_DV), _joined(dx) if at_once > 1 else dx
 
     carry = _zero_sums(), jnp.zeros(head_DV.shape, jnp.float32)
@@ -240,15 +251,9 @@ def _cross_entropy_forward(
 
 
 def _cross_entropy_backward(
-    z_loss_multiplier: float,
-    num_tiles: int,
-    soft_cap: float,
-    temperature: float,
-    grad_dtype: DTypeLike,
-    residuals: tuple[jax.Array, jax.Array],
-    cotangents: tuple[jax.Array, LossSums],
+    how: Readout, residuals: tuple[jax.Array, jax.Array], cotangents: tuple[jax.Array, LossSums]
 ) -> tuple[jax.Array, jax.Array, None, None]:
-    del z_loss_multiplier, num_tiles, soft_cap, temperature, grad_dtype
+    del how
     scale = cotangents[0]  # float32: bfloat16 would round the step's 1 / target_tokens
     dx_BTD, dhead_DV = ((gradient * scale).astype(gradient.dtype) for gradient in residuals)
     return dx_BTD, dhead_DV, None, None
@@ -257,48 +262,26 @@ def _cross_entropy_backward(
 cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
-def token_nll(
-    x_BTD: jax.Array,
-    head_DV: jax.Array,
-    target_BT: jax.Array,
-    num_tiles: int,
-    soft_cap: float,
-    temperature: float,
-    grad_dtype: DTypeLike,
-) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def token_nll(x_BTD: jax.Array, head_DV: jax.Array, target_BT: jax.Array, how: Readout) -> jax.Array:
     """`token_losses`, whose backward pass is that of `cross_entropy` with their gradients as weights.
 
     Each tile's logits are computed once more, and no more than one tile's exist.
     """
-    del grad_dtype
-    return token_losses(x_BTD, head_DV, target_BT, num_tiles, soft_cap, temperature)
+    return token_losses(x_BTD, head_DV, target_BT, how.num_tiles, how.soft_cap, how.temperature)
 
 
 def _token_nll_forward(
-    x_BTD: jax.Array,
-    head_DV: jax.Array,
-    target_BT: jax.Array,
-    num_tiles: int,
-    soft_cap: float,
-    temperature: float,
-    grad_dtype: DTypeLike,
+    x_BTD: jax.Array, head_DV: jax.Array, target_BT: jax.Array, how: Readout
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    del grad_dtype
-    nll_BT = token_losses(x_BTD, head_DV, target_BT, num_tiles, soft_cap, temperature)
+    nll_BT = token_losses(x_BTD, head_DV, target_BT, how.num_tiles, how.soft_cap, how.temperature)
     return nll_BT, (x_BTD, head_DV, target_BT)
 
 
 def _token_nll_backward(
-    num_tiles: int,
-    soft_cap: float,
-    temperature: float,
-    grad_dtype: DTypeLike,
-    residuals: tuple[jax.Array, jax.Array, jax.Array],
-    weight_BT: jax.Array,
+    how: Readout, residuals: tuple[jax.Array, jax.Array, jax.Array], weight_BT: jax.Array
 ) -> tuple[jax.Array, jax.Array, None]:
-    how = 0.0, num_tiles, soft_cap, temperature, grad_dtype
-    _, (dx_BTD, dhead_DV) = _cross_entropy_forward(*residuals, weight_BT, *how)
+    _, (dx_BTD, dhead_DV) = _cross_entropy_forward(*residuals, weight_BT, how)
     return dx_BTD, dhead_DV, None
 
 

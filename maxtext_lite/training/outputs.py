@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from maxtext_lite.config import NumericsConfig
 from maxtext_lite.models import BALANCE, DROPPED, LOAD, ROUTER_Z, Decoder
 from maxtext_lite.parallel import axes_in_use, constrain, gathered_for_use
 from maxtext_lite.training.arrays import Metrics, Params, Rows
-from maxtext_lite.training.loss import HEAD_AXES, LossSums, cross_entropy, tile_logits, token_losses, token_nll
+from maxtext_lite.training.loss import HEAD_AXES, LossSums, Readout, cross_entropy, tile_logits, token_losses, token_nll
 
 
 class Cut(NamedTuple):
@@ -50,17 +50,20 @@ class Outputs:
         head_DV = self.decoder.head(self.params).astype(x_BTD.dtype)
         return x_BTD, gathered_for_use(head_DV, axes_in_use(HEAD_AXES), HEAD_AXES)
 
+    def _readout(self, temperature: float = 1.0, z_loss_multiplier: float = 0.0) -> Readout:
+        config, soft_cap = self.config, self.decoder.shape.final_soft_cap
+        how = config.num_vocab_tiling, soft_cap, temperature, jnp.dtype(config.grad_dtype)
+        return Readout(*how, z_loss_multiplier)
+
     def cross_entropy(self, target_BT: jax.Array, weight_BT: jax.Array) -> tuple[jax.Array, LossSums]:
         """Summed loss of predicting the targets, weighted, with the z-loss of the config; and its parts."""
-        config, shape = self.config, self.decoder.shape
-        how = config.z_loss_multiplier, config.num_vocab_tiling, shape.final_soft_cap, 1.0, jnp.dtype(config.grad_dtype)
-        return cross_entropy(*self._head_inputs(), self.tokens.cut(target_BT), self.tokens.cut(weight_BT), *how)
+        how = self._readout(z_loss_multiplier=self.config.z_loss_multiplier)
+        return cross_entropy(*self._head_inputs(), self.tokens.cut(target_BT), self.tokens.cut(weight_BT), how)
 
     def nll(self, target_BT: jax.Array, temperature: float = 1.0) -> jax.Array:
         """Negative log-likelihood [B, T], float32, of each target, to be differentiated: see `loss.token_nll`."""
-        config, soft_cap = self.config, self.decoder.shape.final_soft_cap
-        how = config.num_vocab_tiling, soft_cap, temperature, jnp.dtype(config.grad_dtype)
-        return self.tokens.uncut(token_nll(*self._head_inputs(), self.tokens.cut(target_BT), *how))
+        found = token_nll(*self._head_inputs(), self.tokens.cut(target_BT), self._readout(temperature))
+        return self.tokens.uncut(cast(jax.Array, found))
 
     def logits(self) -> jax.Array:
         """Logits [B, T, V] of all tokens at once, float32."""
