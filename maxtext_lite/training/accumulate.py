@@ -164,13 +164,13 @@ class GradientAccumulation(optax.MultiSteps):
         scale = self.loss_scaling.init() if self.loss_scaling else ()
         return state._replace(acc_grads=state.acc_grads if self._keeps_sum else (), skip_state=scale)
 
-    def map_slopes(self, function: Callable[[jax.Array], jax.Array], gradients: Tree) -> Tree:
+    def map_gradients(self, function: Callable[[jax.Array], jax.Array], gradients: Tree) -> Tree:
         """`function` of each gradient that is one; loads stay as they are, whole numbers."""
         if self._loads is None:
             return jax.tree.map(function, gradients)
         return jax.tree.map(lambda is_load, g: g if is_load else function(g), self._loads, gradients)
 
-    def slopes(self, gradients: Tree) -> list[jax.Array]:
+    def without_loads(self, gradients: Tree) -> list[jax.Array]:
         """The gradients that are such, which loads are not."""
         leaves = jax.tree.leaves(gradients)
         if self._loads is None:

@@ -115,7 +115,7 @@ class CustomLoss:
         predictions = Predictions(
             lambda: ordered(outputs.nll(rows["targets"])),
             lambda: ordered(outputs.logits()),
-            lambda: ordered(outputs.tokens.uncut(outputs.x_BTD)),
+            lambda: ordered(outputs.tokens.merge(outputs.x_BTD)),
         )
         total, weight = self.function(predictions, _in_token_order(rows, _OF_MICRO_BATCH))
         return total.astype(jnp.float32), weight.astype(jnp.float32)

@@ -193,7 +193,7 @@ class GradientLoop:
             return x_R if self._local else jnp.sum(x_R, axis=0)
 
         optimizer = self._parts.optimizer
-        gradients = optimizer.map_slopes(lambda g: g.astype(self._parts.config.grad_dtype), sums.gradients)
+        gradients = optimizer.map_gradients(lambda g: g.astype(self._parts.config.grad_dtype), sums.gradients)
         gradients = jax.tree.map(all_reduce, gradients)
         if self._local:
             gradients = jax.tree.map(_lay_out, gradients, self._trained_axes)
@@ -243,7 +243,7 @@ class GradientLoop:
     ) -> GradientSums:
         """With one more group in each replica."""
         share_R = group_R / whole_R
-        squares_R = sum(_squares_by_replica(g) for g in self._parts.optimizer.slopes(gradients))
+        squares_R = sum(_squares_by_replica(g) for g in self._parts.optimizer.without_loads(gradients))
         group_squares = jnp.where(group_R > 0, squares_R / jnp.maximum(share_R, 1e-30), 0.0)
         groups = (group_R > 0).astype(jnp.int32)
         return sums._replace(group_squares=sums.group_squares + group_squares, groups=sums.groups + groups)
@@ -314,7 +314,7 @@ def _mapped(
 ) -> StepGradients:
     """With `function` of all that is divided as the loss is, but for `group_squares`."""
     return sums._replace(
-        gradients=optimizer.map_slopes(function, sums.gradients),
+        gradients=optimizer.map_gradients(function, sums.gradients),
         loss=function(sums.loss),
         z_loss=function(sums.z_loss),
         aux=jax.tree.map(function, sums.aux),

@@ -10,7 +10,7 @@ from maxtext_lite.models import Stream, stream_axes
 from maxtext_lite.parallel import Flight, constrain, num_shards, over_replicas
 from maxtext_lite.training.arrays import Params, Rows
 from maxtext_lite.training.loss import LossSums
-from maxtext_lite.training.outputs import Cut, Outputs
+from maxtext_lite.training.outputs import Outputs, TokenSplit
 from maxtext_lite.training.state import StepParts
 
 Sums = TypeVar("Sums")
@@ -113,14 +113,14 @@ class InterleavedStep:
             return decoder.layers(decoder.joined(layers, frozen_layers), stream)
 
         def embed(ends: Params, rows: Rows) -> jax.Array:
-            x_BTD = decoder.embed(whole(ends), self._cut(rows["tokens"]), self._cut(rows["positions"]))
-            stream = Stream(constrain(self._uncut(x_BTD), axes.x_BTD), rows["segments"], rows["positions"], {})
+            x_BTD = decoder.embed(whole(ends), self._split(rows["tokens"]), self._split(rows["positions"]))
+            stream = Stream(constrain(self._merge(x_BTD), axes.x_BTD), rows["segments"], rows["positions"], {})
             return decoder.dense_layers(whole(ends), stream).x_BTD
 
         def loss(ends: Params, x_BTD: jax.Array, aux: dict[str, jax.Array]) -> tuple[jax.Array, LossSums]:
             params = whole(ends)
-            x_BTD = decoder.final_norm(params, self._cut(x_BTD))
-            outputs = Outputs(decoder, params, x_BTD, aux, self._parts.config, Cut(self._cut, self._uncut))
+            x_BTD = decoder.final_norm(params, self._split(x_BTD))
+            outputs = Outputs(decoder, params, x_BTD, aux, self._parts.config, TokenSplit(self._split, self._merge))
             return self._parts.objective.loss(outputs, leaving, factor)
 
         def leave(stream: Stream) -> tuple[list[jax.Array], tuple[LossSums, Params]]:
@@ -144,15 +144,15 @@ class InterleavedStep:
         gradients = jax.tree.map(jnp.add, loss_gradient, embed_gradient)
         return flight, losses, gradients | {"layers": layer_gradients}
 
-    def _cut(self, x: jax.Array) -> jax.Array:
+    def _split(self, x: jax.Array) -> jax.Array:
         """[b, T, ...] as [b P, T / P, ...], of which each stage has a part."""
         b, T = x.shape[:2]
         stages = self._pipeline.num_stages
         x = self._whole(x)
         return constrain(x.reshape(b * stages, T // stages, *x.shape[2:]), ("end_batch",) + (None,) * (x.ndim - 1))
 
-    def _uncut(self, x: jax.Array) -> jax.Array:
-        """Takes `_cut` back."""
+    def _merge(self, x: jax.Array) -> jax.Array:
+        """Takes `_split` back."""
         stages = self._pipeline.num_stages
         return self._whole(x.reshape(x.shape[0] // stages, -1, *x.shape[2:]))
 

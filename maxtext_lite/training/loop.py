@@ -263,12 +263,14 @@ class _Loop:
 
     def _tell(self, event: Callable[[Callback], bool | None]) -> None:
         for callback in self.callbacks:
-            self.asked_to_end |= event(callback) is True
+            if event(callback):
+                self.asked_to_end = True
 
     def _save(self, state: TrainState) -> None:
-        counts = self.log.counts
+        counts, checkpointer = self.log.counts, self.run.checkpointer
+        is_new = checkpointer is not None and checkpointer.latest_step() != counts.step
         self.run.save(state, counts, self.steps.unfinished(counts.step))
-        if self.run.checkpointer:
+        if is_new:
             self._tell(lambda callback: callback.after_checkpoint(counts.step, state))
 
     def _evaluate(self, state: TrainState) -> None:

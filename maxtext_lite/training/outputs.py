@@ -14,14 +14,14 @@ from maxtext_lite.training.arrays import Metrics, Params, Rows
 from maxtext_lite.training.loss import HEAD_AXES, LossSums, Readout, cross_entropy, tile_logits, token_losses, token_nll
 
 
-class Cut(NamedTuple):
+class TokenSplit(NamedTuple):
     """How tokens are shared out where a loss is taken: [B, T, ...] to the shares, and back."""
 
-    cut: Callable[[jax.Array], jax.Array]
-    uncut: Callable[[jax.Array], jax.Array]
+    split: Callable[[jax.Array], jax.Array]
+    merge: Callable[[jax.Array], jax.Array]
 
 
-WHOLE = Cut(lambda x: x, lambda x: x)
+WHOLE = TokenSplit(lambda x: x, lambda x: x)
 """Not shared out."""
 
 
@@ -41,7 +41,7 @@ class Outputs:
     x_BTD: jax.Array
     aux: dict[str, jax.Array]
     config: NumericsConfig
-    tokens: Cut = WHOLE
+    tokens: TokenSplit = WHOLE
 
     def _head_inputs(self) -> tuple[jax.Array, jax.Array]:
         """The final hidden states and the output projection [D, V], laid out for a loss."""
@@ -58,16 +58,16 @@ class Outputs:
     def cross_entropy(self, target_BT: jax.Array, weight_BT: jax.Array) -> tuple[jax.Array, LossSums]:
         """Summed loss of predicting the targets, weighted, with the z-loss of the config; and its parts."""
         how = self._readout(z_loss_multiplier=self.config.z_loss_multiplier)
-        return cross_entropy(*self._head_inputs(), self.tokens.cut(target_BT), self.tokens.cut(weight_BT), how)
+        return cross_entropy(*self._head_inputs(), self.tokens.split(target_BT), self.tokens.split(weight_BT), how)
 
     def nll(self, target_BT: jax.Array, temperature: float = 1.0) -> jax.Array:
         """Negative log-likelihood [B, T], float32, of each target, to be differentiated: see `loss.token_nll`."""
-        found = token_nll(*self._head_inputs(), self.tokens.cut(target_BT), self._readout(temperature))
-        return self.tokens.uncut(cast(jax.Array, found))
+        found = token_nll(*self._head_inputs(), self.tokens.split(target_BT), self._readout(temperature))
+        return self.tokens.merge(cast(jax.Array, found))
 
     def logits(self) -> jax.Array:
         """Logits [B, T, V] of all tokens at once, float32."""
-        return self.tokens.uncut(tile_logits(*self._head_inputs(), self.decoder.shape.final_soft_cap))
+        return self.tokens.merge(tile_logits(*self._head_inputs(), self.decoder.shape.final_soft_cap))
 
     def scored_nll(self, target_BT: jax.Array) -> jax.Array:
         """`nll` as evaluations take it, without a layout for a gradient."""

@@ -101,7 +101,7 @@ def _updated(
 ) -> tuple[Params, optax.MultiStepsState, Progress, Metrics]:
     """One replica's parameters, optimizer state and progress after a step, unless it is skipped; and its metrics."""
     optimizer, config = parts.optimizer, parts.config
-    grad_norm = optax.tree.norm(optimizer.slopes(step.gradients))
+    grad_norm = optax.tree.norm(optimizer.without_loads(step.gradients))
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(step.loss)
     has_ended = optimizer.has_ended(skipped_in_a_row)
     applied = finite & (step.num_counted > 0) & ~has_ended

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxtext_lite.training.outputs import Cut, forward, spread_over_targets
+from maxtext_lite.training.outputs import TokenSplit, forward, spread_over_targets
 
-HALVES = Cut(
+HALVES = TokenSplit(
     lambda x: x.reshape(-1, x.shape[1] // 2, *x.shape[2:]), lambda x: x.reshape(-1, 2 * x.shape[1], *x.shape[2:])
 )
 
@@ -19,7 +19,7 @@ def test_likelihoods_and_logits_are_each_others_and_the_same_in_shares(setup, ro
     @jax.jit
     def found(params):
         whole = forward(it.decoder, params, rows, it.config)
-        shared = dataclasses.replace(whole, x_BTD=HALVES.cut(whole.x_BTD), tokens=HALVES)
+        shared = dataclasses.replace(whole, x_BTD=HALVES.split(whole.x_BTD), tokens=HALVES)
         return [(each.nll(rows["targets"]), each.logits()) for each in (whole, shared)], whole.scored_nll(
             rows["targets"]
         )

@@ -10,7 +10,7 @@ import pytest
 
 from maxtext_lite.parallel import Pipeline, sharding
 from maxtext_lite.training.objective import objective_of
-from maxtext_lite.training.outputs import WHOLE, Cut, Outputs
+from maxtext_lite.training.outputs import WHOLE, Outputs, TokenSplit
 from maxtext_lite.training.preference import Preference, pair_losses, pairs_of, segment_sums
 from maxtext_lite.training.step import EVAL_BATCH_AXES, make_eval_step, make_summarise
 from tests.training.conftest import LENGTH
@@ -110,9 +110,9 @@ def test_loss_and_gradients_of_logits_are_those_in_double_precision(tiles, pairs
     )
     config = setup(*DPO, f"num_vocab_tiling={tiles}").config
     # The tokens of a row may be shared out: [2, T] as [4, T / 2], and back.
-    cut = Cut(lambda a: a.reshape(-1, LENGTH // 2, *a.shape[2:]), lambda a: a.reshape(-1, LENGTH, *a.shape[2:]))
+    cut = TokenSplit(lambda a: a.reshape(-1, LENGTH // 2, *a.shape[2:]), lambda a: a.reshape(-1, LENGTH, *a.shape[2:]))
     for tokens in (WHOLE, cut):
-        x_BTD = tokens.cut(jnp.asarray(x, jnp.float32))
+        x_BTD = tokens.split(jnp.asarray(x, jnp.float32))
 
         def loss(head_DV, x_BTD, tokens=tokens):
             outputs = Outputs(decoder, head_DV, x_BTD, {}, config, tokens)
