@@ -20,12 +20,12 @@ from maxtext_lite.training.outputs import Outputs, auxiliary_metrics, auxiliary_
 WEIGHT = "loss_weight"
 """The count that a custom loss is divided by, and the metric of that name."""
 
-_TOKENS, _ROWS, _WIDTH = 16, 4, 8  # of the batch that a loss is tried on; _WIDTH: of hidden states
+_TOKENS, _ROWS = 16, 4  # of the batch that a loss is tried on
 _OF_MICRO_BATCH = ("batch", "length")
 _CLOSE = 1e-4  # relative, of sums of float32
 
 
-HostRows: TypeAlias = dict[str, np.ndarray]
+NumpyRows: TypeAlias = dict[str, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,9 +63,15 @@ class Loss(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class CustomLoss:
-    """The objective that minimises a `Loss`; see `objective.ScoredObjective`."""
+    """The objective that minimises a `Loss`; see `objective.ScoredObjective`.
+
+    Attributes:
+      vocab_size, emb_dim: of the logits and hidden states that it is shown.
+    """
 
     function: Loss
+    vocab_size: int
+    emb_dim: int
 
     rows_per_example = 1
     divisor = WEIGHT
@@ -90,9 +96,11 @@ class CustomLoss:
 
     def _weight_of_row(self, row: Rows) -> jax.Array:
         """Of arrays [T]. What the model makes of the row does not enter: the compiler drops what is made of zeros."""
-        T = row["tokens"].shape[0]
+        sizes = 1, row["tokens"].shape[0]
         nothing = Predictions(
-            lambda: jnp.zeros((1, T)), lambda: jnp.zeros((1, T, 1)), lambda: jnp.zeros((1, T, _WIDTH))
+            lambda: jnp.zeros(sizes),
+            lambda: jnp.zeros((*sizes, self.vocab_size)),
+            lambda: jnp.zeros((*sizes, self.emb_dim)),
         )
         return self.function(nothing, {name: x[None] for name, x in row.items()})[1].astype(jnp.float32)
 
@@ -143,7 +151,9 @@ def _in_token_order(rows: Rows, axes: Sequence[str]) -> Rows:
     return {name: in_token_order(x, tuple(axes)) for name, x in rows.items()}
 
 
-def custom_loss(function: Loss, *, fields: Sequence[str], vocab_size: int, z_loss_multiplier: float) -> CustomLoss:
+def custom_loss(
+    function: Loss, *, fields: Sequence[str], vocab_size: int, emb_dim: int, z_loss_multiplier: float
+) -> CustomLoss:
     """The objective that minimises `function`, once it is known to be a sum over rows: tried on a few random ones.
 
     Args:
@@ -158,7 +168,7 @@ def custom_loss(function: Loss, *, fields: Sequence[str], vocab_size: int, z_los
         )
     rng = np.random.default_rng(0)
     rows = _random_rows(rng, fields, vocab_size)
-    seen, other = (_random_outputs(rng, vocab_size) for _ in range(2))
+    seen, other = (_random_outputs(rng, vocab_size, emb_dim) for _ in range(2))
     of = functools.partial(_tried, function)
     total, weight = of(seen, rows)
     halves = [
@@ -185,14 +195,14 @@ def custom_loss(function: Loss, *, fields: Sequence[str], vocab_size: int, z_los
         )
     if weight <= 0:
         raise UserError(f"objective: the weight of {_ROWS} rows with targets is {weight:.6g}; it must be above 0.")
-    return CustomLoss(function)
+    return CustomLoss(function, vocab_size, emb_dim)
 
 
 def _are_close(a: float, b: float) -> bool:
     return math.isclose(a, b, rel_tol=_CLOSE, abs_tol=_CLOSE * 1e-2)
 
 
-def _random_rows(rng: np.random.Generator, fields: Sequence[str], vocab_size: int) -> HostRows:
+def _random_rows(rng: np.random.Generator, fields: Sequence[str], vocab_size: int) -> NumpyRows:
     """Rows [_ROWS, _TOKENS] of one or two documents, some padded."""
     sizes = _ROWS, _TOKENS
     place = np.broadcast_to(np.arange(_TOKENS), sizes)
@@ -209,14 +219,14 @@ def _random_rows(rng: np.random.Generator, fields: Sequence[str], vocab_size: in
     return rows | {"weights": (real * rng.choice([0.0, 0.5, 1.0, 1.0], sizes)).astype(np.float32)}
 
 
-def _random_outputs(rng: np.random.Generator, vocab_size: int) -> list[np.ndarray]:
+def _random_outputs(rng: np.random.Generator, vocab_size: int, emb_dim: int) -> list[np.ndarray]:
     """Likelihoods, logits and hidden states of `_random_rows`."""
     sizes = _ROWS, _TOKENS
-    drawn = rng.gamma(2.0, 2.0, sizes), rng.normal(size=(*sizes, vocab_size)), rng.normal(size=(*sizes, _WIDTH))
+    drawn = rng.gamma(2.0, 2.0, sizes), rng.normal(size=(*sizes, vocab_size)), rng.normal(size=(*sizes, emb_dim))
     return [x.astype(np.float32) for x in drawn]
 
 
-def _tried(function: Loss, outputs: Sequence[np.ndarray], rows: HostRows) -> tuple[float, float]:
+def _tried(function: Loss, outputs: Sequence[np.ndarray], rows: NumpyRows) -> tuple[float, float]:
     """The function's sum and weight.
 
     Raises:

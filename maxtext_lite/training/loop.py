@@ -127,8 +127,8 @@ def train(
     if objective is not None:
         _refuse_pairs(config, "objective")
         fields = sources[0].fields if sources else example_shape(config)[1]
-        about = {"vocab_size": config.vocab_size, "z_loss_multiplier": config.z_loss_multiplier}
-        own_objective = custom_loss(objective, fields=fields, **about)
+        sizes = {"vocab_size": config.vocab_size, "emb_dim": config.base_emb_dim}
+        own_objective = custom_loss(objective, fields=fields, z_loss_multiplier=config.z_loss_multiplier, **sizes)
     run = open_run(config, sources, OwnParts(model, own_objective, optimizer))
     return train_run(run, lambda *start: (FeedSteps(run, *start), HeldOutLoss(run)), callbacks)
 

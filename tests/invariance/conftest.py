@@ -19,7 +19,7 @@ def neighbours(predictions, rows):  # noqa: F811
     return pairs + 0.1 * squares + jnp.sum(weights * nll), jnp.sum(weights)
 
 
-CUSTOM = CustomLoss(neighbours)
+CUSTOM = CustomLoss(neighbours, 264, 16)
 MODEL = [*TINY, "base_num_kv_heads=4", "learning_rate=0.01"]
 
 

@@ -21,10 +21,12 @@ def next_token(predictions, rows):
 def of_logits(predictions, rows):
     log_probability = jax.nn.log_softmax(predictions.logits())
     nll = -jnp.take_along_axis(log_probability, rows["targets"][..., None], -1)[..., 0]
+    assert predictions.hidden().shape[-1] == 16
+    assert log_probability.shape[-1] == 264
     return jnp.sum(rows["weights"] * nll), jnp.sum(rows["weights"] > 0)
 
 
-ABOUT = {"fields": ("tokens", "targets", "segments", "positions", "weights", "price"), "vocab_size": 264}
+ABOUT = {"fields": ("tokens", "targets", "segments", "positions", "weights", "price"), "vocab_size": 264, "emb_dim": 16}
 REFUSED = {
     "a mean": (lambda p, rows: (jnp.mean(p.nll() * rows["weights"]), jnp.sum(rows["weights"])), "the sum of 4 rows"),
     "a maximum over rows": (
@@ -76,7 +78,9 @@ def test_the_next_token_s_loss_written_out_is_the_next_token_s_step(split, setup
     function, keys, batch, mesh, pipeline = SPLITS[split]
     keys = ("optimizer=sgd", "gradient_clipping_threshold=0", *keys)
     whole = {**rows, "weights": np.ceil(rows["weights"])}  # all targets of a row weigh alike, as auxiliary losses do
-    it, own = (setup(*keys, **mesh, pipeline=pipeline, objective=each) for each in (None, CustomLoss(function)))
+    it, own = (
+        setup(*keys, **mesh, pipeline=pipeline, objective=each) for each in (None, CustomLoss(function, 264, 16))
+    )
     want, got = (each.gradients(each.state().params, each.batch(whole, *batch)) for each in (it, own))
     agrees(got.gradients, want.gradients)
     np.testing.assert_allclose([got.loss, *got.aux.values()], [want.loss, *want.aux.values()], rtol=1e-5)
