@@ -12,7 +12,7 @@ import optax
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.data import Examples, example_shape, own_examples
 from maxtext_lite.models import Decoder, DecoderShape
-from maxtext_lite.parallel import Pipeline
+from maxtext_lite.parallel import Pipeline, start_devices
 from maxtext_lite.training.callbacks import Callback
 from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.custom_loss import Loss, custom_loss
@@ -126,6 +126,7 @@ def train(
     own_objective = None
     if objective is not None:
         _refuse_pairs(config, "objective")
+        start_devices()  # several processes join before any of them computes
         fields = sources[0].fields if sources else example_shape(config)[1]
         sizes = {"vocab_size": config.vocab_size, "emb_dim": config.base_emb_dim}
         own_objective = custom_loss(objective, fields=fields, z_loss_multiplier=config.z_loss_multiplier, **sizes)
