@@ -35,8 +35,8 @@ def files_on_the_way(tmp_path_factory):
     def traced(*arguments):
         raise TracedError
 
-    words = [*TINY, "dataset_type=synthetic", "steps=1", "eval_interval=-1", "enable_checkpointing=false",
-             f"base_output_directory={tmp_path_factory.mktemp('run')}"]  # fmt: skip
+    words = [*TINY, "dataset_type=synthetic", "steps=1", "warmup_steps=1", "eval_interval=-1",
+             "enable_checkpointing=false", f"base_output_directory={tmp_path_factory.mktemp('run')}"]  # fmt: skip
     before = sys.getprofile()
     with pytest.MonkeyPatch.context() as patch, contextlib.suppress(TracedError):
         patch.setattr(loss, "_tile_losses", traced)

@@ -116,11 +116,11 @@ def test_what_responses_are_written_down_follows_the_terminal(tmp_path, config_o
 
     class Seen(Callback):
         def after_step(self, step, record, state):
-            seen.append((step, record["reward"]))
+            seen.append((step, record["loss"]))
 
     config = config_of(tmp_path, *words, "enable_checkpointing=false", "profiler_steps=1")
     result = train_rl(config, callbacks=[Seen()])
-    assert seen == [(line["step"], line["reward"]) for line in steps(result.run_directory)]
+    assert seen == [(line["step"], line["loss"]) for line in steps(result.run_directory)]
     assert {pair["step"] for pair in lines(result.run_directory, "rollouts.jsonl")} == {1, 5, 9}
     assert list((result.run_directory / "tensorboard" / "plugins" / "profile").rglob("*.xplane.pb"))
 
