@@ -1,6 +1,10 @@
 """Gradient accumulation: `optax.MultiSteps` cut in two, so that the inner optimizer runs once a step; and loss scaling,
 which keeps float16 gradients out of the range where they would be rounded to nothing."""
 
+# pyright: reportMissingTypeStubs=false, reportUnknownArgumentType=false
+# pyright: reportUnknownLambdaType=false, reportUnknownMemberType=false
+# jax, optax and orbax declare some of their functions in part.
+
 import dataclasses
 import operator
 from collections.abc import Callable

@@ -1,5 +1,8 @@
 """Names for the trees of arrays that training passes around, and what is done with any of them."""
 
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false, reportUnknownMemberType=false
+# jax, optax and orbax declare some of their functions in part.
+
 from typing import Any, TypeAlias
 
 import jax

@@ -1,5 +1,8 @@
 """A loss of the user's own as the objective of a run: a function of rows that returns (sum, weight)."""
 
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# jax, optax and orbax declare some of their functions in part.
+
 import dataclasses
 import functools
 import math
@@ -233,7 +236,7 @@ def _tried(function: Loss, outputs: Sequence[np.ndarray], rows: NumpyRows) -> tu
       UserError: it returns something else than two finite scalars.
     """
     asked = [functools.partial(jnp.asarray, x) for x in outputs]
-    found = function(Predictions(*asked), {name: jnp.asarray(x) for name, x in rows.items()})
+    found: Tree = function(Predictions(*asked), {name: jnp.asarray(x) for name, x in rows.items()})
     if not (isinstance(found, tuple) and len(found) == 2):
         raise UserError(f"objective: it returns {type(found).__name__}, not the pair (sum, weight).")
     for name, x in zip(("sum", "weight"), found, strict=True):

@@ -1,5 +1,8 @@
 """The steps of pre-training, SFT and DPO: whole batches from the data feed, each in one compiled step."""
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# jax, optax and orbax declare some of their functions in part.
+
 import dataclasses
 import functools
 from collections.abc import Callable

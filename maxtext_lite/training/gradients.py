@@ -1,5 +1,9 @@
 """The gradients of a step, added up over micro-batches that are all there at once or come in chunks."""
 
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# jax, optax and orbax declare some of their functions in part.
+
 from collections.abc import Callable
 from typing import NamedTuple
 

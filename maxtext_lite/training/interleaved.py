@@ -1,5 +1,9 @@
 """The gradients of a step by the pipeline schedule 1f1b: every tick runs one piece forwards and one backwards."""
 
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# jax, optax and orbax declare some of their functions in part.
+
 from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar
 

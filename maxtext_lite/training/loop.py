@@ -1,5 +1,8 @@
 """The loop of every run, pre-training, SFT, DPO or reinforcement learning: steps, evaluations, checkpoints, the end."""
 
+# pyright: reportMissingTypeStubs=false, reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# jax, optax and orbax declare some of their functions in part.
+
 import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence

@@ -1,5 +1,8 @@
 """Cross-entropy over the vocabulary as sums, computed without holding all logits at once."""
 
+# pyright: reportUnknownMemberType=false
+# jax, optax and orbax declare some of their functions in part.
+
 import dataclasses
 import functools
 from collections.abc import Callable

@@ -1,5 +1,8 @@
 """What a run shows: metrics.jsonl, TensorBoard and its traces, lines or a bar on the terminal, the FLOPs behind MFU."""
 
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+# jax, optax and orbax declare some of their functions in part.
+
 import dataclasses
 import math
 import os

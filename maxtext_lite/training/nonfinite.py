@@ -1,5 +1,9 @@
 """Where a gradient that is not finite comes from: which micro-batch, which examples, which parameter first."""
 
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# jax, optax and orbax declare some of their functions in part.
+
 import dataclasses
 
 import jax

@@ -1,5 +1,8 @@
 """What a forward pass leaves, and what an objective makes of it: likelihoods, and the experts' part of a loss."""
 
+# pyright: reportUnknownLambdaType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# jax, optax and orbax declare some of their functions in part.
+
 import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple, cast

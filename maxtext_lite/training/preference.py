@@ -5,6 +5,9 @@ one and segment k of the other are a pair. Source: Rafailov et al. 2023, arXiv:2
 smoothing Mitchell 2023, "A note on DPO with noisy preferences", equation 3.
 """
 
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false, reportUnknownMemberType=false
+# jax, optax and orbax declare some of their functions in part.
+
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence

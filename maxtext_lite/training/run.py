@@ -1,10 +1,13 @@
 """What a run is made of before its first step: plan, data, mesh, decoder, optimizer, directory and checkpoints."""
 
+# pyright: reportMissingTypeStubs=false, reportUnknownArgumentType=false, reportUnknownMemberType=false
+# jax, optax and orbax declare some of their functions in part.
+
 import contextlib
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar, cast
@@ -125,7 +128,7 @@ class TrainingRun(Generic[Data]):
         self._lease: Lease | None = None
 
     @contextlib.contextmanager
-    def opened(self, say: Callable[[str], None]) -> Iterator[None]:
+    def opened(self, say: Callable[[str], None]) -> Generator[None]:
         """Makes the run directory and holds its lease, so that no other run writes there; opens its checkpoints.
 
         Args:

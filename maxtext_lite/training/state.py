@@ -1,5 +1,9 @@
 """What a step is made of, and TrainState: everything it changes, and how that is made and laid out over the mesh."""
 
+# pyright: reportMissingTypeStubs=false, reportUnknownArgumentType=false
+# pyright: reportUnknownLambdaType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# jax, optax and orbax declare some of their functions in part.
+
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any

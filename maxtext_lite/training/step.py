@@ -4,6 +4,10 @@ A step whose batch comes in chunks, each after the one before has gone, is a `Ch
 three functions in one.
 """
 
+# pyright: reportMissingTypeStubs=false, reportUnknownArgumentType=false
+# pyright: reportUnknownLambdaType=false, reportUnknownMemberType=false
+# jax, optax and orbax declare some of their functions in part.
+
 import dataclasses
 import functools
 from collections.abc import Callable

@@ -55,7 +55,7 @@ class StepLog:
       loss: of the last step; None if this process did none.
     """
 
-    def __init__(self, run: TrainingRun, terminal: Terminal, log: MetricsLog | None, counts: Counts):
+    def __init__(self, run: TrainingRun[Any], terminal: Terminal, log: MetricsLog | None, counts: Counts):
         self._run, self._terminal, self._log = run, terminal, log
         self.counts = counts
         self.loss: float | None = None

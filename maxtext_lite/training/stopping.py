@@ -1,8 +1,11 @@
 """Stopping in good order: a signal becomes a request, to which all hosts answer after the same step."""
 
+# pyright: reportUnknownMemberType=false
+# jax, optax and orbax declare some of their functions in part.
+
 import contextlib
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from types import FrameType
 
 import jax
@@ -39,7 +42,7 @@ class Signals:
 
 
 @contextlib.contextmanager
-def watch_signals() -> Iterator[Signals]:
+def watch_signals() -> Generator[Signals]:
     """Handles SIGTERM and SIGINT as `Signals` does, and hands them back at the end.
 
     A command's stay as they are at the end: once all is saved, one that comes is of no account.
