@@ -18,6 +18,7 @@ from maxtext_lite.batching.ledger import bytes_text
 from maxtext_lite.batching.roofline import Roofline, roofline
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.kernels import Accelerator
+from maxtext_lite.data import example_shape
 from maxtext_lite.models.decoder import Params
 from maxtext_lite.models.dropless import FURTHER_ROUNDS
 from maxtext_lite.parallel import accelerator_of, simulated_devices, start_devices
@@ -224,7 +225,7 @@ def compile_program(config: Config, plan: BatchPlan, devices: Sequence[Any]) -> 
     step = make_train_step(parts, learning_rate_schedule(config, last=plan.steps))
     state = abstract_state(parts)
     stage = plan.stages[-1]
-    with contextlib.closing(Executables(step, state, plan, mesh, config=config)) as executables:
+    with contextlib.closing(Executables(step, parts, plan, example=example_shape(config))) as executables:
         compiled, seconds = executables.of(stage)
     synchronization = None
     if local:
@@ -233,7 +234,9 @@ def compile_program(config: Config, plan: BatchPlan, devices: Sequence[Any]) -> 
         synchronization = total_traffic(collectives(synchronise.as_text()), mesh)
     # A ramp of the accumulation leaves one loop's bound open: that over micro-batches.
     # Experts are taken to be chosen evenly.
-    module = parse(compiled.as_text(), trips_where_unknown=_open_trips(plan), not_run=FURTHER_ROUNDS)
+    text = compiled.as_text()
+    assert text is not None
+    module = parse(text, trips_where_unknown=_open_trips(plan), not_run=FURTHER_ROUNDS)
     done = work(module, memory_spaces=(0, 1) if devices[0].platform == "gpu" else (0,))
     traffic = total_traffic(collectives(module), mesh)
     model_flops = (

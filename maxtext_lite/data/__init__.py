@@ -5,22 +5,24 @@ from typing import TYPE_CHECKING
 
 from maxtext_lite.data.answers import PairSource, example_shape
 from maxtext_lite.data.chat import ChatTemplate
+from maxtext_lite.data.own_examples import Examples, own_examples
 from maxtext_lite.data.packing import REFERENCE, field_dtype
 from maxtext_lite.data.prompts import Prompt, PromptSource, open_prompts
 from maxtext_lite.data.sources import ExampleSource, open_sources
 from maxtext_lite.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 
 if TYPE_CHECKING:
-    from maxtext_lite.data.feed import Batch, BatchIterator, evaluation_batches, training_batches
+    from maxtext_lite.data.feed import BatchIterator, DeviceBatch, evaluation_batches, training_batches
     from maxtext_lite.data.order import example_ids, examples_hash
     from maxtext_lite.data.sources_on_hosts import open_sources_on_hosts, target_tokens_of_run
 
 __all__ = [
     "REFERENCE",
-    "Batch",
     "BatchIterator",
     "ChatTemplate",
+    "DeviceBatch",
     "ExampleSource",
+    "Examples",
     "PairSource",
     "Prompt",
     "PromptSource",
@@ -35,12 +37,13 @@ __all__ = [
     "open_prompts",
     "open_sources",
     "open_sources_on_hosts",
+    "own_examples",
     "target_tokens_of_run",
     "training_batches",
 ]
 
 _WITH_JAX = {
-    "Batch": "feed",
+    "DeviceBatch": "feed",
     "BatchIterator": "feed",
     "evaluation_batches": "feed",
     "training_batches": "feed",

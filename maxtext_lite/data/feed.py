@@ -42,7 +42,7 @@ _NO_SHARED_MEMORY = 2**62
 
 
 @dataclasses.dataclass(frozen=True)
-class Batch:
+class DeviceBatch:
     """One step's examples.
 
     Attributes:
@@ -79,8 +79,8 @@ def training_batches(
       seed: data_shuffle_seed.
       worker_count: processes that read ahead; 0: threads of this process.
     Returns:
-      An iterator of Batch [A, B, T]; close it, or use it as a context manager. B is the stage's; A is the target's,
-      of which a stage that ramps up the accumulation has fewer in use.
+      An iterator of DeviceBatch [A, B, T]; close it, or use it as a context manager. B is the stage's; A is the
+      target's, of which a stage that ramps up the accumulation has fewer in use.
     """
     segments: list[_Segment] = []
     num_steps = min(num_steps, _MOST_READS // plan.loads_per_step)  # no machine takes as many
@@ -126,7 +126,7 @@ def evaluation_batches(
       sharding: of [B, T].
       eval_steps: stop after this many batches; -1: after the last example.
     Returns:
-      An iterator of Batch [B, T]; close it, or use it as a context manager.
+      An iterator of DeviceBatch [B, T]; close it, or use it as a context manager.
     """
     layout = row_layout(
         (plan.eval_batch_slots, source.num_tokens),
@@ -229,7 +229,7 @@ class _Segment(NamedTuple):
     num_micro_batches: int
 
 
-class BatchIterator(Iterator[Batch]):
+class BatchIterator(Iterator[DeviceBatch]):
     """Reads and transfers one batch ahead of the one that `next` returned.
 
     Reading starts when the iterator is made, so that it overlaps compilation.
@@ -244,7 +244,7 @@ class BatchIterator(Iterator[Batch]):
         self._ahead: concurrent.futures.Future[_Loaded | None] | None
         self._ahead = self._thread.submit(self._load)
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> DeviceBatch:
         """The next batch. Raises what reading it raised. Where rows change hosts, all hosts call it alike."""
         if self._ahead is None:
             raise StopIteration
@@ -258,7 +258,7 @@ class BatchIterator(Iterator[Batch]):
         ids, arrays, segment = loaded
         # Here and not in the thread: hosts must begin what they do together in one order.
         arrays = segment.layout.hand_out(arrays)
-        return Batch(arrays, ids, len(ids), segment.num_micro_batches, data_seconds)
+        return DeviceBatch(arrays, ids, len(ids), segment.num_micro_batches, data_seconds)
 
     def close(self) -> None:
         """Stops threads and worker processes; `next` raises StopIteration from here on."""

@@ -20,8 +20,8 @@ its answers; 0 elsewhere."""
 
 
 def field_dtype(name: str) -> type[np.generic]:
-    """float32 for weights and log-probabilities, otherwise int32."""
-    return np.float32 if name in ("weights", REFERENCE) else np.int32
+    """int32 for FIELDS but the weights, otherwise float32."""
+    return np.int32 if name in FIELDS[:-1] else np.float32
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,8 +13,9 @@ Names of arrays of rank 2 and more end in one letter per dim (global sizes), her
 
 from maxtext_lite.config.weights import is_matrix, num_inputs, of_one, unstacked
 from maxtext_lite.models.attention import Scoring
-from maxtext_lite.models.decoder import Decoder, Stream, stream_axes
+from maxtext_lite.models.decoder import Decoder, Stream, decoder_layer, stream_axes
 from maxtext_lite.models.decoding import KVCache, Sampling, sample_token
+from maxtext_lite.models.layers import Block, BlockFactory, DecoderLayer
 from maxtext_lite.models.lora import Adapted, Lora, joined, merged
 from maxtext_lite.models.moe import BALANCE, DROPPED, LOAD, ROUTER_Z, ExpertShape
 from maxtext_lite.models.ops import soft_capped
@@ -26,7 +27,10 @@ __all__ = [
     "LOAD",
     "ROUTER_Z",
     "Adapted",
+    "Block",
+    "BlockFactory",
     "Decoder",
+    "DecoderLayer",
     "DecoderShape",
     "ExpertShape",
     "KVCache",
@@ -34,6 +38,7 @@ __all__ = [
     "Sampling",
     "Scoring",
     "Stream",
+    "decoder_layer",
     "is_matrix",
     "joined",
     "merged",

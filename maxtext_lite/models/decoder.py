@@ -14,7 +14,17 @@ from maxtext_lite.config.weights import end_weights, is_matrix, part_of
 from maxtext_lite.models.attention import attention
 from maxtext_lite.models.decoding import CachedAttend, KVCache
 from maxtext_lite.models.latent_attention import LatentAttention
-from maxtext_lite.models.layers import RESIDUAL_AXES, Attend, Attention, DecoderLayer, Embedding, Head, Norm
+from maxtext_lite.models.layers import (
+    RESIDUAL_AXES,
+    Attend,
+    Attention,
+    Block,
+    BlockFactory,
+    DecoderLayer,
+    Embedding,
+    Head,
+    Norm,
+)
 from maxtext_lite.models.lora import (
     adapter_axes,
     adapters_of,
@@ -58,17 +68,18 @@ def stream_axes(shape: DecoderShape) -> Any:
 
 
 class _Modules(nnx.Module):
-    def __init__(self, shape: DecoderShape, *, rngs: nnx.Rngs):
+    def __init__(self, shape: DecoderShape, block: BlockFactory, *, rngs: nnx.Rngs):
         self.embedding = Embedding(shape, rngs=rngs)
-        self.layers = _stacked("layers", _layer_of(shape), shape.num_expert_layers, rngs)
-        first = shape.num_dense_layers
-        self.dense_layers = _stacked("dense_layers", _layer_of(_dense(shape)), first, rngs) if first else None
+        self.layers = _stacked("layers", functools.partial(block, shape), shape.num_expert_layers, rngs)
+        first, dense = shape.num_dense_layers, functools.partial(block, _dense(shape))
+        self.dense_layers = _stacked("dense_layers", dense, first, rngs) if first else None
         self.final_norm = Norm(shape, part_of(end_weights(shape), "final_norm"))
         self.head = None if shape.tied else Head(shape, rngs=rngs)
 
 
-def _layer_of(shape: DecoderShape) -> Callable[..., DecoderLayer]:
-    return functools.partial(DecoderLayer, shape, Attention if shape.latent is None else LatentAttention)
+def decoder_layer(shape: DecoderShape, *, rngs: nnx.Rngs) -> DecoderLayer:
+    """The block of the families that a config describes."""
+    return DecoderLayer(shape, Attention if shape.latent is None else LatentAttention, rngs=rngs)
 
 
 def _dense(shape: DecoderShape) -> DecoderShape:
@@ -76,11 +87,11 @@ def _dense(shape: DecoderShape) -> DecoderShape:
     return dataclasses.replace(shape, experts=None)
 
 
-def _graph_of(layer: Callable[..., DecoderLayer]) -> Any:
+def _graph_of(layer: Callable[..., Block]) -> Any:
     return nnx.graphdef(nnx.eval_shape(lambda: layer(rngs=nnx.Rngs(params=0))))
 
 
-def _stacked(axis: str, layer: Callable[..., DecoderLayer], num_layers: int, rngs: nnx.Rngs) -> DecoderLayer:
+def _stacked(axis: str, layer: Callable[..., Block], num_layers: int, rngs: nnx.Rngs) -> Any:
     """A layer whose every parameter holds all layers' values, stacked on a leading dim."""
 
     def create(key: jax.Array) -> Any:
@@ -101,18 +112,19 @@ class Decoder:
     Args:
       shape: decides parameters and arithmetic.
       pipeline: how the layers are dealt to stages; None: every device has all of them.
+      block: makes a layer, (shape, rngs=) -> `Block`.
 
     Attributes:
       abstract_params: shapes and dtypes of the parameters.
       axes: a tree like `params` whose leaves are the tuples of logical axes.
     """
 
-    def __init__(self, shape: DecoderShape, pipeline: Pipeline | None = None):
-        self.shape, self.pipeline = shape, pipeline
+    def __init__(self, shape: DecoderShape, pipeline: Pipeline | None = None, block: BlockFactory = decoder_layer):
+        self.shape, self.pipeline, self.block = shape, pipeline, block
         with nnx.use_eager_sharding(False):
-            self._graph, state = nnx.split(nnx.eval_shape(lambda: _Modules(shape, rngs=nnx.Rngs(params=0))))
-            self._layer_graph = _graph_of(_layer_of(shape))
-            self._dense_layer_graph = _graph_of(_layer_of(_dense(shape)))
+            self._graph, state = nnx.split(nnx.eval_shape(lambda: _Modules(shape, block, rngs=nnx.Rngs(params=0))))
+            self._layer_graph = _graph_of(functools.partial(block, shape))
+            self._dense_layer_graph = _graph_of(functools.partial(block, _dense(shape)))
         axes = nnx.to_pure_dict(
             jax.tree.map(
                 lambda param: param.replace(param.axes), state, is_leaf=lambda node: isinstance(node, nnx.Param)
@@ -133,7 +145,9 @@ class Decoder:
     def init(self, key: jax.Array) -> Params:
         """New parameters, normal with standard deviation `initializer_range`, norms 1; the same for any sharding."""
         with nnx.use_eager_sharding(False):
-            params = self._dealt(nnx.to_pure_dict(nnx.state(_Modules(self.shape, rngs=nnx.Rngs(params=key)))))
+            params = self._dealt(
+                nnx.to_pure_dict(nnx.state(_Modules(self.shape, self.block, rngs=nnx.Rngs(params=key))))
+            )
         return self.with_adapters(params, key)
 
     def with_adapters(self, params: Params, key: jax.Array) -> Params:
@@ -313,8 +327,7 @@ class Decoder:
         shape = self.shape
         rotations = {kind: self._rotation(stream, kind) for kind in shape.pattern}
         real_BT = stream.segment_BT > 0
-        is_dense = "router" not in layer_params["mlp"]
-        graph = self._dense_layer_graph if is_dense else self._layer_graph
+        graph = self._dense_layer_graph if first < shape.num_dense_layers else self._layer_graph
         # Only a cache asks for a layer's number.
         numbers = None if cache is None else first + jnp.arange(jax.tree.leaves(layer_params)[0].shape[0])
 

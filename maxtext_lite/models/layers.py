@@ -6,7 +6,7 @@ sharding follows.
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -206,6 +206,35 @@ class MixtureOfExperts(nnx.Module):
 
 def _array(param: nnx.Param | None) -> jax.Array | None:
     return None if param is None else param[...]
+
+
+class Block(Protocol):
+    """A layer of the decoder, an `nnx.Module`: from the stream to the stream, the same in training and decoding.
+
+    Its parameters are `nnx.Param` with the logical axes of their dims (`axes`, those of `parallel.axes`), from which
+    follows how they are sharded, decayed and rounded. Layers are stacked and scanned, whole or in pipeline stages: all
+    of a stack have the same parameters, and what differs from layer to layer is what the caller lends them.
+    """
+
+    def __call__(
+        self, x_BTD: jax.Array, rotation: Rotation | None, attend: Attend, real_BT: jax.Array, *, drop: bool = True
+    ) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
+        """The stream after the block, what `attend` keeps, and what the block adds to the stream's `aux`.
+
+        Args:
+          rotation: of queries and keys, of the layer's kind; None where it has none.
+          attend: the only way to other tokens, of the layer's kind. For kinds that attend it takes queries, keys,
+            values and sinks to the context; over a cache it also returns that. A kind with a state of its own beside
+            the KV cache, as in a hybrid, is lent a function that takes what this kind asks, and returns with the
+            result the cache in which the state is one more leaf: what a block passes on is any tree.
+          real_BT: False for padding.
+          drop: obey the experts' capacity, where there is one.
+        """
+        ...
+
+
+BlockFactory = Callable[..., Block]
+"""(shape, *, rngs) -> a block with new parameters."""
 
 
 class DecoderLayer(nnx.Module):

@@ -53,12 +53,12 @@ def in_context_order(batch: Mapping[str, jax.Array], axes: LogicalAxes) -> dict[
     return {name: arrange(x) for name, x in batch.items()}
 
 
-def in_token_order(x: jax.Array, axes: LogicalAxes) -> jax.Array:
-    """An array [..., T] that is arranged as `in_context_order` arranges, back in the order of the tokens."""
+def in_token_order(x: jax.Array, axes: LogicalAxes, dim: int = -1) -> jax.Array:
+    """An array that is arranged along `dim` as `in_context_order` arranges, back in the order of the tokens."""
     if context_shards() == 1:
         return x
-    places = np.argsort(context_order(x.shape[-1], context_shards()))
-    return constrain(jnp.take(x, places, axis=-1), axes)
+    places = np.argsort(context_order(x.shape[dim], context_shards()))
+    return constrain(jnp.take(x, places, axis=dim), axes)
 
 
 def own_shard() -> jax.Array:

@@ -29,6 +29,7 @@ class HeldOutResponses:
     def of(self, state: TrainState, step: int) -> tuple[dict[str, float | int], str]:
         """See `loop.Evaluation`."""
         rl, config, source = self._rl, self._rl.config, self._rl.run.eval_source
+        assert source is not None
         count = len(source)
         if config.eval_steps != -1:
             count = min(count, config.eval_steps * rl.batch.prompts_per_batch)

@@ -15,7 +15,7 @@ from maxtext_lite.models.decoder import Params
 from maxtext_lite.parallel import accelerator_of, tree_shardings
 from maxtext_lite.rl.log_probabilities import make_log_probabilities
 from maxtext_lite.training.parameter_files import load_parameters, save_parameters
-from maxtext_lite.training.run import Run
+from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.state import TrainState, make_decoder
 
 DIRECTORY = "reference"
@@ -34,7 +34,7 @@ class Reference:
       UserError: a resumed run's reference is gone, or it began without one.
     """
 
-    def __init__(self, run: Run, config: RLRunConfig, state: TrainState, step: int):
+    def __init__(self, run: TrainingRun, config: RLRunConfig, state: TrainState, step: int):
         decoder = _without_adapters(run, config)
         where = run.directory / DIRECTORY
         if state.frozen is not None:
@@ -67,7 +67,7 @@ def _cast_copy(decoder: Decoder, params: Params) -> Params:
     return jax.tree.map(jnp.copy, decoder.cast(params))
 
 
-def _without_adapters(run: Run, config: RLRunConfig) -> Decoder:
+def _without_adapters(run: TrainingRun, config: RLRunConfig) -> Decoder:
     if not config.lora_rank:
         return run.decoder
     return make_decoder(

@@ -9,7 +9,6 @@ from typing import cast
 import jax
 import jax.numpy as jnp
 
-from maxtext_lite.models.decoder import Params
 from maxtext_lite.parallel import (
     constrain,
     in_context_order,
@@ -18,8 +17,9 @@ from maxtext_lite.parallel import (
     sharding,
     tree_shardings,
 )
+from maxtext_lite.training.arrays import Params, Rows
 from maxtext_lite.training.gradients import TRAIN_BATCH_AXES
-from maxtext_lite.training.loss import head_inputs, token_losses
+from maxtext_lite.training.outputs import forward
 from maxtext_lite.training.state import StepParts
 
 _NEEDED = ("tokens", "targets", "segments", "positions", "weights")
@@ -36,20 +36,17 @@ def make_log_probabilities(parts: StepParts, temperature: float) -> Callable[[Pa
     """
     decoder, mesh = parts.decoder, parts.mesh
 
-    def of_rows(params: Params, rows: dict[str, jax.Array]) -> jax.Array:
-        x_BTD = decoder.hidden(params, rows["tokens"], rows["segments"], rows["positions"])
-        x_BTD, head_DV = head_inputs(decoder, params, x_BTD)
-        tiles, soft_cap = parts.config.num_vocab_tiling, decoder.shape.final_soft_cap
-        nll_BT = token_losses(x_BTD, head_DV, rows["targets"], tiles, soft_cap, temperature)
+    def of_rows(params: Params, rows: Rows) -> jax.Array:
+        nll_BT = forward(decoder, params, rows, parts.config).nll(rows["targets"], temperature)
         return jnp.where(rows["weights"] > 0, -nll_BT, 0)
 
     by_replica = over_replicas(of_rows, mesh.shape["data"], rows=(1,))
 
-    def log_probabilities(params: Params, batch: dict[str, jax.Array]) -> jax.Array:
+    def log_probabilities(params: Params, batch: Rows) -> jax.Array:
         batch = in_context_order({name: batch[name] for name in _NEEDED}, TRAIN_BATCH_AXES)
         cast_params = decoder.cast(params)
 
-        def of_micro_batch(rows: dict[str, jax.Array]) -> jax.Array:
+        def of_micro_batch(rows: Rows) -> jax.Array:
             # As in the loop over a step's micro-batches: weights are gathered where they are used.
             here, rows = jax.lax.optimization_barrier((cast_params, rows))
             found_RBT = by_replica(here, rows)

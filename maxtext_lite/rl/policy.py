@@ -15,18 +15,13 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from maxtext_lite.config import NumericsConfig
 from maxtext_lite.models import Decoder
-from maxtext_lite.models.decoder import Params
-from maxtext_lite.training.loss import (
-    LossSums,
-    auxiliary_loss,
-    auxiliary_metrics,
-    auxiliary_names,
-    loss_by_token,
-)
-from maxtext_lite.training.objective import WHOLE, Cut
+from maxtext_lite.training.arrays import Metrics, Rows
+from maxtext_lite.training.loss import LossSums
+from maxtext_lite.training.outputs import Outputs, auxiliary_metrics, auxiliary_names
 
 ADVANTAGES = "advantages"
 OLD = "old_log_probabilities"
@@ -73,6 +68,7 @@ class Policy:
     on_policy: bool
 
     rows_per_example = 1
+    divisor_dtype = np.int32
 
     @property
     def divisor(self) -> str:
@@ -83,12 +79,12 @@ class Policy:
         """The most that a step of this many pairs counts, known before they are drawn; exact where responses count."""
         return num_pairs * self.max_response_tokens if self.aggregation == "token_mean" else num_pairs
 
-    def rows(self, batch: dict[str, jax.Array], axes: Sequence[str]) -> dict[str, jax.Array]:
+    def rows(self, batch: Rows, axes: Sequence[str]) -> Rows:
         """The rows as they are."""
         del axes
         return batch
 
-    def counts(self, rows: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    def counts(self, rows: Rows) -> dict[str, jax.Array]:
         """Target tokens, and responses."""
         tokens = jnp.sum(rows["weights"] > 0, axis=-1, dtype=jnp.int32)
         return {"target_tokens": tokens, "responses": (tokens > 0).astype(jnp.int32)}
@@ -100,9 +96,7 @@ class Policy:
     def _names(self) -> tuple[str, ...]:
         return (*(name for name in POLICY_METRICS if self.beta or name != KL), _TOKENS)
 
-    def token_losses(
-        self, log_probability_BT: jax.Array, rows: dict[str, jax.Array]
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def token_losses(self, log_probability_BT: jax.Array, rows: Rows) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The loss of each token [B, T], to be differentiated, and what POLICY_METRICS are means of, [B, T]; all 0
         where there is no target."""
         is_target_BT = rows["weights"] > 0
@@ -129,47 +123,31 @@ class Policy:
             loss_BT += self.beta * found[KL]
         return loss_BT, found
 
-    def loss(
-        self,
-        decoder: Decoder,
-        params: Params,
-        x_BTD: jax.Array,
-        aux: dict[str, jax.Array],
-        rows: dict[str, jax.Array],
-        factor: jax.Array,
-        config: NumericsConfig,
-        tokens: Cut = WHOLE,
-    ) -> tuple[jax.Array, LossSums]:
-        """What has the policy's gradient (see `loss_by_token`), and the sums of losses and metrics."""
-        weights = self._weights(rows, factor)
-
-        def total(nll_BT: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-            loss_BT, found = self.token_losses(-nll_BT, rows)
-            return jnp.sum(weights["losses"] * loss_BT), found
-
-        surrogate, loss, found = loss_by_token(
-            decoder, params, x_BTD, rows["targets"], total, config, **tokens._asdict(), temperature=self.temperature
-        )
-        more, sums = auxiliary_loss(decoder, aux, weights, config)
+    def loss(self, outputs: Outputs, rows: Rows, factor: jax.Array) -> tuple[jax.Array, LossSums]:
+        """The policy's loss, and the sums of losses and metrics."""
+        losses_BT, *weights = self._weights(rows, factor)
+        loss_BT, found = self.token_losses(-outputs.nll(rows["targets"], self.temperature), rows)
+        loss = jnp.sum(losses_BT * loss_BT)
+        more, sums = outputs.auxiliary_loss(*weights)
         found[_TOKENS] = rows["weights"] > 0
         sums |= {name: factor * jnp.sum(found[name], dtype=jnp.float32) for name in self._names()}
-        return surrogate + more, LossSums(loss, jnp.zeros_like(loss), sums)
+        return loss + more, LossSums(loss, jnp.zeros_like(loss), sums)
 
-    def _weights(self, rows: dict[str, jax.Array], factor: jax.Array) -> dict[str, jax.Array]:
-        """What tokens' losses are multiplied by, [B, T]; and of experts' losses the `weights` of tokens [B, T] and the
-        `example_weights` [B], which over a step add up to 1: a response weighs as a response where responses are
-        counted, and as its tokens where they are."""
+    def _weights(self, rows: Rows, factor: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """What tokens' losses are multiplied by, [B, T]; and of experts' losses the weights of tokens [B, T] and of
+        rows [B], which over a step add up to 1: a response weighs as a response where responses are counted, and as its
+        tokens where they are."""
         is_target_BT = rows["weights"] > 0
         counted = self.counts(rows)
         if self.divisor == "target_tokens":
             weight_BT = factor * is_target_BT
-            return {"losses": weight_BT, "weights": weight_BT, "example_weights": factor * counted["target_tokens"]}
+            return weight_BT, weight_BT, factor * counted["target_tokens"]
         alike_BT = factor * is_target_BT / _at_least_one(is_target_BT)
         is_mean = self.aggregation == "seq_mean_token_mean"
         losses_BT = alike_BT if is_mean else factor * is_target_BT / self.max_response_tokens
-        return {"losses": losses_BT, "weights": alike_BT, "example_weights": factor * counted["responses"]}
+        return losses_BT, alike_BT, factor * counted["responses"]
 
-    def metrics(self, aux: dict[str, jax.Array], count: jax.Array, config: NumericsConfig) -> dict[str, jax.Array]:
+    def metrics(self, aux: dict[str, jax.Array], count: jax.Array, config: NumericsConfig) -> Metrics:
         """POLICY_METRICS as far as there are any and, with experts, AUXILIARY_METRICS."""
         del count
         own = self._names()

@@ -10,7 +10,7 @@ import jax
 from maxtext_lite.batching import RLBatch, make_plan
 from maxtext_lite.config import RLRunConfig, UserError
 from maxtext_lite.config.rl_rules import endless_evaluation
-from maxtext_lite.data import Prompt, Tokenizer, check_vocabulary, load_tokenizer, open_prompts
+from maxtext_lite.data import Prompt, PromptSource, Tokenizer, check_vocabulary, load_tokenizer, open_prompts
 from maxtext_lite.generation.text_tokens import stop_tokens
 from maxtext_lite.models import Sampling
 from maxtext_lite.parallel import start_devices, value_of_host
@@ -20,8 +20,8 @@ from maxtext_lite.rl.policy import Policy
 from maxtext_lite.rl.rewards import RewardError, Rewards, Scores
 from maxtext_lite.rl.rollout import LocalEngine, Request, Response, RolloutEngine
 from maxtext_lite.rl.transfer import sampling_mesh
-from maxtext_lite.training.run import Run, comes_from_elsewhere, machine_of, run_directory
-from maxtext_lite.training.state import make_plain_decoder
+from maxtext_lite.training.run import TrainingRun, comes_from_elsewhere, machine_of, run_directory
+from maxtext_lite.training.state import OwnParts, make_plain_decoder
 
 Verdict = Scores | RewardError | None
 """What the first host's judge says; None: on the others, which have none."""
@@ -41,7 +41,7 @@ class RLRun:
       stop_token_ids: tokens after which a response ends.
     """
 
-    run: Run
+    run: TrainingRun[PromptSource]
     config: RLRunConfig
     batch: RLBatch
     policy: Policy
@@ -128,12 +128,12 @@ def open_rl_run(config: RLRunConfig) -> RLRun:
         # Before the run makes its directory: what cannot sample leaves none.
         sampling_devices = devices[len(devices) - plan.rl.sampler_devices :]
         engine = _engine(config, plan.rl, sampling_devices, stop_token_ids)
-        run = Run(
+        run = TrainingRun(
             config,
             plan,
             source=source,
             eval_source=eval_source,
-            objective=policy,
+            own=OwnParts(objective=policy),
             devices=devices[: plan.rl.trainer_devices],
             examples_of_entry=plan.rl.examples_per_prompt,
         )

@@ -22,6 +22,7 @@ from maxtext_lite.rl.pairs import Chunk, Sampled, batch_record
 from maxtext_lite.rl.rl_run import RLRun, Verdict, open_rl_run, shared
 from maxtext_lite.rl.rollout import Request
 from maxtext_lite.rl.timeline import Timeline
+from maxtext_lite.training.callbacks import Callback
 from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.gradients import TRAIN_BATCH_AXES, GradientSums
 from maxtext_lite.training.loop import RunResult, train_run
@@ -39,8 +40,11 @@ Rows = dict[str, jax.Array]
 Judged = tuple[Sampled, Verdict]
 
 
-def train_rl(config: RLRunConfig) -> RunResult:
+def train_rl(config: RLRunConfig, *, callbacks: Sequence[Callback] = ()) -> RunResult:
     """Trains to `config.steps`, from the newest checkpoint of the run directory where there is one.
+
+    Args:
+      callbacks: as of `training.train`.
 
     Raises:
       UserError: the config cannot be run on these devices, prompts or rewards, or contradicts the checkpoint.
@@ -54,11 +58,12 @@ def train_rl(config: RLRunConfig) -> RunResult:
                 RolloutSteps(rl, terminal, state, counts),
                 HeldOutResponses(rl, terminal.say),
             ),
+            callbacks,
         )
 
 
 class RolloutSteps:
-    """The steps after those of `counts`: one or several on each batch of responses; see `training.loop.Steps`.
+    """The steps after those of `counts`: one or several on each batch of responses; see `training.loop.Stepper`.
 
     While a chunk is trained on, the next one is sampled or judged.
 
@@ -96,7 +101,7 @@ class RolloutSteps:
         """Nothing: what a step needs is compiled as it comes to it."""
 
     def take(self, state: TrainState, step: int) -> tuple[TrainState, Taken]:
-        """See `training.loop.Steps`; returns once the step is done."""
+        """See `training.loop.Stepper`; returns once the step is done."""
         batch, timeline, numbers = self._batch, Timeline(), self._prompt_numbers()
         if (step - 1) % self._config.num_iterations == 0:
             sums, about = self._sums_of_new(state, step, numbers, timeline)

@@ -1,34 +1,91 @@
-"""Gradient accumulation: `optax.MultiSteps` cut in two, so that the inner optimizer runs once a step."""
+"""Gradient accumulation: `optax.MultiSteps` cut in two, so that the inner optimizer runs once a step; and loss scaling,
+which keeps float16 gradients out of the range where they would be rounded to nothing."""
 
+# pyright: reportMissingTypeStubs=false, reportUnknownArgumentType=false
+# pyright: reportUnknownLambdaType=false, reportUnknownMemberType=false
+# jax, optax and orbax declare some of their functions in part.
+
+import dataclasses
 import operator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from maxtext_lite.training.loss_scale import LossScaling
+from maxtext_lite.config import NumericsConfig
+from maxtext_lite.training.arrays import Scalar, Tree, as_float32
+
+_INITIAL = 2.0**16
+_LEAST = 1.0  # below it, scaling would take away from what float16 can hold
+
+
+class LossScaleState(NamedTuple):
+    """The scale (float32), and how many updates in a row it has stood (int32)."""
+
+    scale: jax.Array
+    updates: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class LossScaling:
+    """How the loss scale moves, once a step: micro-batches do not count.
+
+    Attributes:
+      fixed: the scale, if it does not move; 0: it doubles after `growth_interval` updates in a row and halves, down
+        to 1, at a step whose gradient is not finite.
+    Source: Micikevicius et al. 2018, arXiv:1710.03740, section 3.2.
+    """
+
+    fixed: float
+    growth_interval: int
+
+    def init(self) -> LossScaleState:
+        """The state before the first step."""
+        return LossScaleState(jnp.float32(self.fixed or _INITIAL), jnp.int32(0))
+
+    def next(self, state: LossScaleState, finite: jax.Array) -> LossScaleState:
+        """The state after a step whose gradient was finite, or not."""
+        if self.fixed:
+            return state
+        grows = finite & (state.updates + 1 >= self.growth_interval)
+        largest = 2.0**127  # a power of two that float32 still has
+        scale = jnp.where(grows, jnp.minimum(state.scale * 2, largest), state.scale)
+        scale = jnp.where(finite, scale, jnp.maximum(state.scale / 2, _LEAST))
+        return LossScaleState(scale, jnp.where(finite & ~grows, state.updates + 1, 0))
+
+    def may_shrink(self, scale: float) -> bool:
+        """Whether a gradient that was not finite at this scale may be the scale's fault."""
+        return not self.fixed and scale > _LEAST
+
+
+def loss_scaling(config: NumericsConfig) -> LossScaling | None:
+    """The loss scaling of a config; None where the dtype has float32's range and needs none."""
+    if config.dtype != "float16":
+        return None
+    return LossScaling(config.loss_scale, config.loss_scale_growth_interval)
 
 
 class WithMaster(NamedTuple):
     """An inner optimizer's state, and the float32 parameters that it updates, of which the weights are the rounding."""
 
-    inner: Any
-    master: Any
+    inner: Tree
+    master: Tree
 
 
-def _parts(state: optax.MultiStepsState) -> tuple[Any, Any]:
+def _parts(state: optax.MultiStepsState) -> tuple[Tree, Tree]:
     """The inner optimizer's state, and the masters beside it or None."""
     inner: Any = state.inner_opt_state
     return (inner.inner, inner.master) if isinstance(inner, WithMaster) else (inner, None)
 
 
-def master_of(state: optax.MultiStepsState) -> Any:
+def master_of(state: optax.MultiStepsState) -> Tree:
     """The float32 masters in a state, or what a tree like it has in their place; None where there are none."""
     return _parts(state)[1]
 
 
-def with_master(state: optax.MultiStepsState, master: Any) -> optax.MultiStepsState:
+def with_master(state: optax.MultiStepsState, master: Tree) -> optax.MultiStepsState:
     """The state with other masters; None: it has none."""
     inner: Any = state.inner_opt_state
     return state if master is None else state._replace(inner_opt_state=inner._replace(master=master))
@@ -72,6 +129,7 @@ class GradientAccumulation(optax.MultiSteps):
       over_data: each replica of the data axis keeps its share of the state, and updates its share of the parameters
         (ZeRO-1: Rajbhandari et al. 2020, arXiv:1910.02054, section 5.1).
       on_host: between updates the state lies in pinned host memory.
+      has_rate: the inner optimizer's updates are what is added, without another learning rate.
     """
 
     def __init__(
@@ -81,11 +139,12 @@ class GradientAccumulation(optax.MultiSteps):
         *,
         every_k_schedule: int = 1,
         max_skipped: int | None = None,
-        loads: Any = None,
+        loads: Tree = None,
         load_rate: float = 0.0,
         masters: bool = True,
         over_data: bool = False,
         on_host: bool = False,
+        has_rate: bool = False,
     ):
         if loads is not None:
             inner = optax.masked(inner, jax.tree.map(operator.not_, loads))
@@ -96,32 +155,33 @@ class GradientAccumulation(optax.MultiSteps):
         self._masters = masters
         self.over_data = over_data
         self.on_host = on_host
+        self._has_rate = has_rate
 
-    def init(self, params: Any) -> optax.MultiStepsState:
+    def init(self, params: Tree) -> optax.MultiStepsState:
         """The original's state before the first step, of float32 parameters as gradients are; with `every_k_schedule`
         of 1 there is no accumulator.
         """
-        wide = self._wide(params)
+        wide = as_float32(params)
         state: Any = super().init(wide)
         if self.has_masters(params):
             state = state._replace(inner_opt_state=WithMaster(state.inner_opt_state, wide))
         scale = self.loss_scaling.init() if self.loss_scaling else ()
         return state._replace(acc_grads=state.acc_grads if self._keeps_sum else (), skip_state=scale)
 
-    def map_slopes(self, function: Any, gradients: Any) -> Any:
+    def map_gradients(self, function: Callable[[jax.Array], jax.Array], gradients: Tree) -> Tree:
         """`function` of each gradient that is one; loads stay as they are, whole numbers."""
         if self._loads is None:
             return jax.tree.map(function, gradients)
         return jax.tree.map(lambda is_load, g: g if is_load else function(g), self._loads, gradients)
 
-    def slopes(self, gradients: Any) -> list[Any]:
+    def without_loads(self, gradients: Tree) -> list[jax.Array]:
         """The gradients that are such, which loads are not."""
         leaves = jax.tree.leaves(gradients)
         if self._loads is None:
             return leaves
         return [g for g, is_load in zip(leaves, jax.tree.leaves(self._loads), strict=True) if not is_load]
 
-    def _with_biases(self, updates: Any, gradients: Any) -> Any:
+    def _with_biases(self, updates: Tree, gradients: Tree) -> Tree:
         """The updates, with those of the routers' biases."""
         if self._loads is None:
             return updates
@@ -133,16 +193,16 @@ class GradientAccumulation(optax.MultiSteps):
             lambda is_load, u, g: towards_the_mean(g) if is_load else u, self._loads, updates, gradients
         )
 
-    def loss_scale(self, state: optax.MultiStepsState) -> Any:
+    def loss_scale(self, state: optax.MultiStepsState) -> jax.Array | None:
         """What the loss is multiplied by in the next backward pass; None where it is not."""
         skip_state: Any = state.skip_state
         return skip_state.scale if self.loss_scaling else None
 
-    def has_ended(self, skipped_in_a_row: Any) -> Any:
+    def has_ended(self, skipped_in_a_row: Scalar) -> jax.Array:
         """Whether so many skipped steps in a row end the run, so that nothing is applied any more."""
-        return jnp.array(False) if self.max_skipped is None else skipped_in_a_row >= self.max_skipped
+        return jnp.array(False) if self.max_skipped is None else jnp.asarray(skipped_in_a_row) >= self.max_skipped
 
-    def skipped_after(self, skipped_in_a_row: Any, finite: jax.Array, loss_scale: Any) -> jax.Array:
+    def skipped_after(self, skipped_in_a_row: jax.Array, finite: jax.Array, loss_scale: Tree) -> jax.Array:
         """The steps skipped in a row after one more, but for those that may be the loss scale's fault; at the run's end
         it stays.
         """
@@ -150,32 +210,30 @@ class GradientAccumulation(optax.MultiSteps):
         after = jnp.where(finite, 0, skipped_in_a_row + jnp.asarray(counts, jnp.int32))
         return jnp.where(self.has_ended(skipped_in_a_row), skipped_in_a_row, after)
 
-    def _wide(self, params: Any) -> Any:
-        """The parameters in float32: the inner optimizer's state then has one dtype, whatever theirs is."""
-        return jax.tree.map(lambda p: p.astype(jnp.float32), params)
-
-    def accumulator(self, params: Any, *leading: int) -> Any:
+    def accumulator(self, params: Tree, *leading: int) -> Tree:
         """Zeros in float32, shaped like `params` with `leading` dims before each."""
         return jax.tree.map(lambda p: jnp.zeros((*leading, *p.shape), jnp.float32), params)
 
-    def accumulate(self, accumulator: Any, gradients: Any) -> Any:
+    def accumulate(self, accumulator: Tree, gradients: Tree) -> Tree:
         """The accumulator with one micro-batch's gradients added, in float32."""
         return jax.tree.map(lambda acc, g: acc + g.astype(acc.dtype), accumulator, gradients)
 
-    def has_masters(self, params: Any) -> bool:
+    def has_masters(self, params: Tree) -> bool:
         """Whether parameters like these have a float32 master copy in the state."""
         return self._masters and any(p.dtype != jnp.float32 for p in jax.tree.leaves(params))
 
     def finish(
-        self, gradients: Any, state: optax.MultiStepsState, params: Any, learning_rate: Any
-    ) -> tuple[Any, optax.MultiStepsState]:
+        self, gradients: Tree, state: optax.MultiStepsState, params: Tree, learning_rate: jax.Array
+    ) -> tuple[Tree, optax.MultiStepsState]:
         """The parameters after the whole step's float32 gradients, and the next state.
 
         The loss scale stays as it is: it follows from whether the step was skipped, which the caller decides.
         """
         inner, master = _parts(state)
-        updates, inner = self.inner_opt.update(gradients, inner, self._wide(params) if master is None else master)
-        updates = self._with_biases(jax.tree.map(lambda u: -learning_rate * u, updates), gradients)
+        updates, inner = self.inner_opt.update(gradients, inner, as_float32(params) if master is None else master)
+        if not self._has_rate:
+            updates = jax.tree.map(lambda u: -learning_rate * u, updates)
+        updates = self._with_biases(updates, gradients)
         if master is None:
             new_params = optax.apply_updates(params, updates)
         else:
@@ -184,13 +242,13 @@ class GradientAccumulation(optax.MultiSteps):
             inner = WithMaster(inner, master)
         return new_params, state._replace(gradient_step=state.gradient_step + 1, inner_opt_state=inner)
 
-    def update(self, updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+    def update(self, updates: Tree, state: Tree, params: Tree = None, **extra_args: Tree) -> tuple[Tree, Tree]:
         """The original's: every `every_k_schedule` calls the inner optimizer's updates of the sum, otherwise zeros."""
         inner, master = _parts(state)
         sums = state.acc_grads if self._keeps_sum else self.accumulator(updates)
         params = params if params is None or master is None else master
         found, new = super().update(
-            self._wide(updates), state._replace(inner_opt_state=inner, acc_grads=sums), params, **extra_args
+            as_float32(updates), state._replace(inner_opt_state=inner, acc_grads=sums), params, **extra_args
         )
         inner = new.inner_opt_state
         if master is not None:

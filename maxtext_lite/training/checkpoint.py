@@ -1,5 +1,9 @@
 """The checkpoints of a run: the state, the counts beside it, and a fingerprint of what it may be continued with."""
 
+# pyright: reportMissingTypeStubs=false, reportUnknownArgumentType=false
+# pyright: reportUnknownLambdaType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# jax, optax and orbax declare some of their functions in part.
+
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -321,7 +325,7 @@ def _as_written_now(fingerprint: dict[str, Any]) -> dict[str, Any]:
 
 def _update_state(state: TrainState) -> dict[str, Any]:
     """All of a state but the parameters that are evaluated and the numbers of steps, which the counts have."""
-    parts = {"opt_state": state.opt_state, "progress": state.progress}
+    parts: dict[str, Any] = {"opt_state": state.opt_state, "progress": state.progress}
     if state.outer is not None:
         parts["replica_params"] = state.params
         if state.outer.momentum is not None:

@@ -11,7 +11,6 @@ import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from jax.stages import Wrapped
@@ -20,11 +19,12 @@ from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import value_text
 from maxtext_lite.data import ExampleSource, PairSource, evaluation_batches
 from maxtext_lite.parallel import bytes_of_host, sharding, value_of_host
+from maxtext_lite.training.arrays import Params
 from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.held_out_loss import scores_of
 from maxtext_lite.training.metrics import Terminal
 from maxtext_lite.training.preference import pairs_of
-from maxtext_lite.training.run import Run
+from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.state import TrainState
 from maxtext_lite.training.step import EVAL_BATCH_AXES, make_eval_step
 
@@ -32,7 +32,7 @@ FILE = "reference.npz"
 """In the run directory: for each source, under its fingerprint, log-probabilities float32 [pairs, 2]."""
 
 
-def add_reference(run: Run, state: TrainState, counts: Counts, terminal: Terminal) -> None:
+def add_reference(run: TrainingRun[ExampleSource], state: TrainState, counts: Counts, terminal: Terminal) -> None:
     """Gives the run's pairs their reference, where it has pairs: found before the first step, read after it.
 
     Raises:
@@ -62,7 +62,7 @@ def _with(source: ExampleSource, tables: Mapping[str, np.ndarray]) -> ExampleSou
     return source.with_reference(tables[source.fingerprint]) if isinstance(source, PairSource) else source
 
 
-def _find(run: Run, eval_step: Wrapped, params: Any, source: ExampleSource) -> np.ndarray:
+def _find(run: TrainingRun[ExampleSource], eval_step: Wrapped, params: Params, source: ExampleSource) -> np.ndarray:
     """Log-probabilities [pairs, 2], pairs by their number; on a host that does not read, in the order of examples."""
     where = sharding(run.mesh, EVAL_BATCH_AXES)
     with evaluation_batches(source, run.plan, sharding=where, eval_steps=-1) as batches:
@@ -81,7 +81,7 @@ def _write(path: Path, tables: Mapping[str, np.ndarray]) -> None:
     scratch.replace(path)
 
 
-def _read(run: Run, sources: Sequence[ExampleSource]) -> dict[str, np.ndarray]:
+def _read(run: TrainingRun[ExampleSource], sources: Sequence[ExampleSource]) -> dict[str, np.ndarray]:
     """What the first host has written, on every host."""
     path = run.directory / FILE
     found, state = None, "gone"

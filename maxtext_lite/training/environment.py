@@ -1,5 +1,8 @@
 """What a run ran on: versions, devices and the git commit."""
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# jax, optax and orbax declare some of their functions in part.
+
 import contextlib
 import importlib.metadata
 import platform

@@ -1,17 +1,19 @@
 """The train step's executables: one for each batch shape of a run, the next one compiled before it is needed."""
 
+# pyright: reportUnknownMemberType=false
+# jax, optax and orbax declare some of their functions in part.
+
 import concurrent.futures
 import time
-from typing import Any
+from collections.abc import Sequence
 
 import jax
-from jax.sharding import Mesh
+from jax.stages import Compiled, Wrapped
 
 from maxtext_lite.batching import BatchPlan, BatchStage
-from maxtext_lite.config import Config
-from maxtext_lite.data import example_shape, field_dtype
+from maxtext_lite.data import field_dtype
 from maxtext_lite.parallel import sharding
-from maxtext_lite.training.state import TrainState
+from maxtext_lite.training.state import StepParts, abstract_state
 from maxtext_lite.training.step import TRAIN_BATCH_AXES
 from maxtext_lite.xla import as_default_device
 
@@ -20,15 +22,15 @@ class Executables:
     """The train step compiled for each batch shape, in a thread of its own.
 
     Args:
-      train_step: as `step.make_train_step` makes it.
-      abstract: shapes and shardings of the state.
+      train_step: as `step.make_train_step` makes it of the parts.
+      example: tokens of an example, and the names of its arrays.
     """
 
-    def __init__(self, train_step: Any, abstract: TrainState, plan: BatchPlan, mesh: Mesh, *, config: Config):
-        self._step, self._abstract, self._plan, self._mesh = train_step, abstract, plan, mesh
-        self._config = config
+    def __init__(self, train_step: Wrapped, parts: StepParts, plan: BatchPlan, *, example: tuple[int, Sequence[str]]):
+        self._step, self._parts, self._plan, self._mesh = train_step, parts, plan, parts.mesh
+        self._example = example
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="compile")
-        self._compiled: dict[int, concurrent.futures.Future[tuple[Any, float]]] = {}
+        self._compiled: dict[int, concurrent.futures.Future[tuple[Compiled, float]]] = {}
 
     def slots(self, stage: BatchStage) -> int:
         """Row slots of a stage's micro-batches, by which executables differ: the accumulation is an argument."""
@@ -46,7 +48,7 @@ class Executables:
         for following in stages[stages.index(stage) + 1 :][:1]:
             self.request(following)
 
-    def of(self, stage: BatchStage) -> tuple[Any, float]:
+    def of(self, stage: BatchStage) -> tuple[Compiled, float]:
         """The compiled step of a stage, and the seconds that compiling took; waits for it."""
         self.request(stage)
         return self._compiled[self.slots(stage)].result()
@@ -55,8 +57,8 @@ class Executables:
         """Starts nothing more."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _compile(self, slots: int) -> tuple[Any, float]:
-        num_tokens, fields = example_shape(self._config)
+    def _compile(self, slots: int) -> tuple[Compiled, float]:
+        num_tokens, fields = self._example
         sizes = (self._plan.gradient_accumulation_steps, slots, num_tokens)
         where = sharding(self._mesh, TRAIN_BATCH_AXES)
         batch = {name: jax.ShapeDtypeStruct(sizes, field_dtype(name), sharding=where) for name in fields}
@@ -65,9 +67,9 @@ class Executables:
             number = jax.ShapeDtypeStruct((), "int32", sharding=sharding(self._mesh))
         started = time.perf_counter()
         # What is set for the main thread is set for it alone.
-        precision = jax.default_matmul_precision(self._config.matmul_precision)
+        precision = jax.default_matmul_precision(self._parts.config.matmul_precision)
         with jax.set_mesh(self._mesh), as_default_device(self._mesh), precision:
-            lowered = self._step.lower(self._abstract, batch, number)
+            lowered = self._step.lower(abstract_state(self._parts), batch, number)
         with jax.set_mesh(self._mesh):
             compiled = lowered.compile()
         return compiled, time.perf_counter() - started

@@ -1,5 +1,8 @@
 """What a run could not write: found by any thread on any host, and ended on by all hosts together."""
 
+# pyright: reportUnknownMemberType=false
+# jax, optax and orbax declare some of their functions in part.
+
 import contextlib
 import threading
 from collections.abc import Callable, Generator

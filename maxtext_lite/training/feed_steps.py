@@ -1,22 +1,27 @@
 """The steps of pre-training, SFT and DPO: whole batches from the data feed, each in one compiled step."""
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# jax, optax and orbax declare some of their functions in part.
+
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import numpy as np
+from jax.stages import Compiled
 
 from maxtext_lite.batching import BatchStage
-from maxtext_lite.data import Batch, training_batches
+from maxtext_lite.data import DeviceBatch, ExampleSource, training_batches
 from maxtext_lite.parallel import sharding
+from maxtext_lite.training.arrays import Tree
 from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.dpo_reference import add_reference
 from maxtext_lite.training.executables import Executables
 from maxtext_lite.training.metrics import Terminal
 from maxtext_lite.training.nonfinite import NonFinite, find_nonfinite
-from maxtext_lite.training.run import Run
+from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.state import TrainState
 from maxtext_lite.training.step import TRAIN_BATCH_AXES, make_summarise, make_synchronise, make_train_step
 from maxtext_lite.training.step_log import Taken
@@ -25,7 +30,7 @@ Result = TypeVar("Result")
 
 
 class FeedSteps:
-    """The steps after those of `counts`, from where they left off in the data; see `loop.Steps`.
+    """The steps after those of `counts`, from where they left off in the data; see `loop.Stepper`.
 
     Raises:
       UserError: a resumed run of DPO has other pairs than it began with, or its reference is gone.
@@ -33,18 +38,18 @@ class FeedSteps:
 
     ahead = True
 
-    def __init__(self, run: Run, terminal: Terminal, state: TrainState, counts: Counts):
+    def __init__(self, run: TrainingRun[ExampleSource], terminal: Terminal, state: TrainState, counts: Counts):
         add_reference(run, state, counts, terminal)
         self._run, self._plan, self._say = run, run.plan, terminal.say
         # The simulated devices of a CPU share a few threads: with two steps under way, a collective of one can wait
         # for ever for a device whose thread the other holds. There, a step is finished before the next begins.
         self._one_at_a_time = jax.default_backend() == "cpu" and jax.device_count() > 1
         step = make_train_step(run.parts, run.schedule)
-        self._executables = Executables(step, run.abstract_state, run.plan, run.mesh, config=run.config)
+        self._executables = Executables(step, run.parts, run.plan, example=(run.source.num_tokens, run.source.fields))
         self._stage: BatchStage | None = None
-        self._step: Callable[..., tuple[TrainState, dict[str, jax.Array]]] | None = None
+        self._step: Compiled | None = None
         if run.parts.local:
-            self._synchronise, self._summarise = make_synchronise(run.parts), make_summarise(run.mesh)
+            self._synchronise, self._summarise = make_synchronise(run.parts), make_summarise(run.parts)
         self._examples_seen = counts.examples_seen
         self._batches = training_batches(
             run.source,
@@ -78,7 +83,7 @@ class FeedSteps:
         self._stage = stage
 
     def take(self, state: TrainState, step: int) -> tuple[TrainState, Taken]:
-        """See `loop.Steps`; with local updates, the replicas are also summarised, and synchronised every so often."""
+        """See `loop.Stepper`; with local updates, the replicas are also summarised, and synchronised every so often."""
         assert self._step is not None, "prepare() comes first"
         assert self._stage is not None
         if self._one_at_a_time:
@@ -104,11 +109,11 @@ class FeedSteps:
         self._batches.close()
         self._executables.close()
 
-    def _alone(self, function: Callable[[Any], Result], argument: Any) -> Result:
+    def _alone(self, function: Callable[[Tree], Result], argument: Tree) -> Result:
         """A function on the devices; where they can do only one thing at a time, once they have done what they do."""
         return function(jax.block_until_ready(argument) if self._one_at_a_time else argument)
 
-    def _find_cause(self, batch: Batch, state: TrainState) -> NonFinite | None:
+    def _find_cause(self, batch: DeviceBatch, state: TrainState) -> NonFinite | None:
         return find_nonfinite(
             self._run.parts, state, batch.arrays, batch.example_ids, micro_batches=batch.num_micro_batches
         )

@@ -1,15 +1,21 @@
 """The gradients of a step, added up over micro-batches that are all there at once or come in chunks."""
 
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# jax, optax and orbax declare some of their functions in part.
+
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from maxtext_lite.parallel import constrain, in_context_order, over_replicas, per_replica, sharding, tree_shardings
 from maxtext_lite.training.accumulate import GradientAccumulation
+from maxtext_lite.training.arrays import Params, Rows
 from maxtext_lite.training.interleaved import InterleavedStep
 from maxtext_lite.training.loss import LossSums
+from maxtext_lite.training.outputs import forward
 from maxtext_lite.training.state import StepParts, gradient_shardings
 
 TRAIN_BATCH_AXES = ("accumulation", "global_batch", "length")
@@ -33,7 +39,7 @@ class StepGradients(NamedTuple):
       groups: groups that count something, int32.
     """
 
-    gradients: Any
+    gradients: Params
     loss: jax.Array
     z_loss: jax.Array
     aux: dict[str, jax.Array]
@@ -50,7 +56,7 @@ class GradientSums(NamedTuple):
     `counts` has `target_tokens`, what else the objective divides by, and `examples`.
     """
 
-    gradients: Any
+    gradients: Params
     losses: LossSums
     counts: dict[str, jax.Array]
     group_squares: jax.Array
@@ -70,11 +76,10 @@ class GradientLoop:
     """
 
     def __init__(self, parts: StepParts):
-        decoder, objective, mesh, local = parts.decoder, parts.objective, parts.mesh, parts.local
-        self._parts, self._decoder, self._optimizer, self._config = parts, decoder, parts.optimizer, parts.config
-        self._local, self._objective = local, objective
+        decoder, mesh, local = parts.decoder, parts.mesh, parts.local
+        self._parts, self._decoder, self._local = parts, decoder, local
         self._num_replicas = local.num_replicas if local else mesh.shape["data"]
-        self._counted_names = sorted({"target_tokens", objective.divisor})
+        self._counted_names = sorted({"target_tokens", parts.objective.divisor})
         self._trained_axes = decoder.trained(decoder.axes)
         self._differentiate = over_replicas(
             jax.value_and_grad(self._loss_share, has_aux=True),
@@ -85,25 +90,24 @@ class GradientLoop:
         pipeline = decoder.pipeline
         self._interleaved = None
         if pipeline and pipeline.schedule == "1f1b":
-            own = local is not None
-            self._interleaved = InterleavedStep(decoder, parts.config, self._num_replicas, objective, own_params=own)
+            self._interleaved = InterleavedStep(parts, self._num_replicas)
 
-    def rows(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    def rows(self, batch: Rows) -> Rows:
         """The rows [A, B, T] of examples, in the order in which they are computed."""
-        return in_context_order(self._objective.rows(batch, TRAIN_BATCH_AXES), TRAIN_BATCH_AXES)
+        return in_context_order(self._parts.objective.rows(batch, TRAIN_BATCH_AXES), TRAIN_BATCH_AXES)
 
-    def counts(self, rows: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    def counts(self, rows: Rows) -> dict[str, jax.Array]:
         """What all rows together count, in each replica: target tokens, the divisor and `examples`; int32 [R]."""
         has_example_AB = rows["segments"][..., 0] > 0
-        examples_R = self._per_replica_sum(has_example_AB.astype(jnp.int32)) // self._objective.rows_per_example
-        counts = self._objective.counts(rows)
+        examples_R = self._per_replica_sum(has_example_AB.astype(jnp.int32)) // self._parts.objective.rows_per_example
+        counts = self._parts.objective.counts(rows)
         return {name: self._per_replica_sum(counts[name]) for name in self._counted_names} | {"examples": examples_R}
 
     def whole(self, counts: dict[str, jax.Array]) -> jax.Array:
-        """What losses are divided by in each replica, float32 [R], of a step that counts this; at least 1."""
-        counted_R = counts[self._objective.divisor]
+        """What losses are divided by in each replica, float32 [R], of a step that counts this; 1 where that is 0."""
+        counted_R = counts[self._parts.objective.divisor]
         whole_R = counted_R if self._local else jnp.broadcast_to(jnp.sum(counted_R), self._num_replicas)
-        return jnp.maximum(whole_R, 1).astype(jnp.float32)
+        return jnp.where(whole_R > 0, whole_R, 1).astype(jnp.float32)
 
     def expected(self, count: int) -> jax.Array:
         """What losses are divided by in each replica, float32 [R], of a step that is expected to count this."""
@@ -112,10 +116,12 @@ class GradientLoop:
     def start(self) -> GradientSums:
         """Before the first micro-batch."""
         zeros_R, none_R = jnp.zeros(self._num_replicas), jnp.zeros(self._num_replicas, jnp.int32)
-        abstract = self._decoder.trained(self._decoder.abstract_params)
-        zeros = jax.tree.map(_lay_out, self._optimizer.accumulator(abstract, self._num_replicas), self._trained_axes)
-        losses = self._objective.zeros(self._decoder, zeros_R)
+        objective, abstract = self._parts.objective, self._decoder.trained(self._decoder.abstract_params)
+        accumulator = self._parts.optimizer.accumulator(abstract, self._num_replicas)
+        zeros = jax.tree.map(_lay_out, accumulator, self._trained_axes)
+        losses = objective.zeros(self._decoder, zeros_R)
         counts = dict.fromkeys((*self._counted_names, "examples"), none_R)
+        counts[objective.divisor] = none_R.astype(objective.divisor_dtype)
         return GradientSums(zeros, losses, counts, zeros_R, none_R)
 
     def shardings(self) -> GradientSums:
@@ -128,14 +134,14 @@ class GradientLoop:
     def added(
         self,
         sums: GradientSums,
-        params: Any,
-        frozen: Any,
-        rows: dict[str, jax.Array],
+        params: Params,
+        frozen: Params | None,
+        rows: Rows,
         *,
         counts: dict[str, jax.Array],
         whole_R: jax.Array,
         loss_scale: jax.Array | None,
-        num_micro_batches: Any = None,
+        num_micro_batches: jax.Array | int | None = None,
         is_all: bool,
     ) -> GradientSums:
         """The sums with the first `num_micro_batches` of the rows, which may be traced; None: with all.
@@ -153,7 +159,7 @@ class GradientLoop:
         num_batches = rows["weights"].shape[0]
         one_group = is_all and self._num_replicas * num_batches == 1
 
-        def micro_step(index: Any, sums: GradientSums) -> GradientSums:
+        def micro_step(index: jax.Array, sums: GradientSums) -> GradientSums:
             here = {name: jax.lax.dynamic_index_in_dim(x, index, keepdims=False) for name, x in rows.items()}
             # Tied to the loop's rows, weights that are sharded are gathered when they are used; as constants of the
             # loop, whole embeddings would be gathered before it and kept until its end.
@@ -185,13 +191,13 @@ class GradientLoop:
         """
         if self._interleaved and self._num_replicas > 1 and not self._local:
             # Where pieces of several micro-batches are under way at once, only replicas have gradients of their own.
-            sums = self._with_groups(sums, sums.gradients, sums.counts[self._objective.divisor], whole_R)
+            sums = self._with_groups(sums, sums.gradients, sums.counts[self._parts.objective.divisor], whole_R)
 
         def all_reduce(x_R: jax.Array) -> jax.Array:
             return x_R if self._local else jnp.sum(x_R, axis=0)
 
-        optimizer = self._optimizer
-        gradients = optimizer.map_slopes(lambda g: g.astype(self._config.grad_dtype), sums.gradients)
+        optimizer = self._parts.optimizer
+        gradients = optimizer.map_gradients(lambda g: g.astype(self._parts.config.grad_dtype), sums.gradients)
         gradients = jax.tree.map(all_reduce, gradients)
         if self._local:
             gradients = jax.tree.map(_lay_out, gradients, self._trained_axes)
@@ -204,7 +210,7 @@ class GradientLoop:
             all_reduce(sums.losses.nll),
             all_reduce(sums.losses.log_partition_squared),
             jax.tree.map(all_reduce, sums.losses.aux),
-            counts[self._objective.divisor],
+            counts[self._parts.objective.divisor],
             counts["target_tokens"],
             counts["examples"],
             all_reduce(sums.group_squares),
@@ -217,28 +223,31 @@ class GradientLoop:
             result = _rescaled(result, whole_R[0] / jnp.maximum(result.num_counted, 1), optimizer)
         return result
 
-    def _loss_share(self, params: Any, frozen: Any, factor: jax.Array, rows: dict[str, jax.Array]) -> Any:
-        params = self._decoder.joined(params, frozen)
-        x_BTD, aux = self._decoder.hidden_and_aux(params, rows["tokens"], rows["segments"], rows["positions"])
-        return self._objective.loss(self._decoder, params, x_BTD, aux, rows, factor, self._config)
+    def _loss_share(
+        self, params: Params, frozen: Params | None, factor: jax.Array, rows: Rows
+    ) -> tuple[jax.Array, LossSums]:
+        outputs = forward(self._decoder, self._decoder.joined(params, frozen), rows, self._parts.config)
+        return self._parts.objective.loss(outputs, rows, factor)
 
     def _per_replica_sum(self, x_AB: jax.Array) -> jax.Array:
         """[A, B] -> [R]."""
-        return over_replicas(lambda x_BA: jnp.sum(x_BA, dtype=jnp.int32), self._num_replicas, rows=(0,))(x_AB.T)
+        return over_replicas(lambda x_BA: jnp.sum(x_BA, dtype=x_BA.dtype), self._num_replicas, rows=(0,))(x_AB.T)
 
-    def _counted(self, rows: dict[str, jax.Array]) -> jax.Array:
+    def _counted(self, rows: Rows) -> jax.Array:
         """What a micro-batch adds to the divisor, [R]."""
-        return self._per_replica_sum(self._objective.counts(rows)[self._objective.divisor][None])
+        return self._per_replica_sum(self._parts.objective.counts(rows)[self._parts.objective.divisor][None])
 
-    def _with_piece(self, sums: GradientSums, gradients: Any, losses: LossSums) -> GradientSums:
-        accumulator = self._optimizer.accumulate(sums.gradients, gradients)
+    def _with_piece(self, sums: GradientSums, gradients: Params, losses: LossSums) -> GradientSums:
+        accumulator = self._parts.optimizer.accumulate(sums.gradients, gradients)
         accumulator = jax.tree.map(_lay_out, accumulator, self._trained_axes)
         return sums._replace(gradients=accumulator, losses=jax.tree.map(jnp.add, sums.losses, losses))
 
-    def _with_groups(self, sums: GradientSums, gradients: Any, group_R: jax.Array, whole_R: jax.Array) -> GradientSums:
+    def _with_groups(
+        self, sums: GradientSums, gradients: Params, group_R: jax.Array, whole_R: jax.Array
+    ) -> GradientSums:
         """With one more group in each replica."""
         share_R = group_R / whole_R
-        squares_R = sum(_squares_by_replica(g) for g in self._optimizer.slopes(gradients))
+        squares_R = sum(_squares_by_replica(g) for g in self._parts.optimizer.without_loads(gradients))
         group_squares = jnp.where(group_R > 0, squares_R / jnp.maximum(share_R, 1e-30), 0.0)
         groups = (group_R > 0).astype(jnp.int32)
         return sums._replace(group_squares=sums.group_squares + group_squares, groups=sums.groups + groups)
@@ -256,11 +265,11 @@ def accumulate_gradients(parts: StepParts) -> Callable[..., StepGradients]:
     loop = GradientLoop(parts)
 
     def step_gradients(
-        params: Any,
-        batch: dict[str, jax.Array],
-        num_micro_batches: Any = None,
+        params: Params,
+        batch: Rows,
+        num_micro_batches: jax.Array | int | None = None,
         loss_scale: jax.Array | None = None,
-        frozen: Any = None,
+        frozen: Params | None = None,
     ) -> StepGradients:
         rows = loop.rows(batch)
         counts = loop.counts(rows)
@@ -304,10 +313,12 @@ def _rescaled(sums: StepGradients, ratio: jax.Array, optimizer: GradientAccumula
     return _mapped(sums, lambda x: x * ratio, optimizer)._replace(group_squares=sums.group_squares * ratio)
 
 
-def _mapped(sums: StepGradients, function: Any, optimizer: GradientAccumulation) -> StepGradients:
+def _mapped(
+    sums: StepGradients, function: Callable[[jax.Array], jax.Array], optimizer: GradientAccumulation
+) -> StepGradients:
     """With `function` of all that is divided as the loss is, but for `group_squares`."""
     return sums._replace(
-        gradients=optimizer.map_slopes(function, sums.gradients),
+        gradients=optimizer.map_gradients(function, sums.gradients),
         loss=function(sums.loss),
         z_loss=function(sums.z_loss),
         aux=jax.tree.map(function, sums.aux),

@@ -1,22 +1,23 @@
 """The exact held-out loss: each held-out example once, whatever the batch size and the mesh."""
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import cast
 
 import jax
 from jax.stages import Wrapped
 
-from maxtext_lite.data import Batch, evaluation_batches
+from maxtext_lite.data import DeviceBatch, ExampleSource, evaluation_batches
 from maxtext_lite.parallel import sharding
+from maxtext_lite.training.arrays import Params, Tree
 from maxtext_lite.training.metrics import evaluation_text
-from maxtext_lite.training.objective import NEXT_TOKEN, ScoredObjective, objective_of
-from maxtext_lite.training.run import Run
+from maxtext_lite.training.objective import NEXT_TOKEN, ScoredObjective
+from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.state import TrainState
 from maxtext_lite.training.step import EVAL_BATCH_AXES, make_eval_step
 
 
 def evaluate(
-    eval_step: Wrapped, params: Any, batches: Iterable[Batch], objective: ScoredObjective = NEXT_TOKEN
+    eval_step: Wrapped, params: Params, batches: Iterable[DeviceBatch], objective: ScoredObjective = NEXT_TOKEN
 ) -> dict[str, float | int]:
     """The entries of an evaluation's record, `eval_loss` and `eval_target_tokens` among them.
 
@@ -26,7 +27,7 @@ def evaluate(
     return objective.evaluation(list(scores_of(eval_step, params, batches)))
 
 
-def scores_of(eval_step: Wrapped, params: Any, batches: Iterable[Batch]) -> Iterator[Any]:
+def scores_of(eval_step: Wrapped, params: Params, batches: Iterable[DeviceBatch]) -> Iterator[Tree]:
     """The scores of each batch, on the host."""
     for batch in batches:
         yield jax.device_get(eval_step(params, batch.arrays))
@@ -37,14 +38,15 @@ class HeldOutLoss:
 
     before_first_step = False
 
-    def __init__(self, run: Run):
-        self._run, self._objective = run, objective_of(run.config)
+    def __init__(self, run: TrainingRun[ExampleSource]):
+        self._run, self._objective = run, cast(ScoredObjective, run.parts.objective)
         self._eval_step = make_eval_step(run.parts)
 
     def of(self, state: TrainState, step: int) -> tuple[dict[str, float | int], str]:
         """See `loop.Evaluation`."""
         del step
         run = self._run
+        assert run.eval_source is not None
         where = sharding(run.mesh, EVAL_BATCH_AXES)
         with evaluation_batches(run.eval_source, run.plan, sharding=where, eval_steps=run.config.eval_steps) as batches:
             params = run.decoder.joined(state.model_params, state.frozen)

@@ -1,16 +1,24 @@
 """The gradients of a step by the pipeline schedule 1f1b: every tick runs one piece forwards and one backwards."""
 
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# jax, optax and orbax declare some of their functions in part.
+
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from maxtext_lite.config import NumericsConfig
-from maxtext_lite.models import Decoder, Stream, stream_axes
+from maxtext_lite.models import Stream, stream_axes
 from maxtext_lite.parallel import Flight, constrain, num_shards, over_replicas
+from maxtext_lite.training.arrays import Params, Rows
 from maxtext_lite.training.loss import LossSums
-from maxtext_lite.training.objective import Cut, Objective
+from maxtext_lite.training.outputs import Outputs, TokenSplit
+from maxtext_lite.training.state import StepParts
+
+Sums = TypeVar("Sums")
+Count: TypeAlias = jax.Array | int
 
 
 class InterleavedStep:
@@ -20,26 +28,24 @@ class InterleavedStep:
     stages: each takes a part of the tokens of a piece, cut along the sequence.
     """
 
-    def __init__(
-        self, decoder: Decoder, config: NumericsConfig, num_replicas: int, objective: Objective, *, own_params: bool
-    ):
-        assert decoder.pipeline is not None
-        self._decoder, self._pipeline, self._config = decoder, decoder.pipeline, config
-        self._num_replicas, self._objective = num_replicas, objective
-        own = (0, 2, 3) if own_params else (2, 3)
+    def __init__(self, parts: StepParts, num_replicas: int):
+        assert parts.decoder.pipeline is not None
+        self._parts, self._decoder, self._pipeline = parts, parts.decoder, parts.decoder.pipeline
+        self._num_replicas = num_replicas
+        own = (0, 2, 3) if parts.local else (2, 3)
         self._tick = over_replicas(self._tick_of_replica, num_replicas, own=own, rows=(4, 5, 6))
 
     def all_ticks(
         self,
-        params: Any,
-        frozen: Any,
+        params: Params,
+        frozen: Params | None,
         factor_R: jax.Array,
-        batch: dict[str, jax.Array],
-        num_micro_batches: Any,
+        batch: Rows,
+        num_micro_batches: Count,
         *,
-        start: Any,
-        added: Callable[[Any, Any, LossSums], Any],
-    ) -> Any:
+        start: Sums,
+        added: Callable[[Sums, Params, LossSums], Sums],
+    ) -> Sums:
         """`added(sums, gradients, losses)` of every tick of a step in turn, beginning with the sums `start`.
 
         Args:
@@ -50,7 +56,7 @@ class InterleavedStep:
           batch: arrays [A, B, T], of which the first `num_micro_batches` (may be traced) are looked at.
         """
 
-        def tick(time: Any, carry: tuple[Flight, Any]) -> tuple[Flight, Any]:
+        def tick(time: jax.Array, carry: tuple[Flight, Sums]) -> tuple[Flight, Sums]:
             flight, sums = carry
             ages = 0, self._pipeline.num_stages - 1, 2 * (self._pipeline.num_stages - 1)
             rows = [self._piece_at(time - age, batch, num_micro_batches) for age in ages]
@@ -62,7 +68,7 @@ class InterleavedStep:
         num_ticks = self._pipeline.num_ticks_1f1b(num_micro_batches)
         return jax.lax.fori_loop(0, num_ticks, tick, (self._no_flight(batch), start))[1]
 
-    def _no_flight(self, batch: dict[str, jax.Array]) -> Flight:
+    def _no_flight(self, batch: Rows) -> Flight:
         shape, (_, B, T) = self._decoder.shape, batch["tokens"].shape
         sizes = B // (self._num_replicas * self._pipeline.num_microbatches), T
         x_BTD = jax.ShapeDtypeStruct((*sizes, shape.emb_dim), shape.dtype)
@@ -73,7 +79,7 @@ class InterleavedStep:
         stream = Stream(x_BTD, token_BT, token_BT, aux)  # type: ignore[arg-type]
         return self._pipeline.no_flight(stream, self._num_replicas)
 
-    def _piece_at(self, item: Any, batch: dict[str, jax.Array], num_micro_batches: Any) -> dict[str, jax.Array]:
+    def _piece_at(self, item: jax.Array, batch: Rows, num_micro_batches: Count) -> Rows:
         """The rows of a piece, [B / M, T]; one that does not exist has weight 0 and is all padding."""
         M = self._pipeline.num_microbatches
         num_items = num_micro_batches * M
@@ -91,37 +97,37 @@ class InterleavedStep:
 
     def _tick_of_replica(
         self,
-        params: Any,
-        frozen: Any,
+        params: Params,
+        frozen: Params | None,
         factor: jax.Array,
         flight: Flight,
-        entering: Any,
-        leaving: Any,
-        returning: Any,
-        time: Any,
-    ) -> Any:
+        entering: Rows,
+        leaving: Rows,
+        returning: Rows,
+        time: jax.Array,
+    ) -> tuple[Flight, LossSums, Params]:
         decoder, axes = self._decoder, stream_axes(self._decoder.shape)
         layers = params["layers"]
         ends = {name: value for name, value in params.items() if name != "layers"}
 
-        def whole(ends: Any) -> Any:
+        def whole(ends: Params) -> Params:
             return decoder.joined(ends | {"layers": layers}, frozen)
 
-        def run(layers: Any, frozen_layers: Any, stream: Stream) -> Stream:
+        def run(layers: Params, frozen_layers: Params | None, stream: Stream) -> Stream:
             return decoder.layers(decoder.joined(layers, frozen_layers), stream)
 
-        def embed(ends: Any, rows: Any) -> jax.Array:
-            x_BTD = decoder.embed(whole(ends), self._cut(rows["tokens"]), self._cut(rows["positions"]))
-            stream = Stream(constrain(self._uncut(x_BTD), axes.x_BTD), rows["segments"], rows["positions"], {})
+        def embed(ends: Params, rows: Rows) -> jax.Array:
+            x_BTD = decoder.embed(whole(ends), self._split(rows["tokens"]), self._split(rows["positions"]))
+            stream = Stream(constrain(self._merge(x_BTD), axes.x_BTD), rows["segments"], rows["positions"], {})
             return decoder.dense_layers(whole(ends), stream).x_BTD
 
-        def loss(ends: Any, x_BTD: jax.Array, aux: dict[str, jax.Array]) -> tuple[jax.Array, LossSums]:
+        def loss(ends: Params, x_BTD: jax.Array, aux: dict[str, jax.Array]) -> tuple[jax.Array, LossSums]:
             params = whole(ends)
-            x_BTD = decoder.final_norm(params, self._cut(x_BTD))
-            tokens = Cut(self._cut, self._uncut)
-            return self._objective.loss(decoder, params, x_BTD, aux, leaving, factor, self._config, tokens)
+            x_BTD = decoder.final_norm(params, self._split(x_BTD))
+            outputs = Outputs(decoder, params, x_BTD, aux, self._parts.config, TokenSplit(self._split, self._merge))
+            return self._parts.objective.loss(outputs, leaving, factor)
 
-        def leave(stream: Stream) -> tuple[list[jax.Array], Any]:
+        def leave(stream: Stream) -> tuple[list[jax.Array], tuple[LossSums, Params]]:
             differentiated = jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)
             (_, losses), (ends_gradient, *cotangents) = differentiated(ends, stream.x_BTD, stream.aux)
             laid_out = jax.tree.map(constrain, cotangents, [axes.x_BTD, axes.aux])
@@ -142,15 +148,15 @@ class InterleavedStep:
         gradients = jax.tree.map(jnp.add, loss_gradient, embed_gradient)
         return flight, losses, gradients | {"layers": layer_gradients}
 
-    def _cut(self, x: jax.Array) -> jax.Array:
+    def _split(self, x: jax.Array) -> jax.Array:
         """[b, T, ...] as [b P, T / P, ...], of which each stage has a part."""
         b, T = x.shape[:2]
         stages = self._pipeline.num_stages
         x = self._whole(x)
         return constrain(x.reshape(b * stages, T // stages, *x.shape[2:]), ("end_batch",) + (None,) * (x.ndim - 1))
 
-    def _uncut(self, x: jax.Array) -> jax.Array:
-        """Takes `_cut` back."""
+    def _merge(self, x: jax.Array) -> jax.Array:
+        """Takes `_split` back."""
         stages = self._pipeline.num_stages
         return self._whole(x.reshape(x.shape[0] // stages, -1, *x.shape[2:]))
 

@@ -9,6 +9,9 @@ On the machine of its holder a lease is dead when the process is; elsewhere, whe
 server's clock.
 """
 
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# jax, optax and orbax declare some of their functions in part.
+
 from __future__ import annotations
 
 import contextlib
@@ -25,7 +28,7 @@ import sys
 import tempfile
 import threading
 import time
-import uuid
+import uuid  # pyright: ignore[reportUnusedImport]  (only macOS asks it)
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple

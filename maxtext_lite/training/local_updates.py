@@ -4,13 +4,16 @@ Source: Douillard et al. 2023, arXiv:2311.08105, algorithm 1. With outer learnin
 the plain mean of the replicas.
 """
 
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false, reportUnknownMemberType=false
+# jax, optax and orbax declare some of their functions in part.
+
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from maxtext_lite.config import LocalUpdatesConfig
+from maxtext_lite.training.arrays import Params, Tree, as_float32
 
 
 @jax.tree_util.register_dataclass
@@ -23,9 +26,9 @@ class OuterState:
       master: the parameters in float32, where the replicas have such masters; otherwise None.
     """
 
-    params: Any
-    momentum: Any
-    master: Any = None
+    params: Params
+    momentum: Params | None
+    master: Params | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,11 +47,13 @@ class LocalUpdates:
     outer_lr: float
     outer_momentum: float
 
-    def copies(self, tree: Any) -> Any:
+    def copies(self, tree: Tree) -> Tree:
         """One copy for each replica: leaves [R, ...]."""
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (self.num_replicas, *x.shape)), tree)
 
-    def synchronised(self, params_R: Any, outer: OuterState, masters_R: Any = None) -> tuple[Any, OuterState]:
+    def synchronised(
+        self, params_R: Params, outer: OuterState, masters_R: Params | None = None
+    ) -> tuple[Params, OuterState]:
         """The replicas' parameters [R, ...] and the shared state after they have met.
 
         Where there are masters, it is they that are averaged: parameters are the rounding of what comes of it, and the
@@ -62,12 +67,9 @@ class LocalUpdates:
         """
         lr, momentum = self.outer_lr, self.outer_momentum
 
-        def wide(tree: Any) -> Any:
-            return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
-
         has_masters = outer.master is not None
-        before = outer.master if has_masters else wide(outer.params)
-        mean = jax.tree.map(lambda p: jnp.mean(p, axis=0), masters_R if has_masters else wide(params_R))
+        before = outer.master if has_masters else as_float32(outer.params)
+        mean = jax.tree.map(lambda p: jnp.mean(p, axis=0), masters_R if has_masters else as_float32(params_R))
         after, velocity = jax.tree.map(lambda b, m: (1 - lr) * b + lr * m, before, mean), None
         if momentum:
             velocity = jax.tree.map(lambda v, b, m: momentum * v + (b - m), outer.momentum, before, mean)
@@ -75,7 +77,7 @@ class LocalUpdates:
         params = jax.tree.map(lambda new, old: new.astype(old.dtype), after, outer.params)
         return self.copies(params), OuterState(params, velocity, after if has_masters else None)
 
-    def outer_state(self, params: Any, master: Any = None) -> OuterState:
+    def outer_state(self, params: Params, master: Params | None = None) -> OuterState:
         """The shared state before the first step; `master` is None where there are no masters."""
         momentum = None
         if self.outer_momentum:

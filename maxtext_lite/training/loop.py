@@ -1,26 +1,35 @@
 """The loop of every run, pre-training, SFT, DPO or reinforcement learning: steps, evaluations, checkpoints, the end."""
 
+# pyright: reportMissingTypeStubs=false, reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# jax, optax and orbax declare some of their functions in part.
+
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import jax
+import optax
 
-from maxtext_lite.config import Config
+from maxtext_lite.config import Config, UserError
+from maxtext_lite.data import Examples, example_shape, own_examples
+from maxtext_lite.models import Decoder, DecoderShape
+from maxtext_lite.parallel import Pipeline, start_devices
+from maxtext_lite.training.callbacks import Callback
 from maxtext_lite.training.checkpoint import Counts
+from maxtext_lite.training.custom_loss import Loss, custom_loss
 from maxtext_lite.training.feed_steps import FeedSteps
 from maxtext_lite.training.held_out_loss import HeldOutLoss
-from maxtext_lite.training.metrics import MetricsLog, Terminal
-from maxtext_lite.training.profile import Profile
-from maxtext_lite.training.run import Run, open_run
-from maxtext_lite.training.state import TrainState
+from maxtext_lite.training.metrics import MetricsLog, Profile, Terminal
+from maxtext_lite.training.optimizer import OptimizerFactory
+from maxtext_lite.training.run import Data, Sources, TrainingRun, open_run
+from maxtext_lite.training.state import OwnParts, TrainState
 from maxtext_lite.training.step_log import StepLog, Taken
 from maxtext_lite.training.stopping import Signals, Stop, watch_signals
 
 
-class Steps(Protocol):
+class Stepper(Protocol):
     """The steps of a run: where their batches come from, and how the state is updated with each."""
 
     @property
@@ -63,7 +72,7 @@ class Evaluation(Protocol):
         ...
 
 
-Begin = Callable[[Terminal, TrainState, Counts], tuple[Steps, Evaluation]]
+Begin = Callable[[Terminal, TrainState, Counts], tuple[Stepper, Evaluation]]
 """From the state that a run goes on from, restored or new: the steps after it, and how their model is judged."""
 
 
@@ -90,18 +99,65 @@ class RunResult:
     state: TrainState
 
 
-def train(config: Config) -> RunResult:
+def train(
+    config: Config,
+    *,
+    model: Callable[[DecoderShape, Pipeline | None], Decoder] = Decoder,
+    objective: Loss | None = None,
+    source: Examples | None = None,
+    eval_source: Examples | None = None,
+    optimizer: optax.GradientTransformation | OptimizerFactory | None = None,
+    callbacks: Sequence[Callback] = (),
+) -> RunResult:
     """Trains to `config.steps`, from the newest checkpoint of the run directory where there is one.
 
+    What is not passed is as the config says. See docs/library.md.
+
+    Args:
+      model: makes the decoder, such as `functools.partial(Decoder, block=...)`.
+      objective: what is minimised; it is tried on a few random rows first.
+      source: the training examples; what is held out is then `eval_source`, or nothing.
+      optimizer: is all of the update; it has a learning rate of its own, or is made with the config's schedule. It is
+        given the sum over a step's micro-batches, and nothing of a step whose gradient is not finite.
+      callbacks: are told of steps, evaluations and checkpoints, and may end the run.
     Raises:
-      UserError: the config cannot be trained on these devices or this data, or contradicts the checkpoint.
+      UserError: the config cannot be trained on these devices or this data, or contradicts the checkpoint; an object is
+        not what its protocol promises.
       NonFiniteLoss: the loss stopped being a number.
     """
-    run = open_run(config)
-    return train_run(run, lambda *start: (FeedSteps(run, *start), HeldOutLoss(run)))
+    sources = _own_sources(config, source, eval_source)
+    own_objective = None
+    if objective is not None:
+        _refuse_pairs(config, "objective")
+        start_devices()  # several processes join before any of them computes
+        fields = sources[0].fields if sources else example_shape(config)[1]
+        sizes = {"vocab_size": config.vocab_size, "emb_dim": config.base_emb_dim}
+        own_objective = custom_loss(objective, fields=fields, z_loss_multiplier=config.z_loss_multiplier, **sizes)
+    run = open_run(config, sources, OwnParts(model, own_objective, optimizer))
+    return train_run(run, lambda *start: (FeedSteps(run, *start), HeldOutLoss(run)), callbacks)
 
 
-def train_run(run: Run, begin: Begin) -> RunResult:
+def _own_sources(config: Config, source: Examples | None, eval_source: Examples | None) -> Sources | None:
+    """The caller's examples; None: those of the config."""
+    if source is None:
+        if eval_source is not None:
+            raise UserError("eval_source without source: pass both, or eval_dataset_path in the config.")
+        return None
+    _refuse_pairs(config, "source")
+    sizes = {"num_tokens": config.max_target_length, "vocab_size": config.vocab_size}
+    held_out = None if eval_source is None else own_examples(eval_source, key="eval_source", **sizes)
+    return own_examples(source, key="source", **sizes), held_out
+
+
+def _refuse_pairs(config: Config, name: str) -> None:
+    if config.dataset_type == "dpo":
+        raise UserError(
+            f"dataset_type=dpo is about pairs of rows; {name} is about single ones. Nearest that work: "
+            "dataset_type=text or sft."
+        )
+
+
+def train_run(run: TrainingRun[Data], begin: Begin, callbacks: Sequence[Callback] = ()) -> RunResult:
     """Takes the steps of a run that are left; raises what `train` raises."""
     terminal = Terminal(log_period=run.config.log_period, quiet=not run.is_first)
     with contextlib.ExitStack() as open_things:
@@ -124,25 +180,36 @@ def train_run(run: Run, begin: Begin) -> RunResult:
         open_things.enter_context(contextlib.closing(steps))
         terminal.start(counts.step, counts.step + left)
         step_log = StepLog(run, terminal, log, counts)
-        return _Loop(run, terminal, step_log, signals, steps, evaluation).train_from(state)
+        return _Loop(run, terminal, step_log, signals, steps, evaluation, callbacks).train_from(state)
 
 
 class _Loop:
     """The steps that are left: one at a time, or one under way while the one before it is recorded."""
 
     def __init__(
-        self, run: Run, terminal: Terminal, log: StepLog, signals: Signals, steps: Steps, evaluation: Evaluation
+        self,
+        run: TrainingRun[Data],
+        terminal: Terminal,
+        log: StepLog,
+        signals: Signals,
+        steps: Stepper,
+        evaluation: Evaluation,
+        callbacks: Sequence[Callback],
     ):
         self.run, self.terminal, self.log, self.signals = run, terminal, log, signals
-        self.steps, self.evaluation = steps, evaluation
+        self.steps, self.evaluation, self.callbacks = steps, evaluation, callbacks
+        self.shows_state = any(callback.wants_state for callback in callbacks)
+        self.asked_to_end = False
         self.evaluates = run.eval_source is not None and run.config.eval_interval > 0
         self.in_flight: tuple[int, Taken] | None = None
         self.eval_loss: float | None = None
 
     def train_from(self, state: TrainState) -> RunResult:
-        """The steps after those of the log, until the last or a signal."""
+        """The steps after those of the log, until the last, a signal or a callback that ends the run."""
         run, log, steps, last_step = self.run, self.log, self.steps, self.terminal.last_step
-        stopping = Stop(run.mesh, self.signals, run.failures)
+        stopping = Stop(run.mesh, lambda: self.signals.received is not None or run.failures.found)
+        ending = Stop(run.mesh, lambda: self.asked_to_end) if self.callbacks else None
+        ends = False
         profiler_steps = run.config.profiler_steps if run.is_first else 0
         profile = Profile(run.directory / "tensorboard", profiler_steps, run.failures)
         before = log.counts.step
@@ -158,16 +225,17 @@ class _Loop:
             state, taken = steps.take(state, step)
             self._record(state)  # of the step before, as this one is under way
             self.in_flight = step, taken
-            if not steps.ahead:
+            if self.shows_state or not steps.ahead:
                 self._record(state)
             stops = stopping.after_this_step()
-            self._pause(state, step, stops=stops, is_last=step == last_step)
-            if stops:
+            ends = ending is not None and ending.after_this_step() and not stops
+            self._pause(state, step, stops=stops, is_last=ends or step == last_step)
+            if stops or ends:
                 break
         profile.close()
         log.flush()
         run.wait()
-        return self._result(state, interrupted=log.counts.step < last_step)
+        return self._result(state, left=last_step - log.counts.step, ended=ends)
 
     def _pause(self, state: TrainState, step: int, *, stops: bool, is_last: bool) -> None:
         """Evaluates and saves, where this step is one to do so after."""
@@ -193,26 +261,37 @@ class _Loop:
         """Waits for the step that is under way, if one is, and records it; `state` is that of the newest step."""
         if self.in_flight is not None:
             (step, taken), self.in_flight = self.in_flight, None
-            self.log.add(step, taken, state)
+            record = self.log.add(step, taken, state)
             self.signals.take_requests()
+            self._tell(lambda callback: callback.after_step(step, record, state if self.shows_state else None))
+
+    def _tell(self, event: Callable[[Callback], bool | None]) -> None:
+        for callback in self.callbacks:
+            if event(callback):
+                self.asked_to_end = True
 
     def _save(self, state: TrainState) -> None:
-        counts = self.log.counts
+        counts, checkpointer = self.log.counts, self.run.checkpointer
+        is_new = checkpointer is not None and checkpointer.latest_step() != counts.step
         self.run.save(state, counts, self.steps.unfinished(counts.step))
+        if is_new:
+            self._tell(lambda callback: callback.after_checkpoint(counts.step, state))
 
     def _evaluate(self, state: TrainState) -> None:
         step = self.log.counts.step
         found, text = self.evaluation.of(state, step)
         self.eval_loss = found.get("eval_loss")
-        self.log.write({"step": step, **found})
+        record = {"step": step, **found}
+        self.log.write(record)
         self.terminal.say(f"step {step}/{self.terminal.last_step}  {text}")
+        self._tell(lambda callback: callback.after_evaluation(step, record, state))
 
-    def _result(self, state: TrainState, *, interrupted: bool) -> RunResult:
-        """What the run came to; says so where it was interrupted."""
-        run, log = self.run, self.log
-        if interrupted:
+    def _result(self, state: TrainState, *, left: int, ended: bool) -> RunResult:
+        """What the run came to; says so where steps are left, as a signal or, where it `ended`, a callback wanted."""
+        run, log, interrupted = self.run, self.log, left > 0 and not ended
+        if left:
             saved = "saved" if run.checkpointer else "not saved (enable_checkpointing=false)"
             by = self.signals.received.name if self.signals.received else "another host"
-            self.terminal.say(f"stopped by {by} after step {log.counts.step}, {saved}")
+            self.terminal.say(f"stopped by {'a callback' if ended else by} after step {log.counts.step}, {saved}")
         log.advise()
         return RunResult(run.directory, log.counts.step, log.loss, self.eval_loss, interrupted, run.is_first, state)

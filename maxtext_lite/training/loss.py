@@ -1,17 +1,22 @@
 """Cross-entropy over the vocabulary as sums, computed without holding all logits at once."""
 
+# pyright: reportUnknownMemberType=false
+# jax, optax and orbax declare some of their functions in part.
+
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from maxtext_lite.batching import tiles_kept, vocab_tiles
-from maxtext_lite.config import NumericsConfig
-from maxtext_lite.models import BALANCE, DROPPED, LOAD, ROUTER_Z, Decoder, soft_capped
+from maxtext_lite.models import soft_capped
 from maxtext_lite.models.ops import dtype_of_sums, weight_gradient
-from maxtext_lite.parallel import axes_in_use, constrain, context_shards, gathered_for_use, num_shards
+from maxtext_lite.parallel import constrain, context_shards, num_shards
+from maxtext_lite.training.arrays import Tree
 
 HEAD_AXES = ("embed", "vocab")
 """Logical axes of the output projection, tied or not."""
@@ -20,7 +25,7 @@ HEAD_AXES = ("embed", "vocab")
 class LossSums(NamedTuple):
     """Sums over target tokens, float32 scalars: of weighted nll, and of weighted squared log-partition.
 
-    `aux` has the experts' by name (see `auxiliary_loss`), {} without experts, and what an objective adds to them.
+    `aux` has the experts' by name (see `outputs.Outputs`), {} without experts, and what an objective adds to them.
     """
 
     nll: jax.Array
@@ -28,7 +33,8 @@ class LossSums(NamedTuple):
     aux: dict[str, jax.Array]
 
 
-def _tile_logits(x_BTD: jax.Array, head_DV: jax.Array, soft_cap: float, temperature: float = 1.0) -> jax.Array:
+def tile_logits(x_BTD: jax.Array, head_DV: jax.Array, soft_cap: float, temperature: float = 1.0) -> jax.Array:
+    """Logits [B, T, V] in float32, capped and then divided by the temperature."""
     logits_BTV = jnp.einsum("BTD,DV->BTV", x_BTD, head_DV, preferred_element_type=jnp.float32)
     logits_BTV = constrain(logits_BTV, ("end_batch", "length", "activation_vocab"))
     logits_BTV = soft_capped(logits_BTV, soft_cap) if soft_cap else logits_BTV
@@ -71,7 +77,12 @@ def _joined(x: jax.Array) -> jax.Array:
     return jnp.moveaxis(x, 0, 2).reshape(B, num_pieces * T, *x.shape[4:])
 
 
-def _over_tiles(tile_function: Any, carry: Any, num_tiles: int, *arrays: jax.Array) -> tuple[Any, Any]:
+def _over_tiles(
+    tile_function: Callable[[Tree, tuple[jax.Array, ...]], tuple[Tree, Tree]],
+    carry: Tree,
+    num_tiles: int,
+    *arrays: jax.Array,
+) -> tuple[Tree, Tree]:
     """`scan` of tile_function(carry, tiles) over tiles of the sequence; results are put back in order."""
     if num_tiles == 1:
         return tile_function(carry, arrays)
@@ -107,7 +118,7 @@ def token_losses(
     soft_cap: float = 0.0,
     temperature: float = 1.0,
 ) -> jax.Array:
-    """Negative log-likelihood [B, T], float32, of each target; not for differentiating.
+    """Negative log-likelihood [B, T], float32, of each target; for differentiating there is `token_nll`.
 
     Args:
       head_DV: the output projection, in the dtype of x_BTD.
@@ -117,9 +128,9 @@ def token_losses(
       temperature: what the logits, capped, are divided by.
     """
 
-    def tile(carry: None, arrays: Any) -> tuple[None, jax.Array]:
+    def tile(carry: None, arrays: tuple[jax.Array, ...]) -> tuple[None, jax.Array]:
         x, target = arrays
-        return carry, _tile_losses(_tile_logits(x, head_DV, soft_cap, temperature), target).nll_BT
+        return carry, _tile_losses(tile_logits(x, head_DV, soft_cap, temperature), target).nll_BT
 
     return _over_tiles(tile, None, _num_tiles(x_BTD, head_DV, num_tiles), x_BTD, target_BT)[1]
 
@@ -127,24 +138,39 @@ def token_losses(
 def likeliest_tokens(x_BTD: jax.Array, head_DV: jax.Array, num_tiles: int = 1) -> jax.Array:
     """The token [B, T] with the largest logit at each position, int32, tile by tile as in `token_losses`."""
 
-    def tile(carry: None, arrays: Any) -> tuple[None, jax.Array]:
+    def tile(carry: None, arrays: tuple[jax.Array, ...]) -> tuple[None, jax.Array]:
         (x,) = arrays
-        return carry, jnp.argmax(_tile_logits(x, head_DV, 0.0), axis=-1).astype(jnp.int32)
+        return carry, jnp.argmax(tile_logits(x, head_DV, 0.0), axis=-1).astype(jnp.int32)
 
     return _over_tiles(tile, None, _num_tiles(x_BTD, head_DV, num_tiles), x_BTD)[1]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7, 8))
+@dataclasses.dataclass(frozen=True)
+class Readout:
+    """How likelihoods are read from hidden states.
+
+    Attributes:
+      num_tiles: as in `token_losses`.
+      soft_cap: of the logits; 0: none.
+      temperature: what the logits, capped, are divided by.
+      grad_dtype: in which devices' sums for the head's gradient cross `fsdp`.
+      z_loss_multiplier: of the squared log-partition, in `cross_entropy`.
+    """
+
+    num_tiles: int = 1
+    soft_cap: float = 0.0
+    temperature: float = 1.0
+    grad_dtype: DTypeLike = jnp.float32
+    z_loss_multiplier: float = 0.0
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def cross_entropy(
     x_BTD: jax.Array,
     head_DV: jax.Array,
     target_BT: jax.Array,
     weight_BT: jax.Array,
-    z_loss_multiplier: float,
-    num_tiles: int,
-    soft_cap: float = 0.0,
-    temperature: float = 1.0,
-    grad_dtype: Any = jnp.float32,
+    how: Readout = Readout(),
 ) -> tuple[jax.Array, LossSums]:
     """sum(weight * (nll + z_loss_multiplier * log_partition**2)), and its two parts.
 
@@ -156,20 +182,17 @@ def cross_entropy(
 
     Args:
       weight_BT: float32 loss weight of each target; 0 where there is none.
-      num_tiles: as in `token_losses`.
-      temperature: what the logits, capped, are divided by.
-      grad_dtype: in which devices' sums for the head's gradient cross `fsdp`.
     Source: the z-loss is Chowdhery et al. 2022, arXiv:2204.02311, section 5.
     """
 
-    def tile(sums: LossSums, arrays: Any) -> tuple[LossSums, None]:
+    def tile(sums: LossSums, arrays: tuple[jax.Array, ...]) -> tuple[LossSums, None]:
         x, target, weight = arrays
-        losses = _tile_losses(_tile_logits(x, head_DV, soft_cap, temperature), target)
+        losses = _tile_losses(tile_logits(x, head_DV, how.soft_cap, how.temperature), target)
         return _add_sums(sums, losses, weight), None
 
-    num_tiles = _num_tiles(x_BTD, head_DV, num_tiles)
+    num_tiles = _num_tiles(x_BTD, head_DV, how.num_tiles)
     sums, _ = _over_tiles(tile, _zero_sums(), num_tiles, x_BTD, target_BT, weight_BT)
-    return sums.nll + z_loss_multiplier * sums.log_partition_squared, sums
+    return sums.nll + how.z_loss_multiplier * sums.log_partition_squared, sums
 
 
 def _zero_sums() -> LossSums:
@@ -189,15 +212,13 @@ def _cross_entropy_forward(
     head_DV: jax.Array,
     target_BT: jax.Array,
     weight_BT: jax.Array,
-    z_loss_multiplier: float,
-    num_tiles: int,
-    soft_cap: float = 0.0,
-    temperature: float = 1.0,
-    grad_dtype: Any = jnp.float32,
-) -> Any:
-    def tile(sums: LossSums, arrays: Any) -> tuple[LossSums, tuple[jax.Array, jax.Array]]:
+    how: Readout = Readout(),
+) -> tuple[tuple[jax.Array, LossSums], tuple[jax.Array, jax.Array]]:
+    soft_cap, temperature, z_loss_multiplier = how.soft_cap, how.temperature, how.z_loss_multiplier
+
+    def tile(sums: LossSums, arrays: tuple[jax.Array, ...]) -> tuple[LossSums, tuple[jax.Array, jax.Array]]:
         x, target, weight = arrays
-        logits_BTV = _tile_logits(x, head_DV, soft_cap, temperature)
+        logits_BTV = tile_logits(x, head_DV, soft_cap, temperature)
         losses = _tile_losses(logits_BTV, target)
         scale_BT = weight * (1 + 2 * z_loss_multiplier * losses.log_partition_BT) / losses.sum_BT
         dlogits_BTV = scale_BT[..., None] * losses.exponential_BTV - jnp.where(
@@ -213,17 +234,17 @@ def _cross_entropy_forward(
         dx_BTD = jnp.einsum("BTV,DV->BTD", dlogits_BTV, head_DV, preferred_element_type=dtype).astype(x.dtype)
         return _add_sums(sums, losses, weight), (dx_BTD, dlogits_BTV)
 
-    num_tiles = _num_tiles(x_BTD, head_DV, num_tiles)
+    num_tiles = _num_tiles(x_BTD, head_DV, how.num_tiles)
     at_once = _tiles_at_once(x_BTD, num_tiles)
 
-    def some_tiles(carry: Any, arrays: Any) -> tuple[Any, jax.Array]:
+    def some_tiles(carry: Tree, arrays: tuple[jax.Array, ...]) -> tuple[Tree, jax.Array]:
         sums, dhead_DV = carry
         if at_once > 1:
             arrays = tuple(_pieces(x, at_once) for x in arrays)
             sums, (dx, dlogits) = jax.lax.scan(tile, sums, arrays)
         else:
             sums, (dx, dlogits) = tile(sums, arrays)
-        dhead_DV += constrain(weight_gradient(arrays[0], dlogits, grad_dtype), HEAD_AXES)
+        dhead_DV += constrain(weight_gradient(arrays[0], dlogits, how.grad_dtype), HEAD_AXES)
         return (sums, dhead_DV), _joined(dx) if at_once > 1 else dx
 
     carry = _zero_sums(), jnp.zeros(head_DV.shape, jnp.float32)
@@ -233,15 +254,9 @@ def _cross_entropy_forward(
 
 
 def _cross_entropy_backward(
-    z_loss_multiplier: float,
-    num_tiles: int,
-    soft_cap: float,
-    temperature: float,
-    grad_dtype: Any,
-    residuals: Any,
-    cotangents: Any,
-) -> Any:
-    del z_loss_multiplier, num_tiles, soft_cap, temperature, grad_dtype
+    how: Readout, residuals: tuple[jax.Array, jax.Array], cotangents: tuple[jax.Array, LossSums]
+) -> tuple[jax.Array, jax.Array, None, None]:
+    del how
     scale = cotangents[0]  # float32: bfloat16 would round the step's 1 / target_tokens
     dx_BTD, dhead_DV = ((gradient * scale).astype(gradient.dtype) for gradient in residuals)
     return dx_BTD, dhead_DV, None, None
@@ -250,104 +265,27 @@ def _cross_entropy_backward(
 cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 
 
-def hidden_loss(
-    decoder: Decoder, params: Any, x_BTD: jax.Array, rows: dict[str, jax.Array], config: NumericsConfig
-) -> tuple[jax.Array, LossSums]:
-    """Summed loss of predicting `rows["targets"]` from the final hidden states, weighted by `rows["weights"]`."""
-    x_BTD, head_DV = head_inputs(decoder, params, x_BTD)
-    z_loss, tiles, soft_cap = config.z_loss_multiplier, config.num_vocab_tiling, decoder.shape.final_soft_cap
-    targets, weights, grad_dtype = rows["targets"], rows["weights"], jnp.dtype(config.grad_dtype)
-    return cross_entropy(x_BTD, head_DV, targets, weights, z_loss, tiles, soft_cap, 1.0, grad_dtype)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def token_nll(x_BTD: jax.Array, head_DV: jax.Array, target_BT: jax.Array, how: Readout) -> jax.Array:
+    """`token_losses`, whose backward pass is that of `cross_entropy` with their gradients as weights.
 
-
-def head_inputs(decoder: Decoder, params: Any, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The final hidden states and the output projection [D, V], laid out for `cross_entropy`."""
-    # Gathered here, each once: their two uses, for logits and for the gradient, could each do so.
-    x_BTD = constrain(x_BTD, ("end_batch", "length", "activation_embed"))
-    return x_BTD, gathered_for_use(decoder.head(params).astype(x_BTD.dtype), axes_in_use(HEAD_AXES), HEAD_AXES)
-
-
-def loss_by_token(
-    decoder: Decoder,
-    params: Any,
-    x_BTD: jax.Array,
-    target_BT: jax.Array,
-    total: Callable[[jax.Array], tuple[jax.Array, Any]],
-    config: NumericsConfig,
-    *,
-    cut: Callable[[jax.Array], jax.Array],
-    uncut: Callable[[jax.Array], jax.Array],
-    temperature: float = 1.0,
-) -> tuple[jax.Array, jax.Array, Any]:
-    """What has the gradient of a loss that depends on all tokens' log-probabilities, and that loss with what is beside.
-
-    Log-probabilities are found first, without a gradient; from them follows how much each of them counts, and with
-    these weights the cross-entropy has the gradient, tile by tile as in pre-training.
-
-    Args:
-      total: from the tokens' negative log-likelihoods [B, T] to the loss and whatever else is to be known.
-      cut, uncut: how tokens are shared out, as of `objective.Cut`; x_BTD is in these shares, target_BT is not.
+    Each tile's logits are computed once more, and no more than one tile's exist.
     """
-    x_BTD, head_DV = head_inputs(decoder, params, x_BTD)
-    target, tiles, soft_cap = cut(target_BT), config.num_vocab_tiling, decoder.shape.final_soft_cap
-    fixed = jax.lax.stop_gradient((x_BTD, head_DV))
-    nll_BT = uncut(token_losses(*fixed, target, tiles, soft_cap, temperature))
-    (loss, beside), weight_BT = jax.value_and_grad(total, has_aux=True)(nll_BT)
-    grad_dtype = jnp.dtype(config.grad_dtype)
-    surrogate: Any = cross_entropy(
-        x_BTD, head_DV, target, cut(weight_BT), 0.0, tiles, soft_cap, temperature, grad_dtype
-    )
-    return surrogate[0], loss, beside
+    return token_losses(x_BTD, head_DV, target_BT, how.num_tiles, how.soft_cap, how.temperature)
 
 
-def auxiliary_loss(
-    decoder: Decoder, aux: dict[str, jax.Array], rows: dict[str, jax.Array], config: NumericsConfig
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The experts' part of the summed loss, and sums by name: what is per token weighs as the token does in the loss,
-    what is per example as the example's target tokens do. Means over layers with experts, before their multipliers.
-
-    Args:
-      aux: of rows' streams after all layers; the sums over layers.
-      rows: `weights` [B, T] and `example_weights` [B], divided as the loss is.
-    """
-    multipliers = {BALANCE: config.load_balance_loss_weight, ROUTER_Z: config.router_z_loss_multiplier}
-    loss = jnp.zeros([], jnp.float32)
-    if LOAD in aux:  # neither weighted nor divided: counts that stay whole
-        loss += jnp.sum(aux[LOAD])
-    sums = {}
-    for name in auxiliary_names(decoder):
-        weights = rows["weights"] if aux[name].ndim == 2 else rows["example_weights"]
-        sums[name] = jnp.sum(weights * aux[name]) / decoder.shape.num_expert_layers
-        loss += multipliers.get(name, 0) * sums[name]
-    return loss, sums
+def _token_nll_forward(
+    x_BTD: jax.Array, head_DV: jax.Array, target_BT: jax.Array, how: Readout
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    nll_BT = token_losses(x_BTD, head_DV, target_BT, how.num_tiles, how.soft_cap, how.temperature)
+    return nll_BT, (x_BTD, head_DV, target_BT)
 
 
-AUXILIARY_METRICS = (BALANCE, "moe_balance_loss", "router_z_loss", DROPPED)
-"""Metrics of a model with experts: moe_balance is 1 where each expert is chosen equally often, the losses are with
-their multipliers, where those are not 0; moe_dropped_fraction is of choices, where there is a capacity."""
+def _token_nll_backward(
+    how: Readout, residuals: tuple[jax.Array, jax.Array, jax.Array], weight_BT: jax.Array
+) -> tuple[jax.Array, jax.Array, None]:
+    _, (dx_BTD, dhead_DV) = _cross_entropy_forward(*residuals, weight_BT, how)
+    return dx_BTD, dhead_DV, None
 
 
-def auxiliary_metrics(aux: dict[str, jax.Array], config: NumericsConfig) -> dict[str, jax.Array]:
-    """AUXILIARY_METRICS as far as there are any, from a step's means; {} without experts."""
-    metrics = {name: aux[name] for name in (BALANCE, DROPPED) if name in aux}
-    if aux and config.load_balance_loss_weight:
-        metrics["moe_balance_loss"] = config.load_balance_loss_weight * aux[BALANCE]
-    if aux and config.router_z_loss_multiplier:
-        metrics["router_z_loss"] = config.router_z_loss_multiplier * aux[ROUTER_Z]
-    return metrics
-
-
-def auxiliary_names(decoder: Decoder) -> list[str]:
-    """Names of the sums of `auxiliary_loss`."""
-    experts = decoder.shape.experts
-    return [] if experts is None else [name for name in experts.aux_axes if name != LOAD]
-
-
-def row_losses(
-    decoder: Decoder, params: Any, rows: dict[str, jax.Array], *, num_tiles: int
-) -> tuple[jax.Array, jax.Array]:
-    """Summed weighted nll [B] (float32) and target tokens [B] (int32) of each row; not for differentiating."""
-    x_BTD = decoder.hidden(params, rows["tokens"], rows["segments"], rows["positions"])
-    head_DV = decoder.head(params).astype(x_BTD.dtype)
-    nll_BT = token_losses(x_BTD, head_DV, rows["targets"], num_tiles, decoder.shape.final_soft_cap)
-    return jnp.sum(nll_BT * rows["weights"], axis=-1), jnp.sum(rows["weights"] > 0, axis=-1, dtype=jnp.int32)
+token_nll.defvjp(_token_nll_forward, _token_nll_backward)

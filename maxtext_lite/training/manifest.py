@@ -6,6 +6,9 @@ what stands here: a copy can be checked without this program. CRC-32 would be tw
 damaged file in 4 billion.
 """
 
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# jax, optax and orbax declare some of their functions in part.
+
 import concurrent.futures
 import hashlib
 import os

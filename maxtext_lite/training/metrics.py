@@ -1,4 +1,7 @@
-"""What a run shows: metrics.jsonl, TensorBoard, lines or a progress bar on the terminal, and the FLOPs behind MFU."""
+"""What a run shows: metrics.jsonl, TensorBoard and its traces, lines or a bar on the terminal, the FLOPs behind MFU."""
+
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+# jax, optax and orbax declare some of their functions in part.
 
 import dataclasses
 import math
@@ -9,11 +12,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import rich.console
 import rich.progress
 
 from maxtext_lite.process.signals import command_signals
 from maxtext_lite.reporting.records import Steps, is_evaluation, read_records, record_text
+from maxtext_lite.training.arrays import Record, Tree
 from maxtext_lite.training.failures import Failures
 
 _FLUSH_SECONDS = 30.0
@@ -51,7 +56,7 @@ class JsonLines:
         self.notes = tuple(note for note in notes if "cut short" not in note)  # as any kill leaves it
         self._file = path.open("a", encoding="utf-8")
 
-    def write(self, record: dict[str, Any]) -> None:
+    def write(self, record: Record) -> None:
         """Appends a record."""
         with self._failures.of_writing(self._path):
             self._file.write(record_text(record))
@@ -79,7 +84,7 @@ class MetricsLog:
         if missing := self._lines.steps.missing(after_step):
             self.notes += (f"metrics.jsonl holds no {missing} any more.",)
 
-    def write(self, record: dict[str, Any]) -> None:
+    def write(self, record: Record) -> None:
         """Appends a record; non-finite numbers become null."""
         self._lines.write(record)
         self._board.write(record)
@@ -115,7 +120,7 @@ class _Board:
         self._add(self._events.Event(step=purge_step, session_log=start))
         self._flushed = time.monotonic()
 
-    def write(self, record: dict[str, Any]) -> None:
+    def write(self, record: Record) -> None:
         """Appends the finite numbers of a record."""
         numbers = {
             key: float(value)
@@ -140,11 +145,45 @@ class _Board:
         with self._failures.of_writing(self._directory):
             self._file.close()
 
-    def _add(self, event: Any) -> None:
+    def _add(self, event: Tree) -> None:
         event.wall_time = time.time()
         if not self._failures.found:
             with self._failures.of_writing(self._directory):
                 self._file.write_event(event)
+
+
+FIRST_STEP = 3
+"""The first that is traced, of those that this process makes: the two before it compile and fill caches."""
+
+
+class Profile:
+    """The trace of a few steps, which TensorBoard's profile plugin shows.
+
+    Traces `num_steps` steps from the third of this process on; 0: none.
+
+    Args:
+      directory: of TensorBoard's files.
+      failures: are told of a trace that cannot be written.
+    """
+
+    def __init__(self, directory: Path, num_steps: int, failures: Failures):
+        self._directory, self._num_steps, self._failures = directory, num_steps, failures
+        self._is_tracing = False
+
+    def before_step(self, steps_here: int) -> None:
+        """Call it before each step, whose number of those of this process is `steps_here`, from 1 on."""
+        if steps_here == FIRST_STEP and self._num_steps:
+            jax.profiler.start_trace(str(self._directory))
+            self._is_tracing = True
+        elif steps_here == FIRST_STEP + self._num_steps:
+            self.close()
+
+    def close(self) -> None:
+        """Ends a trace that is under way and writes it."""
+        if self._is_tracing:
+            self._is_tracing = False
+            with self._failures.of_writing(self._directory):
+                jax.profiler.stop_trace()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,7 +243,7 @@ class Terminal:
         else:
             print(text, flush=True)
 
-    def step(self, record: dict[str, Any]) -> None:
+    def step(self, record: Record) -> None:
         """Shows a step: on the bar, and as a line every `log_period` steps and at the last."""
         step = record["step"]
         now = time.perf_counter()
@@ -223,7 +262,7 @@ class Terminal:
             command_signals.say_at_the_end(b"")
 
 
-def evaluation_text(record: dict[str, Any]) -> str:
+def evaluation_text(record: Record) -> str:
     """An evaluation's record as a line of the terminal."""
     tokens = f"{record['eval_target_tokens']:,} tokens"
     if "eval_pairs" not in record:
@@ -234,12 +273,12 @@ def evaluation_text(record: dict[str, Any]) -> str:
     )
 
 
-def _shown_loss(record: dict[str, Any]) -> float:
+def _shown_loss(record: Record) -> float:
     """A policy's is about 0, which is not to be shown as minus 0."""
     return round(record["loss"], 4) + 0.0
 
 
-def _step_parts(record: dict[str, Any]) -> list[str]:
+def _step_parts(record: Record) -> list[str]:
     mfu = [] if record["mfu"] is None else [f"MFU {record['mfu']:.1%}"]
     reward = []
     if "reward" in record:

@@ -1,12 +1,16 @@
 """Where a gradient that is not finite comes from: which micro-batch, which examples, which parameter first."""
 
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# jax, optax and orbax declare some of their functions in part.
+
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxtext_lite.training.arrays import Params, Rows, Scalar, Tree
 from maxtext_lite.training.gradients import accumulate_gradients
 from maxtext_lite.training.state import StepParts, TrainState
 
@@ -38,7 +42,7 @@ class NonFinite:
 
 
 def find_nonfinite(
-    parts: StepParts, state: TrainState, batch: dict[str, jax.Array], example_ids: np.ndarray, *, micro_batches: int
+    parts: StepParts, state: TrainState, batch: Rows, example_ids: np.ndarray, *, micro_batches: int
 ) -> NonFinite | None:
     """Looks for the cause by taking the gradient of ever smaller parts of a step; None where every part is finite.
 
@@ -54,7 +58,9 @@ def find_nonfinite(
     step_gradients = accumulate_gradients(parts)
 
     @jax.jit
-    def finite_leaves(params: Any, frozen: Any, batch: Any, micro_batch: Any, first: Any, stop: Any) -> Any:
+    def finite_leaves(
+        params: Params, frozen: Params | None, batch: Rows, micro_batch: Scalar, first: Scalar, stop: Scalar
+    ) -> Tree:
         slots = jnp.arange(batch["weights"].shape[1])
         kept_1B1 = ((slots >= first) & (slots < stop))[None, :, None]
         part = {name: jax.lax.dynamic_slice_in_dim(x, micro_batch, 1) for name, x in batch.items()}

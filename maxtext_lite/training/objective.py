@@ -1,36 +1,19 @@
 """What a step minimises: a sum over rows, and the count that it is divided by."""
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from maxtext_lite.config import Config, NumericsConfig
 from maxtext_lite.models import Decoder
-from maxtext_lite.training.loss import (
-    LossSums,
-    auxiliary_loss,
-    auxiliary_metrics,
-    auxiliary_names,
-    hidden_loss,
-    row_losses,
-)
+from maxtext_lite.training.arrays import Metrics, Rows, Tree
+from maxtext_lite.training.loss import LossSums
+from maxtext_lite.training.outputs import Outputs, auxiliary_metrics, auxiliary_names
 from maxtext_lite.training.preference import Preference
-
-Rows = dict[str, jax.Array]
-
-
-class Cut(NamedTuple):
-    """How tokens are shared out where a loss is taken: [B, T, ...] to the shares, and back."""
-
-    cut: Callable[[jax.Array], jax.Array]
-    uncut: Callable[[jax.Array], jax.Array]
-
-
-WHOLE = Cut(lambda x: x, lambda x: x)
-"""Not shared out."""
 
 
 class Objective(Protocol):
@@ -50,36 +33,28 @@ class Objective(Protocol):
         """The count that losses are divided by."""
         ...
 
+    @property
+    def divisor_dtype(self) -> type[np.generic]:
+        """int32, or float32 where a row may count in part."""
+        ...
+
     def counts(self, rows: Rows) -> dict[str, jax.Array]:
-        """What each of the rows adds to `target_tokens` and to the divisor; int32 [..., B]."""
+        """What each of the rows adds to `target_tokens`, int32 [..., B], and to the divisor."""
         ...
 
     def zeros(self, decoder: Decoder, zero: jax.Array) -> LossSums:
         """Before the first micro-batch: `zero` for each sum."""
         ...
 
-    def loss(
-        self,
-        decoder: Decoder,
-        params: Any,
-        x_BTD: jax.Array,
-        aux: dict[str, jax.Array],
-        rows: Rows,
-        factor: jax.Array,
-        config: NumericsConfig,
-        tokens: Cut = WHOLE,
-    ) -> tuple[jax.Array, LossSums]:
+    def loss(self, outputs: Outputs, rows: Rows, factor: jax.Array) -> tuple[jax.Array, LossSums]:
         """What is differentiated, and the sums to report.
 
         Args:
-          params: the decoder's parameters as `Decoder.cast` gives them.
-          x_BTD: final hidden states, normed; in the shares of `tokens`.
-          aux: of the rows' streams after all layers.
           factor: what every term is multiplied by: the loss scale over the step's count.
         """
         ...
 
-    def metrics(self, aux: dict[str, jax.Array], count: jax.Array, config: NumericsConfig) -> dict[str, jax.Array]:
+    def metrics(self, aux: dict[str, jax.Array], count: jax.Array, config: NumericsConfig) -> Metrics:
         """What a step reports beside its loss, from its means and its count."""
         ...
 
@@ -87,11 +62,11 @@ class Objective(Protocol):
 class ScoredObjective(Objective, Protocol):
     """One by which an evaluation also judges examples."""
 
-    def scores(self, decoder: Decoder, params: Any, rows: Rows, *, num_tiles: int) -> Any:
-        """What an evaluation needs to know of examples: arrays whose first dim is examples."""
+    def scores(self, outputs: Outputs, rows: Rows) -> Tree:
+        """What an evaluation needs to know of examples: arrays with a first dim, of examples or of all of them."""
         ...
 
-    def evaluation(self, scores: Sequence[Any]) -> dict[str, float | int]:
+    def evaluation(self, scores: Sequence[Tree]) -> dict[str, float | int]:
         """The entries of an evaluation's record, from the scores of its batches on the host."""
         ...
 
@@ -101,6 +76,7 @@ class NextToken:
 
     rows_per_example = 1
     divisor = "target_tokens"
+    divisor_dtype = np.int32
 
     def rows(self, batch: Rows, axes: Sequence[str]) -> Rows:
         """See Objective."""
@@ -115,36 +91,25 @@ class NextToken:
         """See Objective."""
         return LossSums(zero, zero, dict.fromkeys(auxiliary_names(decoder), zero))
 
-    def loss(
-        self,
-        decoder: Decoder,
-        params: Any,
-        x_BTD: jax.Array,
-        aux: dict[str, jax.Array],
-        rows: Rows,
-        factor: jax.Array,
-        config: NumericsConfig,
-        tokens: Cut = WHOLE,
-    ) -> tuple[jax.Array, LossSums]:
+    def loss(self, outputs: Outputs, rows: Rows, factor: jax.Array) -> tuple[jax.Array, LossSums]:
         """See Objective."""
         # Weights carry the division: scaled before the backward pass, float16 gradients follow the loss scale.
-        weights_BT = rows["weights"] * factor
-        cut_rows = {"targets": tokens.cut(rows["targets"]), "weights": tokens.cut(weights_BT)}
-        loss, sums = hidden_loss(decoder, params, x_BTD, cut_rows, config)
-        weights = {"weights": weights_BT, "example_weights": self.counts(rows)["target_tokens"] * factor}
-        more, sums_of_aux = auxiliary_loss(decoder, aux, weights, config)
+        weight_BT = rows["weights"] * factor
+        loss, sums = outputs.cross_entropy(rows["targets"], weight_BT)
+        more, sums_of_aux = outputs.auxiliary_loss(weight_BT, self.counts(rows)["target_tokens"] * factor)
         return loss + more, sums._replace(aux=sums_of_aux)
 
-    def metrics(self, aux: dict[str, jax.Array], count: jax.Array, config: NumericsConfig) -> dict[str, jax.Array]:
+    def metrics(self, aux: dict[str, jax.Array], count: jax.Array, config: NumericsConfig) -> Metrics:
         """AUXILIARY_METRICS as far as there are any."""
         del count
         return auxiliary_metrics(aux, config)
 
-    def scores(self, decoder: Decoder, params: Any, rows: Rows, *, num_tiles: int) -> tuple[jax.Array, jax.Array]:
-        """Summed nll [B] and target tokens [B]."""
-        return row_losses(decoder, params, rows, num_tiles=num_tiles)
+    def scores(self, outputs: Outputs, rows: Rows) -> tuple[jax.Array, jax.Array]:
+        """Summed nll [B], float32, and target tokens [B], int32."""
+        nll_BT = outputs.scored_nll(rows["targets"])
+        return jnp.sum(nll_BT * rows["weights"], axis=-1), self.counts(rows)["target_tokens"]
 
-    def evaluation(self, scores: Sequence[Any]) -> dict[str, float | int]:
+    def evaluation(self, scores: Sequence[Tree]) -> dict[str, float | int]:
         """Mean loss in nats per target token, and their number.
 
         Row sums are added in double precision, so that neither the order nor the size of the batches enters.

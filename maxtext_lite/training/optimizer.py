@@ -1,21 +1,25 @@
 """The optimizer and its schedule, both Optax's, as the config names them."""
 
+# pyright: reportMissingTypeStubs=false, reportUnknownArgumentType=false
+# pyright: reportUnknownLambdaType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# jax, optax and orbax declare some of their functions in part.
+
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from maxtext_lite.config import Config, OptimizerConfig
+from maxtext_lite.config import Config, OptimizerConfig, UserError
 from maxtext_lite.models import is_matrix, num_inputs, of_one, unstacked
-from maxtext_lite.training.accumulate import GradientAccumulation
-from maxtext_lite.training.loss_scale import loss_scaling
+from maxtext_lite.training.accumulate import GradientAccumulation, loss_scaling
+from maxtext_lite.training.arrays import Path, Scalar, Tree
 
 _LOAD_AXES = ("router_bias",)
 
-Rate = Callable[[Any], Any]
+Rate: TypeAlias = Callable[[Scalar], jax.Array]
 """Position u in the run, in steps (float or traced) -> learning rate of the update that ends there."""
 
 
@@ -54,10 +58,10 @@ class Schedule:
     units_per_step: float
     rate: Rate
 
-    def __call__(self, updates: Any, progress: Progress) -> jax.Array:
+    def __call__(self, updates: Scalar, progress: Progress) -> jax.Array:
         """The learning rate of the update with which both counts are reached."""
         if self.unit == "steps":
-            return self.rate(updates.astype(jnp.float32))
+            return self.rate(jnp.asarray(updates, jnp.float32))
         high, low = (progress.examples if self.unit == "examples" else progress.tokens).astype(jnp.float32)
         return self.rate((high * 2.0**32 + low) / self.units_per_step)
 
@@ -85,17 +89,15 @@ def learning_rate_schedule(config: OptimizerConfig, *, last: float, units_per_st
                 return 1 - (1 - final) * jnp.clip((u - (last - wsd_steps)) / wsd_steps, 0, 1)
             case "constant":
                 return jnp.ones_like(u)
-            case name:
-                raise AssertionError(f"schedule {name!r} passed the config")
 
-    def rate(u: Any) -> Any:
+    def rate(u: Scalar) -> jax.Array:
         u = jnp.asarray(u, jnp.float32)
         return peak * shape(u) * jnp.minimum(u / max(warmup, 1), 1)
 
     return Schedule(config.schedule_unit, units_per_step, rate)
 
 
-def _direction(config: OptimizerConfig, axes: Any) -> optax.GradientTransformation:
+def _direction(config: OptimizerConfig, axes: Tree) -> optax.GradientTransformation:
     """What turns a gradient into an undecayed step of learning rate 1."""
     match config.optimizer:
         case "adamw":
@@ -113,11 +115,9 @@ def _direction(config: OptimizerConfig, axes: Any) -> optax.GradientTransformati
             )
         case "muon":
             return _muon(config, axes)
-        case name:
-            raise AssertionError(f"optimizer {name!r} passed the config")
 
 
-def _of_each_tensor(inner: optax.GradientTransformation, axes: Any) -> optax.GradientTransformation:
+def _of_each_tensor(inner: optax.GradientTransformation, axes: Tree) -> optax.GradientTransformation:
     """`inner` of every tensor by itself, each layer's in a stack and each expert's, as if there were no stacks.
 
     Its state is a tree like the parameters, of `inner`'s states of each: their arrays have the stack's dims before
@@ -128,11 +128,11 @@ def _of_each_tensor(inner: optax.GradientTransformation, axes: Any) -> optax.Gra
         for path, leaf in jax.tree_util.tree_leaves_with_path(axes, is_leaf=lambda node: isinstance(node, tuple))
     }
 
-    def over(tree: Any) -> Any:
+    def over(tree: Tree) -> Tree:
         return jax.tree.map(lambda x: 0 if x.ndim else None, tree)
 
-    def init(params: Any) -> Any:
-        def of_stack(path: Any, p: Any) -> Any:
+    def init(params: Tree) -> Tree:
+        def of_stack(path: Path, p: jax.Array) -> Tree:
             one, of_one_tensor = jax.ShapeDtypeStruct(p.shape[num_stacked[path] :], p.dtype), inner.init
             for _ in range(num_stacked[path]):
                 of_one_tensor = jax.vmap(of_one_tensor, out_axes=over(jax.eval_shape(inner.init, one)))
@@ -140,8 +140,8 @@ def _of_each_tensor(inner: optax.GradientTransformation, axes: Any) -> optax.Gra
 
         return jax.tree_util.tree_map_with_path(of_stack, params)
 
-    def update(updates: Any, state: Any, params: Any = None) -> Any:
-        def of_stack(path: Any, update: Any, state: Any, p: Any) -> Any:
+    def update(updates: Tree, state: Tree, params: Tree = None) -> tuple[Tree, Tree]:
+        def of_stack(path: Path, update: jax.Array, state: Tree, p: jax.Array) -> tuple[Tree, Tree]:
             of_one_tensor = inner.update
             for _ in range(num_stacked[path]):
                 of_one_tensor = jax.vmap(of_one_tensor, in_axes=(0, over(state), 0), out_axes=(0, over(state)))
@@ -154,14 +154,14 @@ def _of_each_tensor(inner: optax.GradientTransformation, axes: Any) -> optax.Gra
     return optax.GradientTransformation(init, update)
 
 
-def _muon(config: OptimizerConfig, axes: Any) -> optax.GradientTransformation:
+def _muon(config: OptimizerConfig, axes: Tree) -> optax.GradientTransformation:
     """Muon on the layers' matrices, each expert's for itself, Adam on embeddings, head and norms.
 
     Source: Jordan et al. 2024.
     """
     is_axes = lambda node: isinstance(node, tuple)  # noqa: E731
 
-    def dimension_numbers(leaf: tuple[str, ...]) -> Any:
+    def dimension_numbers(leaf: tuple[str, ...]) -> optax.contrib.MuonDimensionNumbers | None:
         """Which dims of a stacked projection are its rows: those it contracts, and the others but for the stack's."""
         matrix = of_one(leaf)
         if unstacked(leaf) == leaf or not is_matrix(leaf):
@@ -186,13 +186,42 @@ def _muon(config: OptimizerConfig, axes: Any) -> optax.GradientTransformation:
     )
 
 
-def make_optimizer(config: Config, axes: Any) -> GradientAccumulation:
+OptimizerFactory: TypeAlias = Callable[[optax.Schedule, Tree], optax.GradientTransformation]
+"""(schedule, axes) -> an optimizer that applies the schedule, the config's learning rate by the number of updates so
+far; `axes` is a tree like the parameters, of the tuples of their logical axes."""
+
+
+def own_optimizer(
+    optimizer: optax.GradientTransformation | OptimizerFactory, config: OptimizerConfig, axes: Tree, *, last: float
+) -> optax.GradientTransformation:
+    """A user's optimizer: itself, or what a factory makes with the config's schedule, that of a run of `last` steps.
+
+    Raises:
+      UserError: a factory needs a schedule of steps.
+    """
+    if isinstance(optimizer, optax.GradientTransformation):
+        return optimizer
+    if config.schedule_unit != "steps":
+        raise UserError(
+            f"optimizer: a factory is passed a schedule of updates, and schedule_unit={config.schedule_unit} counts "
+            "something else. Nearest that works: schedule_unit=steps."
+        )
+    rate = learning_rate_schedule(config, last=last).rate
+    return optimizer(lambda updates: rate(jnp.asarray(updates) + 1), axes)
+
+
+UNKNOWN_RATE = Schedule("steps", 1.0, lambda u: jnp.full_like(u, jnp.nan))
+"""Of an optimizer that keeps its learning rate to itself: metrics.jsonl says null."""
+
+
+def make_optimizer(config: Config, axes: Tree, own: optax.GradientTransformation | None = None) -> GradientAccumulation:
     """Clipping, the optimizer's direction and decoupled weight decay, in that order; the learning rate is the step's.
 
     The biases of routers take no part in any of it: see `GradientAccumulation`.
 
     Args:
       axes: the parameters' logical axes, which decide what is decayed.
+      own: what is to stand in the place of all that, a learning rate included; None: nothing.
     """
     is_axes = lambda node: isinstance(node, tuple)  # noqa: E731
     loads = jax.tree.map(lambda leaf: unstacked(leaf) == _LOAD_AXES, axes, is_leaf=is_axes)
@@ -203,7 +232,8 @@ def make_optimizer(config: Config, axes: Any) -> GradientAccumulation:
     )
     clipping = config.gradient_clipping_threshold
     return GradientAccumulation(
-        optax.chain(
+        own
+        or optax.chain(
             optax.clip_by_global_norm(clipping) if clipping else optax.identity(),
             _direction(config, axes),
             optax.add_decayed_weights(config.weight_decay, decayed),  # also at 0: the state keeps its shape
@@ -215,4 +245,5 @@ def make_optimizer(config: Config, axes: Any) -> GradientAccumulation:
         masters=config.master_weights,
         over_data=config.shard_optimizer_over_data,
         on_host=config.optimizer_memory_host_offload,
+        has_rate=own is not None,
     )

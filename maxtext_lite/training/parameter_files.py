@@ -1,5 +1,9 @@
 """The parameters of checkpoints: written alone, and read by whoever needs nothing else of a run."""
 
+# pyright: reportMissingTypeStubs=false, reportUnknownArgumentType=false
+# pyright: reportUnknownLambdaType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# jax, optax and orbax declare some of their functions in part.
+
 import math
 import sys
 from collections.abc import Collection

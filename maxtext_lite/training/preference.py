@@ -5,10 +5,13 @@ one and segment k of the other are a pair. Source: Rafailov et al. 2023, arXiv:2
 smoothing Mitchell 2023, "A note on DPO with noisy preferences", equation 3.
 """
 
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false, reportUnknownMemberType=false
+# jax, optax and orbax declare some of their functions in part.
+
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +21,9 @@ from maxtext_lite.config import NumericsConfig
 from maxtext_lite.data import REFERENCE
 from maxtext_lite.models import Decoder
 from maxtext_lite.parallel import constrain
-from maxtext_lite.training.loss import (
-    LossSums,
-    auxiliary_loss,
-    auxiliary_metrics,
-    auxiliary_names,
-    loss_by_token,
-    token_losses,
-)
+from maxtext_lite.training.arrays import Metrics, Rows
+from maxtext_lite.training.loss import LossSums
+from maxtext_lite.training.outputs import Outputs, auxiliary_metrics, auxiliary_names, spread_over_targets
 
 _REWARDS = ("reward_chosen", "reward_rejected", "reward_accuracy")
 PREFERENCE_METRICS = (*_REWARDS, "reward_margin")
@@ -43,9 +41,9 @@ class PairScores(NamedTuple):
       target_tokens: of both rows; int32 [B].
     """
 
-    log_ratio: Any
-    num_pairs: Any
-    target_tokens: Any
+    log_ratio: jax.Array
+    num_pairs: jax.Array
+    target_tokens: jax.Array
 
 
 def pair_losses(margin: jax.Array, *, beta: float, label_smoothing: float) -> jax.Array:
@@ -60,14 +58,14 @@ def segment_sums(x_BT: jax.Array, segment_BT: jax.Array) -> jax.Array:
     return jax.vmap(lambda x_T, segment_T: jnp.zeros(T + 1, x_T.dtype).at[segment_T].add(x_T))(x_BT, segment_BT)
 
 
-def _log_ratios(nll_BT: jax.Array, rows: dict[str, jax.Array]) -> jax.Array:
+def _log_ratios(nll_BT: jax.Array, rows: Rows) -> jax.Array:
     """[B / 2, 2, T + 1], as of `PairScores`, from the rows of the examples."""
     ratio_BT = -nll_BT * (rows["weights"] > 0) - rows[REFERENCE]
     sums_BS = segment_sums(ratio_BT, rows["segments"])
     return jnp.where(jnp.arange(sums_BS.shape[1]) > 0, sums_BS, 0).reshape(-1, 2, sums_BS.shape[1])
 
 
-def _num_pairs(rows: dict[str, jax.Array]) -> jax.Array:
+def _num_pairs(rows: Rows) -> jax.Array:
     """Pairs that each row has a part of; int32 [..., B]."""
     return jnp.max(rows["segments"], axis=-1)
 
@@ -81,8 +79,9 @@ class Preference:
 
     rows_per_example = 2
     divisor = "pairs"
+    divisor_dtype = np.int32
 
-    def rows(self, batch: dict[str, jax.Array], axes: Sequence[str]) -> dict[str, jax.Array]:
+    def rows(self, batch: Rows, axes: Sequence[str]) -> Rows:
         """The rows [..., 2 B, T] of examples [..., B, 2 T]; those of an example stay together, and on their device."""
 
         def split(x: jax.Array) -> jax.Array:
@@ -91,7 +90,7 @@ class Preference:
 
         return {name: split(x) for name, x in batch.items()}
 
-    def counts(self, rows: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    def counts(self, rows: Rows) -> dict[str, jax.Array]:
         """Target tokens, and pairs at the row of their chosen answers."""
         pairs = _num_pairs(rows)
         return {
@@ -103,50 +102,30 @@ class Preference:
         """Before the first micro-batch."""
         return LossSums(zero, zero, dict.fromkeys((*auxiliary_names(decoder), *_REWARDS), zero))
 
-    def loss(
-        self,
-        decoder: Decoder,
-        params: Any,
-        x_BTD: jax.Array,
-        aux: dict[str, jax.Array],
-        rows: dict[str, jax.Array],
-        factor: jax.Array,
-        config: NumericsConfig,
-        tokens: Any = None,
-    ) -> tuple[jax.Array, LossSums]:
-        """What has DPO's gradient (see `loss_by_token`), and the sums of the losses and rewards of pairs."""
+    def loss(self, outputs: Outputs, rows: Rows, factor: jax.Array) -> tuple[jax.Array, LossSums]:
+        """The loss of pairs, and the sums of it and of their rewards."""
         places = jnp.arange(rows["segments"].shape[1] + 1)
         is_pair = (places <= _num_pairs(rows)[::2, None]) & (places > 0)
-
-        def total(nll_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-            log_ratio = _log_ratios(nll_BT, rows)
-            margin = log_ratio[:, 0] - log_ratio[:, 1]
-            losses = pair_losses(margin, beta=self.beta, label_smoothing=self.label_smoothing)
-            return factor * jnp.sum(jnp.where(is_pair, losses, 0)), log_ratio
-
-        cut, uncut = (lambda x: x, lambda x: x) if tokens is None else tokens
-        surrogate, loss, log_ratio = loss_by_token(
-            decoder, params, x_BTD, rows["targets"], total, config, cut=cut, uncut=uncut
-        )
-
-        more, sums_of_aux = auxiliary_loss(decoder, aux, _row_weights(rows, factor), config)
+        log_ratio = _log_ratios(outputs.nll(rows["targets"]), rows)
+        margin = log_ratio[:, 0] - log_ratio[:, 1]
+        losses = pair_losses(margin, beta=self.beta, label_smoothing=self.label_smoothing)
+        loss = factor * jnp.sum(jnp.where(is_pair, losses, 0))
+        more, sums_of_aux = outputs.auxiliary_loss(*_row_weights(rows, factor))
         rewards = self.beta * factor * jnp.sum(log_ratio, axis=(0, 2))
         accuracy = factor * jnp.sum(is_pair & (log_ratio[:, 0] > log_ratio[:, 1]))
         sums_of_aux |= dict(zip(_REWARDS, (*rewards, accuracy), strict=True))
-        return surrogate + more, LossSums(loss, jnp.zeros_like(loss), sums_of_aux)
+        return loss + more, LossSums(loss, jnp.zeros_like(loss), sums_of_aux)
 
-    def metrics(self, aux: dict[str, jax.Array], count: jax.Array, config: NumericsConfig) -> dict[str, jax.Array]:
+    def metrics(self, aux: dict[str, jax.Array], count: jax.Array, config: NumericsConfig) -> Metrics:
         """`pairs`, PREFERENCE_METRICS and, with experts, AUXILIARY_METRICS."""
         rewards = {name: aux[name] for name in _REWARDS}
         rest = {name: x for name, x in aux.items() if name not in _REWARDS}
         margin = {"reward_margin": rewards["reward_chosen"] - rewards["reward_rejected"]}
         return {"pairs": count, **rewards, **margin, **auxiliary_metrics(rest, config)}
 
-    def scores(self, decoder: Decoder, params: Any, rows: dict[str, jax.Array], *, num_tiles: int) -> PairScores:
+    def scores(self, outputs: Outputs, rows: Rows) -> PairScores:
         """The log-ratios of examples' pairs; where the reference is 0, log-probabilities."""
-        x_BTD = decoder.hidden(params, rows["tokens"], rows["segments"], rows["positions"])
-        head_DV = decoder.head(params).astype(x_BTD.dtype)
-        nll_BT = token_losses(x_BTD, head_DV, rows["targets"], num_tiles, decoder.shape.final_soft_cap)
+        nll_BT = outputs.scored_nll(rows["targets"])
         tokens_B = jnp.sum(rows["weights"] > 0, axis=-1, dtype=jnp.int32)
         return PairScores(_log_ratios(nll_BT, rows), _num_pairs(rows)[::2], jnp.sum(tokens_B.reshape(-1, 2), axis=1))
 
@@ -156,7 +135,7 @@ class Preference:
         margins = ratios[:, 0] - ratios[:, 1]
         losses = pair_losses(jnp.asarray(margins), beta=self.beta, label_smoothing=self.label_smoothing)
 
-        def mean(values: Any) -> float:
+        def mean(values: Iterable[float]) -> float:
             return math.fsum(map(float, values)) / max(len(margins), 1)
 
         return {
@@ -175,9 +154,7 @@ def pairs_of(scores: PairScores) -> np.ndarray:
     return np.moveaxis(np.asarray(scores.log_ratio), 1, 2)[is_pair]
 
 
-def _row_weights(rows: dict[str, jax.Array], factor: jax.Array) -> dict[str, jax.Array]:
-    """Of auxiliary losses: each pair weighs 1, half of it in either row, and in a row all target tokens weigh alike."""
-    is_target_BT = rows["weights"] > 0
-    example_weights = 0.5 * factor * _num_pairs(rows)
-    share = example_weights / jnp.maximum(jnp.sum(is_target_BT, axis=-1), 1)
-    return {"weights": is_target_BT * share[:, None], "example_weights": example_weights}
+def _row_weights(rows: Rows, factor: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Of auxiliary losses, for tokens [B, T] and for rows [B]: each pair weighs 1, half of it in either row, and in a
+    row all target tokens weigh alike."""
+    return spread_over_targets(0.5 * factor * _num_pairs(rows), rows)

@@ -1,15 +1,19 @@
 """What a run is made of before its first step: plan, data, mesh, decoder, optimizer, directory and checkpoints."""
 
+# pyright: reportMissingTypeStubs=false, reportUnknownArgumentType=false, reportUnknownMemberType=false
+# jax, optax and orbax declare some of their functions in part.
+
 import contextlib
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar, cast
 
 import jax
+import optax
 
 from maxtext_lite.batching import (
     BatchPlan,
@@ -23,29 +27,51 @@ from maxtext_lite.config import Config, RunConfig, UserError, describe, write_re
 from maxtext_lite.config.errors import value_text, writing
 from maxtext_lite.config.hf.config import CARRIED, has_hf_weights, hf_directory, tokenizer_keys
 from maxtext_lite.data import (
+    ExampleSource,
     open_sources_on_hosts,
     target_tokens_of_run,
 )
 from maxtext_lite.hf import carry_files
+from maxtext_lite.models import Decoder
 from maxtext_lite.parallel import accelerator_of, start_devices
+from maxtext_lite.training.arrays import Device, Rows, num_elements
 from maxtext_lite.training.checkpoint import Checkpointer, Counts, fingerprint
 from maxtext_lite.training.environment import environment
 from maxtext_lite.training.failures import Failures
 from maxtext_lite.training.lease import Lease, hold
 from maxtext_lite.training.metrics import Speed, Terminal
 from maxtext_lite.training.noise import why_unknown
-from maxtext_lite.training.objective import Objective
-from maxtext_lite.training.optimizer import Schedule, learning_rate_schedule
+from maxtext_lite.training.optimizer import UNKNOWN_RATE, Schedule, learning_rate_schedule
 from maxtext_lite.training.parameter_files import checkpoints_in, load_parameters
-from maxtext_lite.training.state import TrainState, abstract_state, init_state, make_parts, state_from
+from maxtext_lite.training.state import (
+    CONFIGURED,
+    OwnParts,
+    TrainState,
+    abstract_state,
+    init_state,
+    make_parts,
+    state_from,
+)
 
 
 class _HasNotes(Protocol):
     @property
-    def notes(self) -> tuple[str, ...]: ...
+    def notes(self) -> Sequence[str]: ...
+
+
+class Source(_HasNotes, Protocol):
+    """What a run learns from, examples or prompts, by number."""
+
+    @property
+    def fingerprint(self) -> str:
+        """See `data.ExampleSource`."""
+        ...
+
+    def __len__(self) -> int: ...
 
 
 Log = TypeVar("Log", bound=_HasNotes)
+Data = TypeVar("Data", bound=Source)
 
 
 def run_directory(config: RunConfig) -> Path:
@@ -53,7 +79,7 @@ def run_directory(config: RunConfig) -> Path:
     return Path(config.base_output_directory) / config.run_name
 
 
-class Run:
+class TrainingRun(Generic[Data]):
     """One process's part in a run: everything that is made once, before the first step.
 
     Attributes:
@@ -64,7 +90,7 @@ class Run:
       failures: what could not be written.
       checkpointer: None where enable_checkpointing is false, and before `opened`.
     Args:
-      objective: what a step minimises; None: what the config says.
+      own: what of a step is not as the config says.
       devices: those that train; None: all.
       examples_of_entry: how often an entry of the source counts as an example in one epoch.
     Raises:
@@ -76,16 +102,16 @@ class Run:
         config: Config,
         plan: BatchPlan,
         *,
-        source: Any,
-        eval_source: Any,
-        objective: Objective | None = None,
-        devices: Sequence[Any] | None = None,
+        source: Data,
+        eval_source: Data | None,
+        own: OwnParts = CONFIGURED,
+        devices: Sequence[Device] | None = None,
         examples_of_entry: int = 1,
     ):
-        self.plan, self.source, self.eval_source = plan, source, eval_source
+        self.plan, self.source, self.eval_source, self._own = plan, source, eval_source, own
         self.stated_config = config
         self.config = config = scaled_optimizer(config, plan)
-        self.parts = make_parts(config, plan, devices, objective)
+        self.parts = make_parts(config, plan, devices, own)
         self.mesh, self.decoder = self.parts.mesh, self.parts.decoder
         self.examples_per_epoch = len(source) * examples_of_entry
         self.is_first = jax.process_index() == 0
@@ -102,7 +128,7 @@ class Run:
         self._lease: Lease | None = None
 
     @contextlib.contextmanager
-    def opened(self, say: Callable[[str], None]) -> Iterator[None]:
+    def opened(self, say: Callable[[str], None]) -> Generator[None]:
         """Makes the run directory and holds its lease, so that no other run writes there; opens its checkpoints.
 
         Args:
@@ -131,7 +157,7 @@ class Run:
             if self._lease:
                 self._lease.release()
 
-    def save(self, state: TrainState, counts: Counts, unfinished: Any = None) -> None:
+    def save(self, state: TrainState, counts: Counts, unfinished: Rows | None = None) -> None:
         """A checkpoint, where checkpoints are on, by the run that still has the directory; see `Checkpointer.save`."""
         if self._lease:
             self._lease.check()
@@ -161,7 +187,12 @@ class Run:
 
     @property
     def _fingerprint(self) -> dict[str, Any]:
-        return fingerprint(self.config, self.source.fingerprint, self.plan.diloco_num_replicas)
+        own = {}
+        if self._own.optimizer is not None:
+            own["optimizer"] = "own"
+        if self._own.model is not Decoder:
+            own["model"] = "own"
+        return fingerprint(self.config, self.source.fingerprint, self.plan.diloco_num_replicas) | own
 
     @property
     def abstract_state(self) -> TrainState:
@@ -172,6 +203,8 @@ class Run:
     def schedule(self) -> Schedule:
         """The learning rate over the whole run."""
         config, plan = self.config, self.plan
+        if isinstance(self._own.optimizer, optax.GradientTransformation):
+            return UNKNOWN_RATE
         if config.schedule_unit == "steps":
             return learning_rate_schedule(config, last=plan.steps)
         # Positions are counted in steps at the target batch size, of which the run has this many.
@@ -179,7 +212,7 @@ class Run:
         total = plan.total_examples
         if config.schedule_unit == "tokens":
             total = target_tokens_of_run(
-                self.source,
+                cast(ExampleSource, self.source),
                 total_examples=plan.total_examples,
                 seed=config.data_shuffle_seed,
                 loading_hosts=plan.loading_hosts,
@@ -214,8 +247,8 @@ class Run:
         terminal.say("")
         terminal.say(format_plan(self.plan))
         terminal.say("")
-        parameters = _count(self.decoder.abstract_params)
-        trained = _count(self.decoder.trained(self.decoder.abstract_params))
+        parameters = num_elements(self.decoder.abstract_params)
+        trained = num_elements(self.decoder.trained(self.decoder.abstract_params))
         of_them = "" if trained == parameters else f", {trained:,} of them in adapters, which alone are trained,"
         terminal.say(
             f"{parameters:,} parameters{of_them} on {self.mesh.size} x {jax.devices()[0].device_kind}; "
@@ -260,25 +293,31 @@ class Run:
         )
 
 
-def open_run(config: Config) -> Run:
+Sources: TypeAlias = tuple[ExampleSource, ExampleSource | None]
+"""The training examples, and the held-out ones."""
+
+
+def open_run(config: Config, sources: Sources | None = None, own: OwnParts = CONFIGURED) -> TrainingRun[ExampleSource]:
     """The run of a config that `train` takes: its data opened, its batches planned.
 
+    Args:
+      sources: None: those of the config.
     Raises:
       UserError: the config cannot be trained on these devices or this data, or contradicts the run directory.
     """
     planned = functools.partial(make_plan, **machine_of(start_devices()))
     plan = planned(_before_data(config))
-    source, eval_source = open_sources_on_hosts(
+    source, eval_source = sources or open_sources_on_hosts(
         config,
         vocab_size=config.vocab_size,
         loading_hosts=plan.loading_hosts,
         begins_as_elsewhere=comes_from_elsewhere(config),
     )
     plan = planned(config, num_examples=len(source))
-    return Run(config, plan, source=source, eval_source=eval_source)
+    return TrainingRun(config, plan, source=source, eval_source=eval_source, own=own)
 
 
-def machine_of(devices: Sequence[Any]) -> dict[str, Any]:
+def machine_of(devices: Sequence[Device]) -> dict[str, Any]:
     """What `make_plan` is to know of the machine that has these devices."""
     return {"num_devices": len(devices), "num_hosts": jax.process_count(), "platform": accelerator_of(devices[0])}
 
@@ -294,10 +333,6 @@ def _before_data(config: Config) -> Config:
         return config
     steps = max(config.warmup_steps, 1)
     return config.model_copy(update={"num_epochs": Fraction(0), "steps": steps, "last_batch": "drop"})
-
-
-def _count(tree: Any) -> int:
-    return sum(leaf.size for leaf in jax.tree.leaves(tree))
 
 
 def _peak_sentence(speed: Speed) -> str:

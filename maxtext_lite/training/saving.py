@@ -5,6 +5,9 @@ the files; once all of those stand, the first process gives the checkpoint its n
 been damaged since.
 """
 
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+# jax, optax and orbax declare some of their functions in part.
+
 import contextlib
 import errno
 import functools
@@ -16,7 +19,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any, NamedTuple
@@ -227,7 +230,7 @@ def check(directory: Path, items: Collection[str] = ()) -> Check:
 
 
 @contextlib.contextmanager
-def reading(directory: Path) -> Iterator[None]:
+def reading(directory: Path) -> Generator[None]:
     """What is done inside reads a checkpoint. One with checksums has been found whole; of an older one Orbax finds out.
 
     Raises:

@@ -1,7 +1,11 @@
 """What a step is made of, and TrainState: everything it changes, and how that is made and laid out over the mesh."""
 
+# pyright: reportMissingTypeStubs=false, reportUnknownArgumentType=false
+# pyright: reportUnknownLambdaType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# jax, optax and orbax declare some of their functions in part.
+
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -26,9 +30,27 @@ from maxtext_lite.parallel import (
     with_dims,
 )
 from maxtext_lite.training.accumulate import GradientAccumulation, master_of
+from maxtext_lite.training.arrays import Device, Params, Path, Tree
 from maxtext_lite.training.local_updates import LocalUpdates, OuterState, local_updates
 from maxtext_lite.training.objective import NEXT_TOKEN, Objective, objective_of
-from maxtext_lite.training.optimizer import Progress, make_optimizer
+from maxtext_lite.training.optimizer import OptimizerFactory, Progress, make_optimizer, own_optimizer
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnParts:
+    """What of a step the caller brings along; None: as the config says.
+
+    Attributes:
+      model: makes the decoder of a shape and a pipeline.
+    """
+
+    model: Callable[[DecoderShape, Pipeline | None], Decoder] = Decoder
+    objective: Objective | None = None
+    optimizer: optax.GradientTransformation | OptimizerFactory | None = None
+
+
+CONFIGURED = OwnParts()
+"""All as the config says."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,54 +91,62 @@ class TrainState:
       frozen: with LoRA, the decoder's parameters but for the adapters, which a step leaves as they are; otherwise None.
     """
 
-    params: Any
+    params: Params
     opt_state: optax.MultiStepsState
     progress: Progress
     step: jax.Array
     skipped_in_a_row: jax.Array
     outer: OuterState | None = None
-    frozen: Any = None
+    frozen: Params | None = None
 
     @property
-    def model_params(self) -> Any:
+    def model_params(self) -> Params:
         """What is trained, as it is evaluated and saved: with local updates, as of the last synchronisation."""
         return self.params if self.outer is None else self.outer.params
 
     @property
-    def plain_params(self) -> Any:
+    def plain_params(self) -> Params:
         """The parameters without adapters, as a run may start from them."""
         return self.model_params if self.frozen is None else self.frozen
 
 
 def make_parts(
-    config: Config, plan: BatchPlan, devices: Sequence[Any] | None = None, objective: Objective | None = None
+    config: Config, plan: BatchPlan, devices: Sequence[Device] | None = None, own: OwnParts = CONFIGURED
 ) -> StepParts:
     """What the steps of a config are made of, which `plan` has scaled, on these devices.
 
     Args:
       devices: they need not be attached; None: all that are.
-      objective: None: what the config says.
     Raises:
-      UserError: the config asks for a kernel that does not run on these devices.
+      UserError: the config asks for a kernel that does not run on these devices, or contradicts a part of `own`.
     """
     mesh = make_mesh(plan.ici_mesh, plan.dcn_mesh, devices)
-    decoder = make_decoder(config, accelerator_of(mesh.devices.flat[0]), plan)
+    decoder = make_decoder(config, accelerator_of(mesh.devices.flat[0]), plan, own.model)
+    trained_axes, inner = decoder.trained(decoder.axes), None
+    if own.optimizer is not None:
+        inner = own_optimizer(own.optimizer, config, trained_axes, last=plan.steps)
     return StepParts(
         decoder,
-        make_optimizer(config, decoder.trained(decoder.axes)),
+        make_optimizer(config, trained_axes, inner),
         mesh,
         config,
-        objective_of(config) if objective is None else objective,
+        own.objective or objective_of(config),
         local_updates(config, plan.diloco_num_replicas),
     )
 
 
-def make_decoder(config: Config, platform: str | Accelerator, plan: BatchPlan | None = None) -> Decoder:
+def make_decoder(
+    config: Config,
+    platform: str | Accelerator,
+    plan: BatchPlan | None = None,
+    model: Callable[[DecoderShape, Pipeline | None], Decoder] = Decoder,
+) -> Decoder:
     """The decoder a config describes, with the kernels that suit the devices.
 
     Args:
       platform: "cpu", "gpu" or "tpu", or that with what more is known of the devices.
       plan: deals layers to pipeline stages and tokens to context shards; None: every device has all of them.
+      model: makes the decoder.
     Raises:
       UserError: the attention kernel that the config names does not run there.
     """
@@ -128,7 +158,7 @@ def make_decoder(config: Config, platform: str | Accelerator, plan: BatchPlan | 
     if shape.experts is not None:
         matmul = grouped_matmul_kernel(accelerator, config.dtype)
         shape = dataclasses.replace(shape, experts=dataclasses.replace(shape.experts, matmul=matmul))
-    return Decoder(dataclasses.replace(shape, attention=kernel.name), None if plan is None else _pipeline(plan))
+    return model(dataclasses.replace(shape, attention=kernel.name), None if plan is None else _pipeline(plan))
 
 
 def make_plain_decoder(config: Config) -> Decoder:
@@ -199,7 +229,7 @@ def create_state(parts: StepParts, key: jax.Array) -> TrainState:
     return _state_of(parts, parts.decoder.init(key))
 
 
-def _state_of(parts: StepParts, all_params: Any) -> TrainState:
+def _state_of(parts: StepParts, all_params: Params) -> TrainState:
     """The state before the first step of a run that starts from these parameters, adapters included."""
     decoder, local = parts.decoder, parts.local
     params, frozen = decoder.trained(all_params), decoder.frozen(all_params)
@@ -217,7 +247,7 @@ def _state_of(parts: StepParts, all_params: Any) -> TrainState:
     )
 
 
-def gradient_shardings(parts: StepParts) -> Any:
+def gradient_shardings(parts: StepParts) -> Tree:
     """Where a step's summed gradients lie and parameters are updated: with the parameters, or in shares (ZeRO-1)."""
     decoder = parts.decoder
     params = tree_shardings(parts.mesh, decoder.trained(decoder.axes))
@@ -244,7 +274,7 @@ def state_shardings(parts: StepParts) -> TrainState:
         for (path, leaf), where in zip(jax.tree_util.tree_leaves_with_path(trained), gradients, strict=True)
     }
 
-    def lay_out(path: Any, leaf: jax.ShapeDtypeStruct) -> Any:
+    def lay_out(path: Path, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
         names = _names(path)
         for first in range(len(names)):  # an optimizer's state repeats the parameters' tree below its own names
             shape, where = where_of.get(names[first:], ((), everywhere))
@@ -282,7 +312,7 @@ def _on_host(where: NamedSharding, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
     return where.with_memory_kind("pinned_host") if leaf.ndim else where
 
 
-def _names(path: Any) -> tuple[str, ...]:
+def _names(path: Path) -> tuple[str, ...]:
     """The dict keys along a path into a tree."""
     return tuple(entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey))
 
@@ -307,7 +337,7 @@ def init_state(parts: StepParts, seed: int) -> TrainState:
         return create(jax.random.key(seed))
 
 
-def state_from(parts: StepParts, params: Any, seed: int) -> TrainState:
+def state_from(parts: StepParts, params: Params, seed: int) -> TrainState:
     """The state before the first step of a run that starts from parameters on the mesh; they are donated.
 
     Args:

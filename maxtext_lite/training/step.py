@@ -4,19 +4,23 @@ A step whose batch comes in chunks, each after the one before has gone, is a `Ch
 three functions in one.
 """
 
+# pyright: reportMissingTypeStubs=false, reportUnknownArgumentType=false
+# pyright: reportUnknownLambdaType=false, reportUnknownMemberType=false
+# jax, optax and orbax declare some of their functions in part.
+
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
 from jax.stages import Wrapped
 
 from maxtext_lite.parallel import in_context_order, over_replicas, per_replica, sharding, tree_shardings
-from maxtext_lite.training.accumulate import master_of, with_master
+from maxtext_lite.training.accumulate import LossScaleState, master_of, with_master
+from maxtext_lite.training.arrays import Metrics, Params, Rows, Tree
 from maxtext_lite.training.gradients import (
     TRAIN_BATCH_AXES,
     GradientLoop,
@@ -24,9 +28,9 @@ from maxtext_lite.training.gradients import (
     StepGradients,
     accumulate_gradients,
 )
-from maxtext_lite.training.loss import AUXILIARY_METRICS
 from maxtext_lite.training.objective import ScoredObjective
 from maxtext_lite.training.optimizer import Progress, Schedule
+from maxtext_lite.training.outputs import AUXILIARY_METRICS, forward
 from maxtext_lite.training.preference import PREFERENCE_METRICS
 from maxtext_lite.training.state import StepParts, TrainState, gradient_shardings, state_shardings
 
@@ -51,8 +55,8 @@ def make_train_step(parts: StepParts, schedule: Schedule) -> Wrapped:
     apply = _applied(parts, shardings, schedule)
 
     def train_step(
-        state: TrainState, batch: dict[str, jax.Array], num_micro_batches: jax.Array | None = None
-    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        state: TrainState, batch: Rows, num_micro_batches: jax.Array | None = None
+    ) -> tuple[TrainState, Metrics]:
         loss_scale = optimizer.loss_scale(state.opt_state)
         return apply(state, step_gradients(state.params, batch, num_micro_batches, loss_scale, state.frozen))
 
@@ -67,14 +71,14 @@ def make_train_step(parts: StepParts, schedule: Schedule) -> Wrapped:
 
 def _applied(
     parts: StepParts, shardings: TrainState, schedule: Schedule
-) -> Callable[[TrainState, StepGradients], tuple[TrainState, dict[str, jax.Array]]]:
+) -> Callable[[TrainState, StepGradients], tuple[TrainState, Metrics]]:
     """The function (state, StepGradients) -> (state, metrics) of `make_train_step`; `shardings` are the state's."""
     optimizer, local = parts.optimizer, parts.local
     update = functools.partial(_updated, parts, schedule)
     if local:
         update = over_replicas(update, local.num_replicas, own=(0, 1, 2, 3))
 
-    def apply(state: TrainState, step: StepGradients) -> tuple[TrainState, dict[str, jax.Array]]:
+    def apply(state: TrainState, step: StepGradients) -> tuple[TrainState, Metrics]:
         here, on_host = state.opt_state, shardings.opt_state
         if optimizer.on_host:
             here = _on_devices(here, on_host)
@@ -93,15 +97,15 @@ def _applied(
 def _updated(
     parts: StepParts,
     schedule: Schedule,
-    params: Any,
+    params: Params,
     opt_state: optax.MultiStepsState,
     progress: Progress,
     step: StepGradients,
     skipped_in_a_row: jax.Array,
-) -> tuple[Any, optax.MultiStepsState, Progress, dict[str, jax.Array]]:
+) -> tuple[Params, optax.MultiStepsState, Progress, Metrics]:
     """One replica's parameters, optimizer state and progress after a step, unless it is skipped; and its metrics."""
     optimizer, config = parts.optimizer, parts.config
-    grad_norm = optax.tree.norm(optimizer.slopes(step.gradients))
+    grad_norm = optax.tree.norm(optimizer.without_loads(step.gradients))
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(step.loss)
     has_ended = optimizer.has_ended(skipped_in_a_row)
     applied = finite & (step.num_counted > 0) & ~has_ended
@@ -129,15 +133,15 @@ def _updated(
     metrics |= parts.objective.metrics(step.aux, step.num_counted, config)
     metrics["skipped_in_a_row"] = optimizer.skipped_after(skipped_in_a_row, finite, optimizer.loss_scale(opt_state))
     if optimizer.loss_scaling:
-        metrics["loss_scale"] = optimizer.loss_scale(opt_state)
-        skip_state: Any = opt_state.skip_state
+        skip_state = cast(LossScaleState, opt_state.skip_state)
+        metrics["loss_scale"] = skip_state.scale
         following = optimizer.loss_scaling.next(skip_state, finite)
         following = jax.tree.map(lambda new, old: jnp.where(has_ended, old, new), following, skip_state)
         opt_state = opt_state._replace(skip_state=following)
     return params, opt_state, progress, metrics
 
 
-def _on_devices(tree: Any, on_host: Any) -> Any:
+def _on_devices(tree: Tree, on_host: Tree) -> Tree:
     """What lies in pinned host memory, as these shardings say, on the devices."""
     return jax.tree.map(lambda x, where: jax.device_put(x, where.with_memory_kind("device")), tree, on_host)
 
@@ -162,7 +166,7 @@ class ChunkedStep:
         of_sums, of_batch = loop.shardings(), sharding(parts.mesh, TRAIN_BATCH_AXES)
         apply, optimizer = _applied(parts, shardings, schedule), parts.optimizer
 
-        def add(state: TrainState, sums: GradientSums, batch: dict[str, jax.Array]) -> GradientSums:
+        def add(state: TrainState, sums: GradientSums, batch: Rows) -> GradientSums:
             rows = loop.rows(batch)
             return loop.added(
                 sums,
@@ -175,7 +179,7 @@ class ChunkedStep:
                 is_all=False,
             )
 
-        def update(state: TrainState, sums: GradientSums) -> tuple[TrainState, dict[str, jax.Array]]:
+        def update(state: TrainState, sums: GradientSums) -> tuple[TrainState, Metrics]:
             loss_scale, whole_R = optimizer.loss_scale(state.opt_state), loop.expected(expected)
             return apply(state, loop.total(sums, whole_R=whole_R, loss_scale=loss_scale, is_expected=True))
 
@@ -214,7 +218,7 @@ def make_synchronise(parts: StepParts) -> Wrapped:
     return jax.jit(synchronise, donate_argnums=0, in_shardings=(shardings,), out_shardings=shardings)
 
 
-def make_summarise(mesh: Mesh) -> Wrapped:
+def make_summarise(parts: StepParts) -> Wrapped:
     """The jitted function of a step's metrics, each [R], to scalars for the whole step.
 
     Losses are means over what is counted in all replicas, target tokens or pairs; norms and the learning rate are means
@@ -222,11 +226,13 @@ def make_summarise(mesh: Mesh) -> Wrapped:
     skipped_in_a_row the most.
     """
 
-    def summarise(metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        counted_R = metrics.get("pairs", metrics["target_tokens"])
+    divisor = parts.objective.divisor
+
+    def summarise(metrics: Metrics) -> Metrics:
+        counted_R = metrics[divisor]
         share_R = counted_R / jnp.maximum(jnp.sum(counted_R), 1)
         whole = {
-            **{name: jnp.sum(metrics[name]) for name in ("target_tokens", "pairs") if name in metrics},
+            **{name: jnp.sum(metrics[name]) for name in ("target_tokens", divisor)},
             "skipped": jnp.any(metrics["skipped"]),
             "groups": jnp.sum(metrics["groups"]),
             "group_squares": jnp.sum(metrics["group_squares"]),
@@ -242,7 +248,7 @@ def make_summarise(mesh: Mesh) -> Wrapped:
                 whole[name] = jnp.mean(x_R)
         return whole
 
-    return jax.jit(summarise, out_shardings=sharding(mesh))
+    return jax.jit(summarise, out_shardings=sharding(parts.mesh))
 
 
 def make_eval_step(parts: StepParts) -> Wrapped:
@@ -254,12 +260,12 @@ def make_eval_step(parts: StepParts) -> Wrapped:
     """
     decoder, mesh, objective = parts.decoder, parts.mesh, cast(ScoredObjective, parts.objective)
 
-    def scores(params: Any, rows: dict[str, jax.Array]) -> Any:
-        return objective.scores(decoder, params, rows, num_tiles=parts.config.num_vocab_tiling)
+    def scores(params: Params, rows: Rows) -> Tree:
+        return objective.scores(forward(decoder, params, rows, parts.config), rows)
 
     by_replica = over_replicas(scores, mesh.shape["data"], rows=(1,))
 
-    def eval_step(params: Any, batch: dict[str, jax.Array]) -> Any:
+    def eval_step(params: Params, batch: Rows) -> Tree:
         rows = in_context_order(objective.rows(batch, EVAL_BATCH_AXES), EVAL_BATCH_AXES)
         return jax.tree.map(lambda x_RB: x_RB.reshape(-1, *x_RB.shape[2:]), by_replica(decoder.cast(params), rows))
 

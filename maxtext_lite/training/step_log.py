@@ -12,10 +12,11 @@ import numpy as np
 
 from maxtext_lite.batching import batch_size_advice
 from maxtext_lite.data import examples_hash
+from maxtext_lite.training.arrays import Record
 from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.metrics import MetricsLog, Terminal
 from maxtext_lite.training.nonfinite import NonFinite
-from maxtext_lite.training.run import Run
+from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.state import TrainState
 
 NOTHING_SAVED = "nothing was saved at or after it"
@@ -54,7 +55,7 @@ class StepLog:
       loss: of the last step; None if this process did none.
     """
 
-    def __init__(self, run: Run, terminal: Terminal, log: MetricsLog | None, counts: Counts):
+    def __init__(self, run: TrainingRun[Any], terminal: Terminal, log: MetricsLog | None, counts: Counts):
         self._run, self._terminal, self._log = run, terminal, log
         self.counts = counts
         self.loss: float | None = None
@@ -69,8 +70,8 @@ class StepLog:
         """What happened since the last step is not part of the next one."""
         self._last_ready = time.perf_counter()
 
-    def add(self, step: int, taken: Taken, state: TrainState) -> None:
-        """Waits for a step and records it.
+    def add(self, step: int, taken: Taken, state: TrainState) -> Record:
+        """Waits for a step and records it; returns its record.
 
         Args:
           state: of this step or a later one.
@@ -120,8 +121,9 @@ class StepLog:
             self._skip_or_stop(step, values, lambda: taken.find_cause(state))
         elif not math.isfinite(values["param_norm"]):
             raise NonFiniteLoss(f"step {step} left param_norm {values['param_norm']}; {NOTHING_SAVED}")
+        return record
 
-    def write(self, record: dict[str, Any]) -> None:
+    def write(self, record: Record) -> None:
         """A line of metrics.jsonl."""
         if self._log:
             self._log.write(record)
@@ -131,11 +133,11 @@ class StepLog:
         if self._log:
             self._log.flush()
 
-    def _may_be_the_scale(self, metrics: dict[str, Any]) -> bool:
+    def _may_be_the_scale(self, metrics: Record) -> bool:
         scaling = self._run.parts.optimizer.loss_scaling
         return scaling is not None and scaling.may_shrink(metrics["loss_scale"])
 
-    def _skip_or_stop(self, step: int, metrics: dict[str, Any], find_cause: Callable[[], NonFinite | None]) -> None:
+    def _skip_or_stop(self, step: int, metrics: Record, find_cause: Callable[[], NonFinite | None]) -> None:
         """Goes on after a step that was skipped for its gradient, or ends the run and says where it comes from."""
         config, in_a_row = self._run.config, self.counts.skipped_in_a_row
         if self._may_be_the_scale(metrics):

@@ -1,8 +1,11 @@
 """Stopping in good order: a signal becomes a request, to which all hosts answer after the same step."""
 
+# pyright: reportUnknownMemberType=false
+# jax, optax and orbax declare some of their functions in part.
+
 import contextlib
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Generator
 from types import FrameType
 
 import jax
@@ -10,7 +13,6 @@ from jax.sharding import Mesh
 
 from maxtext_lite.parallel import make_any_host
 from maxtext_lite.process.signals import NUMBERS, command_signals
-from maxtext_lite.training.failures import Failures
 
 
 class Signals:
@@ -40,7 +42,7 @@ class Signals:
 
 
 @contextlib.contextmanager
-def watch_signals() -> Iterator[Signals]:
+def watch_signals() -> Generator[Signals]:
     """Handles SIGTERM and SIGINT as `Signals` does, and hands them back at the end.
 
     A command's stay as they are at the end: once all is saved, one that comes is of no account.
@@ -61,19 +63,19 @@ def watch_signals() -> Iterator[Signals]:
 
 
 class Stop:
-    """Whether to stop after a step: all hosts answer alike, though a signal, or a failure to write, may reach only one.
+    """Whether to stop after a step: all hosts answer alike, though what asks, such as a signal, may reach only one.
 
     With several hosts the answer is one step late: waiting for this step's would leave the devices without work.
     """
 
-    def __init__(self, mesh: Mesh, signals: Signals, failures: Failures):
-        self._signals, self._failures = signals, failures
+    def __init__(self, mesh: Mesh, is_asked: Callable[[], bool]):
+        self._is_asked = is_asked
         self._any_host = make_any_host(mesh) if jax.process_count() > 1 else None
         self._asked: jax.Array | None = None
 
     def after_this_step(self) -> bool:
         """All hosts call it, once a step."""
-        received = self._signals.received is not None or self._failures.found
+        received = self._is_asked()
         if self._any_host is None:
             return received
         before, self._asked = self._asked, self._any_host(received)

@@ -10,7 +10,7 @@ from maxtext_lite.batching import count_parameters, make_plan
 from maxtext_lite.cli import run_command
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.plan import main
-from maxtext_lite.training.loss_scale import loss_scaling
+from maxtext_lite.training.accumulate import loss_scaling
 from maxtext_lite.training.noise import NoiseScale
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "batch_size.md").read_text(encoding="utf-8")

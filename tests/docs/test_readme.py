@@ -121,7 +121,8 @@ def test_eight_simulated_devices_give_the_losses_of_one_as_the_page_says(ran: Pa
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/running.md", "docs/architecture.md"]
+    "page",
+    ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/running.md", "docs/architecture.md", "docs/library.md"],
 )
 def test_every_link_leads_to_a_file(page: str):
     path = REPOSITORY / page

@@ -12,7 +12,8 @@ from maxtext_lite.config import load_config
 from maxtext_lite.models import BALANCE, DROPPED, LOAD, ROUTER_Z
 from maxtext_lite.parallel import Pipeline
 from maxtext_lite.training import train
-from maxtext_lite.training.loss import row_losses
+from maxtext_lite.training.objective import NEXT_TOKEN
+from maxtext_lite.training.outputs import forward
 from maxtext_lite.training.step import accumulate_gradients, make_summarise
 from maxtext_lite.xla.hlo import collectives
 from tests.invariance.conftest import MODEL
@@ -85,7 +86,7 @@ def wanted(request, setup, rows):
     with jax.default_matmul_precision("highest"):
         function = jax.jit(jax.value_and_grad(lambda p: _by_hand(it, p, rows), has_aux=True))
         results = [jax.device_get(function(p)) for p in (params, even)]
-        nll_B, _ = jax.jit(lambda p: row_losses(it.decoder, p, rows, num_tiles=1))(params)
+        nll_B, _ = jax.jit(lambda p: NEXT_TOKEN.scores(forward(it.decoder, p, rows, it.config), rows))(params)
     loss, parts = results[0][0][1]
     assert nll_B.sum() / np.count_nonzero(rows["weights"]) == pytest.approx(loss, rel=1e-5)  # evaluation: the nll alone
     assert (DROPPED in parts) == (request.param == "capacity")
@@ -210,7 +211,7 @@ def test_replicas_that_train_apart_have_experts_and_metrics_of_their_own(setup, 
         want = jax.tree.map(lambda p, g: p - metrics["learning_rate"][0] * g, _apart(params)[1], gradients)
         jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, atol=2e-6), got, want)
     with jax.set_mesh(it.mesh):
-        whole = make_summarise(it.mesh)(metrics)
+        whole = make_summarise(it.parts)(metrics)
     for name in (BALANCE, "router_z_loss"):
         assert float(whole[name]) == pytest.approx(np.average(metrics[name], weights=tokens), rel=1e-5)
 

@@ -16,8 +16,8 @@ from maxtext_lite.generate import main as generate
 from maxtext_lite.models import Decoder, merged
 from maxtext_lite.parallel import Pipeline, sharding
 from maxtext_lite.training import train
-from maxtext_lite.training.loss import auxiliary_loss, hidden_loss
 from maxtext_lite.training.nonfinite import find_nonfinite
+from maxtext_lite.training.outputs import Outputs
 from maxtext_lite.training.state import decoder_shape
 from maxtext_lite.training.step import TRAIN_BATCH_AXES
 from tests.training.conftest import TINY, agrees, rows, setup  # noqa: F401
@@ -62,13 +62,14 @@ def by_formula(setup, rows):  # noqa: F811
             plain = Decoder(dataclasses.replace(it.decoder.shape, lora=None))
             frozen, adapters = it.initial.frozen, _noisy(it.initial.params)
             tokens_B = np.sum(rows["weights"] > 0, axis=-1)
-            share = {"weights": rows["weights"] / tokens_B.sum(), "example_weights": tokens_B / tokens_B.sum()}
+            share = rows["weights"] / tokens_B.sum(), tokens_B / tokens_B.sum()
 
             def loss(adapters):
                 params = merged(it.decoder.joined(adapters, frozen))
                 x, aux = plain.hidden_and_aux(params, rows["tokens"], rows["segments"], rows["positions"])
-                main, sums = hidden_loss(plain, params, x, {**rows, **share}, it.config)
-                return main + auxiliary_loss(plain, aux, {**rows, **share}, it.config)[0], sums.nll
+                outputs = Outputs(plain, params, x, aux, it.config)
+                main, sums = outputs.cross_entropy(rows["targets"], share[0])
+                return main + outputs.auxiliary_loss(*share)[0], sums.nll
 
             with jax.default_matmul_precision("highest"):
                 (_, nll), gradients = jax.device_get(jax.jit(jax.value_and_grad(loss, has_aux=True))(adapters))

@@ -10,12 +10,15 @@ import numpy as np
 import pytest
 
 from maxtext_lite.parallel import MESH_AXES, Pipeline
+from tests.invariance.conftest import CUSTOM
 
 # Every axis may be 8: heads, experts, widths, layers and tokens that it divides.
 MODEL = (
     "optimizer=sgd", "gradient_clipping_threshold=0", "z_loss_multiplier=1e-3", "base_num_query_heads=8",
     "base_num_kv_heads=8", "head_dim=2", "base_num_decoder_layers=8",
 )  # fmt: skip
+CUSTOM_MODEL = ("optimizer=sgd", "gradient_clipping_threshold=0", "base_num_query_heads=8", "base_num_kv_heads=8",
+                "head_dim=2")  # fmt: skip
 EXPERTS = (
     "num_experts=8", "num_experts_per_tok=2", "base_moe_mlp_dim=8", "shared_experts=1", "initializer_range=0.2",
     "load_balance_loss_weight=0.5", "router_z_loss_multiplier=0.05", "routed_bias=true",
@@ -47,8 +50,8 @@ def on_one_device(setup, rows):
     """For a model, the step of all rows at once."""
 
     @functools.cache
-    def of(keys):
-        it = setup(*keys)
+    def of(keys, objective=None):
+        it = setup(*keys, objective=objective)
         return it.gradients(it.initial.params, it.batch(rows, 1, 16))
 
     return of
@@ -77,6 +80,23 @@ def test_the_step_is_that_of_one_device(number, setup, rows, agrees, on_one_devi
     for name, value in want.aux.items():
         np.testing.assert_allclose(got.aux[name], value, rtol=1e-5, err_msg=name)
     assert (got.target_tokens, got.examples) == (want.target_tokens, want.examples)
+
+
+@pytest.mark.parametrize("number", range(len(MESHES)), ids=lambda number: str(MESHES[number] or "one device"))
+def test_a_custom_loss_is_that_of_one_device(number, setup, rows, agrees, on_one_device):
+    """As few layers as stages, and the other way round: accumulated and by 1f1b where the test above is not."""
+    mesh = MESHES[number]
+    stages = mesh.get("stage", 1)
+    keys = (*CUSTOM_MODEL, f"base_num_decoder_layers={max(stages, 2)}")
+    want = on_one_device(keys, CUSTOM)
+    pipeline = Pipeline(stages, stages, 1, "gpipe" if number % 3 else "1f1b") if "stage" in mesh else None
+    it = setup(*keys, **mesh, pipeline=pipeline, objective=CUSTOM)
+    shards = math.prod(mesh.get(axis, 1) for axis in ("data", "fsdp", "expert", "stage"))
+    batch = (1, 16) if number % 2 else (4, max(4, shards))
+    got = it.gradients(it.state().params, it.batch(rows, *batch))
+    agrees(jax.tree.map(lambda g, like: np.reshape(g, like.shape), got.gradients, want.gradients), want.gradients)
+    np.testing.assert_allclose([got.loss, got.num_counted], [want.loss, want.num_counted], rtol=1e-5)
+    assert got.num_counted == np.float32(rows["weights"].sum())
 
 
 def test_splits_leave_a_step_in_eight_bits_alone(setup, rows, on_one_device):

@@ -12,6 +12,7 @@ from maxtext_lite.parallel import Pipeline, sharding
 from maxtext_lite.training import train
 from maxtext_lite.training.step import EVAL_BATCH_AXES, make_eval_step
 from maxtext_lite.xla.hlo import collectives
+from tests.invariance.conftest import CUSTOM
 from tests.training.conftest import TINY, agrees, rows, setup  # noqa: F401
 
 FOUR_LAYERS = ("optimizer=sgd", "base_num_decoder_layers=4", "learning_rate=0.5")
@@ -36,6 +37,12 @@ def plain(setup, rows):  # noqa: F811
     return it, it.gradients(it.initial.params, batch), it.run(it.compile_step(batch), batch, 5)
 
 
+@pytest.fixture(scope="module")
+def of_custom_loss(setup, rows):  # noqa: F811
+    it = setup(*FOUR_LAYERS, objective=CUSTOM)
+    return it.gradients(it.initial.params, it.batch(rows, 1, 16))
+
+
 def flat(tree, like):
     """Parameters of several rounds, [repeats, L / repeats, ...], as [L, ...]."""
     return jax.tree.map(lambda x, y: np.reshape(x, y.shape), tree, like)
@@ -49,6 +56,16 @@ def test_gradients_agree(pipeline, batch, mesh, setup, rows, plain, agrees):  # 
     agrees(flat(got.gradients, want.gradients), want.gradients)
     assert got.loss == pytest.approx(want.loss, rel=1e-6)
     assert got.target_tokens == want.target_tokens
+
+
+@pytest.mark.parametrize(("pipeline", "batch", "mesh"), PIPELINES[1::2], ids=str)
+def test_gradients_of_a_custom_loss_agree(pipeline, batch, mesh, setup, rows, of_custom_loss, agrees):  # noqa: F811
+    want = of_custom_loss
+    it = setup(*FOUR_LAYERS, **mesh, pipeline=Pipeline(*pipeline), objective=CUSTOM)
+    got = it.gradients(it.state().params, it.batch(rows, *batch))
+    agrees(flat(got.gradients, want.gradients), want.gradients)
+    assert got.loss == pytest.approx(want.loss, rel=1e-5)
+    assert got.num_counted == want.num_counted
 
 
 def test_gradients_of_four_stages_with_two_rounds_of_eight_layers_agree(setup, rows, agrees):  # noqa: F811

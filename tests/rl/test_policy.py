@@ -12,7 +12,7 @@ import pytest
 from maxtext_lite.rl.log_probabilities import make_log_probabilities
 from maxtext_lite.rl.policy import POLICY_METRICS
 from maxtext_lite.training.gradients import accumulate_gradients
-from maxtext_lite.training.objective import WHOLE, Cut
+from maxtext_lite.training.outputs import WHOLE, Outputs, TokenSplit
 from tests.responses import AGGREGATIONS, GRPO, LONGEST, PAIRS, TOKENS, chunks_of, rows, variant
 from tests.training.conftest import agrees, setup  # noqa: F401
 
@@ -93,12 +93,15 @@ def test_loss_metrics_and_gradients_are_those_of_trl_s_formulas(policy, setup): 
     counted = int(np.sum(batch["weights"])) if policy.divisor == "target_tokens" else PAIRS
     config = setup(*SGD, "num_vocab_tiling=2").config
     # The tokens of a row may be shared out: [2, T] as [4, T / 2], and back.
-    halves = Cut(lambda a: a.reshape(-1, TOKENS // 2, *a.shape[2:]), lambda a: a.reshape(-1, TOKENS, *a.shape[2:]))
+    halves = TokenSplit(
+        lambda a: a.reshape(-1, TOKENS // 2, *a.shape[2:]), lambda a: a.reshape(-1, TOKENS, *a.shape[2:])
+    )
     for tokens in (WHOLE, halves) if policy is CASES[0] else (WHOLE,):
 
         def loss(head_DV, x_BTD, batch, tokens=tokens):
             factor = jnp.float32(1 / counted)
-            return policy.loss(decoder, head_DV, tokens.cut(x_BTD), {}, batch, factor, config, tokens)
+            outputs = Outputs(decoder, head_DV, tokens.split(x_BTD), {}, config, tokens)
+            return policy.loss(outputs, batch, factor)
 
         with jax.default_matmul_precision("highest"):
             differentiated = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))

@@ -11,7 +11,7 @@ from maxtext_lite.rl import rollout_steps
 from maxtext_lite.rl.rewards import RewardError
 from maxtext_lite.rl.rollout import LocalEngine
 from maxtext_lite.rl.rollout_steps import train_rl
-from maxtext_lite.training import loop
+from maxtext_lite.training import Callback, loop
 from maxtext_lite.training.step import ChunkedStep
 from tests.rl.conftest import evaluations, lines, steps, timeless
 
@@ -112,7 +112,15 @@ def test_what_makes_a_batch_of_pairs_stays_what_the_run_began_with(whole, config
 def test_what_responses_are_written_down_follows_the_terminal(tmp_path, config_of):
     """The first batch, those whose steps have a line there, and the last."""
     words = ["num_iterations=2", "steps=10", "log_period=6", "eval_interval=-1", "ici_fsdp_parallelism=8"]
-    result = train_rl(config_of(tmp_path, *words, "enable_checkpointing=false", "profiler_steps=1"))
+    seen = []
+
+    class Seen(Callback):
+        def after_step(self, step, record, state):
+            seen.append((step, record["loss"]))
+
+    config = config_of(tmp_path, *words, "enable_checkpointing=false", "profiler_steps=1")
+    result = train_rl(config, callbacks=[Seen()])
+    assert seen == [(line["step"], line["loss"]) for line in steps(result.run_directory)]
     assert {pair["step"] for pair in lines(result.run_directory, "rollouts.jsonl")} == {1, 5, 9}
     assert list((result.run_directory / "tensorboard" / "plugins" / "profile").rglob("*.xplane.pb"))
 

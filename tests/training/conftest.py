@@ -58,11 +58,13 @@ class Setup:
     decoder: Decoder
     optimizer: GradientAccumulation
     local: LocalUpdates | None = None
+    objective: Any = None
 
     @property
     def parts(self):
         """What a step of it is made of."""
-        return StepParts(self.decoder, self.optimizer, self.mesh, self.config, objective_of(self.config), self.local)
+        objective = self.objective or objective_of(self.config)
+        return StepParts(self.decoder, self.optimizer, self.mesh, self.config, objective, self.local)
 
     @property
     def abstract(self):
@@ -119,7 +121,7 @@ class Setup:
 
 
 @functools.cache
-def make_setup(*overrides, replicas=None, pipeline=None, **mesh_sizes):
+def make_setup(*overrides, replicas=None, pipeline=None, objective=None, **mesh_sizes):
     config = load_config(None, [*TINY, *overrides])
     sizes = dict.fromkeys(MESH_AXES, 1) | mesh_sizes
     if pipeline:
@@ -127,7 +129,7 @@ def make_setup(*overrides, replicas=None, pipeline=None, **mesh_sizes):
     mesh = make_mesh(sizes, dict.fromkeys(MESH_AXES, 1), jax.devices()[: math.prod(sizes.values())])
     decoder = Decoder(make_decoder(config, "cpu").shape, pipeline)
     optimizer = make_optimizer(config, decoder.trained(decoder.axes))
-    return Setup(config, mesh, decoder, optimizer, local_updates(config, replicas))
+    return Setup(config, mesh, decoder, optimizer, local_updates(config, replicas), objective)
 
 
 @pytest.fixture(scope="session")

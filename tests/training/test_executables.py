@@ -10,9 +10,11 @@ from jax.sharding import get_abstract_mesh
 
 from maxtext_lite.batching import make_plan
 from maxtext_lite.config import load_config
+from maxtext_lite.data import example_shape
 from maxtext_lite.parallel import make_mesh, sharding
-from maxtext_lite.training import train
+from maxtext_lite.training import executables, train
 from maxtext_lite.training.executables import Executables
+from maxtext_lite.training.state import StepParts
 from maxtext_lite.training.step import TRAIN_BATCH_AXES
 from tests.training.conftest import TINY
 
@@ -91,18 +93,19 @@ class Step:
 
 
 @pytest.fixture
-def make():
+def make(monkeypatch):
     """Executables of a stand-in, for a ramp on the 8 devices, and their plan."""
+    monkeypatch.setattr(executables, "abstract_state", lambda parts: "the state")
     with contextlib.ExitStack() as stack:
 
         def make(step, *overrides):
             config = load_config(None, [*TINY, *RAMP, *overrides])
             plan = make_plan(config, num_devices=8)
-            mesh = make_mesh(plan.ici_mesh, plan.dcn_mesh)
-            executables = Executables(step, "the state", plan, mesh, config=config)
-            stack.enter_context(contextlib.closing(executables))
+            parts = StepParts(None, None, make_mesh(plan.ici_mesh, plan.dcn_mesh), config)
+            made = Executables(step, parts, plan, example=example_shape(config))
+            stack.enter_context(contextlib.closing(made))
             stack.callback(step.may_end.set)
-            return executables, plan
+            return made, plan
 
         yield make
 

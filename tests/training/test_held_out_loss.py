@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from maxtext_lite.data import Batch
+from maxtext_lite.data import DeviceBatch
 from maxtext_lite.training.held_out_loss import evaluate
 
 
 def _batches(rows, size):
     for first in range(0, len(rows), size):
         part = rows[first : first + size]
-        yield Batch(
+        yield DeviceBatch(
             {"rows": np.asarray(part, np.float32)},
             np.arange(len(part)),
             len(part),

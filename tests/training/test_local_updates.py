@@ -18,7 +18,7 @@ def _run(it, compiled, batch, steps):
     """State after `steps` steps with a meeting every sync_period, and each step's metrics for the whole step."""
     with jax.set_mesh(it.mesh):
         synchronise = make_synchronise(it.parts)
-        summarise = make_summarise(it.mesh)
+        summarise = make_summarise(it.parts)
     state, metrics = it.state(), []
     for step in range(1, steps + 1):
         state, step_metrics = jax.block_until_ready(compiled(state, batch, None))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from maxtext_lite.parallel import MESH_AXES, make_mesh, sharding
-from maxtext_lite.training.loss import HEAD_AXES, cross_entropy, token_losses
+from maxtext_lite.training.loss import HEAD_AXES, Readout, cross_entropy, token_losses
 from maxtext_lite.xla.hlo import collectives
 
 B, T, D, V = 3, 12, 8, 20
@@ -37,11 +37,13 @@ def test_loss_and_gradients_equal_a_hand_computation(num_tiles):
     with jax.default_matmul_precision("highest"):
         function = jax.jit(
             jax.value_and_grad(
-                lambda x, head: cross_entropy(x, head, target, weight, Z, num_tiles), argnums=(0, 1), has_aux=True
+                lambda x, head: cross_entropy(x, head, target, weight, Readout(num_tiles, z_loss_multiplier=Z)),
+                argnums=(0, 1),
+                has_aux=True,
             )
         )
         (loss, sums), (dx, dhead) = function(x, head)
-        forward_only = cross_entropy(x, head, target, weight, Z, num_tiles)
+        forward_only = cross_entropy(x, head, target, weight, Readout(num_tiles, z_loss_multiplier=Z))
     want_loss, want_sums, want_dx, want_dhead = _by_hand()
     assert float(loss) == pytest.approx(want_loss, rel=1e-6)
     np.testing.assert_allclose(sums[:2], want_sums, rtol=1e-6)
@@ -58,7 +60,7 @@ def test_on_shards_of_fsdp_tiles_wait_for_each_other_and_the_gradients_are_the_s
 
     def gradients(num_tiles, grad_dtype=jnp.float32):
         loss = lambda x, head: cross_entropy(  # noqa: E731
-            x, head, *arrays[2:], Z, num_tiles, 0.0, 1.0, grad_dtype)  # fmt: skip
+            x, head, *arrays[2:], Readout(num_tiles, grad_dtype=grad_dtype, z_loss_multiplier=Z))  # fmt: skip
         return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
 
     with jax.default_matmul_precision("highest"):
@@ -109,7 +111,8 @@ def test_a_temperature_divides_the_logits_after_the_soft_cap(num_tiles, soft_cap
 
     @jax.jit
     def everything(x, head, target, weight):
-        loss = lambda x, head: cross_entropy(x, head, target, weight, Z, num_tiles, soft_cap, 0.6)  # noqa: E731
+        how = Readout(num_tiles, soft_cap, 0.6, z_loss_multiplier=Z)
+        loss = lambda x, head: cross_entropy(x, head, target, weight, how)  # noqa: E731
         found = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(x, head)
         return *found, loss(x, head)[0], token_losses(x, head, target, num_tiles, soft_cap, 0.6)
 
@@ -124,7 +127,7 @@ def test_a_temperature_divides_the_logits_after_the_soft_cap(num_tiles, soft_cap
 def test_large_logits_neither_overflow_nor_lose_the_target():
     x = jnp.full((1, 1, 1), 1e4)
     head = jnp.asarray([[1.0, 0.5, -1.0]])
-    loss, _ = cross_entropy(x, head, jnp.array([[1]]), jnp.ones((1, 1)), 0.0, 1)
+    loss, _ = cross_entropy(x, head, jnp.array([[1]]), jnp.ones((1, 1)))
     assert float(loss) == pytest.approx(5e3)
 
 
@@ -134,7 +137,7 @@ def test_all_logits_never_exist_at_once():
     rows = jax.ShapeDtypeStruct((8, 512), jnp.int32), jax.ShapeDtypeStruct((8, 512), jnp.float32)
 
     def temporaries(num_tiles):
-        loss = lambda x, head, target, weight: cross_entropy(x, head, target, weight, 0.0, num_tiles)[0]  # noqa: E731
+        loss = lambda x, head, target, weight: cross_entropy(x, head, target, weight, Readout(num_tiles))[0]  # noqa: E731
         return jax.jit(jax.grad(loss, (0, 1))).lower(*sizes, *rows).compile().memory_analysis().temp_size_in_bytes
 
     assert temporaries(1) >= 8 * 512 * 4096 * 4
@@ -144,7 +147,8 @@ def test_all_logits_never_exist_at_once():
 def test_bfloat16_gradients_come_back_in_bfloat16():
     x, head, target, weight = _inputs()
     narrow = jnp.asarray(x, jnp.bfloat16), jnp.asarray(head, jnp.bfloat16)
-    loss = lambda x, head: cross_entropy(x, head, jnp.asarray(target), jnp.asarray(weight, jnp.float32), Z, 2)[0]  # noqa: E731
+    others = jnp.asarray(target), jnp.asarray(weight, jnp.float32), Readout(2, z_loss_multiplier=Z)
+    loss = lambda x, head: cross_entropy(x, head, *others)[0]  # noqa: E731
     dx, dhead = jax.jit(jax.grad(loss, (0, 1)))(*narrow)
     assert dx.dtype == dhead.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.asarray(dx, np.float32), _by_hand()[2], atol=0.05)

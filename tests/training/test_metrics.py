@@ -7,11 +7,12 @@ import math
 import re
 import struct
 
+import jax
 import pytest
 
 from maxtext_lite.config import UserError
 from maxtext_lite.training.failures import Failures
-from maxtext_lite.training.metrics import MetricsLog, Speed, Terminal
+from maxtext_lite.training.metrics import MetricsLog, Profile, Speed, Terminal
 
 
 def _steps(path):
@@ -210,3 +211,23 @@ def test_without_a_terminal_lines_are_whole_whatever_columns_says(monkeypatch, c
     terminal.step({"step": 1, **RECORD})
     (line,) = capsys.readouterr().out.splitlines()
     assert len(line.split("  ")) == 9
+
+
+@pytest.mark.parametrize(("num_steps", "steps", "calls"), [
+    (0, 6, []),
+    (1, 6, ["before 3", "before 4"]),
+    (2, 6, ["before 3", "before 5"]),
+    (2, 4, ["before 3", "at the end"]),
+    (1, 2, []),
+])  # fmt: skip
+def test_steps_from_the_third_on_are_traced(num_steps, steps, calls, tmp_path, monkeypatch):
+    now, found = "", []
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda directory: found.append((now, directory)))
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: found.append((now, None)))
+    profile = Profile(tmp_path, num_steps, Failures())
+    for step in range(1, steps + 1):
+        now = f"before {step}"
+        profile.before_step(step)
+    now = "at the end"
+    profile.close()
+    assert found == list(zip(calls, (str(tmp_path), None), strict=False))

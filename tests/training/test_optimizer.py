@@ -6,8 +6,8 @@ import numpy as np
 import optax
 import pytest
 
-from maxtext_lite.config import load_config
-from maxtext_lite.training.optimizer import learning_rate_schedule, make_optimizer
+from maxtext_lite.config import UserError, load_config
+from maxtext_lite.training.optimizer import learning_rate_schedule, make_optimizer, own_optimizer
 from maxtext_lite.training.state import make_decoder
 
 
@@ -186,7 +186,7 @@ def test_routers_biases_follow_their_loads_and_nothing_else(optimizer):
     got, _ = chosen.finish(gradients, state, params, 1e-2)
     want = [[0.25, 0.75, 0.75, 0.75], [0.5, 0.5, 0.75, 0.25]]
     np.testing.assert_array_equal(got["layers"]["mlp"]["router_bias"], want)
-    assert float(optax.tree.norm(chosen.slopes(gradients))) < 1
+    assert float(optax.tree.norm(chosen.without_loads(gradients))) < 1
 
     def without(tree):
         mlp = {name: leaf for name, leaf in tree["layers"]["mlp"].items() if name != "router_bias"}
@@ -208,3 +208,40 @@ def test_muon_orthogonalises_each_expert():
         for expert in np.asarray(got["layers"]["mlp"][name]).reshape(8, *params["layers"]["mlp"][name].shape[2:]):
             singular = np.linalg.svd(expert, compute_uv=False)
             assert singular.min() > 0.6 * singular.max()
+
+
+def test_an_optimizer_of_ones_own_updates_as_it_says_and_a_factory_by_the_config_s_schedule():
+    """Three steps of Adam, clipped and decayed: as optax has it with the schedule, and as the config says it."""
+    words = ["warmup_steps=2", "learning_rate=0.1", "weight_decay=0.1", "weight_decay_on_norms_and_embeddings=true"]
+    config = load_config(None, words)
+    axes = {"w": ("embed", "mlp")}
+    schedule = learning_rate_schedule(config, last=10)
+
+    def factory(rate, tree):
+        assert tree is axes
+        adamw = optax.adamw(rate, config.adam_b1, config.adam_b2, config.adam_eps, weight_decay=0.1)
+        return optax.chain(optax.clip_by_global_norm(config.gradient_clipping_threshold), adamw)
+
+    of_config, of_factory = make_optimizer(config, axes), own_optimizer(factory, config, axes, last=10)
+    own = make_optimizer(config, axes, of_factory)
+    found = []
+    for optimizer in (of_config, own):
+        params = {"w": jnp.ones((2, 3))}
+        state = optimizer.init(params)
+        for step in (1, 2, 3):
+            gradients = {"w": step * jnp.arange(6.0).reshape(2, 3)}
+            params, state = optimizer.finish(gradients, state, params, schedule.rate(step))
+        found.append(params["w"])
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-6)
+    sgd = optax.sgd(0.5)
+    assert own_optimizer(sgd, config, axes, last=10) is sgd
+    plain = make_optimizer(config, axes, sgd)
+    params = {"w": jnp.ones((2, 3))}
+    after, _ = plain.finish({"w": jnp.full((2, 3), 0.5)}, plain.init(params), params, jnp.nan)
+    assert after["w"].tolist() == [[0.75] * 3] * 2
+
+
+def test_a_factory_is_refused_where_the_schedule_counts_something_else_than_steps():
+    config = load_config(None, ["schedule_unit=tokens"])
+    with pytest.raises(UserError, match=r"schedule_unit=tokens counts .* Nearest that works: schedule_unit=steps"):
+        own_optimizer(lambda schedule, axes: optax.sgd(schedule), config, {}, last=10)

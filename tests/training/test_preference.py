@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from maxtext_lite.parallel import Pipeline, sharding
-from maxtext_lite.training.objective import Cut, objective_of
+from maxtext_lite.training.objective import objective_of
+from maxtext_lite.training.outputs import WHOLE, Outputs, TokenSplit
 from maxtext_lite.training.preference import Preference, pair_losses, pairs_of, segment_sums
 from maxtext_lite.training.step import EVAL_BATCH_AXES, make_eval_step, make_summarise
 from tests.training.conftest import LENGTH
@@ -109,12 +110,13 @@ def test_loss_and_gradients_of_logits_are_those_in_double_precision(tiles, pairs
     )
     config = setup(*DPO, f"num_vocab_tiling={tiles}").config
     # The tokens of a row may be shared out: [2, T] as [4, T / 2], and back.
-    cut = Cut(lambda a: a.reshape(-1, LENGTH // 2, *a.shape[2:]), lambda a: a.reshape(-1, LENGTH, *a.shape[2:]))
-    for tokens in (None, cut):
-        x_BTD = jnp.asarray(x, jnp.float32) if tokens is None else cut.cut(jnp.asarray(x, jnp.float32))
+    cut = TokenSplit(lambda a: a.reshape(-1, LENGTH // 2, *a.shape[2:]), lambda a: a.reshape(-1, LENGTH, *a.shape[2:]))
+    for tokens in (WHOLE, cut):
+        x_BTD = tokens.split(jnp.asarray(x, jnp.float32))
 
         def loss(head_DV, x_BTD, tokens=tokens):
-            return objective.loss(decoder, head_DV, x_BTD, {}, rows, jnp.float32(1 / num_pairs), config, tokens)
+            outputs = Outputs(decoder, head_DV, x_BTD, {}, config, tokens)
+            return objective.loss(outputs, rows, jnp.float32(1 / num_pairs))
 
         with jax.default_matmul_precision("highest"):
             differentiated = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
@@ -224,7 +226,7 @@ def test_five_steps_agree_on_one_device_and_on_four_and_local_updates_count_pair
     batch = it.batch(examples, 1, 8)
     _, (local,) = it.run(it.compile_step(batch), batch, 1)
     with jax.set_mesh(it.mesh):
-        whole = jax.device_get(make_summarise(it.mesh)(local))
+        whole = jax.device_get(make_summarise(it.parts)(local))
     assert local["pairs"].tolist() == [7, 6]
     for name in ("loss", "reward_margin", "reward_accuracy"):
         assert whole[name] == pytest.approx(metrics[0][name], rel=1e-5)

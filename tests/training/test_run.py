@@ -4,13 +4,16 @@ import json
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 from maxtext_lite.config import UserError, load_config
+from maxtext_lite.models import Decoder
 from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.failures import Failures
 from maxtext_lite.training.metrics import Terminal
 from maxtext_lite.training.run import open_run
+from maxtext_lite.training.state import OwnParts
 
 TINY = [
     "vocab_size=300", "base_emb_dim=16", "base_num_query_heads=2", "base_num_kv_heads=1", "head_dim=8",
@@ -92,3 +95,17 @@ def test_a_new_run_starts_from_its_seed_and_says_what_it_is(tmp_path, capsys):
     assert f"{parameters:,} parameters on {jax.device_count()} x cpu" in said
     assert json.loads((run.directory / "plan.json").read_text()) == json.loads(json.dumps(run.plan.to_json()))
     assert {"config.yml", "environment.json"} <= {path.name for path in run.directory.iterdir()}
+
+
+def test_parts_of_ones_own_are_what_a_run_goes_on_with(tmp_path):
+    """By name alone: what a function or a class does cannot be compared."""
+    config = load_config(None, [*TINY, f"base_output_directory={tmp_path}", "run_name=here"])
+    own = OwnParts(lambda shape, pipeline: Decoder(shape, pipeline), None, optax.sgd(0.1))
+    runs = open_run(config), open_run(config, own=own)
+    with runs[1].opened(print):
+        runs[1].save(runs[1].restore_or_init()[0], Counts(step=1))
+    with runs[0].opened(print), pytest.raises(UserError) as refused:
+        runs[0].restore_or_init()
+    assert [problem.split(" contradicts")[0] for problem in refused.value.problems] == ["model=None", "optimizer=adamw"]
+    with runs[1].opened(print):
+        assert runs[1].restore_or_init()[1].step == 1

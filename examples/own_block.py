@@ -1,0 +1,33 @@
+"""A block of one's own in the decoder: attention and mlp beside each other, on one norm.
+
+    python examples/own_block.py steps=100 ici_tensor_parallelism=2
+
+Source: Wang & Komatsuzaki 2021, GPT-J; Chowdhery et al. 2022, arXiv:2204.02311, section 2.
+"""
+
+import functools
+import sys
+
+from flax import nnx
+
+from maxtext_lite import load_config
+from maxtext_lite.models import Decoder, DecoderLayer, DecoderShape
+from maxtext_lite.training import train
+
+
+class ParallelBlock(DecoderLayer):
+    """x + attention(norm x) + mlp(norm x). The parts, their weights' shardings and the KV cache are the library's."""
+
+    def __init__(self, shape: DecoderShape, *, rngs: nnx.Rngs):
+        super().__init__(shape, rngs=rngs)
+        self.mlp_norm = None  # a parameter that is not used would still be stored
+
+    def __call__(self, x_BTD, rotation, attend, real_BT, *, drop=True):
+        """See `models.layers.Block`."""
+        normed_BTD = self.attention_norm(x_BTD)
+        context_BTD, kept = self.attention(normed_BTD, rotation, attend)
+        return x_BTD + context_BTD + self.mlp(normed_BTD), kept, {}
+
+
+if __name__ == "__main__":
+    train(load_config(None, sys.argv[1:]), model=functools.partial(Decoder, block=ParallelBlock))

@@ -1,0 +1,248 @@
+"""A loss of the user's own as the objective of a run: a function of rows that returns (sum, weight)."""
+
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# jax, optax and orbax declare some of their functions in part.
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxtext_lite.config import NumericsConfig, UserError
+from maxtext_lite.models import Decoder
+from maxtext_lite.parallel import in_token_order
+from maxtext_lite.training.arrays import Metrics, Rows, Tree
+from maxtext_lite.training.loss import LossSums
+from maxtext_lite.training.outputs import Outputs, auxiliary_metrics, auxiliary_names, spread_over_targets
+
+WEIGHT = "loss_weight"
+"""The count that a custom loss is divided by, and the metric of that name."""
+
+_TOKENS, _ROWS = 16, 4  # of the batch that a loss is tried on
+_OF_MICRO_BATCH = ("batch", "length")
+_CLOSE = 1e-4  # relative, of sums of float32
+
+
+NumpyRows: TypeAlias = dict[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Predictions:
+    """What the model makes of rows [B, T], tokens in the order of the text; each is computed where it is called.
+
+    Attributes:
+      nll: () -> negative log-likelihood of `rows["targets"]`, float32 [B, T]; no more than a tile's logits exist
+        (`num_vocab_tiling`).
+      logits: () -> float32 [B, T, V], all at once.
+      hidden: () -> final hidden states, normed, [B, T, D] in `dtype`.
+    """
+
+    nll: Callable[[], jax.Array]
+    logits: Callable[[], jax.Array]
+    hidden: Callable[[], jax.Array]
+
+
+class Loss(Protocol):
+    """A pure function of rows, traced by jax: it sees a micro-batch, or a part of one, never the batch.
+
+    What the sum and the weight of a row are may depend on nothing but that row: sums over any parts of a batch add up
+    to those of the batch, which is why its split does not matter. The weight depends on the rows alone, not on what the
+    model makes of them. A row without a document (`segments` and `weights` all 0) adds nothing to either.
+    """
+
+    def __call__(self, predictions: Predictions, rows: Rows) -> tuple[jax.Array, jax.Array]:
+        """(sum, weight), two scalars; a step's loss is the sum over its batch divided by the weight of its batch.
+
+        Args:
+          rows: tokens, targets, segments, positions (int32 [B, T]) and weights (float32), and the source's own fields.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class CustomLoss:
+    """The objective that minimises a `Loss`; see `objective.ScoredObjective`.
+
+    Attributes:
+      vocab_size, emb_dim: of the logits and hidden states that it is shown.
+    """
+
+    function: Loss
+    vocab_size: int
+    emb_dim: int
+
+    rows_per_example = 1
+    divisor = WEIGHT
+    divisor_dtype = np.float32
+
+    def rows(self, batch: Rows, axes: Sequence[str]) -> Rows:
+        """The rows as they are."""
+        del axes
+        return batch
+
+    def counts(self, rows: Rows) -> dict[str, jax.Array]:
+        """Target tokens, and the weight of each row by itself."""
+        axes = ("accumulation",) * (rows["weights"].ndim - 2) + ("global_batch", "length")
+        tokens = jnp.sum(rows["weights"] > 0, axis=-1, dtype=jnp.int32)
+        return {"target_tokens": tokens, WEIGHT: self._weights(_in_token_order(rows, axes))}
+
+    def _weights(self, rows: Rows) -> jax.Array:
+        weight = self._weight_of_row
+        for _ in range(rows["weights"].ndim - 1):
+            weight = jax.vmap(weight)
+        return weight(rows)
+
+    def _weight_of_row(self, row: Rows) -> jax.Array:
+        """Of arrays [T]. What the model makes of the row does not enter: the compiler drops what is made of zeros."""
+        sizes = 1, row["tokens"].shape[0]
+        nothing = Predictions(
+            lambda: jnp.zeros(sizes),
+            lambda: jnp.zeros((*sizes, self.vocab_size)),
+            lambda: jnp.zeros((*sizes, self.emb_dim)),
+        )
+        return self.function(nothing, {name: x[None] for name, x in row.items()})[1].astype(jnp.float32)
+
+    def zeros(self, decoder: Decoder, zero: jax.Array) -> LossSums:
+        """Before the first micro-batch."""
+        return LossSums(zero, zero, dict.fromkeys(auxiliary_names(decoder), zero))
+
+    def loss(self, outputs: Outputs, rows: Rows, factor: jax.Array) -> tuple[jax.Array, LossSums]:
+        """The loss, and what experts add to it: a row's auxiliary losses weigh as the row does."""
+        total, _ = self._of(outputs, rows)
+        loss = factor * total
+        weight_B = factor * self._weights(_in_token_order(rows, _OF_MICRO_BATCH))
+        more, sums = outputs.auxiliary_loss(*spread_over_targets(weight_B, rows))
+        return loss + more, LossSums(loss, jnp.zeros_like(loss), sums)
+
+    def _of(self, outputs: Outputs, rows: Rows) -> tuple[jax.Array, jax.Array]:
+        def ordered(x: jax.Array) -> jax.Array:
+            return in_token_order(x, _OF_MICRO_BATCH + (None,) * (x.ndim - 2), dim=1)
+
+        predictions = Predictions(
+            lambda: ordered(outputs.nll(rows["targets"])),
+            lambda: ordered(outputs.logits()),
+            lambda: ordered(outputs.tokens.merge(outputs.x_BTD)),
+        )
+        total, weight = self.function(predictions, _in_token_order(rows, _OF_MICRO_BATCH))
+        return total.astype(jnp.float32), weight.astype(jnp.float32)
+
+    def metrics(self, aux: dict[str, jax.Array], count: jax.Array, config: NumericsConfig) -> Metrics:
+        """`loss_weight` and, with experts, AUXILIARY_METRICS."""
+        return {WEIGHT: count, **auxiliary_metrics(aux, config)}
+
+    def scores(self, outputs: Outputs, rows: Rows) -> tuple[jax.Array, ...]:
+        """The sum, the weight and the target tokens of all rows; each [1]."""
+        found = *self._of(outputs, rows), jnp.sum(rows["weights"] > 0, dtype=jnp.int32)
+        return tuple(x[None] for x in found)
+
+    def evaluation(self, scores: Sequence[Tree]) -> dict[str, float | int]:
+        """The sum over all examples divided by their weight, and their target tokens."""
+        total, weight, tokens = (np.concatenate(part).astype(np.float64) for part in zip(*scores, strict=True))
+        return {
+            "eval_loss": math.fsum(total) / (math.fsum(weight) or 1.0),
+            "eval_target_tokens": int(tokens.sum()),
+            "eval_loss_weight": math.fsum(weight),
+        }
+
+
+def _in_token_order(rows: Rows, axes: Sequence[str]) -> Rows:
+    return {name: in_token_order(x, tuple(axes)) for name, x in rows.items()}
+
+
+def custom_loss(
+    function: Loss, *, fields: Sequence[str], vocab_size: int, emb_dim: int, z_loss_multiplier: float
+) -> CustomLoss:
+    """The objective that minimises `function`, once it is known to be a sum over rows: tried on a few random ones.
+
+    Args:
+      fields: of the rows.
+    Raises:
+      UserError: the function does not return what `Loss` promises; says what it returns.
+    """
+    if z_loss_multiplier:
+        raise UserError(
+            f"z_loss_multiplier={z_loss_multiplier:g} is no part of a custom objective, which is the whole loss. "
+            "Nearest that works: z_loss_multiplier=0; `predictions.logits()` gives what a z-loss is made of."
+        )
+    rng = np.random.default_rng(0)
+    rows = _random_rows(rng, fields, vocab_size)
+    seen, other = (_random_outputs(rng, vocab_size, emb_dim) for _ in range(2))
+    of = functools.partial(_tried, function)
+    total, weight = of(seen, rows)
+    halves = [
+        of([x[part] for x in seen], {name: x[part] for name, x in rows.items()}) for part in (slice(2), slice(2, 4))
+    ]
+    empty = {name: np.concatenate([x, np.zeros_like(x)]) for name, x in rows.items()}
+    with_empty = of([np.concatenate([x, x]) for x in seen], empty)
+    for place, name in enumerate(("sum", "weight")):
+        whole, (first, second) = (total, weight)[place], (half[place] for half in halves)
+        if not _are_close(whole, first + second):
+            raise UserError(
+                f"objective: the {name} of {_ROWS} rows is {whole:.6g}, those of their two halves are {first:.6g} and "
+                f"{second:.6g}. It must be a sum over rows, never a mean: what it is divided by is the weight."
+            )
+        if not _are_close(whole, with_empty[place]):
+            raise UserError(
+                f"objective: the {name} of {_ROWS} rows is {whole:.6g}, and with {_ROWS} empty rows beside them "
+                f'{with_empty[place]:.6g}. What has rows["weights"] 0 must add nothing: multiply by them.'
+            )
+    if not _are_close(weight, of(other, rows)[1]):
+        raise UserError(
+            "objective: the weight changes with what the model predicts. It must depend on the rows alone, as that of "
+            "the whole step is known before its first micro-batch is computed."
+        )
+    if weight <= 0:
+        raise UserError(f"objective: the weight of {_ROWS} rows with targets is {weight:.6g}; it must be above 0.")
+    return CustomLoss(function, vocab_size, emb_dim)
+
+
+def _are_close(a: float, b: float) -> bool:
+    return math.isclose(a, b, rel_tol=_CLOSE, abs_tol=_CLOSE * 1e-2)
+
+
+def _random_rows(rng: np.random.Generator, fields: Sequence[str], vocab_size: int) -> NumpyRows:
+    """Rows [_ROWS, _TOKENS] of one or two documents, some padded."""
+    sizes = _ROWS, _TOKENS
+    place = np.broadcast_to(np.arange(_TOKENS), sizes)
+    real = place < rng.integers(_TOKENS // 2, _TOKENS + 1, (_ROWS, 1))
+    second = place >= _TOKENS // 4
+    known = {
+        "tokens": rng.integers(0, vocab_size, sizes) * real,
+        "targets": rng.integers(0, vocab_size, sizes) * real,
+        "segments": (1 + second) * real,
+        "positions": (place - second * (_TOKENS // 4)) * real,
+    }
+    rows = {name: x.astype(np.int32) for name, x in known.items()}
+    rows |= {name: (rng.random(sizes) * real).astype(np.float32) for name in fields if name not in known}
+    return rows | {"weights": (real * rng.choice([0.0, 0.5, 1.0, 1.0], sizes)).astype(np.float32)}
+
+
+def _random_outputs(rng: np.random.Generator, vocab_size: int, emb_dim: int) -> list[np.ndarray]:
+    """Likelihoods, logits and hidden states of `_random_rows`."""
+    sizes = _ROWS, _TOKENS
+    drawn = rng.gamma(2.0, 2.0, sizes), rng.normal(size=(*sizes, vocab_size)), rng.normal(size=(*sizes, emb_dim))
+    return [x.astype(np.float32) for x in drawn]
+
+
+def _tried(function: Loss, outputs: Sequence[np.ndarray], rows: NumpyRows) -> tuple[float, float]:
+    """The function's sum and weight.
+
+    Raises:
+      UserError: it returns something else than two finite scalars.
+    """
+    asked = [functools.partial(jnp.asarray, x) for x in outputs]
+    found: Tree = function(Predictions(*asked), {name: jnp.asarray(x) for name, x in rows.items()})
+    if not (isinstance(found, tuple) and len(found) == 2):
+        raise UserError(f"objective: it returns {type(found).__name__}, not the pair (sum, weight).")
+    for name, x in zip(("sum", "weight"), found, strict=True):
+        shape, dtype = jnp.shape(x), jnp.result_type(x)
+        if shape or not jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.complexfloating):
+            raise UserError(f"objective: the {name} is {dtype} of shape {shape}, not a number of shape ().")
+        if not math.isfinite(float(x)):
+            raise UserError(f"objective: the {name} of {len(rows['tokens'])} random rows is {float(x)}.")
+    return float(found[0]), float(found[1])

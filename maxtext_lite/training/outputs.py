@@ -1,0 +1,134 @@
+"""What a forward pass leaves, and what an objective makes of it: likelihoods, and the experts' part of a loss."""
+
+# pyright: reportUnknownLambdaType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# jax, optax and orbax declare some of their functions in part.
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+
+from maxtext_lite.config import NumericsConfig
+from maxtext_lite.models import BALANCE, DROPPED, LOAD, ROUTER_Z, Decoder
+from maxtext_lite.parallel import axes_in_use, constrain, gathered_for_use
+from maxtext_lite.training.arrays import Metrics, Params, Rows
+from maxtext_lite.training.loss import HEAD_AXES, LossSums, Readout, cross_entropy, tile_logits, token_losses, token_nll
+
+
+class TokenSplit(NamedTuple):
+    """How tokens are shared out where a loss is taken: [B, T, ...] to the shares, and back."""
+
+    split: Callable[[jax.Array], jax.Array]
+    merge: Callable[[jax.Array], jax.Array]
+
+
+WHOLE = TokenSplit(lambda x: x, lambda x: x)
+"""Not shared out."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Outputs:
+    """The final hidden states of rows, and what can be asked of them; nothing is computed before it is.
+
+    Attributes:
+      params: the decoder's parameters as `Decoder.cast` gives them.
+      x_BTD: final hidden states, normed; in the shares of `tokens`.
+      aux: of the rows' streams after all layers; {} without experts.
+      config: tiles, number formats, and multipliers of auxiliary losses.
+    """
+
+    decoder: Decoder
+    params: Params
+    x_BTD: jax.Array
+    aux: dict[str, jax.Array]
+    config: NumericsConfig
+    tokens: TokenSplit = WHOLE
+
+    def _head_inputs(self) -> tuple[jax.Array, jax.Array]:
+        """The final hidden states and the output projection [D, V], laid out for a loss."""
+        # Gathered here, each once: their two uses, for logits and for the gradient, could each do so.
+        x_BTD = constrain(self.x_BTD, ("end_batch", "length", "activation_embed"))
+        head_DV = self.decoder.head(self.params).astype(x_BTD.dtype)
+        return x_BTD, gathered_for_use(head_DV, axes_in_use(HEAD_AXES), HEAD_AXES)
+
+    def _readout(self, temperature: float = 1.0, z_loss_multiplier: float = 0.0) -> Readout:
+        config, soft_cap = self.config, self.decoder.shape.final_soft_cap
+        how = config.num_vocab_tiling, soft_cap, temperature, jnp.dtype(config.grad_dtype)
+        return Readout(*how, z_loss_multiplier)
+
+    def cross_entropy(self, target_BT: jax.Array, weight_BT: jax.Array) -> tuple[jax.Array, LossSums]:
+        """Summed loss of predicting the targets, weighted, with the z-loss of the config; and its parts."""
+        how = self._readout(z_loss_multiplier=self.config.z_loss_multiplier)
+        return cross_entropy(*self._head_inputs(), self.tokens.split(target_BT), self.tokens.split(weight_BT), how)
+
+    def nll(self, target_BT: jax.Array, temperature: float = 1.0) -> jax.Array:
+        """Negative log-likelihood [B, T], float32, of each target, to be differentiated: see `loss.token_nll`."""
+        found = token_nll(*self._head_inputs(), self.tokens.split(target_BT), self._readout(temperature))
+        return self.tokens.merge(cast(jax.Array, found))
+
+    def logits(self) -> jax.Array:
+        """Logits [B, T, V] of all tokens at once, float32."""
+        return self.tokens.merge(tile_logits(*self._head_inputs(), self.decoder.shape.final_soft_cap))
+
+    def scored_nll(self, target_BT: jax.Array) -> jax.Array:
+        """`nll` as evaluations take it, without a layout for a gradient."""
+        head_DV = self.decoder.head(self.params).astype(self.x_BTD.dtype)
+        config, soft_cap = self.config, self.decoder.shape.final_soft_cap
+        return token_losses(self.x_BTD, head_DV, target_BT, config.num_vocab_tiling, soft_cap)
+
+    def auxiliary_loss(
+        self, weight_BT: jax.Array, example_weight_B: jax.Array
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The experts' part of the summed loss, and sums by name: what is per token weighs as the token does in the
+        loss, what is per example as the example's target tokens do. Means over layers with experts, before their
+        multipliers.
+
+        Args:
+          weight_BT, example_weight_B: divided as the loss is.
+        """
+        multipliers = {BALANCE: self.config.load_balance_loss_weight, ROUTER_Z: self.config.router_z_loss_multiplier}
+        loss = jnp.zeros([], jnp.float32)
+        if LOAD in self.aux:  # neither weighted nor divided: counts that stay whole
+            loss += jnp.sum(self.aux[LOAD])
+        sums = {}
+        for name in auxiliary_names(self.decoder):
+            weights = weight_BT if self.aux[name].ndim == 2 else example_weight_B
+            sums[name] = jnp.sum(weights * self.aux[name]) / self.decoder.shape.num_expert_layers
+            loss += multipliers.get(name, 0) * sums[name]
+        return loss, sums
+
+
+def forward(decoder: Decoder, params: Params, rows: Rows, config: NumericsConfig) -> Outputs:
+    """The outputs of rows [B, T]; `params` as `Decoder.cast` gives them."""
+    x_BTD, aux = decoder.hidden_and_aux(params, rows["tokens"], rows["segments"], rows["positions"])
+    return Outputs(decoder, params, x_BTD, aux, config)
+
+
+def spread_over_targets(example_weight_B: jax.Array, rows: Rows) -> tuple[jax.Array, jax.Array]:
+    """What `Outputs.auxiliary_loss` takes where each row has a weight of its own: its target tokens share it alike."""
+    is_target_BT = rows["weights"] > 0
+    share_B = example_weight_B / jnp.maximum(jnp.sum(is_target_BT, axis=-1), 1)
+    return is_target_BT * share_B[:, None], example_weight_B
+
+
+AUXILIARY_METRICS = (BALANCE, "moe_balance_loss", "router_z_loss", DROPPED)
+"""Metrics of a model with experts: moe_balance is 1 where each expert is chosen equally often, the losses are with
+their multipliers, where those are not 0; moe_dropped_fraction is of choices, where there is a capacity."""
+
+
+def auxiliary_metrics(aux: dict[str, jax.Array], config: NumericsConfig) -> Metrics:
+    """AUXILIARY_METRICS as far as there are any, from a step's means; {} without experts."""
+    metrics = {name: aux[name] for name in (BALANCE, DROPPED) if name in aux}
+    if aux and config.load_balance_loss_weight:
+        metrics["moe_balance_loss"] = config.load_balance_loss_weight * aux[BALANCE]
+    if aux and config.router_z_loss_multiplier:
+        metrics["router_z_loss"] = config.router_z_loss_multiplier * aux[ROUTER_Z]
+    return metrics
+
+
+def auxiliary_names(decoder: Decoder) -> list[str]:
+    """Names of the sums of `Outputs.auxiliary_loss`."""
+    experts = decoder.shape.experts
+    return [] if experts is None else [name for name in experts.aux_axes if name != LOAD]

@@ -1,0 +1,53 @@
+"""A user's examples as a source: what is left out is filled in, and what cannot be is refused."""
+
+import numpy as np
+import pytest
+
+from maxtext_lite.config import UserError
+from maxtext_lite.data import own_examples
+
+SIZES = {"key": "source", "num_tokens": 4, "vocab_size": 10}
+
+
+class Examples(list):
+    fingerprint = "mine"
+
+
+def example(**fields):
+    return {"tokens": np.arange(4), "targets": np.arange(1, 5), **fields}
+
+
+def test_what_is_left_out_is_one_document_of_which_all_counts():
+    source = own_examples(Examples([example()]), **SIZES)
+    assert (len(source), source.num_tokens, source.fingerprint) == (1, 4, "own:mine")
+    row = source[0]
+    assert {name: x.tolist() for name, x in row.items()} == {
+        "tokens": [0, 1, 2, 3], "targets": [1, 2, 3, 4], "segments": [1, 1, 1, 1], "positions": [0, 1, 2, 3],
+        "weights": [1, 1, 1, 1],
+    }  # fmt: skip
+    assert {name: x.dtype.name for name, x in row.items() if name != "weights"} == dict.fromkeys(
+        row.keys() - {"weights"}, "int32"
+    )
+    assert row["weights"].dtype == np.float32
+
+
+def test_fields_of_ones_own_are_float32_and_targets_are_counted():
+    examples = [example(weights=np.array([0, 1, 0.5, 0]), price=np.full(4, 0.25 * number)) for number in range(3)]
+    source = own_examples(Examples(examples), **SIZES)
+    assert set(source.fields) == {"tokens", "targets", "segments", "positions", "weights", "price"}
+    assert source[2]["price"].dtype == np.float32
+    assert source[2]["price"].tolist() == [0.5] * 4
+    assert source.num_target_tokens == 6
+    assert source.count_targets(np.array([1, 1])) == 4
+
+
+@pytest.mark.parametrize(("examples", "message"), [
+    ([], "source has no examples"),
+    ([{"tokens": np.arange(4)}], r"source\[0\] has no targets"),
+    ([example(weights=np.ones(3))], r"source\[0\]: weights has the shape \(3,\), not \(max_target_length,\) = \(4,\)"),
+    ([example(tokens=np.arange(7, 11))], r"source\[0\]: tokens are 7 to 10, not 0 to vocab_size - 1 = 9"),
+    ([example(), example(price=np.ones(4))], r"source\[1\] has the fields .*price.*, not"),
+])  # fmt: skip
+def test_what_is_not_an_example_is_refused(examples, message):
+    with pytest.raises(UserError, match=message):
+        own_examples(Examples(examples), **SIZES)[len(examples) - 1]
