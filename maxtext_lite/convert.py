@@ -213,13 +213,13 @@ def _abstract_params(config: Config) -> Any:
     import jax
 
     from maxtext_lite.batching.topology import resolve_mesh
-    from maxtext_lite.config.problem import Problem
+    from maxtext_lite.config.violation import Violation
     from maxtext_lite.parallel import make_mesh, start_devices, tree_shardings
     from maxtext_lite.training.state import make_plain_decoder
 
     start_devices()
     sizes = resolve_mesh(config, jax.device_count())
-    if isinstance(sizes, Problem):
+    if isinstance(sizes, Violation):
         raise UserError(sizes.message)
     mesh = make_mesh(sizes.ici, sizes.dcn)
     decoder = make_plain_decoder(config)

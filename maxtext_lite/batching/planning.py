@@ -9,14 +9,14 @@ from maxtext_lite.batching.activations import splits_residual
 from maxtext_lite.batching.ledger import MemoryEstimate, bytes_text
 from maxtext_lite.batching.length import RunLength
 from maxtext_lite.batching.memory import estimate_activations, estimate_memory, master_bytes
-from maxtext_lite.batching.mend import refusals, resolve
+from maxtext_lite.batching.solve import refusals, resolve
 from maxtext_lite.batching.pipeline_shape import SCHEDULES, PipelineShape, Schedule
 from maxtext_lite.batching.plan import BatchPlan, ScheduleCost, layout_shards, row_slots
-from maxtext_lite.batching.rl import RLBatch, trained_config
+from maxtext_lite.batching.rl import RLBatch
 from maxtext_lite.batching.scaling import scaling_warnings
 from maxtext_lite.batching.sizes import Sizes
 from maxtext_lite.batching.topology import Topology
-from maxtext_lite.config import Config, RLRunConfig, UserError
+from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.errors import number_text, value_text
 from maxtext_lite.config.kernels import Accelerator, Platform, planned_kernel
 from maxtext_lite.config.load import read_config
@@ -53,8 +53,7 @@ def make_plan(
         raise UserError(str(refusal) for refusal in refusals(config, topology, num_examples))
     sizes, rl = resolved
     if rl is not None:
-        assert isinstance(config, RLRunConfig)
-        return _rl_plan(_plan(trained_config(config, rl), sizes, None, device_memory_gb), rl, num_examples)
+        return _rl_plan(_plan(config, sizes, None, device_memory_gb), rl, num_examples)
     return _plan(config, sizes, num_examples, device_memory_gb)
 
 
