@@ -66,6 +66,10 @@ class PlanRequest(Request):
         topology = replace(self.topology, num_devices=devices, num_hosts=hosts)
         return replace(self, config=self.config.model_copy(update=keys), topology=topology)
 
+    def allows(self, change: Change) -> bool:
+        """Whether the values are of their keys' types, or numbers of a machine."""
+        return super().allows({key: value for key, value in change.items() if key not in _MACHINE})
+
     def value(self, key: str) -> object:
         """The value of a key; of num_devices and num_hosts the machine's."""
         return getattr(self.topology if key in _MACHINE else self.config, key)
@@ -98,8 +102,11 @@ class PlanRequest(Request):
 
     def resorts(self) -> Iterator[Change]:
         """The plainest mesh, batch or all of it; then the defaults of all keys."""
-        yield from (_DATA_PARALLEL, _ONE_STAGE, _PLAIN_BATCH, _PLAINEST, {**_PLAINEST, "last_batch": "train"})
-        yield from ({**change, **_PLAINEST} for change in super().resorts())
+        one = _MACHINE if topology_violations(replace(self.topology, num_hosts=1)) else ("num_hosts",)
+        machine = dict.fromkeys(one if topology_violations(self.topology) else (), 1)
+        for plain in (_DATA_PARALLEL, _ONE_STAGE, _PLAIN_BATCH, _PLAINEST, {**_PLAINEST, "last_batch": "train"}):
+            yield {**plain, **machine}
+        yield from ({**change, **_PLAINEST, **machine} for change in super().resorts())
 
     def present(self, key: str) -> object:
         """The value that a change moves away from; of a mesh key that says -1 what remains for it."""

@@ -13,7 +13,7 @@ from typing import cast
 
 _MOST_BITS = 256
 _LONGEST_NAME = 100
-_AMBIGUOUS = re.compile(r"^['\"]|, | or |\s#|\s\w+=")
+_AMBIGUOUS = re.compile(r"^['\"]|, | or |\s#|(^|\s)\w+=")
 
 
 class UserError(Exception):

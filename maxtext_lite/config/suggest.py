@@ -1,5 +1,6 @@
 """Which values would work: changes near what was asked for, tried until no rule is broken."""
 
+import functools
 import heapq
 import itertools
 import math
@@ -8,7 +9,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import islice
-from typing import Self, cast, get_args
+from typing import Annotated, Self, cast, get_args
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from maxtext_lite.config.errors import Refusal, setting_text
 from maxtext_lite.config.rules import rule_violations
@@ -56,6 +59,15 @@ class Request:
         """Every rule that is broken."""
         return rule_violations(self.config, self.defaults)
 
+    def allows(self, change: Change) -> bool:
+        """Whether the values are of their keys' types."""
+        try:
+            for key, value in change.items():
+                _type_of(type(self.config), key).validate_python(value)
+        except ValidationError:
+            return False
+        return True
+
     def sides(self, violation: Violation) -> list[Iterable[Change]]:
         """What the rule itself allows: of each of these the first that works is worth naming, nearest first."""
         found: list[Iterable[Change]] = []
@@ -94,6 +106,13 @@ class Request:
         return any(key in ModelConfig.model_fields for key in keys), sum(
             _apart(self.present(key), change[key]) for key in keys
         )
+
+
+@functools.cache
+def _type_of(kind: type[Config], key: str) -> TypeAdapter[object]:
+    field = kind.model_fields[key]
+    of_type = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
+    return TypeAdapter(of_type, config=ConfigDict(strict=True))
 
 
 _ONE_KEY, _ANOTHER_KIND = 4.0, 16.0
@@ -192,9 +211,11 @@ class _Search:
             _, _, change, is_second = heapq.heappop(waiting)
             changed = request.changed(change)
             broken = [each for each in changed.violations() if each.name not in allowed]
-            if not broken and changed != request:
+            if changed == request or not request.allows(change):
+                continue
+            if not broken:
                 return change
-            if not is_second and len(broken) <= _MOST_REPAIRED and changed != request:
+            if not is_second and len(broken) <= _MOST_REPAIRED:
                 more = heapq.nsmallest(_MOST_SECOND, _candidates(changed, broken[0]), key=changed.distance)
                 add(({**change, **each} for each in more), is_second=True)
         return None
@@ -217,7 +238,9 @@ def _broken(request: Request) -> frozenset[str]:
 def _works(request: Request, change: Change, allowed: Collection[str]) -> bool:
     """Whether a change changes something and leaves nothing else than `allowed` broken."""
     changed = request.changed(change)
-    return changed != request and all(violation.name in allowed for violation in changed.violations())
+    if changed == request or not request.allows(change):
+        return False
+    return all(violation.name in allowed for violation in changed.violations())
 
 
 def _fewest(request: Request, change: Change, allowed: Collection[str]) -> Change:

@@ -9,7 +9,7 @@ from maxtext_lite.batching.sizes import Sizes, work_out
 from maxtext_lite.batching.topology import Topology
 from maxtext_lite.config import UserError, load_config, parse_value
 from maxtext_lite.config.schema import Config
-from tests.refusals import RL_FILE, changes, random_words
+from tests.refusals import RL_FILE, changes, draw, random_words
 
 BASE = load_config()
 
@@ -18,48 +18,6 @@ def configured(values):
     """A config with values as a message or a command line has them."""
     parsed = {key: parse_value(str(value)).value for key, value in values.items()}
     return Config.model_validate(BASE.model_dump() | parsed)
-
-
-def draw(rng):
-    values = {"num_experts": 24}  # for an expert axis to divide
-
-    def maybe(key, choices, share=0.3):
-        if rng.random() < share:
-            values[key] = rng.choice(choices)
-
-    maybe("per_device_batch_size", ["0.1", "0.25", "0.29", "0.3", "0.5", "1", "1.3", "2", "12", "1/3", "-1"], 0.7)
-    maybe("gradient_accumulation_steps", [1, 2, 3, 4, 7, 8, -1])
-    maybe("global_batch_size", [0, 1, 8, 60, 64, 100, 128, 256])
-    maybe("eval_per_device_batch_size", ["0", "0.3", "1", "2"], 0.2)
-    maybe("expansion_factor_real_data", ["-1", "1", "2", "3", "4", "0.5", "0.25", "0.3", "1.5"])
-    for scope, share in (("ici", 0.15), ("dcn", 0.05)):
-        for axis in ("data", "fsdp", "tensor", "context", "expert", "pipeline"):
-            maybe(f"{scope}_{axis}_parallelism", [1, 2, 3, 4, 8, -1], share)
-    maybe("num_pipeline_microbatches", [-1, 1, 2, 3, 4, 8], 0.2)
-    maybe("num_pipeline_repeats", [-1, 1, 2, 3], 0.1)
-    maybe("pipeline_schedule", ["1f1b"], 0.5 if "ici_pipeline_parallelism" in values else 0.01)
-    maybe("max_target_length", [250, 254], 0.03)
-    maybe("num_layers_per_pipeline_stage", [1, 2, 3], 0.1)
-    maybe("enable_rampup_batch_size", ["true"])
-    maybe("num_epochs", ["1", "0.5", "0.3", "1/7", "0.01", "20"], 0.4)
-    if "num_epochs" in values:
-        values["steps"] = -1
-        maybe("last_batch", ["drop", "train"])
-    else:
-        maybe("steps", [-1, 30, 1000], 0.1)
-    maybe("learning_rate_scaling", ["linear", "sqrt", "sqrt"])
-    maybe("base_global_batch_size", [0, 1, 16, 100, 4096], 0.8 if "learning_rate_scaling" in values else 0.1)
-    if values.get("learning_rate_scaling") == "sqrt":
-        maybe("scale_adam_with_batch", ["true"], 0.6)
-    maybe("adam_b1", ["0", "0.5", "0.9", "0.999"])
-    maybe("enable_diloco", ["true"], 0.2)
-    maybe("diloco_num_replicas", [-1, 1, 2, 3, 4, 6], 0.5)
-    maybe("rampup_mode", ["gradient_accumulation_steps", "per_device_batch_size"])
-    maybe("per_device_batch_size_start", ["0.4", "1", "2", "0.5"])
-    maybe("per_device_batch_size_increment", ["0.2", "1", "0.5", "3"])
-    num_devices = rng.choice([1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 64, 100, 256, 4096])
-    hosts = rng.choice([1, 1, 1, 2, 3, 4, 8])
-    return values, {"num_devices": num_devices, "num_hosts": hosts}, rng.choice([1, 7, 100, 1000, 2**31 - 1])
 
 
 def changed(values, machine, edit):
