@@ -15,10 +15,15 @@ NUMBERS = [key for key in (*KEYS, *RL_KEYS) if "Literal" not in str(RLRunConfig.
            and RLRunConfig.model_fields[key].annotation not in (bool, str)]  # fmt: skip
 
 
+SWITCHES = ["enable_rampup_batch_size=true", "enable_diloco=true", "pipeline_schedule=1f1b", "last_batch=train",
+            "learning_rate_scaling=sqrt", "scale_adam_with_batch=true"]  # fmt: skip
+
+
 def number(rng):
     """A number of any size up to 10^18, often a power or a product of small ones; or a ratio of two."""
     size = rng.choice([1, 2, 3, 6, 9, 12, 18])
-    whole = rng.choice([rng.randint(1, 10**size), 2 ** rng.randint(0, 3 * size), 10**size, 3 ** rng.randint(0, 2 * size)])
+    powers = 2 ** rng.randint(0, 3 * size), 3 ** rng.randint(0, 2 * size), 10**size
+    whole = rng.choice([rng.randint(1, 10**size), *powers])
     shape = rng.random()
     if shape < 0.1:
         return f"{whole}/{rng.randint(1, 10 ** rng.choice([1, 2, 6, 18]))}"
@@ -31,8 +36,9 @@ def asked(rng):
     """A file, words of a command line, a machine and a number of examples."""
     kind = rng.random()
     examples = rng.choice([None, 1, 7, 1000, 2**31 - 1, rng.randint(1, 10**18)])
-    machine = {"num_devices": rng.choice([1, 2, 6, 8, 64, 100, 4096, 65536, rng.randint(1, 10**6), rng.randint(0, 10**18)]),
-               "num_hosts": rng.choice([1, 1, 1, 2, 3, 8, rng.randint(0, 10**18)])}  # fmt: skip
+    devices = [1, 2, 6, 8, 64, 100, 4096, 65536, rng.randint(1, 10**6), rng.randint(0, 10**18)]
+    hosts = [1, 1, 1, 2, 3, 8, rng.randint(0, 10**18)]
+    machine = {"num_devices": rng.choice(devices), "num_hosts": rng.choice(hosts)}
     if kind < 0.3:
         values, machine, examples = draw(rng)
         return None, [f"{key}={value}" for key, value in values.items()], machine, examples
@@ -43,8 +49,7 @@ def asked(rng):
         keys = [key for key in NUMBERS if is_rl or key in KEYS]
         words = [f"{key}={number(rng)}" for key in rng.sample(keys, rng.choice([1, 2, 3, 5, 8]))]
         if rng.random() < 0.3:
-            words += rng.sample(["enable_rampup_batch_size=true", "enable_diloco=true", "pipeline_schedule=1f1b",
-                                 "learning_rate_scaling=sqrt", "scale_adam_with_batch=true", "last_batch=train"], 2)  # fmt: skip
+            words += rng.sample(SWITCHES, 2)
     return RL_FILE if is_rl else None, words, machine, examples
 
 
@@ -69,7 +74,8 @@ def failures(count, seed):
     refused, slowest, failed = 0, 0.0, []
     while refused < count:
         file, words, machine, examples = asked(rng)
-        examples = examples if examples is not None or not any(word.startswith("num_epochs") for word in words) else 1000
+        if any(word.startswith("num_epochs") for word in words):
+            examples = examples or 1000
         start = time.process_time()
         problems = planned(file, words, machine, examples)
         slowest = max(slowest, time.process_time() - start)
@@ -83,15 +89,14 @@ def failures(count, seed):
         for problem in problems:
             if " Nearest " in problem:
                 named |= changes(problem)[0]
-        on = machine | {key: int(value) for key, value in named.items() if key in machine}
-        left = planned(file, [*kept, *(f"{key}={value}" for key, value in named.items() if key not in machine)], on, examples)
-        if left:
+        on = {key: int(named.pop(key, value)) for key, value in machine.items()}
+        if left := planned(file, [*kept, *(f"{key}={value}" for key, value in named.items())], on, examples):
             failed.append((file, words, machine, examples, problems, left))
     return refused, slowest, failed
 
 
 if __name__ == "__main__":
     refused, slowest, failed = failures(int(sys.argv[1]), int(sys.argv[2]))
-    print(f"{refused} refused; the slowest took {slowest:.3f} s of CPU; {len(failed)} whose suggestions cannot be planned")
+    print(f"{refused} refused; slowest {slowest:.3f} s of CPU; {len(failed)} whose suggestions cannot be planned")
     for case in failed:
         print(*case, sep="\n  ")

@@ -7,6 +7,7 @@ from maxtext_lite.config import BatchConfig
 from maxtext_lite.config.errors import number_text
 from maxtext_lite.config.violation import Violation, divisors_of, multiples
 
+
 @dataclass(frozen=True)
 class Batch:
     """One optimizer step's examples: per device, per micro-batch over all devices, and in all."""

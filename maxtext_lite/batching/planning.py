@@ -9,12 +9,12 @@ from maxtext_lite.batching.activations import splits_residual
 from maxtext_lite.batching.ledger import MemoryEstimate, bytes_text
 from maxtext_lite.batching.length import RunLength
 from maxtext_lite.batching.memory import estimate_activations, estimate_memory, master_bytes
-from maxtext_lite.batching.solve import refusals, resolve
 from maxtext_lite.batching.pipeline_shape import SCHEDULES, PipelineShape, Schedule
 from maxtext_lite.batching.plan import BatchPlan, ScheduleCost, layout_shards, row_slots
 from maxtext_lite.batching.rl import RLBatch
 from maxtext_lite.batching.scaling import scaling_warnings
 from maxtext_lite.batching.sizes import Sizes
+from maxtext_lite.batching.solve import refusals, resolve
 from maxtext_lite.batching.topology import Topology
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.errors import number_text, value_text

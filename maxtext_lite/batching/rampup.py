@@ -222,9 +222,8 @@ def make_rampup(
     """The ramp of a config, None where it is off or its target unknown, or every rule that it breaks."""
     if batch is None or not config.enable_rampup_batch_size:
         return None
-    broken = _no_way_up(config, batch.per_device_batch_size)
-    if broken or (parts := _not_whole_stages(config, batch, num_devices)):
-        return [broken] if broken else parts
+    if broken := _no_way_up(config, batch.per_device_batch_size) or _not_whole_stages(config, batch, num_devices):
+        return broken
     return RampupBatchManager(
         num_devices,
         config.per_device_batch_size_start,
@@ -236,35 +235,29 @@ def make_rampup(
     )
 
 
-def _no_way_up(config: BatchConfig, target: Fraction) -> Violation | None:
+def _no_way_up(config: BatchConfig, target: Fraction) -> list[Violation]:
     """Refuses a ramp that does not lead up to the target in whole increments."""
     start, increment = config.per_device_batch_size_start, config.per_device_batch_size_increment
     if start >= target:
         starts = [target - number * increment for number in range(1, 65) if target > number * increment]
-        return Violation(
-            _START,
-            f"{_START}={number_text(start)} is not below the target per_device_batch_size={number_text(target)}.",
-            (one_of(_START, starts, start),),
-            rule="ramp goes up",
-        )
+        message = f"{_START}={number_text(start)} is not below the target per_device_batch_size={number_text(target)}."
+        return [Violation(_START, message, (one_of(_START, starts, start),), rule="ramp goes up")]
     steps = (target - start) / increment
     if steps.denominator == 1 and steps <= _MOST_INCREMENTS:
-        return None
-    fewest, most = max(int(steps) - 32, 1), min(int(steps) + 33, _MOST_INCREMENTS + 1)
-    shares = [(target - start) / number for number in (range(fewest, most) or (_MOST_INCREMENTS, 500, 100, 10, 5, 2, 1))]
+        return []
+    near = range(max(int(steps) - 32, 1), min(int(steps) + 33, _MOST_INCREMENTS + 1))
+    shares = [(target - start) / number for number in (near or (_MOST_INCREMENTS, 500, 100, 10, 5, 2, 1))]
     if steps > _MOST_INCREMENTS:
         message = (
             f"{_INCREMENT}={number_text(increment)} takes {math.ceil(steps):,} increments from {_START}="
             f"{number_text(start)} to per_device_batch_size={number_text(target)}, more than {_MOST_INCREMENTS:,}."
         )
-        return Violation(_INCREMENT, message, (one_of(_INCREMENT, shares, increment),), rule="few increments")
-    return Violation(
-        _INCREMENT,
+        return [Violation(_INCREMENT, message, (one_of(_INCREMENT, shares, increment),), rule="few increments")]
+    message = (
         f"from {_START}={number_text(start)} to per_device_batch_size={number_text(target)} by "
-        f"{_INCREMENT}={number_text(increment)} is {float(steps):.4g} increments, not a whole number.",
-        (one_of(_INCREMENT, shares, increment),),
-        rule="whole increments",
+        f"{_INCREMENT}={number_text(increment)} is {float(steps):.4g} increments, not a whole number."
     )
+    return [Violation(_INCREMENT, message, (one_of(_INCREMENT, shares, increment),), rule="whole increments")]
 
 
 def _not_whole_stages(config: BatchConfig, batch: Batch, num_devices: int) -> list[Violation]:

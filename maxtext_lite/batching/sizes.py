@@ -261,7 +261,8 @@ def _layer_violations(config: Config, num_stages: int) -> list[Violation]:
         if layers % num_stages:
             unit = num_stages * at_once * max(repeats, 1)
             key, near = "base_num_decoder_layers", multiples("base_num_decoder_layers", unit, layers, offset=first)
-        message = f"{named} is not a multiple of {num_stages} pipeline stages x num_layers_per_pipeline_stage={at_once}."
+        product = f"{num_stages} pipeline stages x num_layers_per_pipeline_stage={at_once}"
+        message = f"{named} is not a multiple of {product}."
         return [Violation(key, message, (near,), rule="layers")]
     if repeats not in (-1, rounds):
         key = "num_pipeline_repeats"

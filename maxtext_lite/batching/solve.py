@@ -40,7 +40,7 @@ _PLAINEST: Change = {
 }
 """What suits any machine and any model."""
 _PER, _STEPS = "per_device_batch_size", "gradient_accumulation_steps"
-_MACHINE = ("num_devices", "num_hosts")
+_MACHINE: tuple[str, ...] = ("num_devices", "num_hosts")
 _REST = ("ici_data_parallelism", "ici_fsdp_parallelism")  # axes that may take the devices that others leave
 _MOST_SIZES = 12
 _MOST_BATCHES = 16
@@ -65,10 +65,6 @@ class PlanRequest(Request):
         devices, hosts = (machine.get(key, getattr(self.topology, key)) for key in _MACHINE)
         topology = replace(self.topology, num_devices=devices, num_hosts=hosts)
         return replace(self, config=self.config.model_copy(update=keys), topology=topology)
-
-    def allows(self, change: Change) -> bool:
-        """Whether the values are of their keys' types, or numbers of a machine."""
-        return super().allows({key: value for key, value in change.items() if key not in _MACHINE})
 
     def value(self, key: str) -> object:
         """The value of a key; of num_devices and num_hosts the machine's."""
@@ -96,7 +92,8 @@ class PlanRequest(Request):
         named = self.named(violation)
         yield from self._meshes([key for key in MESH_KEYS if key in named])
         if any(key in violation.message for key in _MACHINE):
-            yield from ({"num_hosts": 1}, dict.fromkeys(_MACHINE, 1))
+            yield {"num_hosts": 1}
+            yield {"num_devices": 1, "num_hosts": 1}
         if any("per_device_batch_size_" in key for key in named):
             yield from self._ramps()
 
@@ -165,13 +162,13 @@ class PlanRequest(Request):
         batch = stated_batch(self.config, self.topology.num_devices)
         if batch is None:
             return
-        target, steps, micro = batch.per_device_batch_size, batch.gradient_accumulation_steps, batch.micro_batch_to_train
+        target, steps = batch.per_device_batch_size, batch.gradient_accumulation_steps
         by = self.config.per_device_batch_size_increment
         yield from ({start: target - number * by} for number in range(1, 65) if target > number * by)
         yield {start: target / 2, increment: target / 2}
         if self.config.rampup_mode == "gradient_accumulation_steps":
             yield from ({_STEPS: steps + more} for more in range(1, 33))
-        total = micro if self.config.rampup_mode == "per_device_batch_size" else steps
+        total = batch.micro_batch_to_train if self.config.rampup_mode == "per_device_batch_size" else steps
         for parts in divisors(total)[1:_MOST_BATCHES]:  # equal stages of whole examples, or of whole accumulation steps
             yield {start: target / parts, increment: target / parts}
 
@@ -187,7 +184,7 @@ def resolve(
     rl = None
     if isinstance(config, RLRunConfig):
         broken = topology_violations(topology)
-        rl = rl_batch(config, topology) if not broken else broken
+        rl = broken or rl_batch(config, topology)
         if isinstance(rl, list):
             return rl
         num_examples = None  # a length in epochs has no use there

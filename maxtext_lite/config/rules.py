@@ -205,7 +205,8 @@ def _eval_share(config: Config) -> Violation | None:
 def _run_name(config: Config) -> Violation | None:
     if "/" not in config.run_name and config.run_name not in (".", ".."):
         return None
-    return Violation("run_name", f"run_name={value_text(config.run_name)} is not the name of a directory.", ("default",))
+    message = f"run_name={value_text(config.run_name)} is not the name of a directory."
+    return Violation("run_name", message, ("default",))
 
 
 def _remat_lists(config: Config) -> Violation | None:

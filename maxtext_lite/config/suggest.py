@@ -60,10 +60,10 @@ class Request:
         return rule_violations(self.config, self.defaults)
 
     def allows(self, change: Change) -> bool:
-        """Whether the values are of their keys' types."""
+        """Whether the values are of their keys' types, where they are of keys."""
         try:
-            for key, value in change.items():
-                _type_of(type(self.config), key).validate_python(value)
+            for key in change.keys() & type(self.config).model_fields.keys():
+                _type_of(type(self.config), key).validate_python(change[key])
         except ValidationError:
             return False
         return True
@@ -112,7 +112,7 @@ class Request:
 def _type_of(kind: type[Config], key: str) -> TypeAdapter[object]:
     field = kind.model_fields[key]
     of_type = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
-    return TypeAdapter(of_type, config=ConfigDict(strict=True))
+    return TypeAdapter(cast("type[object]", of_type), config=ConfigDict(strict=True))
 
 
 _ONE_KEY, _ANOTHER_KIND = 4.0, 16.0
@@ -148,12 +148,12 @@ def suggest(request: Request, wrong: Sequence[WrongValue]) -> list[Refusal]:
         works = tried and tried[0][0] <= _count(request, usual)
         lines.append(_Line(each.key, each.message, [change for _, change in tried] if works else [usual]))
         request = request.changed(lines[-1].changes[0])
-    start, search = request, _Search()
+    start, tries = request, iter(range(_MOST_TRIED))
     solved: dict[str, Change] = {}
     for violation in start.violations():
         if violation.name in solved:
             changes = [solved[violation.name]]
-        elif changes := search.changes(violation, request):
+        elif changes := _changes(request, violation, tries):
             changed = request.changed(changes[0])
             solved |= dict.fromkeys(_broken(request) - _broken(changed), changes[0])
             request = changed
@@ -166,59 +166,46 @@ def suggest(request: Request, wrong: Sequence[WrongValue]) -> list[Refusal]:
     return [Refusal(line.key, line.message, tuple(_named(line))) for line in lines]
 
 
-class _Search:
-    """Changes that are tried, up to a bound on the work."""
+def _changes(request: Request, violation: Violation, tries: Iterator[int]) -> list[Change]:
+    """Up to two changes that the rule allows, or else the nearest of any kind, that break nothing else."""
+    allowed = _broken(request) - {violation.name}
+    sides = request.sides(violation)
+    if found := [change for side in sides[:2] for change in islice(_working(request, side, allowed, tries), 1)]:
+        return found
+    change = _nearest(request, violation, allowed, islice(tries, _MOST_OF_ONE))
+    if change is None:
+        first: list[Change] = [*(change for side in sides for change in islice(side, 1)), {}]
+        larger = ({**change, **resort} for resort in request.resorts() for change in first)
+        change = next(_working(request, larger, allowed, itertools.repeat(0)), None)
+    return [] if change is None else [_fewest(request, change, allowed)]
 
-    def __init__(self) -> None:
-        self._left = _MOST_TRIED
 
-    def changes(self, violation: Violation, request: Request) -> list[Change]:
-        """Up to two changes that the rule allows, or else the nearest of any kind, that break nothing else."""
-        allowed = _broken(request) - {violation.name}
-        sides = request.sides(violation)
-        found = [change for side in sides[:2] if (change := self._first(request, side, allowed))]
-        if found:
-            return found
-        change = self._nearest(request, violation, allowed)
-        if change is None:
-            first = [change for side in sides for change in islice(side, 1)]
-            larger = ({**change, **resort} for resort in request.resorts() for change in (*first, {}))
-            change = next((change for change in larger if _works(request, change, allowed)), None)
-        return [] if change is None else [_fewest(request, change, allowed)]
+def _working(
+    request: Request, changes: Iterable[Change], allowed: Collection[str], tries: Iterable[int]
+) -> Iterator[Change]:
+    return (change for change, _ in zip(changes, tries, strict=False) if _breaks(request, change, allowed) == [])
 
-    def _first(self, request: Request, changes: Iterable[Change], allowed: Collection[str]) -> Change | None:
+
+def _nearest(request: Request, violation: Violation, allowed: Collection[str], tries: Iterator[int]) -> Change | None:
+    """The nearest change that works: one, or one and another that repairs what it breaks."""
+    waiting: list[tuple[tuple[bool, float], int, Change, bool]] = []
+    order = itertools.count()
+
+    def add(changes: Iterable[Change], *, is_second: bool) -> None:
         for change in changes:
-            self._left -= 1
-            if self._left < 0:
-                return None
-            if _works(request, change, allowed):
-                return change
-        return None
+            heapq.heappush(waiting, (request.distance(change), next(order), change, is_second))
 
-    def _nearest(self, request: Request, violation: Violation, allowed: Collection[str]) -> Change | None:
-        """The nearest change that works: one, or one and another that repairs what it breaks."""
-        order = itertools.count()
-        waiting: list[tuple[tuple[bool, float], int, Change, bool]] = []
-
-        def add(changes: Iterable[Change], *, is_second: bool) -> None:
-            for change in changes:
-                heapq.heappush(waiting, (request.distance(change), next(order), change, is_second))
-
-        add(_candidates(request, violation), is_second=False)
-        last = max(self._left - _MOST_OF_ONE, 0)
-        while waiting and self._left > last:
-            self._left -= 1
-            _, _, change, is_second = heapq.heappop(waiting)
+    add(_candidates(request, violation), is_second=False)
+    while waiting and next(tries, None) is not None:
+        _, _, change, is_second = heapq.heappop(waiting)
+        broken = _breaks(request, change, allowed)
+        if broken == []:
+            return change
+        if broken and not is_second and len(broken) <= _MOST_REPAIRED:
             changed = request.changed(change)
-            broken = [each for each in changed.violations() if each.name not in allowed]
-            if changed == request or not request.allows(change):
-                continue
-            if not broken:
-                return change
-            if not is_second and len(broken) <= _MOST_REPAIRED:
-                more = heapq.nsmallest(_MOST_SECOND, _candidates(changed, broken[0]), key=changed.distance)
-                add(({**change, **each} for each in more), is_second=True)
-        return None
+            more = heapq.nsmallest(_MOST_SECOND, _candidates(changed, broken[0]), key=changed.distance)
+            add(({**change, **each} for each in more), is_second=True)
+    return None
 
 
 def _candidates(request: Request, violation: Violation) -> Iterator[Change]:
@@ -235,12 +222,12 @@ def _broken(request: Request) -> frozenset[str]:
     return frozenset(violation.name for violation in request.violations())
 
 
-def _works(request: Request, change: Change, allowed: Collection[str]) -> bool:
-    """Whether a change changes something and leaves nothing else than `allowed` broken."""
+def _breaks(request: Request, change: Change, allowed: Collection[str]) -> list[Violation] | None:
+    """What a change leaves broken but for `allowed`; None where it changes nothing, or to what no key may be."""
     changed = request.changed(change)
     if changed == request or not request.allows(change):
-        return False
-    return all(violation.name in allowed for violation in changed.violations())
+        return None
+    return [violation for violation in changed.violations() if violation.name not in allowed]
 
 
 def _fewest(request: Request, change: Change, allowed: Collection[str]) -> Change:
@@ -249,7 +236,7 @@ def _fewest(request: Request, change: Change, allowed: Collection[str]) -> Chang
     kept = {key: value for key in change if (value := changed.value(key)) != request.value(key)}
     for key in reversed(tuple(kept)):
         rest = {other: value for other, value in kept.items() if other != key}
-        if rest and _works(request, rest, allowed):
+        if rest and _breaks(request, rest, allowed) == []:
             return _fewest(request, rest, allowed)
     return kept
 

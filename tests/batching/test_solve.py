@@ -3,9 +3,9 @@ from fractions import Fraction
 
 import pytest
 
-from maxtext_lite.batching.solve import refusals
 from maxtext_lite.batching.planning import load_plan, make_plan
 from maxtext_lite.batching.sizes import Sizes, work_out
+from maxtext_lite.batching.solve import refusals
 from maxtext_lite.batching.topology import Topology
 from maxtext_lite.config import UserError, load_config, parse_value
 from maxtext_lite.config.schema import Config
