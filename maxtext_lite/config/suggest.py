@@ -198,7 +198,7 @@ def _nearest(request: Request, violation: Violation, allowed: Collection[str], t
     add(_candidates(request, violation), is_second=False)
     while waiting and next(tries, None) is not None:
         _, _, change, is_second = heapq.heappop(waiting)
-        broken = _breaks(request, change, allowed)
+        broken = _breaks(request, change, allowed, 1 if is_second else _MOST_REPAIRED + 1)
         if broken == []:
             return change
         if broken and not is_second and len(broken) <= _MOST_REPAIRED:
@@ -222,12 +222,12 @@ def _broken(request: Request) -> frozenset[str]:
     return frozenset(violation.name for violation in request.violations())
 
 
-def _breaks(request: Request, change: Change, allowed: Collection[str]) -> list[Violation] | None:
-    """What a change leaves broken but for `allowed`; None where it changes nothing, or to what no key may be."""
+def _breaks(request: Request, change: Change, allowed: Collection[str], most: int = 1) -> list[Violation] | None:
+    """Up to `most` of what a change leaves broken; None where it changes nothing, or to what no key may be."""
     changed = request.changed(change)
     if changed == request or not request.allows(change):
         return None
-    return [violation for violation in changed.violations() if violation.name not in allowed]
+    return list(islice((broken for broken in changed.violations() if broken.name not in allowed), most))
 
 
 def _fewest(request: Request, change: Change, allowed: Collection[str]) -> Change:

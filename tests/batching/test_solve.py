@@ -10,6 +10,7 @@ from maxtext_lite.batching.topology import Topology
 from maxtext_lite.config import UserError, load_config, parse_value
 from maxtext_lite.config.schema import Config
 from tests.refusals import RL_FILE, changes, draw, random_words
+from tests.suggestions import failures
 
 BASE = load_config()
 
@@ -77,7 +78,7 @@ def test_shards_of_the_tokens_plan_or_name_values_that_work():
     assert 100 < refused < 250
 
 
-def test_values_of_the_wrong_kind_are_mended_along_with_the_rest():
+def test_values_of_the_wrong_type_are_answered_along_with_the_rest():
     rng = random.Random(7)
     wrong = {"per_device_batch_size": ["0", "-2"], "gradient_accumulation_steps": [0, "x"], "global_batch_size": [-3],
              "ici_tensor_parallelism": [0], "per_device_batch_size_start": ["0"], "expansion_factor_real_data": ["-2"],
@@ -130,6 +131,13 @@ def test_the_lines_of_a_refusal_agree_and_what_they_name_works_together():
                 assert not planned(file, words, machine, rest | other), (file, words, machine, rest, other)
     assert refused > 33
     assert further > 8
+
+
+def test_what_refusals_name_first_plans_and_is_found_in_under_a_second_whatever_the_numbers():
+    refused, slowest_seconds, failed = failures(200, seed=0)  # `python -m tests.suggestions` tries more
+    assert refused == 200
+    assert not failed
+    assert slowest_seconds < 1
 
 
 def check_arithmetic(plan, values, machine):
@@ -199,7 +207,7 @@ def test_a_neighbour_that_another_rule_forbids_is_not_named():
         make_plan(configured(values), num_devices=8)
 
 
-def test_refusals_of_no_problems_are_none():
+def test_what_can_be_planned_is_not_refused():
     assert refusals(BASE, Topology(1), []) == []
     assert isinstance(work_out(BASE, Topology(1)), Sizes)
     assert Fraction(16) == BASE.per_device_batch_size
