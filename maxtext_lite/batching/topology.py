@@ -13,7 +13,7 @@ from maxtext_lite.config.violation import Change, Violation, divisors_of
 MOST_DEVICES = 1_000_000
 """Devices or hosts of a machine."""
 MESH_AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
-"""Names of the mesh axes, slowest first."""
+"""Names of the mesh axes, slowest first: neighbours in `tensor` are neighbours in the machine."""
 
 _WORD = {"stage": "pipeline"}  # the key of an axis carries its own name, but for this one
 Scope = Literal["ici", "dcn"]
