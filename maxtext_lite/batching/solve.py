@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import islice
 from typing import Self, cast
 
 from maxtext_lite.batching.batch import Batch, SmallerBatch, derive_batch, stated_batch
@@ -13,7 +14,7 @@ from maxtext_lite.batching.topology import MESH_KEYS, Topology, mesh_key, topolo
 from maxtext_lite.config import Config, Refusal, RLRunConfig
 from maxtext_lite.config.load import OF_NO_USE_IN_RL, defaults_of
 from maxtext_lite.config.suggest import Request, WrongValue, suggest
-from maxtext_lite.config.violation import Change, Violation, divisors
+from maxtext_lite.config.violation import Change, Violation, divisors, divisors_of
 
 _DATA_PARALLEL: Change = dict.fromkeys(MESH_KEYS, 1) | {mesh_key("ici", "data"): -1}
 """The mesh that suits any machine and any model: copies of the model, one per device."""
@@ -42,7 +43,7 @@ _PLAINEST: Change = {
 _PER, _STEPS = "per_device_batch_size", "gradient_accumulation_steps"
 _MACHINE: tuple[str, ...] = ("num_devices", "num_hosts")
 _REST = ("ici_data_parallelism", "ici_fsdp_parallelism")  # axes that may take the devices that others leave
-_MOST_SIZES = 12
+_MOST_SIZES = 6
 _MOST_BATCHES = 16
 
 
@@ -115,14 +116,13 @@ class PlanRequest(Request):
 
     def _meshes(self, keys: Sequence[str]) -> Iterator[Change]:
         """One of the keys at a number of devices near its own, alone or with another that takes the rest."""
-        sizes = divisors(self.topology.num_devices) if keys else ()
         for key in dict.fromkeys((*keys, *_REST) if keys else ()):
             present = cast("int", self.present(key))
-            for size in sorted(sizes, key=lambda size: abs(math.log2(size / present)))[:_MOST_SIZES]:
-                yield {key: size}
-                yield from ({key: size, rest: -1} for rest in _REST if rest != key)
-        if keys:
-            yield _DATA_PARALLEL
+            for side in divisors_of(key, self.topology.num_devices, present)():
+                for change in islice(side, _MOST_SIZES):
+                    yield change
+                    yield from ({**change, rest: -1} for rest in _REST if rest != key)
+                yield from ({key: present, rest: -1} for rest in _REST if rest != key)
 
     def _batches(self, most: int) -> list[Change]:
         """Batches of at most `most` examples, the largest first, each of as few keys as it takes."""
@@ -155,22 +155,12 @@ class PlanRequest(Request):
         return [change for _, change in found]
 
     def _ramps(self) -> Iterator[Change]:
-        """Starts and increments of a ramp to the same target, other ways to make it, and none."""
-        start, increment = "per_device_batch_size_start", "per_device_batch_size_increment"
+        """No ramp, or one of equal stages of whole examples to the same target."""
         yield {"enable_rampup_batch_size": False}
-        yield {"rampup_mode": "per_device_batch_size"}
-        batch = stated_batch(self.config, self.topology.num_devices)
-        if batch is None:
-            return
-        target, steps = batch.per_device_batch_size, batch.gradient_accumulation_steps
-        by = self.config.per_device_batch_size_increment
-        yield from ({start: target - number * by} for number in range(1, 65) if target > number * by)
-        yield {start: target / 2, increment: target / 2}
-        if self.config.rampup_mode == "gradient_accumulation_steps":
-            yield from ({_STEPS: steps + more} for more in range(1, 33))
-        total = batch.micro_batch_to_train if self.config.rampup_mode == "per_device_batch_size" else steps
-        for parts in divisors(total)[1:_MOST_BATCHES]:  # equal stages of whole examples, or of whole accumulation steps
-            yield {start: target / parts, increment: target / parts}
+        if batch := stated_batch(self.config, self.topology.num_devices):
+            for stages in divisors(batch.micro_batch_to_train)[1:_MOST_BATCHES]:
+                first = batch.per_device_batch_size / stages
+                yield {"per_device_batch_size_start": first, "per_device_batch_size_increment": first}
 
 
 def resolve(

@@ -4,7 +4,7 @@ from difflib import get_close_matches
 
 from maxtext_lite.config.errors import value_text
 from maxtext_lite.config.schema import Config, ModelConfig
-from maxtext_lite.config.violation import Violation
+from maxtext_lite.config.violation import Violation, unused
 
 ALL_TARGETS = "all"
 """What lora_targets says of every weight that can be named."""
@@ -59,11 +59,6 @@ def unknown_targets(config: Config) -> Violation | None:
 
 def unused_adapters(config: Config, defaults: Config) -> Violation | None:
     """Refuses keys that say something about adapters where there are none."""
-    if config.lora_rank:
-        return None
-    for key in ("lora_alpha", "lora_targets"):
-        value, usual = getattr(config, key), getattr(defaults, key)
-        if value != usual:
-            message = f"{key}={value_text(value)} has no use with lora_rank=0, which trains all weights."
-            return Violation(key, message, (usual, {"lora_rank": 8}))
-    return None
+    usual = {key: getattr(defaults, key) for key in ("lora_alpha", "lora_targets")}
+    reason = "has no use with lora_rank=0, which trains all weights"
+    return None if config.lora_rank else unused(config, usual, reason, {"lora_rank": 8})

@@ -7,7 +7,7 @@ from maxtext_lite.config.adapted import unknown_targets
 from maxtext_lite.config.errors import value_text
 from maxtext_lite.config.model_parts import LayerKind
 from maxtext_lite.config.schema import Config
-from maxtext_lite.config.violation import Violation, divisors, next_to
+from maxtext_lite.config.violation import Violation, divisors, next_to, unused
 
 
 def _kv_heads(config: Config) -> Violation | None:
@@ -74,27 +74,15 @@ def _layer_pattern(config: Config) -> Violation | None:
 
 def _window(config: Config) -> Violation | None:
     """A window and layers that have one ask for each other."""
-    window, is_local = config.sliding_window_size, "local" in config.pattern
-    if is_local and window == 0:
-        return Violation(
-            "sliding_window_size",
-            f"sliding_window_size=0 with layer_pattern={value_text(config.layer_pattern)}: local layers see no token.",
-            (config.max_target_length,),
-        )
-    if window and not is_local:
-        return Violation(
-            "sliding_window_size",
-            f"sliding_window_size={window} has no use with layer_pattern={value_text(config.layer_pattern)}.",
-            (0, {"layer_pattern": "local"}),
-        )
-    if config.rope_local_max_timescale and not is_local:
-        return Violation(
-            "rope_local_max_timescale",
-            f"rope_local_max_timescale={config.rope_local_max_timescale:g} has no use with "
-            f"layer_pattern={value_text(config.layer_pattern)}.",
-            (0,),
-        )
-    return None
+    pattern = f"layer_pattern={value_text(config.layer_pattern)}"
+    if "local" not in config.pattern:
+        reason = f"has no use with {pattern}"
+        window = unused(config, {"sliding_window_size": 0}, reason, {"layer_pattern": "local"})
+        return window or unused(config, {"rope_local_max_timescale": 0}, reason)
+    if config.sliding_window_size:
+        return None
+    message = f"sliding_window_size=0 with {pattern}: local layers see no token."
+    return Violation("sliding_window_size", message, (config.max_target_length,))
 
 
 def _learned_positions(config: Config) -> Violation | None:
@@ -105,30 +93,18 @@ def _learned_positions(config: Config) -> Violation | None:
     if rows < tokens:
         message = f"trainable_position_size={rows} is less than max_target_length={tokens}."
         return Violation("trainable_position_size", message, (tokens,))
-    for key, unused in (("rope_scaling", None), ("rope_local_max_timescale", 0.0), ("mla", None)):
-        if getattr(config, key) != unused:
-            value = value_text(getattr(config, key))
-            message = f"trainable_position_size={rows} contradicts {key}={value}, which is about rotation."
+    for key, plain in (("rope_scaling", None), ("rope_local_max_timescale", 0.0), ("mla", None)):
+        if (value := getattr(config, key)) != plain:
+            message = f"trainable_position_size={rows} contradicts {key}={value_text(value)}, which is about rotation."
             return Violation("trainable_position_size", message, (0,))
     return None
 
 
 def _latent_attention(config: Config) -> Violation | None:
     """What mla has no place for."""
-    if config.mla is None:
-        return None
-    heads = config.base_num_query_heads
-    for key, value, needed in (
-        ("base_num_kv_heads", config.base_num_kv_heads, heads),
-        ("attention_bias", config.attention_bias, "none"),
-        ("qk_norm", config.qk_norm, "none"),
-        ("attention_sinks", config.attention_sinks, False),
-    ):
-        if value != needed:
-            return Violation(
-                key, f"{key}={value_text(value)} with mla={config.mla}: latent attention has its own.", (needed,)
-            )
-    return None
+    heads = {"base_num_kv_heads": config.base_num_query_heads}
+    plain = {**heads, "attention_bias": "none", "qk_norm": "none", "attention_sinks": False}
+    return unused(config, plain, f"with mla={config.mla}: latent attention has its own") if config.mla else None
 
 
 def _gated_activation(config: Config) -> Violation | None:
@@ -189,24 +165,17 @@ def _chosen_groups(config: Config) -> Violation | None:
 
 def _experts_that_are_not(config: Config) -> Violation | None:
     """Of the keys that say something about experts, the first that does where there are none."""
-    if config.num_experts > 1:
-        return None
-    for key, value, unused in (
-        ("base_moe_mlp_dim", config.base_moe_mlp_dim, -1),
-        ("shared_experts", config.shared_experts, 0),
-        ("capacity_factor", config.capacity_factor, -1),
-        ("routed_bias", config.routed_bias, False),
-        ("expert_bias", config.expert_bias, False),
-        ("first_num_dense_layers", config.first_num_dense_layers, 0),
-        ("router_z_loss_multiplier", config.router_z_loss_multiplier, 0),
-    ):
-        if value != unused:
-            return Violation(
-                key,
-                f"{key}={value_text(value)} has no use with num_experts=1, a model without experts.",
-                (unused,),
-            )
-    return None
+    plain = {
+        "base_moe_mlp_dim": -1,
+        "shared_experts": 0,
+        "capacity_factor": -1,
+        "routed_bias": False,
+        "expert_bias": False,
+        "first_num_dense_layers": 0,
+        "router_z_loss_multiplier": 0,
+    }
+    reason = "has no use with num_experts=1, a model without experts"
+    return None if config.num_experts > 1 else unused(config, plain, reason)
 
 
 MODEL_RULES: tuple[Callable[[Config], Violation | None], ...] = (

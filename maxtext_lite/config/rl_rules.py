@@ -12,7 +12,7 @@ from fractions import Fraction
 from maxtext_lite.config.errors import number_text, value_text
 from maxtext_lite.config.remat import listed
 from maxtext_lite.config.schema import Config, RewardConfig, RLRunConfig
-from maxtext_lite.config.violation import Violation, divisors, next_to
+from maxtext_lite.config.violation import Violation, divisors, next_to, unused
 
 RL_DATASETS = ("prompts", "arithmetic")
 """Values of dataset_type that reinforcement learning has, and nothing else."""
@@ -46,12 +46,9 @@ def unused_arithmetic(config: RLRunConfig, defaults: Config) -> Violation | None
     """Refuses keys that say something about generated problems where prompts are read from files."""
     if config.dataset_type != "prompts":
         return None
-    for key in ("arithmetic_operations", "arithmetic_largest"):
-        value, usual = getattr(config, key), getattr(defaults, key)
-        if value != usual:
-            message = f"{key}={value_text(value)} has no use with dataset_type=prompts, which reads files."
-            return Violation(key, message, (usual, {"dataset_type": "arithmetic"}))
-    return None
+    usual = {key: getattr(defaults, key) for key in ("arithmetic_operations", "arithmetic_largest")}
+    reason = "has no use with dataset_type=prompts, which reads files"
+    return unused(config, usual, reason, {"dataset_type": "arithmetic"})
 
 
 def _micro_batch(config: RLRunConfig) -> Violation | None:
@@ -129,20 +126,12 @@ def _long_prompts(config: RLRunConfig) -> Violation | None:
 
 
 def _packing(config: RLRunConfig) -> Violation | None:
-    if not config.packing:
-        return None
-    message = "packing=true has no use in RL: a prompt with its response is a row by itself."
-    return Violation("packing", message, (False,))
+    reason = "has no use in RL: a prompt with its response is a row by itself"
+    return unused(config, {"packing": False}, reason)
 
 
 def _z_loss(config: RLRunConfig) -> Violation | None:
-    if config.z_loss_multiplier == 0:
-        return None
-    message = (
-        f"z_loss_multiplier={number_text(config.z_loss_multiplier)} has no use in RL, whose loss is of ratios, not of "
-        "logits."
-    )
-    return Violation("z_loss_multiplier", message, (0,))
+    return unused(config, {"z_loss_multiplier": 0}, "has no use in RL, whose loss is of ratios, not of logits")
 
 
 def _schedule_unit(config: RLRunConfig) -> Violation | None:
@@ -321,8 +310,9 @@ def _rollout(config: RLRunConfig) -> Violation | None:
     engine, url = config.rollout_engine, config.rollout_url
     example, shown = {"rollout_url": "http://127.0.0.1:8000/v1"}, value_text(url)
     if engine == "local":
-        message = f"rollout_url={shown} has no use with rollout_engine=local, which samples in this process."
-        return Violation("rollout_url", message, ("",)) if url else None
+        return unused(
+            config, {"rollout_url": ""}, "has no use with rollout_engine=local, which samples in this process"
+        )
     if not url:
         message = "rollout_url is empty, but rollout_engine=http asks a server."
         return Violation("rollout_url", message, (example, {"rollout_engine": "local"}))
@@ -330,12 +320,8 @@ def _rollout(config: RLRunConfig) -> Violation | None:
         return Violation(
             "rollout_url", f"rollout_url={shown} does not begin with http:// or https:// and a host.", (example,)
         )
-    for key in ("rollout_tensor_parallelism", "rollout_fsdp_parallelism"):
-        value = getattr(config, key)
-        if value != 1:
-            message = f"{key}={value} has no use with rollout_engine=http, whose server has devices of its own."
-            return Violation(key, message, (1,))
-    return None
+    reason = "has no use with rollout_engine=http, whose server has devices of its own"
+    return unused(config, {"rollout_tensor_parallelism": 1, "rollout_fsdp_parallelism": 1}, reason)
 
 
 RL_RULES: tuple[Callable[[RLRunConfig], Violation | None], ...] = (

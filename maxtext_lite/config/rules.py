@@ -11,7 +11,7 @@ from maxtext_lite.config.model_rules import MODEL_RULES
 from maxtext_lite.config.remat import REMAT_TENSORS, listed
 from maxtext_lite.config.rl_rules import RL_DATASETS, RL_RULES, dataset_of_objective, unused_arithmetic
 from maxtext_lite.config.schema import Config, RLRunConfig
-from maxtext_lite.config.violation import Violation, divisors, next_to
+from maxtext_lite.config.violation import Violation, divisors, next_to, unused
 
 _BYTE_TOKENS = 257  # 256 bytes and the end of text
 
@@ -59,13 +59,8 @@ def _length(config: Config, defaults: Config) -> Violation | None:
 
 
 def _last_batch(config: Config) -> Violation | None:
-    if config.last_batch == "drop" or config.num_epochs:
-        return None
-    return Violation(
-        "last_batch",
-        "last_batch=train has no use with num_epochs=0: a run of stated steps has whole batches only.",
-        ("drop",),
-    )
+    reason = "has no use with num_epochs=0: a run of stated steps has whole batches only"
+    return None if config.num_epochs else unused(config, {"last_batch": "drop"}, reason)
 
 
 def _scaled_adam(config: Config) -> Violation | None:
@@ -152,25 +147,16 @@ def _objective(config: Config) -> Violation | None:
 
 
 def _z_loss_of_pairs(config: Config) -> Violation | None:
-    if config.dataset_type != "dpo" or config.z_loss_multiplier == 0:
-        return None
-    return Violation(
-        "z_loss_multiplier",
-        f"z_loss_multiplier={config.z_loss_multiplier:g} has no use with dataset_type=dpo, whose loss is one of pairs, "
-        "not of tokens.",
-        (0,),
-    )
+    reason = "has no use with dataset_type=dpo, whose loss is one of pairs, not of tokens"
+    return unused(config, {"z_loss_multiplier": 0}, reason) if config.dataset_type == "dpo" else None
 
 
 def _conversations_only(config: Config) -> Violation | None:
     """Keys about conversations, where there are none."""
-    if config.dataset_type in ("sft", "dpo", "prompts", "arithmetic") or config.chat_template == "":
+    if config.dataset_type in ("sft", "dpo", "prompts", "arithmetic"):
         return None
-    return Violation(
-        "chat_template",
-        f"chat_template={value_text(config.chat_template)} has no use with dataset_type={config.dataset_type}.",
-        ("", {"dataset_type": "sft"}),
-    )
+    reason = f"has no use with dataset_type={config.dataset_type}"
+    return unused(config, {"chat_template": ""}, reason, {"dataset_type": "sft"})
 
 
 def _dataset_path(config: Config) -> Violation | None:
@@ -237,34 +223,20 @@ def _remat_lists(config: Config) -> Violation | None:
 
 
 def _schedule_of_replicas(config: Config) -> Violation | None:
-    if not config.enable_diloco or config.schedule_unit == "steps":
-        return None
-    return Violation(
-        "schedule_unit",
-        f"schedule_unit={config.schedule_unit} with enable_diloco=true: between synchronisations a replica knows "
-        "its own examples and tokens only.",
-        ("steps",),
-    )
+    reason = "with enable_diloco=true: between synchronisations a replica knows its own examples and tokens only"
+    return unused(config, {"schedule_unit": "steps"}, reason) if config.enable_diloco else None
 
 
 def _shared_optimizer(config: Config) -> Violation | None:
-    if not (config.shard_optimizer_over_data and config.enable_diloco):
-        return None
-    return Violation(
-        "shard_optimizer_over_data",
-        "shard_optimizer_over_data=true with enable_diloco=true: replicas have an optimizer state each, none to share.",
-        (False,),
-    )
+    reason = "with enable_diloco=true: replicas have an optimizer state each, none to share"
+    return unused(config, {"shard_optimizer_over_data": False}, reason) if config.enable_diloco else None
 
 
 def _loss_scale(config: Config) -> Violation | None:
-    if config.loss_scale == 0 or config.dtype == "float16":
+    if config.dtype == "float16":
         return None
-    return Violation(
-        "loss_scale",
-        f"loss_scale={config.loss_scale:g} has no use with dtype={config.dtype}, whose range is that of float32.",
-        (0, {"dtype": "float16"}),
-    )
+    reason = f"has no use with dtype={config.dtype}, whose range is that of float32"
+    return unused(config, {"loss_scale": 0}, reason, {"dtype": "float16"})
 
 
 RULES: tuple[Callable[[Config], Violation | None], ...] = (

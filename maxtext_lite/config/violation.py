@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
-from maxtext_lite.config.errors import Refusal
+from maxtext_lite.config.errors import Refusal, value_text
+from maxtext_lite.config.schema import Config
 
 Change = Mapping[str, object]
 """New values of some keys (or of num_devices and num_hosts)."""
@@ -37,6 +38,18 @@ class Violation(Refusal):
     def name(self) -> str:
         """The same for the same rule broken by another value."""
         return self.rule or self.key
+
+
+def unused(config: Config, plain: Mapping[str, object], reason: str, *others: object) -> Violation | None:
+    """Refuses the first key that does not have its plain value, for a reason that stands behind the value.
+
+    Args:
+      others: what else the rule allows.
+    """
+    for key, usual in plain.items():
+        if (value := getattr(config, key)) != usual:
+            return Violation(key, f"{key}={value_text(value)} {reason}.", (usual, *others))
+    return None
 
 
 _MOST_NEAR = 64
