@@ -12,9 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from maxtext_lite.cli import ArgumentParser, local_path, parse_keys, run_command
 from maxtext_lite.config import Config, UserError
+from maxtext_lite.config.field_types import PathText
 from maxtext_lite.config.hf.config import hf_directory
 from maxtext_lite.config.json_file import user_path
-from maxtext_lite.config.kinds import PathText
 from maxtext_lite.generate import mesh_problems, model_config
 from maxtext_lite.generation.stream_text import WrittenText
 

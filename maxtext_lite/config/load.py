@@ -11,7 +11,8 @@ from typing import Literal, get_args, get_origin
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from maxtext_lite.config.errors import Refusal, UserError, WrongKind, did_you_mean, full_text, value_text
+from maxtext_lite.config.errors import Refusal, UserError, WrongType, did_you_mean, full_text, value_text
+from maxtext_lite.config.field_types import path_problem
 from maxtext_lite.config.files import (
     RL_FILE,
     ROOT_FILE,
@@ -25,7 +26,6 @@ from maxtext_lite.config.files import (
 )
 from maxtext_lite.config.hf.layer import directory_origin, directory_values, in_its_fields
 from maxtext_lite.config.hints import key_hint, words_meant
-from maxtext_lite.config.kinds import path_problem
 from maxtext_lite.config.schema import RL_KEYS, Config, ModelConfig, RLRunConfig, keys_of
 from maxtext_lite.config.suggest import Request, WrongValue, suggest
 from maxtext_lite.config.yaml_text import YamlValue, parse_value
@@ -317,7 +317,7 @@ def _wrong_kind(key: str, detail: ErrorDetails) -> tuple[str, Sequence[object]]:
         near = max(choices, key=lambda choice: _likeness(value, choice))
         return f"{key}={value} is not one of {', '.join(choices)}.", (near,)
     cause = detail.get("ctx", {}).get("error")
-    nearest = cause.nearest if isinstance(cause, WrongKind) else ()
+    nearest = cause.nearest if isinstance(cause, WrongType) else ()
     return f"{key}={value} {detail['msg'].removeprefix('Value error, ')}", nearest
 
 

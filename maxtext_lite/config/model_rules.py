@@ -7,7 +7,7 @@ from maxtext_lite.config.adapted import unknown_targets
 from maxtext_lite.config.errors import value_text
 from maxtext_lite.config.model_parts import LayerKind
 from maxtext_lite.config.schema import Config
-from maxtext_lite.config.violation import Violation, divisors, next_to, unused
+from maxtext_lite.config.violation import Violation, divisors, divisors_of, one_of, unused
 
 
 def _kv_heads(config: Config) -> Violation | None:
@@ -17,7 +17,7 @@ def _kv_heads(config: Config) -> Violation | None:
     return Violation(
         "base_num_kv_heads",
         f"base_num_kv_heads={kv_heads} does not divide base_num_query_heads={heads}.",
-        next_to(kv_heads, divisors(heads)),
+        (divisors_of("base_num_kv_heads", heads, kv_heads),),
     )
 
 
@@ -140,7 +140,7 @@ def _routing_groups(config: Config) -> Violation | None:
     return Violation(
         "n_routing_groups",
         f"n_routing_groups={groups} does not cut num_experts={experts} into equal groups of at least 2.",
-        next_to(groups, legal),
+        (one_of("n_routing_groups", legal, groups),),
     )
 
 

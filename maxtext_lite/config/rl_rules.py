@@ -12,7 +12,7 @@ from fractions import Fraction
 from maxtext_lite.config.errors import number_text, value_text
 from maxtext_lite.config.remat import listed
 from maxtext_lite.config.schema import Config, RewardConfig, RLRunConfig
-from maxtext_lite.config.violation import Violation, divisors, next_to, unused
+from maxtext_lite.config.violation import Violation, divisors, one_of, unused
 
 RL_DATASETS = ("prompts", "arithmetic")
 """Values of dataset_type that reinforcement learning has, and nothing else."""
@@ -63,8 +63,9 @@ def _micro_batch(config: RLRunConfig) -> Violation | None:
         if pairs % group
         else f"does not divide the {whole} pairs of batch_size={prompts} x num_generations={group}"
     )
-    legal = [group * count for count in divisors(prompts) if group * count <= 2**31 - 1]
-    return Violation("micro_batch_size", f"micro_batch_size={pairs} {wrong}.", next_to(pairs, legal))
+    legal = [group * count for count in divisors(prompts)]
+    key = "micro_batch_size"
+    return Violation(key, f"{key}={pairs} {wrong}.", (one_of(key, legal, pairs),))
 
 
 def _lengths(config: RLRunConfig) -> Violation | None:

@@ -11,7 +11,7 @@ from maxtext_lite.config.model_rules import MODEL_RULES
 from maxtext_lite.config.remat import REMAT_TENSORS, listed
 from maxtext_lite.config.rl_rules import RL_DATASETS, RL_RULES, dataset_of_objective, unused_arithmetic
 from maxtext_lite.config.schema import Config, RLRunConfig
-from maxtext_lite.config.violation import Violation, divisors, next_to, unused
+from maxtext_lite.config.violation import Violation, divisors_of, unused
 
 _BYTE_TOKENS = 257  # 256 bytes and the end of text
 
@@ -91,7 +91,7 @@ def _vocab_tiling(config: Config) -> Violation | None:
     return Violation(
         "num_vocab_tiling",
         f"num_vocab_tiling={pieces} does not divide max_target_length={tokens}.",
-        next_to(pieces, divisors(tokens)),
+        (divisors_of("num_vocab_tiling", tokens, pieces),),
     )
 
 

@@ -63,13 +63,6 @@ def divisors(whole: int) -> tuple[int, ...]:
     return tuple(sorted({*small, *(whole // number for number in small)}))
 
 
-def next_to(value: int, numbers: Iterable[int]) -> tuple[int, ...]:
-    """The largest of the numbers below the value, and the smallest above it, where there are such."""
-    ordered = sorted(numbers)
-    above = bisect.bisect_right(ordered, value)
-    return (*ordered[: bisect.bisect_left(ordered, value)][-1:], *ordered[above : above + 1])
-
-
 def one_of(key: str, values: Iterable[Number], value: Number) -> Callable[[], Sides]:
     """Changes of one key to each of `values`."""
 

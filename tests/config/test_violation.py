@@ -2,7 +2,7 @@ from fractions import Fraction
 
 import pytest
 
-from maxtext_lite.config.violation import Violation, divisors, divisors_of, multiples, next_to, one_of
+from maxtext_lite.config.violation import Violation, divisors, divisors_of, multiples, one_of
 
 
 @pytest.mark.parametrize("whole", [1, 2, 12, 17, 36, 4096])
@@ -19,14 +19,6 @@ def test_divisors_of_what_is_larger_than_any_key_are_found_in_bounded_work():
     assert all(huge % number == 0 for number in divisors(huge))
 
 
-@pytest.mark.parametrize("value", [1, 2, 5, 13, 300])
-def test_the_numbers_next_to_a_value_are_below_and_above_it(value):
-    numbers = [1, 2, 3, 6, 7, 42]
-    below = [number for number in numbers if number < value]
-    above = [number for number in numbers if number > value]
-    assert list(next_to(value, reversed(numbers))) == [*below[-1:], *above[:1]]
-
-
 def sides(near):
     return [list(side) for side in near()]
 
@@ -35,6 +27,14 @@ def test_values_come_from_the_nearest_on():
     assert sides(one_of("k", [8, 1, 4, 2], 3)) == [[{"k": 2}, {"k": 1}], [{"k": 4}, {"k": 8}]]
     assert sides(one_of("k", [3], 3)) == [[], []]
     assert sides(divisors_of("k", 6, 2)) == [[{"k": 1}], [{"k": 3}, {"k": 6}]]
+
+
+@pytest.mark.parametrize("value", [1, 2, 5, 13, 300])
+def test_the_nearest_on_either_side_of_a_value_come_first(value):
+    numbers = [1, 2, 3, 6, 7, 42]
+    below = [{"k": number} for number in numbers if number < value]
+    above = [{"k": number} for number in numbers if number > value]
+    assert sides(one_of("k", reversed(numbers), value)) == [below[::-1], above]
 
 
 def test_a_fraction_has_divisors_that_are_fractions():
