@@ -47,7 +47,7 @@ def asked(rng):
         words = random_words(rng, is_rl=is_rl)
     else:
         keys = [key for key in NUMBERS if is_rl or key in KEYS]
-        words = [f"{key}={number(rng)}" for key in rng.sample(keys, rng.choice([1, 2, 3, 5, 8]))]
+        words = [f"{key}={number(rng)}" for key in rng.sample(keys, rng.choice([1, 2, 3, 5, 8, 40]))]
         if rng.random() < 0.3:
             words += rng.sample(SWITCHES, 2)
     return RL_FILE if is_rl else None, words, machine, examples

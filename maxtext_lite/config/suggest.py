@@ -19,7 +19,7 @@ from maxtext_lite.config.schema import Config, ModelConfig
 from maxtext_lite.config.violation import Change, Violation
 
 _MOST_TRIED, _MOST_OF_ONE = 2000, 150  # changes near a request, and near what one violation leaves
-_MOST_OF_SIDE, _MOST_SECOND, _MOST_REPAIRED = 4, 16, 2
+_MOST_OF_SIDE, _MOST_SECOND, _MOST_REPAIRED, _MOST_PASSES = 4, 16, 2, 2
 _LONGEST_CLAUSE = 600
 
 
@@ -115,14 +115,14 @@ def _type_of(kind: type[Config], key: str) -> TypeAdapter[object]:
     return TypeAdapter(cast("type[object]", of_type), config=ConfigDict(strict=True))
 
 
-_ONE_KEY, _ANOTHER_KIND = 4.0, 16.0
+_ONE_KEY, _ANOTHER_TYPE = 4.0, 16.0
 
 
 def _apart(old: object, new: object) -> float:
     """Doublings between two numbers above 0, and more for each key; much for what is not a number, or derived."""
     if all(isinstance(value, int | float | Fraction) and value > 0 and value is not True for value in (old, new)):
         return _ONE_KEY + 6 * abs(math.log2(cast("float", old)) - math.log2(cast("float", new)))
-    return _ANOTHER_KIND
+    return _ANOTHER_TYPE
 
 
 @dataclass
@@ -234,10 +234,11 @@ def _fewest(request: Request, change: Change, allowed: Collection[str]) -> Chang
     """As much of a change as it takes."""
     changed = request.changed(change)
     kept = {key: value for key in change if (value := changed.value(key)) != request.value(key)}
-    for key in reversed(tuple(kept)):
-        rest = {other: value for other, value in kept.items() if other != key}
-        if rest and _breaks(request, rest, allowed) == []:
-            return _fewest(request, rest, allowed)
+    for _ in range(_MOST_PASSES):
+        for key in reversed(tuple(kept)):
+            rest = {other: value for other, value in kept.items() if other != key}
+            if rest and _breaks(request, rest, allowed) == []:
+                kept = rest
     return kept
 
 
