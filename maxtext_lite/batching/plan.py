@@ -122,6 +122,11 @@ class BatchPlan:
         return self.micro_batch_to_train + self.empty_slots_per_micro_batch
 
     @property
+    def micro_batch_rows(self) -> int:
+        """Sequences of max_target_length tokens in one micro-batch's arrays."""
+        return self.micro_batch_slots * self.rows_per_example
+
+    @property
     def eval_batch_slots(self) -> int:
         """Rows of the arrays of one evaluation batch, of which `eval_batch_examples` hold an example."""
         return self.slots_for(self.eval_batch_examples)
@@ -172,6 +177,11 @@ class BatchPlan:
     def total_examples(self) -> int:
         """Examples of the whole run, those of a short last batch included."""
         return self.length.total_examples
+
+    @property
+    def steps_at_target(self) -> float:
+        """Steps of the target batch that consume as many examples as the whole run."""
+        return self.total_examples / self.global_batch_to_train
 
     @property
     def last_batch_examples(self) -> int | None:

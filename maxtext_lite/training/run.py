@@ -174,7 +174,7 @@ class Run:
         if config.schedule_unit == "steps":
             return learning_rate_schedule(config, last=plan.steps)
         # Positions are counted in steps at the target batch size, of which the run has this many.
-        last = plan.total_examples / plan.global_batch_to_train
+        last = plan.steps_at_target
         total = plan.total_examples
         if config.schedule_unit == "tokens":
             total = target_tokens_of_run(
