@@ -79,7 +79,7 @@ def derive_batch(config: BatchConfig, num_devices: int) -> Batch | Violation:
 
 
 def stated_batch(config: BatchConfig, num_devices: int) -> Batch | None:
-    """The batch as far as the config states it, for finding further problems of one that is wrong."""
+    """The batch as far as the config states it, for finding what else is wrong."""
     per_device = config.per_device_batch_size
     if per_device == -1 or (per_device * num_devices).denominator != 1:
         return None

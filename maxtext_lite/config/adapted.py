@@ -49,12 +49,12 @@ def unknown_targets(config: Config) -> Violation | None:
         unknown[0], known, n=1, cutoff=0.8
     )
     alike = [name for name in alike[:1] if name not in kept]
-    mended = ",".join(kept + alike) or ALL_TARGETS
+    legal = ",".join(kept + alike) or ALL_TARGETS
     message = (
         f"lora_targets={value_text(config.lora_targets)} names '{value_text(unknown[0], 40)}'; this model has "
         f"{', '.join(known)}, or all."
     )
-    return Violation("lora_targets", message, (mended,))
+    return Violation("lora_targets", message, (legal,))
 
 
 def unused_adapters(config: Config, defaults: Config) -> Violation | None:

@@ -56,12 +56,12 @@ _LAYER_KINDS = get_args(LayerKind)
 def _layer_pattern(config: Config) -> Violation | None:
     unknown = [kind for kind in config.pattern if kind not in _LAYER_KINDS]
     if unknown:
-        mended = ",".join("global" if kind in unknown else kind for kind in config.pattern)
+        legal = ",".join("global" if kind in unknown else kind for kind in config.pattern)
         message = (
             f"layer_pattern={value_text(config.layer_pattern)} names '{value_text(unknown[0], 40)}', which is none of "
             "global, local, nope."
         )
-        return Violation("layer_pattern", message, (mended,))
+        return Violation("layer_pattern", message, (legal,))
     if "nope" in config.pattern and (config.trainable_position_size or config.mla is not None):
         return Violation(
             "layer_pattern",

@@ -212,12 +212,12 @@ def _reward_names(config: RLRunConfig) -> Violation | None:
     unknown = [name for name in names if ":" not in name and name not in SHIPPED_REWARDS]
     if unknown:
         alike = get_close_matches(unknown[0], SHIPPED_REWARDS, n=1, cutoff=0)[0]
-        mended = dict.fromkeys(alike if name == unknown[0] else name for name in names)
+        legal = dict.fromkeys(alike if name == unknown[0] else name for name in names)
         message = (
             f"reward_functions={text} names '{value_text(unknown[0], 40)}', which is none of "
             f"{', '.join(SHIPPED_REWARDS)}, nor of the form module:function."
         )
-        return Violation("reward_functions", message, (",".join(mended),))
+        return Violation("reward_functions", message, (",".join(legal),))
     if len(set(names)) < len(names):
         again = next(name for name in names if names.count(name) > 1)
         message = f"reward_functions={text} names {value_text(again, 40)} twice."

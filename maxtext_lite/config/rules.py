@@ -208,9 +208,9 @@ def _remat_lists(config: Config) -> Violation | None:
         unknown = [name for name in tensors if name not in REMAT_TENSORS]
         if unknown:
             alike = get_close_matches(unknown[0], REMAT_TENSORS, n=1, cutoff=0)
-            mended = dict.fromkeys(alike[0] if name == unknown[0] else name for name in tensors)
+            legal = dict.fromkeys(alike[0] if name == unknown[0] else name for name in tensors)
             message = f"{key}={value} names {value_text(unknown[0], 40)}, which is none of {', '.join(REMAT_TENSORS)}."
-            return Violation(key, message, (",".join(mended),))
+            return Violation(key, message, (",".join(legal),))
     saved, offloaded = names["remat_save"], names["remat_offload"]
     both = [name for name in offloaded if name in saved]
     if both:
