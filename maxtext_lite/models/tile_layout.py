@@ -157,6 +157,23 @@ class Layout:
         """The number in the example of the first token of a shard's run."""
         return self.run * jnp.where(run == 0, shard, CHUNKS_PER_SHARD * context_shards() - 1 - shard)
 
+    def of_each_query(self, find: Callable[[Strip, Index, Index, Index | None], Any]) -> Any:
+        """What is found in the first of a device's own tiles, in which each query is once: arrays whose dim 3 counts
+        the queries. `find` is that of `fold`."""
+        some = self.own_tiles()[0]
+
+        def visit(query: Any, key: Any) -> Any:
+            strips = [
+                find(strip, query + strip.query, key + strip.key, some.distance + strip.query - strip.key)
+                for strip in some.strips
+            ]
+            return jax.tree.map(lambda *x: jnp.concatenate(x, axis=3), *strips)
+
+        if len(some.query) == 1:
+            return visit(int(some.query[0]), int(some.key[0]))
+        of_tiles = jax.lax.scan(lambda _, at: (None, visit(*at)), None, (some.query, some.key))[1]
+        return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 3).reshape(*x.shape[1:4], -1, *x.shape[5:]), of_tiles)
+
     def fold(
         self,
         tiles: Sequence[Tiles],

@@ -161,12 +161,8 @@ def _shard_forward(
     own = _padded_keys(layout, k_BSKH, v_BSKW, segment_BT)
     q_BKGTH = grouped(layout.pad(q_BTNH, axis=1), k_BSKH.shape[2]).transpose(0, 2, 3, 1, 4)
 
-    def nothing(num_queries: int) -> tuple[jax.Array, jax.Array]:
-        rows = (*q_BKGTH.shape[:3], num_queries)
-        return jnp.zeros((*rows, W), jnp.float32), jnp.full((*rows, 1), -jnp.inf, jnp.float32)
-
-    def look(state: Any, keys: Keys, tiles: Any) -> Any:
-        """`state`, the context and log-partition so far, after these tiles."""
+    def finds(keys: Keys) -> Any:
+        """What `Layout.fold` calls on tiles of these keys: contexts and log-partitions."""
 
         def find(strip: Strip, query: Index, key: Index, distance: Index | None) -> Any:
             seen_keys = keys.part(key, strip.num_keys)
@@ -174,17 +170,22 @@ def _shard_forward(
             seen_B11TS = may_see(of_queries, seen_keys.segment_BS, distance, 0, scoring.window)
             return attend(part(q_BKGTH, query, strip.num_queries, axis=3), seen_keys, seen_B11TS, scoring)
 
-        def add(state: Any, found: Any, strip: Strip, query: Index, key: Index) -> Any:
-            context_BKGTW, log_partition_BKGT1 = (part(x, query, strip.num_queries, axis=3) for x in state)
-            both = merge((context_BKGTW, log_partition_BKGT1), found)
-            return tuple(put(x, new, query) for x, new in zip(state, both, strict=True))
+        return find
 
-        return layout.fold(tiles, state, find, add, lambda: nothing(layout.tile))
+    def add(state: Any, found: Any, strip: Strip, query: Index, key: Index) -> Any:
+        context_BKGTW, log_partition_BKGT1 = (part(x, query, strip.num_queries, axis=3) for x in state)
+        both = merge((context_BKGTW, log_partition_BKGT1), found)
+        return tuple(put(x, new, query) for x, new in zip(state, both, strict=True))
+
+    def nothing() -> tuple[jax.Array, jax.Array]:
+        rows = (*q_BKGTH.shape[:3], layout.tile)
+        return jnp.zeros((*rows, W), jnp.float32), jnp.full((*rows, 1), -jnp.inf, jnp.float32)
 
     def visit(state: Any, sums: Any, theirs: Any, other: jax.Array) -> tuple[Any, Any]:
-        return look(state, Keys.of(*theirs), layout.tiles_with(other)), sums
+        return layout.fold(layout.tiles_with(other), state, finds(Keys.of(*theirs)), add, nothing), sums
 
-    state = look(nothing(q_BKGTH.shape[3]), Keys.of(*own), layout.own_tiles())
+    find = finds(Keys.of(*own))
+    state = layout.fold(layout.own_tiles()[1:], layout.of_each_query(find), find, add, nothing)
     if context_shards() > 1:
         state, _ = strategy(visit, state, own, ())
     context_BKGTW, log_partition_BKGT1 = with_sink(state, sink_N)

@@ -1,167 +1,233 @@
 "use strict";
-// Switches the x-axis and reads values out under the pointer. Everything is drawn already; this draws it again.
+// Draws the charts again over what is asked for: another x-axis, a zoom, smoothing, fewer runs; and reads values out.
 (() => {
-  const data = JSON.parse(document.getElementById("data").textContent);
-  const { left, right, top, bottom } = data.frame;
-  const readout = document.getElementById("readout");
-  const figures = [...document.querySelectorAll("figure[data-chart]")].map((figure) => ({
-    figure, svg: figure.querySelector("figcaption + svg"), chart: data.charts[figure.dataset.chart],
-    cursor: figure.querySelector(".cursor"),
-  }));
+  const { frame, grids, charts, marks } = JSON.parse(document.getElementById("data").textContent);
+  const { width, left, right, top, bottom } = frame;
+  const svgs = [...document.querySelectorAll("svg.chart")]; // in the order of `charts`
+  const [controls, slider, reset, readout] =
+    ["controls", "smoothing", "reset", "readout"].map((id) => document.getElementById(id));
+  if (!svgs.length) return;
+  const hidden = new Set(); // runs
   let axis = "step";
+  let zoom = null; // the ends of the x-axis
+  let at = null; // where it is read out
+  let dragged = null; // where a drag began
+  const places = (line) => grids[line.grid][axis];
+  const shown = (chart) => chart.lines.filter((line) => !hidden.has(line.run) && places(line));
+  const tiny = (value) => (value && Math.abs(value) < 1e-4 ? Number(value.toPrecision(4)).toExponential() : null);
+  const text = (value, options) => tiny(value) ?? value.toLocaleString("en-US", options);
+  const short = (value) =>
+    text(value, { notation: "compact", maximumSignificantDigits: 4 }).replace("K", "k").replace("B", "G");
+  const long = (value) => text(value, { maximumSignificantDigits: Number.isInteger(value) ? 21 : 5 });
 
-  const xPixel = (value) => {
-    const { low, high } = data.axes[axis];
-    return left + ((value - low) / (high - low)) * (right - left);
+  // Axes: from values to pixels, and round ticks.
+  const scale = (low, high, start, end, isLog) => {
+    const t = isLog ? (value) => Math.log10(Math.max(value, low)) : (value) => value;
+    const pixel = (value) => start + ((t(value) - t(low)) / (t(high) - t(low))) * (end - start);
+    return { low, high, isLog, pixel: (value) => Math.round(10 * pixel(value)) / 10 };
   };
-  const yPixel = (y, value) => {
-    const t = y.log ? (v) => Math.log10(Math.max(v, y.low)) : (v) => v;
-    return bottom - ((t(value) - t(y.low)) / (t(y.high) - t(y.low))) * (bottom - top);
+  const ticks = ({ low, high, isLog }) => {
+    const least = (high - low) / 7;
+    const power = 10 ** Math.floor(Math.log10(least));
+    const step = [1, 2, 5, 10].map((factor) => factor * power).find((each) => each >= least * (1 - 1e-9));
+    const first = Math.ceil(low / step - 1e-9);
+    const even = Array.from({ length: Math.floor(high / step + 1e-9) - first + 1 }, (_, i) => (first + i) * step);
+    if (!isLog) return even;
+    const decades = Array.from({ length: 640 }, (_, i) => 10 ** (i - 320)).filter((ten) => ten >= low / 10 && ten <= high);
+    const round = decades.flatMap((ten) => [ten, 2 * ten, 5 * ten]).filter((tick) => tick >= low && tick <= high);
+    const few = round.length < 8 ? round : decades.filter((ten, i) => ten >= low && i % Math.ceil(decades.length / 6) === 0);
+    return few.length > 1 ? few : even;
   };
-  const px = (value) => value.toFixed(1);
+  const xScale = () => {
+    const values = charts.flatMap(shown).flatMap(places).filter((value) => value !== null);
+    const [low, high] = zoom || (values.length ? [Math.min(...values), Math.max(...values)] : [0, 1]);
+    if (low === high) return scale(low - 1, high + 1, left, right);
+    return scale(!zoom && low < 0.2 * high ? 0 : low, high, left, right);
+  };
+  // Over what is in sight; the wild end of an interval leaves the chart, lest it flattens the line.
+  const yScale = (chart, x) => {
+    const values = shown(chart).flatMap((line) => {
+      const inside = (value, i) => value !== null && places(line)[i] >= x.low && places(line)[i] <= x.high;
+      const [means, lows, highs] = [line.mean, line.low || [], line.high || []].map((column) => column.filter(inside));
+      const reach = line.interval ? [Math.min(...means) / 2, 2 * Math.max(...means)] : [-Infinity, Infinity];
+      return [...means, ...lows, ...highs].filter((value) => value >= reach[0] && value <= reach[1]);
+    }).filter((value) => !chart.log || value > 0);
+    const [low, high] = values.length ? [Math.min(...values), Math.max(...values)] : [1, 1];
+    const factor = chart.log ? (high / low) ** 0.04 : 1;
+    if (factor > 1) return scale(low / factor, high * factor, bottom, top, true);
+    const room = (high - low) * 0.06 || Math.abs(high) * 0.1 || 1;
+    return scale(chart.zero && low >= 0 && !zoom ? 0 : low - room, high + room, bottom, top, false);
+  };
 
-  // The stretches of points over which nothing is missing.
-  const stretches = (xs, ...columns) => {
-    const found = [];
-    let open = null;
-    xs.forEach((x, i) => {
-      if (x === null || columns.some((column) => column[i] === null)) { open = null; return; }
-      if (!open) found.push((open = []));
-      open.push([xPixel(x), ...columns.map((column) => column[i])]);
+  // The exponential moving average, divided by the sum of its weights: without that it would begin at 0.
+  const smooth = (values, weight) => {
+    let [sum, total] = [0, 0];
+    return values.map((value) => {
+      if (value === null) return null;
+      [sum, total] = [weight * sum + (1 - weight) * value, weight * total + 1 - weight];
+      return sum / total;
     });
-    return found;
   };
-  const alone = (stretch) => (stretch.length === 1 ? "h0" : "");
-  const trace = (xs, values, line, y) =>
-    stretches(xs, values).map((stretch) => {
-      const at = ([x, value]) => `${px(x)},${px(yPixel(y, value))}`;
-      if (!line.stepped) return "M" + stretch.map(at).join("L") + alone(stretch);
-      const rest = stretch.slice(1).map(([x, value]) => `V${px(yPixel(y, value))}H${px(x)}`);
-      return "M" + at(stretch[0]) + rest.join("") + alone(stretch);
-    }).join("");
-  const paths = {
-    line: (xs, line, y) => trace(xs, line.smooth || line.mean, line, y),
-    raw: (xs, line, y) => trace(xs, line.mean, line, y),
-    dots: (xs, line, y) =>
-      stretches(xs, line.mean).flat().map(([x, value]) => `M${px(x)},${px(yPixel(y, value))}h0`).join(""),
-    band(xs, line, y) {
-      return stretches(xs, line.low, line.high).map((stretch) => {
-        const there = stretch.map(([x, , high]) => `${px(x)},${px(yPixel(y, high))}`);
-        const back = stretch.map(([x, low]) => `${px(x)},${px(yPixel(y, low))}`).reverse();
-        return "M" + there.concat(back).join("L") + "Z";
-      }).join("");
-    },
+  const smoothed = (line) => (line.noisy && slider.value > 0 ? smooth(line.mean, Number(slider.value)) : null);
+  // The stretches of indices over which nothing is missing.
+  const stretches = (...columns) => {
+    const found = [[]];
+    columns[0].forEach((_, i) => {
+      if (columns.every((column) => column[i] !== null)) found.at(-1).push(i);
+      else found.push([]);
+    });
+    return found.filter((stretch) => stretch.length);
   };
-
-  const element = (name, attributes, text) => {
-    const made = document.createElementNS("http://www.w3.org/2000/svg", name);
-    for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-    if (text !== undefined) made.textContent = text;
-    return made;
+  const paths = (line, x, y) => {
+    const point = (values) => (i) => `${x.pixel(places(line)[i])},${y.pixel(values[i])}`;
+    const next = (values) => (i) =>
+      (line.stepped ? `V${y.pixel(values[i])}H${x.pixel(places(line)[i])}` : `L${point(values)(i)}`);
+    const path = (kind, d) => `<path class="${kind} ${line.color}" d="${d.join("")}"/>`;
+    const trace = (kind, values) => path(kind, stretches(places(line), values).map(([first, ...rest]) =>
+      `M${point(values)(first)}h0${rest.map(next(values)).join("")}`));
+    const band = line.low ? stretches(places(line), line.low, line.high).map((stretch) =>
+      `M${[...stretch.map(point(line.high)), ...stretch.reverse().map(point(line.low))].join("L")}Z`) : [];
+    const dots = line.dots ? stretches(places(line), line.mean).flat().map((i) => `M${point(line.mean)(i)}h0`) : [];
+    const average = smoothed(line);
+    const lines = average ? trace("raw", line.mean) + trace("line", average) : trace("line", line.mean);
+    return path("band", band) + lines + path("dots", dots);
+  };
+  const markPath = (mark, chart, x, y) => {
+    if (hidden.has(mark.run) || mark.at[axis] == null || (mark.kind === "skip" && !chart.skipped)) return "";
+    const d = mark.kind === "skip" ? `M-7,${top + 7 + 18 * (mark.run % 4)}l14,14m0,-14l-14,14` : `M0,${top}V${bottom}`;
+    const label = chart.sizes && mark.size ? `<text x="12" y="${y.pixel(mark.size) + 28}">${short(mark.size)}</text>` : "";
+    return `<g class="${mark.kind} ${mark.color}" transform="translate(${x.pixel(mark.at[axis])},0)">`
+      + `<title>${mark.title}</title><path d="${d}"/>${label}</g>`;
   };
   const draw = () => {
-    for (const { svg, chart } of figures) {
-      for (const path of svg.querySelectorAll("path[data-line]")) {
-        const line = chart.lines[path.dataset.line];
-        path.setAttribute("d", paths[path.classList[0]](data.grids[line.grid][axis], line, chart.y));
-      }
-      for (const mark of svg.querySelectorAll(".mark")) {
-        const value = data.grids[mark.dataset.grid][axis][mark.dataset.index];
-        mark.style.display = value === null ? "none" : "inline";
-        if (value !== null) mark.setAttribute("transform", `translate(${px(xPixel(value))},0)`);
-      }
-      svg.querySelector(".x-axis").replaceChildren(...data.axes[axis].ticks.flatMap(([tick, text]) => {
-        const x = px(xPixel(tick));
-        return [element("line", { class: "tick", x1: x, x2: x, y1: bottom, y2: bottom + 4 }),
-          element("text", { class: "x", x, y: bottom + 18 }, text)];
-      }));
-    }
+    const x = xScale();
+    const [across, down] = [right - left + 10, bottom - top + 10];
+    reset.hidden = !zoom;
+    charts.forEach((chart, number) => {
+      const y = yScale(chart, x);
+      // Numbers and words of this program only; names of runs are set as text everywhere.
+      svgs[number].innerHTML = [
+        ...ticks(y).map((tick) => `<path class="rule" d="M${left},${y.pixel(tick)}H${right}"/>`
+          + `<text class="y" x="${left - 14}" y="${y.pixel(tick) + 8}">${short(tick)}</text>`),
+        ...ticks(x).map((tick) => `<path class="rule" d="M${x.pixel(tick)},${bottom}v8"/>`
+          + `<text class="x" x="${x.pixel(tick)}" y="${bottom + 36}">${short(tick)}</text>`),
+        `<svg x="${left - 5}" y="${top - 5}" width="${across}" height="${down}"`
+          + ` viewBox="${left - 5} ${top - 5} ${across} ${down}">`,
+        ...shown(chart).map((line) => paths(line, x, y)), ...marks.map((mark) => markPath(mark, chart, x, y)),
+        `</svg><path class="rule cursor"/><rect class="selected" y="${top}" height="${bottom - top}" width="0"/>`,
+      ].join("");
+    });
   };
 
-  const number = (value) =>
-    Number.isInteger(value) ? value.toLocaleString("en-US")
-      : Math.abs(value) >= 1e4 ? value.toLocaleString("en-US", { maximumFractionDigits: 1 })
-        : String(Number(value.toPrecision(5)));
-  // The point of a grid nearest to a value of the axis; null where it has none, or ends well before.
-  const nearest = (grid, value) => {
-    const { low, high } = data.axes[axis];
-    const xs = data.grids[grid][axis];
-    let best = null;
-    xs.forEach((x, i) => {
-      if (x !== null && (best === null || Math.abs(x - value) < Math.abs(xs[best] - value))) best = i;
-    });
-    return best === null || value - Math.max(...xs) > 0.05 * (high - low) ? null : best;
+  // The read-out: what every line has nearest to a place on the x-axis.
+  const nearest = (line, value, x) => {
+    const distances = places(line).map((each) => (each === null ? Infinity : Math.abs(each - value)));
+    const best = distances.indexOf(Math.min(...distances));
+    const ended = value > Math.max(...places(line)) + 0.05 * (x.high - x.low);
+    return ended || distances[best] === Infinity ? null : best;
   };
-  const names = { examples_seen: "examples", tokens_seen: "tokens" };
-  const steps = (grid, i) => {
-    const { first, last, step } = data.grids[grid];
-    const several = first && first[i] !== last[i];
-    return several ? `steps ${number(first[i])}–${number(last[i])}` : `step ${number(step[i])}`;
+  const steps = ({ first, last, step }, i) =>
+    (first && first[i] !== last[i] ? `steps ${long(first[i])}–${long(last[i])}` : `step ${long(step[i])}`);
+  const add = (parent, name, text) => {
+    parent.appendChild(document.createElement(name)).textContent = text;
+    return parent.lastChild;
   };
-  const counts = (grid, i) => Object.entries(names)
-    .filter(([name]) => data.grids[grid][name][i] !== null)
-    .map(([name, text]) => `${number(data.grids[grid][name][i])} ${text}`);
-  const add = (parent, name, className, text) => {
-    const made = parent.appendChild(document.createElement(name));
-    made.className = className;
-    made.textContent = text;
-    return made;
+  const addLine = (line, i, said) => {
+    const row = add(readout, "div", "");
+    row.innerHTML = `<svg class="swatch" viewBox="0 0 22 8"><path class="line ${line.color}" d="M1,4H21"/></svg>`;
+    row.append(`${line.name} `);
+    add(row, "b", line.mean[i] === null ? "–" : long(line.mean[i]));
+    const range = line.low && line.low[i] !== null && line.low[i] !== line.high[i];
+    const open = range && line.interval && line.high[i] >= line.interval * line.mean[i];
+    const step = steps(grids[line.grid], i);
+    add(row, "small", [
+      range ? `(${long(line.low[i])} ${open ? "or more" : `to ${long(line.high[i])}`})` : "",
+      smoothed(line) && line.mean[i] !== null ? `smoothed ${long(smoothed(line)[i])}` : "", step === said ? "" : `at ${step}`,
+    ].join(" "));
   };
-  const show = (item, event) => {
-    const box = item.svg.getBoundingClientRect();
-    const { low, high } = data.axes[axis];
-    const x = ((event.clientX - box.left) / box.width) * item.svg.viewBox.baseVal.width;
-    const value = low + ((Math.min(Math.max(x, left), right) - left) / (right - left)) * (high - low);
-    readout.replaceChildren();
-    let said = null;
-    item.chart.lines.forEach((line, index) => {
-      const i = nearest(line.grid, value);
-      if (i === null) return;
-      if (said === null) {
-        said = steps(line.grid, i);
-        add(readout, "div", "at", [said, ...counts(line.grid, i)].join(" · "));
-      }
-      const row = add(readout, "div", "", "");
-      const swatch = element("svg", { class: "swatch", viewBox: "0 0 22 8" });
-      const drawn = item.svg.querySelector(`.line[data-line="${index}"]`);
-      swatch.append(element("path", { class: drawn.getAttribute("class"), d: "M1,4H21" }));
-      row.append(swatch, `${line.name} `);
-      add(row, "b", "", line.mean[i] === null ? "–" : number(line.mean[i]));
-      if (line.low && line.low[i] !== null && line.low[i] !== line.high[i]) {
-        const end = line.open && line.high[i] >= line.open * line.mean[i] ? "or more" : `to ${number(line.high[i])}`;
-        add(row, "span", "range", ` (${number(line.low[i])} ${end})`);
-      }
-      if (steps(line.grid, i) !== said) add(row, "span", "range", ` at ${steps(line.grid, i)}`);
-    });
-    if (said === null) { hide(); return; }
-    for (const { cursor } of figures) {
-      cursor.removeAttribute("hidden");
-      cursor.setAttribute("x1", px(xPixel(value)));
-      cursor.setAttribute("x2", px(xPixel(value)));
-    }
-    readout.hidden = false;
-    const { offsetWidth: width, offsetHeight: height } = readout;
-    const room = document.documentElement.clientWidth - width - 8;
-    const beside = event.clientX + 16 <= room ? event.clientX + 16 : event.clientX - width - 16;
-    readout.style.left = `${Math.max(8, Math.min(beside, room))}px`;
-    readout.style.top = `${Math.max(8, Math.min(event.clientY - height - 12, innerHeight - height - 8))}px`;
+  const show = (number, value) => {
+    const x = xScale();
+    const found = shown(charts[number]).map((line) => [line, nearest(line, value, x)]).filter(([, i]) => i !== null);
+    readout.hidden = !found.length;
+    if (readout.hidden) return;
+    const [grid, index] = [grids[found[0][0].grid], found[0][1]];
+    const counts = ["examples", "tokens"].filter((name) => (grid[`${name}_seen`] || [])[index] != null)
+      .map((name) => ` · ${long(grid[`${name}_seen`][index])} ${name}`);
+    [at, readout.textContent] = [value, steps(grid, index) + counts.join("")];
+    for (const [line, i] of found) addLine(line, i, steps(grid, index));
+    for (const svg of svgs) svg.querySelector(".cursor").setAttribute("d", `M${x.pixel(value)},${top}V${bottom}`);
+    const box = svgs[number].getBoundingClientRect();
+    const beside = box.left + (x.pixel(value) / width) * box.width + 16;
+    const fits = beside + readout.offsetWidth < document.documentElement.clientWidth;
+    readout.style.left = `${Math.max(8, fits ? beside : beside - readout.offsetWidth - 32)}px`;
+    readout.style.top = `${Math.max(8, Math.min(box.bottom + 6, innerHeight - readout.offsetHeight - 8))}px`;
   };
   const hide = () => {
-    readout.hidden = true;
-    for (const { cursor } of figures) cursor.setAttribute("hidden", "");
+    [at, dragged, readout.hidden] = [null, null, true];
+    for (const svg of svgs) svg.querySelector(".cursor").removeAttribute("d");
+    for (const svg of svgs) svg.querySelector(".selected").setAttribute("width", 0);
   };
+  const redraw = (ends) => { zoom = ends; draw(); hide(); };
 
-  for (const item of figures) {
-    item.svg.addEventListener("pointermove", (event) => show(item, event));
-    item.svg.addEventListener("pointerdown", (event) => show(item, event));
-    // A finger leaves as soon as it has tapped: what it asked for stays until the page is touched elsewhere or moves.
-    item.svg.addEventListener("pointerleave", (event) => { if (event.pointerType === "mouse") hide(); });
-  }
-  addEventListener("pointerdown", (event) => { if (!figures.some(({ svg }) => svg.contains(event.target))) hide(); });
+  // Pointer, keys and controls.
+  const place = (svg, event) => {
+    const [box, x] = [svg.getBoundingClientRect(), xScale()];
+    const pixel = Math.min(Math.max(((event.clientX - box.left) / box.width) * width, left), right);
+    return x.low + ((pixel - left) / (right - left)) * (x.high - x.low);
+  };
+  // The ends of a drag, which it shows; null for one that is hardly one.
+  const select = (svg, to) => {
+    const ends = [dragged, to].sort((a, b) => a - b);
+    const [start, end] = ends.map(xScale().pixel);
+    svg.querySelector(".selected").setAttribute("x", start);
+    svg.querySelector(".selected").setAttribute("width", end - start);
+    return end - start > 10 ? ends : null;
+  };
+  const press = (number, event) => {
+    const { low, high } = xScale();
+    const [value, move] = [at ?? (low + high) / 2, { ArrowLeft: -1, ArrowRight: 1 }[event.key]];
+    if (move) show(number, Math.min(Math.max(value + (move * (high - low)) / 100, low), high));
+    else if (event.key === "+") redraw([value - (high - low) / 4, value + (high - low) / 4]);
+    else if (event.key === "Escape") redraw(null);
+    else return;
+    event.preventDefault();
+  };
+  svgs.forEach((svg, number) => {
+    const on = (name, act) => svg.addEventListener(name, act);
+    on("pointerdown", (event) => {
+      show(number, place(svg, event));
+      dragged = event.button === 0 ? place(svg, event) : null;
+      svg.setPointerCapture(event.pointerId);
+    });
+    on("pointermove", (event) => {
+      show(number, place(svg, event));
+      if (dragged !== null) select(svg, place(svg, event));
+    });
+    on("pointerup", (event) => {
+      const ends = dragged === null ? null : select(svg, place(svg, event));
+      dragged = null;
+      if (ends) redraw(ends);
+    });
+    on("pointercancel", hide);
+    on("pointerleave", (event) => { if (event.pointerType === "mouse" && dragged === null) hide(); });
+    on("dblclick", () => redraw(null));
+    on("blur", hide);
+    on("keydown", (event) => press(number, event));
+  });
   addEventListener("scroll", hide, { passive: true });
-  const choose = document.querySelector(".switch");
-  if (choose) {
-    choose.hidden = false;
-    choose.addEventListener("change", (event) => { axis = event.target.value; hide(); draw(); });
+  reset.addEventListener("click", () => redraw(null));
+  slider.addEventListener("input", draw);
+  for (const button of document.querySelectorAll("[name=axis]")) {
+    button.addEventListener("change", () => { axis = button.value; redraw(null); });
   }
+  for (const button of document.querySelectorAll("[data-run]")) {
+    button.addEventListener("click", () => {
+      const run = Number(button.dataset.run);
+      if (!hidden.delete(run)) hidden.add(run);
+      button.setAttribute("aria-pressed", !hidden.has(run));
+      redraw(zoom);
+    });
+  }
+  controls.hidden = false;
+  draw();
 })();

@@ -1,50 +1,42 @@
 """The page: one HTML file that asks the network for nothing."""
 
-import html
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from html import escape as _e
 from pathlib import Path
-from typing import Any
 
-from maxtext_lite.reporting.charts import AXES, Board, Chart, make_board
-from maxtext_lite.reporting.plan_view import memory_parts, plain, plan_rows
-from maxtext_lite.reporting.records import EVALUATION_METRICS
+from maxtext_lite.reporting.charts import AXES
+from maxtext_lite.reporting.curves import Json, chart_svg, color_class, make_board
+from maxtext_lite.reporting.plan_view import long_number, memory_parts, plain, plan_rows
+from maxtext_lite.reporting.records import as_list, as_object
 from maxtext_lite.reporting.run_data import Run
-from maxtext_lite.reporting.scales import long_number
 from maxtext_lite.reporting.summary import NONE, advice, status, summary
-from maxtext_lite.reporting.svg import chart_svg, color_class
-from maxtext_lite.reporting.timeline_view import timeline_svg
 
 _FOLDER = Path(__file__).parent
 _STAGE_KEYS = {
-    "first_step": "first step",
-    "num_steps": "steps",
-    "per_device_batch_size": "per device",
-    "gradient_accumulation_steps": "accumulation",
-    "global_batch_to_train": "global batch",
-    "samples": "examples",
-}
-
-_e = html.escape
+    "first_step": "first step", "num_steps": "steps", "per_device_batch_size": "per device",
+    "gradient_accumulation_steps": "accumulation", "global_batch_to_train": "global batch", "samples": "examples",
+}  # fmt: skip
+_PHASES = {"rollout": "sampling", "reward": "judging", "train": "training"}
 
 
 def render_page(runs: Sequence[Run]) -> str:
     """The report of one run, or of several over each other, as the text of an HTML file."""
     board = make_board(runs)
-    title = runs[0].label if len(runs) == 1 else f"{len(runs)} runs: " + ", ".join(run.label for run in runs)
-    data = json.dumps(board.to_json(), separators=(",", ":"))
+    heading = runs[0].label if len(runs) == 1 else f"{len(runs)} runs"
+    title = heading if len(runs) == 1 else f"{heading}: {', '.join(run.label for run in runs)}"
+    data = json.dumps(board, separators=(",", ":"))
     # Within a script element nothing is escaped but what could end it.
     data = data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-    body = [
-        _header(runs, title),
-        f'<section id="summary">{_summary(runs)}</section>\n',
-        _section("Batch size", "advice", _advice(runs)),
-        _section("Curves", "curves", _curves(runs, board)),
-        _section("Timeline", "timeline", _timelines(runs)),
-        _section("Plan", "plan", _plans(runs)),
-        _section("Config", "config", _settings(runs)),
-        _section("Environment", "environment", _environments(runs)),
-    ]
+    sections = {
+        "Batch size": _of_each(runs, [f"<p>{_e(text)}</p>" if (text := advice(run)) else "" for run in runs]),
+        "Curves": _curves(runs, board),
+        "Timeline": _of_each(runs, [_timeline(run) for run in runs]),
+        "Plan": _plans(runs),
+        "Config": _settings(runs),
+        "Environment": _comparison(runs, [_environment(run) for run in runs]),
+    }
+    body = "".join(f"<section><h2>{name}</h2>{content}</section>\n" for name, content in sections.items() if content)
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -59,7 +51,9 @@ script-src 'unsafe-inline'; img-src data:">
 </head>
 <body>
 <main>
-{"".join(body)}</main>
+<header><p class="quiet">maxtext_lite run report</p><h1>{_e(heading)}</h1>{_headers(runs)}</header>
+{_summary(runs)}
+{body}</main>
 <div id="readout" hidden></div>
 <script type="application/json" id="data">{data}</script>
 <script>
@@ -69,265 +63,190 @@ script-src 'unsafe-inline'; img-src data:">
 """
 
 
-def _section(title: str, name: str, content: str) -> str:
-    return f'<section id="{name}"><h2>{title}</h2>{content}</section>\n' if content else ""
-
-
-def _header(runs: Sequence[Run], title: str) -> str:
-    lines = []
-    for number, run in enumerate(runs):
-        when = f" · metrics of {run.last_written}" if run.last_written else ""
-        name = "" if len(runs) == 1 else f"{_of_run(number, runs)}<b>{_e(run.label)}</b> · "
-        lines.append(f'<p class="status">{name}{_e(status(run))}{when} · <code>{_e(str(run.directory))}</code></p>')
-        lines += [f'<p class="note">{_e(note)}</p>' for note in run.notes]
-    heading = title if len(runs) == 1 else f"{len(runs)} runs"
-    return f'<header><p class="eyebrow">maxtext_lite run report</p><h1>{_e(heading)}</h1>{"".join(lines)}</header>\n'
-
-
 def _swatch(classes: str) -> str:
     """A short piece of a line, as the charts draw it."""
     return f'<svg class="swatch" viewBox="0 0 22 8" aria-hidden="true"><path class="line {classes}" d="M1,4H21"/></svg>'
 
 
-def _of_run(number: int, runs: Sequence[Run]) -> str:
-    """The swatch of a run."""
-    return _swatch(color_class(number, 0, len(runs)))
+def _name(number: int, runs: Sequence[Run]) -> str:
+    """The swatch and the label of a run; nothing where it is the only one."""
+    return f"{_swatch(color_class(number, 0, len(runs)))}{_e(runs[number].label)}" if len(runs) > 1 else ""
 
 
-def _summary(runs: Sequence[Run]) -> str:
-    if len(runs) == 1:
-        tiles = (
-            f"<div><dt>{_e(name)}</dt><dd>{_e(value)}<small>{_e(remark)}</small></dd></div>"
-            for name, value, remark in summary(runs[0])
-            if value != NONE
-        )
-        return f'<dl class="tiles">{"".join(tiles)}</dl>'
-    columns = [summary(run) for run in runs]
-    rows = [
-        (cells[0][0], [f"{_e(value)}<small>{_e(remark)}</small>" for _, value, remark in cells])
-        for cells in zip(*columns, strict=True)
-    ]
-    return _comparison(runs, rows, lambda cells: False)
+def _of_each(runs: Sequence[Run], contents: Sequence[str]) -> str:
+    """What there is of each run, under its name."""
+    names = [f"<h3>{_name(number, runs)}</h3>" if len(runs) > 1 else "" for number in range(len(runs))]
+    return "".join(name + content for name, content in zip(names, contents, strict=True) if content)
 
 
-def _comparison(
-    runs: Sequence[Run], rows: Iterable[tuple[str, Sequence[str]]], marked: Callable[[Sequence[str]], bool]
-) -> str:
-    """A table with a column for each run; cells are HTML. Rows for which `marked` is true stand out."""
-    heads = "".join(f'<th scope="col">{_of_run(number, runs)}{_e(run.label)}</th>' for number, run in enumerate(runs))
-    lines = "".join(
-        f"<tr{' class=differs' if marked(cells) else ''}><th scope=row>{_e(name)}</th>"
-        + "".join(f"<td>{cell}</td>" for cell in cells)
-        + "</tr>"
-        for name, cells in rows
-    )
-    return (
-        f'<div class="wide"><table class="compare"><thead><tr><th></th>{heads}</tr></thead>'
-        f"<tbody>{lines}</tbody></table></div>"
-    )
-
-
-def _differ(cells: Sequence[str]) -> bool:
-    return len(set(cells)) > 1
-
-
-def _advice(runs: Sequence[Run]) -> str:
-    texts = [(number, run, advice(run)) for number, run in enumerate(runs)]
-    return "".join(
-        f'<p class="advice">{"" if len(runs) == 1 else _of_run(number, runs) + f"<b>{_e(run.label)}.</b> "}'
-        f"{_e(text)}</p>"
-        for number, run, text in texts
-        if text
-    )
-
-
-def _curves(runs: Sequence[Run], board: Board) -> str:
-    if not board.charts:
-        return "<p>There is nothing to draw yet: no step has been recorded.</p>"
-    figures = "".join(_figure(chart, runs, board) for chart in board.charts)
-    axes = "".join(
-        f'<label><input type="radio" name="axis" value="{name}"{" checked" if name == "step" else ""}>'
-        f"{AXES[name]}</label>"
-        for name in board.x
-    )
-    legend = "".join(
-        f"<span>{_of_run(number, runs)}{_e(run.label)}</span>" for number, run in enumerate(runs) if len(runs) > 1
-    )
-    if any(mark.kind == "stage" for chart in board.charts for mark in chart.marks):
-        legend += '<span><span class="bars">┊</span>the batch size changes</span>'
-    note = ""
-    if board.longest > 1:
-        note = (
-            f'<p class="remark">Lines are means of up to {board.longest:,} steps; the bands behind them reach from the '
-            "lowest to the highest value of those steps, error bars included.</p>"
-        )
-    return (
-        f'<div class="bar"><fieldset class="switch" hidden><legend>x-axis</legend>{axes}</fieldset>'
-        f'<div class="legend">{legend}</div></div>{note}<div class="charts">{figures}</div>'
-    )
-
-
-def _figure(chart: Chart, runs: Sequence[Run], board: Board) -> str:
-    spec, one = chart.spec, len(runs) == 1
-    shown = {line.series: line for line in chart.lines}
-    keys = []
-    for series, line in sorted(shown.items()):
-        column = (runs[0].evaluations if line.spec.metric in EVALUATION_METRICS else runs[0].steps).get(
-            line.spec.metric, ()
-        )
-        last = next((value for value in reversed(column) if value is not None), None)
-        value = f" <b>{long_number(last)}</b>" if one and last is not None else ""
-        name = "" if len(shown) == 1 else _e(line.spec.label)
-        swatch = "" if len(shown) == 1 else _swatch(color_class(0, series, 1) if one else f"any s{series}")
-        keys.append(f"<span>{swatch}{name}{value}</span>")
-    if any(mark.kind == "skip" for mark in chart.marks):
-        keys.append('<span><span class="cross">×</span>skipped</span>')
-    if chart.y.is_log:
-        keys.append("<span>log scale</span>")
-    index = board.charts.index(chart)
-    return (
-        f'<figure data-chart="{index}"><figcaption><h3>{_e(spec.title)}</h3><span class="unit">{_e(spec.unit)}</span>'
-        f'<div class="keys">{"".join(keys)}</div></figcaption>{chart_svg(chart, board)}</figure>'
-    )
-
-
-def _timelines(runs: Sequence[Run]) -> str:
-    """Of runs of reinforcement learning, who was busy when in their last steps."""
-    parts = [
-        f"<figure>{'' if len(runs) == 1 else f'<figcaption>{_of_run(number, runs)}{_e(run.label)}</figcaption>'}"
-        f"{timeline_svg(run.timeline)}</figure>"
-        for number, run in enumerate(runs)
-        if run.timeline
-    ]
-    if not parts:
-        return ""
-    return (
-        "<p>The last steps: what samples, what judges and what trains, each in a line. A number is that of the chunk "
-        "of the batch that it was about.</p>" + "".join(parts)
-    )
-
-
-def _plans(runs: Sequence[Run]) -> str:
-    if len(runs) == 1:
-        plan = runs[0].plan
-        if plan is None:
-            return ""
-        rows = "".join(
-            f"<tr><th scope=row>{_e(row.name)}</th><td>{_e(row.value)}</td><td>{_e(row.meaning)}</td></tr>"
-            for row in plan_rows(plan)
-        )
-        table = f'<div class="wide"><table class="plan"><tbody>{rows}</tbody></table></div>'
-        return _warnings(runs[0]) + table + _ramp(runs[0]) + _memory(runs[0])
-    tables = [{row.name: (row.value, row.meaning) for row in plan_rows(run.plan or {})} for run in runs]
-    names = dict.fromkeys(name for table in tables for name in table)
-    rows = []
-    for name in names:
-        cells = [table.get(name, (NONE, "")) for table in tables]
-        meanings = name in ("num_devices", "loading_hosts")
-        rows.append((name, [_e(value) + (f"<small>{_e(what)}</small>" if meanings else "") for value, what in cells]))
-    parts = [_comparison(runs, rows, _differ)] if rows else []
+def _headers(runs: Sequence[Run]) -> str:
+    lines: list[str] = []
     for number, run in enumerate(runs):
-        inside = _warnings(run) + _ramp(run) + _memory(run)
-        if inside:
-            parts.append(f"<h3>{_of_run(number, runs)}{_e(run.label)}</h3>{inside}")
-    return "".join(parts)
+        when = f" · metrics of {run.last_written}" if run.last_written else ""
+        name = f"<b>{_name(number, runs)}</b> · " if len(runs) > 1 else ""
+        lines.append(f'<p class="quiet">{name}{_e(status(run))}{when} · <code>{_e(str(run.directory))}</code></p>')
+        lines.append(_notes(run.notes))
+    return "".join(lines)
 
 
-def _warnings(run: Run) -> str:
-    warnings = (run.plan or {}).get("warnings")
-    texts = warnings if isinstance(warnings, list) else []
+def _notes(texts: Sequence[object]) -> str:
     return "".join(f'<p class="note">{_e(str(text))}</p>' for text in texts)
 
 
-def _ramp(run: Run) -> str:
-    """The stages of the ramp, each with a bar as long as its batch is large."""
-    plan = run.plan or {}
-    ramp = plan.get("rampup")
-    stages = ramp.get("stages") if isinstance(ramp, dict) else None
-    if not isinstance(ramp, dict) or not isinstance(stages, list) or not stages:
-        return ""
-    target = plan.get("global_batch_to_train")
-    total = ramp.get("total_steps")
-    last = {key: plan.get(key) for key in _STAGE_KEYS} | {
-        "first_step": total + 1 if isinstance(total, int) else None,
-        "num_steps": "the rest",
-        "samples": NONE,
+def _cell(value: str, remark: str) -> str:
+    return f"{_e(value)}<small>{_e(remark)}</small>" if remark else _e(value)
+
+
+def _table(kind: str, heads: Sequence[str], rows: Mapping[str, Sequence[str]], differing: Sequence[str] = ()) -> str:
+    """A table with a row for each name; heads and cells are HTML. Those of `differing` stand out."""
+    head = "".join(f'<th scope="col">{name}</th>' for name in heads)
+    body = ""
+    for name, cells in rows.items():
+        body += f"<tr{' class=differs' if name in differing else ''}><th scope=row>{_e(name)}</th>"
+        body += "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
+    head = f"<thead><tr><th></th>{head}</tr></thead>" if head else ""
+    return f'<div class="wide"><table class="{kind}">{head}<tbody>{body}</tbody></table></div>' if rows else ""
+
+
+def _comparison(runs: Sequence[Run], tables: Sequence[Mapping[str, str]], *, sort: bool = False) -> str:
+    """A table with a column for each run; cells are HTML. Rows that differ stand out, and come first where sorted."""
+    names = dict.fromkeys(name for table in tables for name in table)
+    rows = {name: [table.get(name, NONE) for table in tables] for name in names}
+    differing = [name for name, cells in rows.items() if len(set(cells)) > 1]
+    order = [*differing, *(name for name in rows if name not in differing)] if sort else [*rows]
+    heads = [_name(number, runs) for number in range(len(runs))] if len(runs) > 1 else []
+    return _table("compare" if heads else "plan", heads, {name: rows[name] for name in order}, differing)
+
+
+def _summary(runs: Sequence[Run]) -> str:
+    tables = [summary(run) for run in runs]
+    if len(runs) > 1:
+        return _comparison(runs, [{name: _cell(*cell) for name, cell in table.items()} for table in tables])
+    shown = {name: cell for name, cell in tables[0].items() if cell[0] != NONE}
+    tiles = "".join(f"<div><dt>{name}</dt><dd>{_cell(*cell)}</dd></div>" for name, cell in shown.items())
+    return f'<dl class="tiles">{tiles}</dl>'
+
+
+def _curves(runs: Sequence[Run], board: Json) -> str:
+    if not board["charts"]:
+        return "<p>There is nothing to draw yet: no step has been recorded.</p>"
+    figures = "".join(
+        f"<figure><figcaption><h3>{_e(chart['title'])}</h3><span>{_e(chart['unit'])}</span>"
+        f'<div class="keys">{_keys(chart, runs, board)}</div></figcaption>{chart_svg(chart, board["grids"])}</figure>'
+        for chart in board["charts"]
+    )
+    note = ""
+    if any("first" in grid for grid in board["grids"]):
+        note = " Lines are means of several steps; the bands reach from the lowest to the highest of their values."
+    axes = "".join(
+        f'<label><input type="radio" name="axis" value="{axis}"{" checked" if axis == "step" else ""}>{name}</label>'
+        for axis, name in AXES.items()
+        if any(axis in grid for grid in board["grids"])
+    )
+    legend = "".join(
+        f'<button type="button" data-run="{number}" aria-pressed="true">{_name(number, runs)}</button>'
+        for number in range(len(runs))
+        if len(runs) > 1
+    )
+    return f"""<div class="bar"><div id="controls" hidden><fieldset><legend>x-axis</legend>{axes}</fieldset>
+<label>smoothing <input type="range" id="smoothing" min="0" max="0.99" step="0.01" value="0.6"></label>
+<button type="button" id="reset" hidden>whole axis</button></div>{legend}</div>
+<p class="quiet">Drag over a chart to zoom, double-click for the whole axis; keys: arrows, + and Esc.\
+{" Click on a run to hide it." if legend else ""}{note}</p><div class="charts">{figures}</div>"""
+
+
+def _keys(chart: Json, runs: Sequence[Run], board: Json) -> str:
+    """What the lines and marks of a chart mean, and of a single run the last values."""
+    found: dict[str, str] = {}
+    several = len({line["label"] for line in chart["lines"]}) > 1
+    for line in chart["lines"]:
+        last = runs[0].last(line["metric"]) if len(runs) == 1 else None
+        name = _swatch(line["color"] if len(runs) == 1 else f"any s{line['series']}") + _e(line["label"])
+        found[line["label"]] = (name if several else "") + ("" if last is None else f" <b>{long_number(last)}</b>")
+    kinds = {mark["kind"] for mark in board["marks"]}
+    marked = {
+        "× skipped": chart["skipped"] and "skip" in kinds,
+        "┊ batch size": "stage" in kinds,
+        "log scale": chart["log"],
     }
-    lines = []
-    for stage in (*(stage for stage in stages if isinstance(stage, dict)), last):
+    return "".join(f"<span>{text}</span>" for text in (*found.values(), *(text for text in marked if marked[text])))
+
+
+def _timeline(run: Run) -> str:
+    """Of reinforcement learning: who was busy when in the last steps, each in a line, over the same seconds."""
+    seconds = max((stop for phases in run.timeline.values() for _, _, _, stop in phases), default=0.0) or 1.0
+    lines: list[str] = []
+    for step, phases in run.timeline.items():
+        lines.append(f"<h4>step {step:,}</h4>")
+        for color, (phase, label) in enumerate(_PHASES.items()):
+            bars = ""
+            for name, chunk, start, stop in phases:
+                if name == phase:
+                    place = f"left:{100 * start / seconds:.2f}%;width:{100 * (stop - start) / seconds:.2f}%"
+                    about = f"chunk {chunk}: {label} {stop - start:.3g} s"
+                    bars += f'<i class="c{color}" style="{place}" title="{about}">{chunk}</i>'
+            lines.append(f"<div><b>{label}</b><p>{bars}</p></div>")
+    about = f"Who was busy when in the last steps, over {seconds:.3g} seconds; numbers are chunks of the batch."
+    return f'<p>{about}</p><div class="timeline">{"".join(lines)}</div>' if lines else ""
+
+
+def _plans(runs: Sequence[Run]) -> str:
+    tables = [plan_rows(run.plan) for run in runs]
+    rest = [_notes(as_list(run.plan.get("warnings"))) + _ramp(run.plan) + _memory(run.plan) for run in runs]
+    if len(runs) == 1:
+        return _table("plan", (), {name: [_e(text) for text in row] for name, row in tables[0].items()}) + rest[0]
+    said = ("num_devices", "loading_hosts")  # of the others, the meaning is the same for all runs
+    cells = [{key: _cell(row[0], row[1] if key in said else "") for key, row in table.items()} for table in tables]
+    return _comparison(runs, cells) + _of_each(runs, rest)
+
+
+def _ramp(plan: Mapping[str, object]) -> str:
+    """The stages of the ramp, each with a bar as long as its batch is large."""
+    ramp, target = as_object(plan.get("rampup")), plan.get("global_batch_to_train")
+    stages, total = [as_object(stage) for stage in as_list(ramp.get("stages"))], ramp.get("total_steps")
+    if not stages:
+        return ""
+    first = total + 1 if isinstance(total, int) else None
+    stages.append({**plan, "first_step": first, "num_steps": "the rest", "samples": NONE})
+    rows: list[str] = []
+    for stage in stages:
         size = stage.get("global_batch_to_train")
         share = size / target if isinstance(size, int) and isinstance(target, int) and target else 0
         cells = "".join(f"<td>{_e(plain(stage.get(key)))}</td>" for key in _STAGE_KEYS)
-        lines.append(f'<tr>{cells}<td class="bar-cell"><span style="width:{100 * share:.1f}%"></span></td></tr>')
+        rows.append(f'<tr>{cells}<td class="share"><i class="c0" style="width:{100 * share:.1f}%"></i></td></tr>')
     heads = "".join(f'<th scope="col">{name}</th>' for name in _STAGE_KEYS.values())
     return (
         f"<h3>Ramp-up</h3><p>{_e(plain(ramp.get('num_increments')))} increments of "
         f"{_e(plain(ramp.get('samples_per_increment')))} examples, {_e(plain(total))} steps in all.</p>"
-        f'<div class="wide"><table class="stages"><thead><tr>{heads}<th></th></tr></thead>'
-        f"<tbody>{''.join(lines)}</tbody></table></div>"
+        f'<div class="wide"><table><thead><tr>{heads}<th></th></tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
     )
 
 
-def _memory(run: Run) -> str:
-    memory = memory_parts(run.plan or {})
-    if memory is None:
-        return ""
-    sentence, parts = memory
-    bar = "".join(
-        f'<i class="c{index}" style="width:{100 * part.fraction:.2f}%"></i>' for index, part in enumerate(parts)
-    )
-    legend = "".join(
-        f'<li><i class="c{index}"></i>{_e(part.name)} <b>{_e(part.text)}</b></li>' for index, part in enumerate(parts)
-    )
-    return (
-        f'<h3>Memory</h3><p>{_e(sentence)}, as planned.</p><div class="memory" aria-hidden="true">{bar}</div>'
-        f'<ul class="memory-parts">{legend}</ul>'
-    )
+def _memory(plan: Mapping[str, object]) -> str:
+    sentence, parts = memory_parts(plan)
+    bar = legend = ""
+    for color, (name, text, share) in enumerate(parts):
+        bar += f'<i class="c{color}" style="width:{100 * share:.2f}%"></i>'
+        legend += f'<span><i class="c{color}"></i>{name} <b>{text}</b></span>'
+    bar = f'<div class="memory" aria-hidden="true">{bar}</div><div class="keys">{legend}</div>'
+    return f"<h3>Memory</h3><p>{sentence}, as planned.</p>{bar}" if parts else ""
 
 
 def _settings(runs: Sequence[Run]) -> str:
-    """The keys that differ from base.yml; of several runs, those that differ between them stand out."""
-    if len(runs) == 1:
-        settings = runs[0].settings
-        if settings is None:
-            return ""
-        rows = "".join(
-            f"<tr><th scope=row>{_e(key)}</th><td>{_e(setting.value)}</td>"
-            f"<td>{NONE if setting.base is None else _e(setting.base)}</td><td>{_e(setting.origin)}</td></tr>"
-            for key, setting in settings.items()
-            if setting.differs
-        )
-        return (
-            "<p>The keys whose value is not that of base.yml.</p>"
-            '<div class="wide"><table class="settings"><thead><tr><th></th><th scope="col">value</th>'
-            f'<th scope="col">base.yml</th><th scope="col">from</th></tr></thead><tbody>{rows}</tbody></table></div>'
-        )
-    tables = [run.settings or {} for run in runs]
-    names = dict.fromkeys(key for table in tables for key, setting in table.items() if setting.differs)
-    if not names:
-        return ""
-    rows = [(key, [_e(table[key].value) if key in table else NONE for table in tables]) for key in names]
-    rows.sort(key=lambda row: not _differ(row[1]))
-    return (
-        "<p>The keys whose value is not that of base.yml in some run; first those that differ between the runs.</p>"
-        + _comparison(runs, rows, _differ)
-    )
-
-
-def _environments(runs: Sequence[Run]) -> str:
-    tables = [_flat(run.environment or {}) for run in runs]
-    names = dict.fromkeys(name for table in tables for name in table)
-    rows = [(name, [_e(table.get(name, NONE)) for table in tables]) for name in names]
-    if not rows:
-        return ""
+    """The keys that differ from base.yml; of several runs, those that differ between them come first."""
+    names = dict.fromkeys(key for run in runs for key, (value, base, _) in run.settings.items() if value != base)
     if len(runs) > 1:
-        return _comparison(runs, rows, _differ)
-    lines = "".join(f"<tr><th scope=row>{_e(name)}</th><td>{cells[0]}</td></tr>" for name, cells in rows)
-    return f'<div class="wide"><table class="plan"><tbody>{lines}</tbody></table></div>'
+        tables = [{key: _e(run.settings[key][0]) for key in names if key in run.settings} for run in runs]
+        about = "<p>The keys whose value in some run is not that of base.yml; first those that differ between runs.</p>"
+        return about + _comparison(runs, tables, sort=True) if names else ""
+    rows = {key: [NONE if text is None else _e(text) for text in runs[0].settings[key]] for key in names}
+    table = _table("settings", ("value", "base.yml", "from"), rows)
+    return f"<p>The keys whose value is not that of base.yml.</p>{table}" if runs[0].settings else ""
 
 
-def _flat(environment: Mapping[str, Any]) -> dict[str, str]:
+def _environment(run: Run) -> dict[str, str]:
     """environment.json without nesting: the versions of packages beside the rest, devices left to the summary."""
-    rest = {key: value for key, value in environment.items() if key != "devices"}
-    packages = rest.pop("packages") if isinstance(rest.get("packages"), dict) else {}
-    return {key: plain(value) for key, value in (rest | packages).items()}
+    packages = as_object(run.environment.get("packages"))
+    apart = ("devices", "packages") if packages else ("devices",)
+    flat = {**run.environment, **packages}
+    return {key: _e(plain(value)) for key, value in flat.items() if key not in apart}

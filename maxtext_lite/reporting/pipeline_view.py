@@ -1,9 +1,8 @@
 """A pipeline's timetable as a picture: text for a terminal, SVG for a file."""
 
 import math
-from collections.abc import Sequence
 
-from maxtext_lite.batching.pipeline_shape import Piece, PipelineShape, Schedule, Work
+from maxtext_lite.batching.pipeline_shape import PipelineShape, Schedule, Work
 
 _MOST_TICKS_OF_TEXT = 24
 _MOST_TICKS_OF_SVG = 96
@@ -12,91 +11,72 @@ _COLORS = (
     ("#4477aa", _WHITE), ("#66ccee", _DARK), ("#228833", _WHITE), ("#ccbb44", _DARK), ("#ee6677", _DARK),
     ("#aa3377", _WHITE),
 )  # fmt: skip
-"""Of rounds or micro-batches in turn; the Bright palette of P. Tol, told apart by colour-blind readers too. Beside each
-stands the colour of numbers on it, of the two that which is easier to read there."""
-_CHARACTER_EM = 0.56
-"""Width of a character of a sentence, on average, in a wide sans-serif; SVG cannot ask for that of the reader's."""
+"""Of rounds or micro-batches in turn, with the colour that is easier to read on each; the Bright palette of P. Tol."""
+_CHARACTER_EM = 0.56  # width of a character, on average, in a wide sans-serif; SVG cannot ask for the reader's
 
 
 def pipeline_text(shape: PipelineShape, schedule: Schedule) -> str:
-    """A line for each stage, a column for each tick: F3 is microbatch 3 forwards, B3 backwards, a dot a wait."""
+    """A line for each stage, a column for each tick: F3b is microbatch 3 forwards in the second round, a dot a wait."""
+
+    def cell(work: Work) -> str:
+        pieces = [(letter, piece) for letter, piece in (("F", work.forward), ("B", work.backward)) if piece]
+        rounds = [chr(ord("a") + piece.round % 26) if shape.num_repeats > 1 else "" for _, piece in pieces]
+        return "".join(f"{letter}{p.number}{each}" for (letter, p), each in zip(pieces, rounds, strict=True)) or "."
+
     rows = shape.timetable(schedule)
-    shown = [row[:_MOST_TICKS_OF_TEXT] for row in rows]
-    several = shape.num_repeats > 1
-    cells = [[_cell(work, several) for work in row] for row in shown]
-    width = max(len(cell) for row in cells for cell in row)
-    left = len(rows[0]) - len(shown[0])
-    more = f" ... and {left} tick{'' if left == 1 else 's'} more" if left else ""
+    cells = [[cell(work) for work in row[:_MOST_TICKS_OF_TEXT]] for row in rows]
+    width = max(len(each) for row in cells for each in row)
+    more = _more(len(rows[0]) - len(cells[0]))
     lines = [
-        f"stage {stage:<3} {' '.join(cell.ljust(width) for cell in row).rstrip()}{more}"
+        f"stage {stage:<3} {' '.join(each.ljust(width) for each in row).rstrip()}{more and f' ... and {more}'}"
         for stage, row in enumerate(cells)
     ]
     return "\n".join([heading(shape, schedule), *lines])
 
 
+def _more(num_ticks: int) -> str:
+    return f"{num_ticks} tick{'' if num_ticks == 1 else 's'} more" if num_ticks else ""
+
+
 def heading(shape: PipelineShape, schedule: Schedule) -> str:
     """The schedule, its ticks and the share of them that a stage waits."""
-    bubble, ticks = shape.bubble_fraction(schedule), len(shape.timetable(schedule)[0])
-    what = "forwards or backwards" if schedule == "gpipe" else "forwards and backwards"
+    ticks, accumulation = len(shape.timetable(schedule)[0]), shape.gradient_accumulation_steps
     return (
-        f"{schedule}: {ticks} ticks {what} in a step of {shape.gradient_accumulation_steps} micro-batch"
-        f"{'' if shape.gradient_accumulation_steps == 1 else 'es'} x {shape.num_microbatches} microbatches, "
-        f"{float(bubble):.1%} of them waiting"
+        f"{schedule}: {ticks} ticks forwards {'or' if schedule == 'gpipe' else 'and'} backwards in a step of "
+        f"{accumulation} micro-batch{'' if accumulation == 1 else 'es'} x {shape.num_microbatches} microbatches, "
+        f"{float(shape.bubble_fraction(schedule)):.1%} of them waiting"
     )
-
-
-def _cell(work: Work, several_rounds: bool) -> str:
-    parts = [
-        f"{letter}{piece.number}{_round_letter(piece) if several_rounds else ''}"
-        for letter, piece in (("F", work.forward), ("B", work.backward))
-        if piece is not None
-    ]
-    return "".join(parts) or "."
-
-
-def _round_letter(piece: Piece) -> str:
-    """A for the first round, b for the second."""
-    return chr(ord("a") + piece.round % 26)
 
 
 def pipeline_svg(shape: PipelineShape, schedule: Schedule) -> str:
     """The timetable as a whole SVG document: forward boxes full, backward boxes hollow, a colour for each round."""
-    timetable = shape.timetable(schedule)
-    rows = [row[:_MOST_TICKS_OF_SVG] for row in timetable]
+    rows = [row[:_MOST_TICKS_OF_SVG] for row in shape.timetable(schedule)]
+    legend = ["full: forwards, hollow: backwards, empty: waiting; numbers are pipeline microbatches of the step"]
+    if shape.num_repeats > 1 or shape.gradient_accumulation_steps > 1:
+        legend.append(f"colours are {'rounds' if shape.num_repeats > 1 else 'micro-batches'}")
+    if more := _more(len(shape.timetable(schedule)[0]) - len(rows[0])):
+        legend.append(f"{more} to the right")
     box, lane, left, top = 26, 44, 74, 34
-    sentences = [(heading(shape, schedule), 13), (_legend(shape, len(timetable[0]) - len(rows[0])), 11)]
-    text_width = max(16 + math.ceil(_CHARACTER_EM * size * len(sentence)) for sentence, size in sentences)
+    title, below = heading(shape, schedule), ", ".join(legend)
+    text_width = max(16 + math.ceil(_CHARACTER_EM * size * len(text)) for text, size in ((title, 13), (below, 11)))
     width, height = max(left + box * len(rows[0]) + 12, text_width), top + lane * len(rows) + 26
-    (title, title_size), (legend, legend_size) = sentences
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        f'role="img" aria-label="{title}" font-family="system-ui, sans-serif" font-size="{legend_size}">',
+        f'role="img" aria-label="{title}" font-family="system-ui, sans-serif" font-size="11">',
         f'<rect width="{width}" height="{height}" fill="{_WHITE}"/>',
-        f'<text x="8" y="20" font-size="{title_size}" fill="{_DARK}">{title}</text>',
+        f'<text x="8" y="20" font-size="13" fill="{_DARK}">{title}</text>',
     ]
     for stage, row in enumerate(rows):
         y = top + lane * stage
         parts.append(f'<text x="8" y="{y + 22}" fill="{_DARK}">stage {stage}</text>')
         for tick, work in enumerate(row):
             parts += _boxes(shape, work, left + box * tick, y, box - 2)
-    parts.append(f'<text x="8" y="{height - 8}" fill="#555555">{legend}</text></svg>')
+    parts.append(f'<text x="8" y="{height - 8}" fill="#555555">{below}</text></svg>')
     return "".join(parts)
 
 
-def _legend(shape: PipelineShape, num_ticks_left_out: int) -> str:
-    """What boxes, numbers and colours mean, and how much is not shown."""
-    parts = ["full: forwards, hollow: backwards, empty: waiting; numbers are pipeline microbatches of the step"]
-    if shape.num_repeats > 1:
-        parts.append("colours are rounds")
-    elif shape.gradient_accumulation_steps > 1:
-        parts.append("colours are micro-batches")
-    if num_ticks_left_out:
-        parts.append(f"{num_ticks_left_out} tick{'' if num_ticks_left_out == 1 else 's'} more to the right")
-    return ", ".join(parts)
-
-
-def _boxes(shape: PipelineShape, work: Work, x: int, y: int, size: int) -> Sequence[str]:
-    found = []
+def _boxes(shape: PipelineShape, work: Work, x: int, y: int, size: int) -> list[str]:
+    found: list[str] = []
     for piece, dy, full in ((work.forward, 0, True), (work.backward, 19, False)):
         if piece is None:
             continue

@@ -1,28 +1,15 @@
-"""plan.json in words: rows of name, value and formula, the stages of a ramp, and memory."""
+"""plan.json in words: rows of name, value and meaning, and memory; and numbers as texts."""
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from maxtext_lite.batching.ledger import bytes_text
+from maxtext_lite.batching.ledger import PARTS, bytes_text
 from maxtext_lite.config.errors import value_text
-from maxtext_lite.reporting.scales import long_number
+from maxtext_lite.reporting.records import as_list, as_object
 
-MEMORY_PARTS = {
-    "params": "parameters",
-    "optimizer_state": "optimizer state",
-    "gradients": "gradients",
-    "weights": "weights in use (estimate)",
-    "activations": "activations (estimate)",
-    "logits": "logits (estimate)",
-}
-"""The parts of plan.json's `memory`, in the order that they are shown in, and their names."""
-
-_ELSEWHERE = ("mesh", "rampup", "memory", "warnings", "num_hosts")
-
-_FORMULAS = {
+_MEANINGS = {
     "num_devices": "all devices of the mesh",
     "per_device_batch_size": "examples per device in one forward/backward pass",
     "micro_batch_to_train": "examples = per_device_batch_size × num_devices",
@@ -53,9 +40,7 @@ _FORMULAS = {
     "dropped_examples": "examples at the end of the epochs that fill no batch (last_batch=drop)",
     "learning_rate": "of the config, before the multiplier",
     "learning_rate_multiplier": "from learning_rate_scaling",
-    "adam_b1": "as scale_adam_with_batch leaves it",
-    "adam_b2": "as scale_adam_with_batch leaves it",
-    "adam_eps": "as scale_adam_with_batch leaves it",
+    **dict.fromkeys(("adam_b1", "adam_b2", "adam_eps"), "as scale_adam_with_batch leaves it"),
     "prompts_per_batch": "unique prompts",
     "num_generations": "responses to each prompt",
     "pairs_per_batch": "of a prompt with a response = prompts_per_batch × num_generations = global_batch_to_train",
@@ -78,83 +63,70 @@ _FORMULAS = {
 }
 
 
-@dataclass(frozen=True)
-class Row:
-    """A line of a plan's table."""
-
-    name: str
-    value: str
-    meaning: str
-
-
-def plan_rows(plan: Mapping[str, Any]) -> list[Row]:
-    """Every entry of plan.json but the ramp, the memory and the warnings, which have places of their own.
-
-    Those of reinforcement learning, one level down, are rows like the others.
-    """
-    rows: list[Row] = []
+def plan_rows(plan: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """Value and meaning of every entry of plan.json, those of RL too, but of the ramp, the memory and the warnings."""
+    rows: dict[str, tuple[str, str]] = {}
     pipelined = plan.get("num_pipeline_stages", 1) != 1
+    hosts, loading = plan.get("num_hosts"), as_list(plan.get("loading_hosts"))
     for key, value in plan.items():
-        if key in _ELSEWHERE or ("pipeline" in key and not pipelined):
+        if (
+            key in ("mesh", "rampup", "memory", "warnings", "num_hosts")
+            or value is None
+            or ("pipeline" in key and not pipelined)
+        ):
             continue
         if key == "num_devices":
-            rows.append(Row(key, plain(value), _machine(plan)))
-        elif key == "loading_hosts" and isinstance(value, list) and all(isinstance(host, int) for host in value):
-            rows.append(Row(key, f"{len(value):,} of {plain(plan.get('num_hosts'))}", f"hosts {ranges(value)}"))
-        elif key == "rl" and isinstance(value, dict):
-            rows += [Row(name, plain(each), _FORMULAS.get(name, "")) for name, each in value.items()]
-        elif value is not None:
-            rows.append(Row(key, plain(value), _FORMULAS.get(key, "")))
+            sizes = as_object(plan.get("mesh")).items()
+            used = " × ".join(f"{axis} {plain(size)}" for axis, size in sizes if size != 1) or "all mesh axes 1"
+            on = "" if hosts is None else f", on {plain(hosts)} host{'' if hosts == 1 else 's'}"
+            rows[key] = (plain(value), used + on)
+        elif key == "loading_hosts" and loading and all(isinstance(host, int) for host in loading):
+            rows[key] = (f"{len(loading):,} of {plain(hosts)}", f"hosts {ranges(loading)}")
+        elif key == "rl" and as_object(value):
+            rows |= {name: (plain(each), _MEANINGS.get(name, "")) for name, each in as_object(value).items()}
+        else:
+            rows[key] = (plain(value), _MEANINGS.get(key, ""))
     return rows
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Ascending whole numbers in short: 0–3, 8, 10–11."""
+    starts = [0, *(index + 1 for index, (one, two) in enumerate(pairwise(numbers)) if two != one + 1)]
+    spans = [numbers[start:end] for start, end in pairwise([*starts, len(numbers)])] if numbers else []
+    return ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]}–{span[-1]}" for span in spans)
+
+
+def memory_parts(plan: Mapping[str, Any]) -> tuple[str, list[tuple[str, str, float]]]:
+    """The memory of a device in words, and the name, bytes and share (of the sum if need be) of each part of it."""
+    memory = as_object(plan.get("memory"))
+    found = as_object(memory.get("at_peak")) or memory
+    parts = [(name, found[key]) for key, name in PARTS.items() if isinstance(found.get(key), int | float)]
+    total, limit = (value if isinstance(value, int | float) else 0 for value in map(memory.get, ("total", "limit")))
+    if not parts or total <= 0:
+        return "", []
+    sentence = bytes_text(int(total)) + (f" of {bytes_text(int(limit))}" if limit > 0 else "") + " per device"
+    return sentence, [(name, bytes_text(size), size / max(limit, total)) for name, size in parts]
 
 
 def plain(value: object) -> str:
     """A value of a JSON file to read: numbers with their digits grouped, anything nested as JSON."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return long_number(value)
-    if isinstance(value, list | dict):
-        return json.dumps(value, ensure_ascii=False)
-    return value_text(value)
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else value_text(value)
 
 
-def _machine(plan: Mapping[str, Any]) -> str:
-    mesh, hosts = plan.get("mesh"), plan.get("num_hosts")
-    sizes = mesh.items() if isinstance(mesh, dict) else ()
-    used = " × ".join(f"{axis} {plain(size)}" for axis, size in sizes if size != 1) or "all mesh axes 1"
-    return used + ("" if hosts is None else f", on {plain(hosts)} host{'' if hosts == 1 else 's'}")
+def short_number(value: float) -> str:
+    """A number in little room: 0.003, 12.5, 50k, 3.2M, 5e-06."""
+    size = abs(value)
+    if value and (size < 1e-3 or size >= 1e15):
+        return f"{value:.3g}"
+    units = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+    scale, suffix = next((unit for unit in units if size >= unit[0] * 0.99995), (1, ""))
+    return f"{value / scale:.4g}{suffix}"
 
 
-def ranges(numbers: Sequence[int]) -> str:
-    """Ascending whole numbers in short: 0–3, 8, 10–11."""
-    starts = [0, *(index + 1 for index, (one, two) in enumerate(pairwise(numbers)) if two != one + 1)]
-    ends = [*(start - 1 for start in starts[1:]), len(numbers) - 1]
-    spans = [(numbers[start], numbers[end]) for start, end in zip(starts, ends, strict=True)] if numbers else []
-    return ", ".join(str(first) if first == last else f"{first}–{last}" for first, last in spans)
-
-
-@dataclass(frozen=True)
-class MemoryPart:
-    """A share of a device's memory; `fraction` is of the device, or of the sum where the device is not known."""
-
-    name: str
-    text: str
-    fraction: float
-
-
-def memory_parts(plan: Mapping[str, Any]) -> tuple[str, list[MemoryPart]] | None:
-    """The sentence above the memory bar and its parts; None where the plan has none."""
-    memory = plan.get("memory")
-    if not isinstance(memory, dict):
-        return None
-    at_peak = memory.get("at_peak")
-    found = at_peak if isinstance(at_peak, dict) else memory
-    sizes = {key: found[key] for key in MEMORY_PARTS if isinstance(found.get(key), int | float)}
-    total, limit = memory.get("total"), memory.get("limit")
-    if not sizes or not isinstance(total, int | float) or total <= 0:
-        return None
-    if not isinstance(limit, int | float) or limit <= 0:
-        limit = None
-    whole = total if limit is None else max(limit, total)
-    parts = [MemoryPart(MEMORY_PARTS[key], bytes_text(size), size / whole) for key, size in sizes.items()]
-    sentence = bytes_text(int(total)) + ("" if limit is None else f" of {bytes_text(int(limit))}") + " per device"
-    return sentence, parts
+def long_number(value: float) -> str:
+    """A number with all digits that mean something: 12,345,678, or 2.3457."""
+    if float(value).is_integer() and abs(value) < 1e15:
+        return f"{int(value):,}"
+    return f"{value:,.1f}" if abs(value) >= 1e4 else f"{value:.5g}"

@@ -13,7 +13,7 @@ import rich.console
 import rich.progress
 
 from maxtext_lite.process.signals import command_signals
-from maxtext_lite.reporting.records import Records, Steps, is_evaluation, record_text
+from maxtext_lite.reporting.records import Steps, is_evaluation, read_records, record_text
 from maxtext_lite.training.failures import Failures
 
 _FLUSH_SECONDS = 30.0
@@ -38,17 +38,17 @@ class JsonLines:
 
     def __init__(self, path: Path, after_step: int, failures: Failures):
         self._path, self._failures = path, failures
-        records = Records(path)
+        notes: list[str] = []
         scratch = path.with_suffix(".jsonl.tmp")
         with scratch.open("w", encoding="utf-8") as kept:
             self.steps = Steps()
-            for record in records:
+            for record in read_records(path, notes):
                 if record["step"] <= after_step:
                     kept.write(record_text(record))
                     if not is_evaluation(record):
                         self.steps.add(record["step"])
         scratch.replace(path)
-        self.notes = tuple(note for note in records.notes if "cut short" not in note)  # as any kill leaves it
+        self.notes = tuple(note for note in notes if "cut short" not in note)  # as any kill leaves it
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@ import pytest
 
 from maxtext_lite.batching import make_plan
 from maxtext_lite.config import load_config
-from maxtext_lite.reporting.plan_view import memory_parts, plain, plan_rows, ranges
+from maxtext_lite.reporting.plan_view import long_number, memory_parts, plain, plan_rows, ranges, short_number
 
 
 def plan_of(*overrides, num_devices=1, num_hosts=1, **options):
@@ -10,7 +10,7 @@ def plan_of(*overrides, num_devices=1, num_hosts=1, **options):
 
 
 def by_name(plan):
-    return {row.name: (row.value, row.meaning) for row in plan_rows(plan)}
+    return plan_rows(plan)
 
 
 def test_a_plan_in_words():
@@ -67,21 +67,34 @@ def test_plain_values(value, text):
 
 def test_memory_is_shares_of_the_device_or_of_the_sum():
     memory = {"params": 10_000, "optimizer_state": 30_000, "total": 40_000, "limit": None}
-    sentence, parts = memory_parts({"memory": memory}) or ("", [])
+    sentence, parts = memory_parts({"memory": memory})
     assert sentence == "40.0 kB per device"
-    assert [(part.name, part.text, part.fraction) for part in parts] == [
-        ("parameters", "10.0 kB", 0.25),
-        ("optimizer state", "30.0 kB", 0.75),
-    ]
-    sentence, parts = memory_parts({"memory": memory | {"limit": 80_000}}) or ("", [])
-    assert (sentence, parts[1].fraction) == ("40.0 kB of 80.0 kB per device", 0.375)
+    assert parts == [("parameters", "10.0 kB", 0.25), ("optimizer", "30.0 kB", 0.75)]
+    sentence, parts = memory_parts({"memory": memory | {"limit": 80_000}})
+    assert (sentence, parts[1][2]) == ("40.0 kB of 80.0 kB per device", 0.375)
     peak = {"params": 10_000, "optimizer_state": 0, "activations": 30_000}
-    _, parts = memory_parts({"memory": memory | {"at_peak": peak}}) or ("", [])
-    assert [part.fraction for part in parts] == [0.25, 0, 0.75], "what is held at the peak adds up to the total"
-    _, parts = memory_parts({"memory": memory | {"limit": 20_000}}) or ("", [])
-    assert sum(part.fraction for part in parts) == 1, "more than there is still fits the bar"
+    _, parts = memory_parts({"memory": memory | {"at_peak": peak}})
+    assert [share for _, _, share in parts] == [0.25, 0, 0.75], "what is held at the peak adds up to the total"
+    _, parts = memory_parts({"memory": memory | {"limit": 20_000}})
+    assert sum(share for _, _, share in parts) == 1, "more than there is still fits the bar"
 
 
 @pytest.mark.parametrize("plan", [{}, {"memory": None}, {"memory": {}}, {"memory": {"params": 3, "total": "x"}}])
 def test_without_memory_there_is_no_bar(plan):
-    assert memory_parts(plan) is None
+    assert memory_parts(plan) == ("", [])
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (0.003, "0.003"), (5e-6, "5e-06"), (12.5, "12.5"), (999, "999"), (50_000, "50k"), (999_999, "1M"),
+     (3.2e6, "3.2M"), (-1500, "-1.5k"), (2e9, "2G"), (1.5e12, "1.5T")],
+)  # fmt: skip
+def test_short_numbers(value, text):
+    assert short_number(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(12_345_678, "12,345,678"), (4.0, "4"), (2.345678, "2.3457"), (123_456.78, "123,456.8")]
+)
+def test_long_numbers(value, text):
+    assert long_number(value) == text

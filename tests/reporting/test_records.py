@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from maxtext_lite.reporting.records import Records, Steps, record_text
+from maxtext_lite.reporting.records import Steps, as_list, as_object, read_records, record_text, with_numbers
 
 
 def read(path):
-    records = Records(path)
-    return list(records), records.notes
+    notes = []
+    return list(read_records(path, notes)), notes
 
 
 def test_every_line_that_holds_a_step_is_read_and_the_others_are_named(tmp_path):
@@ -28,11 +28,9 @@ def test_every_line_that_holds_a_step_is_read_and_the_others_are_named(tmp_path)
 
 
 def test_a_missing_file_has_no_lines_and_another_kind_is_an_error(tmp_path):
-    records = Records(tmp_path / "metrics.jsonl")
-    assert list(records) == []
-    assert records.is_missing
+    assert read(tmp_path / "metrics.jsonl") == ([], [])
     with pytest.raises(IsADirectoryError):
-        list(Records(tmp_path))
+        read(tmp_path)
 
 
 def test_a_record_is_written_as_json_has_it():
@@ -53,3 +51,13 @@ def test_steps_that_are_missing_are_named(steps, missing):
     for step in steps:
         found.add(step)
     assert found.missing(9) == missing
+
+
+def test_json_of_another_form_is_empty():
+    assert [as_object(value) for value in ({"a": 1}, [1], None, "x")] == [{"a": 1}, {}, {}, {}]
+    assert [as_list(value) for value in ([1], {"a": 1}, None, "x")] == [[1], [], [], []]
+
+
+def test_numbers_out_of_reach_become_null_at_any_depth():
+    value = {"a": [1e301, -2, True, float("nan"), {"b": 10**400}], "c": "1e999"}
+    assert with_numbers(value, 1e300) == {"a": [None, -2, True, None, {"b": None}], "c": "1e999"}

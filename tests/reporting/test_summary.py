@@ -12,7 +12,7 @@ def read(directory):
 
 
 def summary_of(directory):
-    return {name: (value, remark) for name, value, remark in summary(read(directory))}
+    return summary(read(directory))
 
 
 def test_the_summary_of_a_run(tmp_path):
@@ -41,12 +41,12 @@ def test_the_summary_of_a_run(tmp_path):
     assert found["Parameters"] == ("869.5k", "869,504")
 
 
-def test_a_run_of_reinforcement_learning_leads_with_accuracy_and_reward_and_has_no_loss(tmp_path):
+def test_a_run_of_reinforcement_learning_leads_with_reward_and_accuracy_and_has_no_loss(tmp_path):
     lines = [step_line(step, reward=step / 10, loss=-2e-9) for step in range(1, 31)]
     run = write_metrics(tmp_path / "r", [*lines, {"step": 30, "eval_accuracy": 0.75}])
-    shown = [(name, value, remark) for name, value, remark in summary(read(run)) if value != NONE]
-    assert [name for name, _, _ in shown[:3]] == ["Steps", "Held-out accuracy", "Reward"]
-    assert shown[2][1:] == ("2.05", "training, mean of steps 11 to 30")
+    shown = [(name, *cell) for name, cell in summary(read(run)).items() if cell[0] != NONE]
+    assert [name for name, _, _ in shown[:3]] == ["Steps", "Reward", "Held-out accuracy"]
+    assert shown[1][1:] == ("2.05", "training, mean of steps 11 to 30")
     assert "Loss" not in [name for name, _, _ in shown]
 
 
