@@ -125,6 +125,10 @@ def _plan(config: Config, num_devices: int, num_hosts: int, platform: Any, devic
     )
 
 
+def _rows_per_micro_batch(plan: BatchPlan) -> int:
+    return plan.rows_per_example * plan.slots_for(plan.stages[-1].micro_batch_to_train)
+
+
 def to_json(program: "Program", plan: BatchPlan) -> dict[str, Any]:
     """What --json prints; all bytes are of one device."""
     memory = program.memory
@@ -134,7 +138,7 @@ def to_json(program: "Program", plan: BatchPlan) -> dict[str, Any]:
         "device_kind": program.mesh.devices.flat[0].device_kind,
         "mesh": dict(plan.mesh),
         "compile_seconds": program.compile_seconds,
-        "rows_per_micro_batch": plan.micro_batch_rows,
+        "rows_per_micro_batch": _rows_per_micro_batch(plan),
         "gradient_accumulation_steps": plan.stages[-1].gradient_accumulation_steps,
         "max_target_length": plan.max_target_length,
         "parameters": [
@@ -211,7 +215,7 @@ def format_program(program: "Program", plan: BatchPlan) -> str:
     hosts = f"{plan.num_hosts} host{'' if plan.num_hosts == 1 else 's'}"
     lines = [
         f"compiled for {plan.num_devices} x {program.mesh.devices.flat[0].device_kind} ({axes}) on {hosts}: "
-        f"a step of {stage.gradient_accumulation_steps} x {plan.micro_batch_rows} rows x "
+        f"a step of {stage.gradient_accumulation_steps} x {_rows_per_micro_batch(plan)} rows x "
         f"{plan.max_target_length} tokens"
     ]
     if len(plan.stages) > 1:

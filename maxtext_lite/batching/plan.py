@@ -122,11 +122,6 @@ class BatchPlan:
         return self.micro_batch_to_train + self.empty_slots_per_micro_batch
 
     @property
-    def micro_batch_rows(self) -> int:
-        """Sequences of max_target_length tokens in one micro-batch's arrays."""
-        return self.micro_batch_slots * self.rows_per_example
-
-    @property
     def eval_batch_slots(self) -> int:
         """Rows of the arrays of one evaluation batch, of which `eval_batch_examples` hold an example."""
         return self.slots_for(self.eval_batch_examples)

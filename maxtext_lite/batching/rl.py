@@ -56,16 +56,6 @@ class RLBatch:
         return Batch(per_device, self.micro_batches, self.pairs_per_micro_batch)
 
     @property
-    def prompts_per_micro_batch(self) -> int:
-        """Unique prompts of a chunk."""
-        return self.prompts_per_batch // self.micro_batches
-
-    def prompts_before(self, step: int, examples_seen: int) -> int:
-        """Prompts of the batches before the one that is next, or unfinished, after `step` steps on so many pairs."""
-        unfinished = step % self.updates_per_batch * self.pairs_per_batch
-        return (examples_seen - unfinished) // (self.updates_per_batch * self.num_generations)
-
-    @property
     def overlap_fraction(self) -> Fraction:
         """The share of a batch's training that can run beside sampling: of all its chunks but the last.
 

@@ -62,7 +62,7 @@ class RolloutSteps:
     ready = True
 
     def __init__(self, rl: RLRun, terminal: Terminal, state: TrainState, counts: Counts):
-        run, config = rl.run, rl.config
+        run, config, each = rl.run, rl.config, rl.config.num_iterations
         self._rl, self._run, self._config, self._batch, self._say = rl, run, config, rl.batch, terminal.say
         expected = rl.policy.expected(rl.batch.pairs_per_batch)
         self._step = ChunkedStep(run.parts, run.schedule, expected=expected)
@@ -73,8 +73,10 @@ class RolloutSteps:
         # Several hosts sample in their main threads, where what they do together is in one order.
         apart = not rl.batch.takes_turns or config.rollout_engine == "http"
         self.samples_beside = apart and jax.process_count() == 1
-        self._prompts_seen = rl.batch.prompts_before(counts.step, counts.examples_seen)
-        self._chunks: list[Rows] = self._restored() if counts.step % config.num_iterations else []
+        pairs_of_unfinished = counts.step % each * rl.batch.pairs_per_batch
+        # Prompts of the batches before the one that is next, or unfinished.
+        self._prompts_seen = (counts.examples_seen - pairs_of_unfinished) // (each * config.num_generations)
+        self._chunks: list[Rows] = self._restored() if counts.step % each else []
         # Before the first step there may be an evaluation, which stands at step 0.
         self._rollouts, self._timeline = (
             run.open_log(functools.partial(JsonLines, run.directory / name, counts.step or -1, run.failures), self._say)
@@ -146,7 +148,7 @@ class RolloutSteps:
     def _judged_chunks(self, numbers: np.ndarray, timeline: Timeline) -> Iterator[Chunk]:
         """The chunks of a batch in turn; while one is used, the next is on its way."""
         rl, config, first = self._rl, self._config, self._prompts_seen
-        per_chunk = self._batch.prompts_per_micro_batch
+        per_chunk = len(numbers) // self._batch.micro_batches
 
         def sample(chunk: int) -> Sampled:
             places = range(chunk * per_chunk, (chunk + 1) * per_chunk)

@@ -54,9 +54,6 @@ def test_slots_of_training_and_evaluation():
     assert (plan.micro_batch_to_train, plan.empty_slots_per_micro_batch, plan.micro_batch_slots) == (4, 4, 8)
     assert (plan.eval_batch_examples, plan.eval_batch_slots, plan.batch_shards) == (10, 16, 8)
     assert plan.slots_for(9) == 16
-    assert plan.micro_batch_rows == 8
-    pairs = plan_of("dataset_type=dpo", "dataset_path=x", "per_device_batch_size=0.5", "tokenizer_type=byte")
-    assert pairs.micro_batch_rows == 2 * 8  # a chosen and a rejected answer
 
 
 def test_a_run_with_a_ramp_is_as_long_as_so_many_steps_of_the_target():

@@ -23,9 +23,6 @@ def test_the_seeds_words():
     rl = rl_batch(asked, Topology(8))
     assert (rl.prompts_per_batch, rl.pairs_per_batch, rl.pairs_per_micro_batch, rl.micro_batches) == (6, 24, 8, 3)
     assert (rl.updates_per_batch, rl.batches) == (2, 5)
-    assert rl.prompts_per_micro_batch == 2
-    # Two steps of 24 pairs on each 6 prompts; after the third step the second batch is unfinished.
-    assert [rl.prompts_before(step, 24 * step) for step in range(5)] == [0, 0, 6, 6, 12]
     assert (rl.trainer_devices, rl.sampler_devices, rl.overlap_fraction) == (4, 4, Fraction(2, 3))
     plan = make_plan(asked, num_devices=8, num_examples=60)
     assert (plan.num_devices, plan.global_batch_to_train, plan.gradient_accumulation_steps) == (4, 24, 3)
