@@ -5,13 +5,22 @@ python -m maxtext_lite.harness run --model maxtext_lite --model_args path=DIR,ma
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from maxtext_lite.evaluate import TextScorer
-from maxtext_lite.generate import model_config
+from maxtext_lite.config.hf.model_directory import directory_config
+from maxtext_lite.generation.scoring import TextScorer
 
 NAME = "maxtext_lite"
 """What `--model` calls a model of ours."""
+
+
+class HarnessRequest(Protocol):
+    """What the harness asks for; `args` are a context and what belongs to it, or a text alone."""
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """As the kind of request has them."""
+        ...
 
 
 class HarnessModel:
@@ -31,30 +40,30 @@ class HarnessModel:
         dtype: str = "",
         tensor: int = 1,
         fsdp: int = 1,
-        **unused: Any,
+        **unused: object,
     ) -> None:
         super().__init__()
         del unused  # such as the harness's `device`
         directory, self._max_length = Path(path), int(max_length)
         self._scorer = TextScorer(
             directory,
-            model_config(directory, dtype),
+            directory_config(directory, dtype),
             max_length=self._max_length,
             rows_at_once=int(batch_size),
-            parallelism={"tensor": int(tensor), "fsdp": int(fsdp)},
+            mesh={"tensor": int(tensor), "fsdp": int(fsdp)},
         )
 
-    def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
+    def loglikelihood(self, requests: Sequence[HarnessRequest]) -> list[tuple[float, bool]]:
         """For each request's (context, continuation), its log-likelihood and whether it is the likeliest."""
         scored = self._scorer.continuations(request.args for request in requests)
         return [(one.log_likelihood, one.is_greedy) for one in scored]
 
-    def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
+    def loglikelihood_rolling(self, requests: Sequence[HarnessRequest]) -> list[float]:
         """For each request's text, the log-likelihood of all of it."""
         texts = [request.args[0] for request in requests]
-        return [sum(one.log_likelihood for one in self._scorer.whole(text, self._max_length - 1)) for text in texts]
+        return [sum(one.log_likelihood for one in self._scorer.windows(text, self._max_length - 1)) for text in texts]
 
-    def generate_until(self, requests: Sequence[Any]) -> list[str]:
+    def generate_until(self, requests: Sequence[HarnessRequest]) -> list[str]:
         """For each request's (context, options), what the model writes, up to one of the texts in `until`."""
         answers = []
         for request in requests:

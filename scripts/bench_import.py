@@ -74,14 +74,14 @@ def _make_checkpoint(directory: Path, config: Any, abstract: Any) -> tuple[int, 
     """Writes config.json and sparse files of about 5 GB; returns the bytes of the largest tensor, and of all."""
     from maxtext_lite.config.hf.config import config_json, model_keys
     from maxtext_lite.hf.entries import entries_of, flat
-    from maxtext_lite.hf.names import TABLES, sizes_of
+    from maxtext_lite.hf.names import TABLES, model_of
 
     fields = config_json(config, max_position_embeddings=8192, dtype="bfloat16", original={})
     (directory / "config.json").write_text(json.dumps(fields))
-    sizes = sizes_of(model_keys(fields, "config.json"))
+    model = model_of(model_keys(fields, "config.json"))
     shapes = {path: tuple(leaf.shape) for path, leaf in flat(abstract).items()}
-    entries = entries_of(TABLES[fields["model_type"]], shapes, sizes, "checkpoint")
-    tensors = {name: entry.name.their_shape(sizes) for entry in entries for name, _, _ in entry.tensor_names()}
+    entries = entries_of(TABLES[fields["model_type"]], shapes, model, "checkpoint")
+    tensors = {name: entry.name.their_shape(model.sizes) for entry in entries for name, _, _ in entry.tensor_names()}
     weight_map: dict[str, str] = {}
     header: dict[str, Any] = {}
     end = 0

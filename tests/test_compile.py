@@ -9,11 +9,8 @@ import sys
 import jax
 import pytest
 
-from maxtext_lite.batching.devices import device_named
-from maxtext_lite.batching.roofline import roofline
 from maxtext_lite.cli import run_command
-from maxtext_lite.compile import main, time_lines
-from maxtext_lite.xla.hlo_work import Kernel, Work
+from maxtext_lite.compile import main
 from tests.processes import environment
 
 TINY = (
@@ -95,35 +92,6 @@ def test_tables_of_the_devices_that_are_there(capsys):
     assert [line.split()[:3] for line in lines if line.startswith("matmuls")] == [["matmuls", "not", "known"]]
     assert lines[-2].startswith("FLOPs of a step: ")
     assert lines[-1] == "bound on MFU: not known, as the device's figures are not"
-
-
-class Anything:
-    """A program and its plan that know what an accelerator's do."""
-
-    def __init__(self, **attributes):
-        self.__dict__ = attributes
-
-
-def test_times_and_the_bound_follow_from_the_devices_figures():
-    device = device_named("v5e", option="--device")
-    traffic = {"memory_bytes": 819e9, "sent_bytes": 100e9}
-    flops = {"bf16": 197e12, "s8": None}
-    program = Anything(
-        model_flops=8 * 98.5e12,
-        sent_bytes=100e9,
-        compiler_seconds=2.0,
-        work=Work({"bf16": 197e12}, (Kernel("splash", 4, None), Kernel("gmm", 3, 300.0)), 819e9, 3e9, ()),
-        roofline=roofline(device, dtype="bfloat16", model_flops=98.5e12, matmul_flops={"bf16": 197e12}, **traffic),
-    )
-    lines = time_lines(program, Anything(num_devices=8))
-    assert [line.split()[1] for line in lines[1:4]] == ["1,000.000", "1,000.000", "500.000"]
-    assert lines[1].endswith("bf16 1.97e+14 FLOPs, 300 in kernels; not known: splash")
-    assert lines[4].split()[3:5] == ["2,000.000", "3,000,000,000"]
-    assert lines[-1] == "bound on MFU: 50.0%, by matmuls; at most 25.0% in the compiler's own time"
-    program.roofline = roofline(device, dtype="bfloat16", model_flops=400e12, matmul_flops={"bf16": 197e12}, **traffic)
-    assert time_lines(program, Anything(num_devices=8))[-1] == "bound on MFU: none below 100 %"
-    unknown = roofline(device, dtype="bfloat16", model_flops=98.5e12, matmul_flops=flops, **traffic)
-    assert unknown.matmul_seconds is None
 
 
 def test_epochs_ask_for_no_data_as_they_change_no_shape(capsys):

@@ -8,7 +8,8 @@ import pytest
 import safetensors.numpy
 
 from maxtext_lite.config import UserError, load_config
-from maxtext_lite.convert import hf_config, main
+from maxtext_lite.config.hf.model_directory import hf_config
+from maxtext_lite.convert import main
 from maxtext_lite.generate import main as generate
 from maxtext_lite.training import train
 from tests.hf_models import VOCABULARY, model, save, save_with_tokenizer

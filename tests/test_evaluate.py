@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from maxtext_lite.config import UserError
-from maxtext_lite.evaluate import continued, main, parse_evaluate_config, read_questions, with_blank
+from maxtext_lite.evaluate import main, parse_evaluate_config
 from tests import hf_models
 
 torch = pytest.importorskip("torch")
@@ -98,22 +98,6 @@ def test_a_cloze_is_right_where_it_is_what_the_model_would_write(directory, tmp_
     assert _run(capsys, path, f"cloze={tmp_path / 'cloze.jsonl'}")["accuracy"] == 0.5
 
 
-def test_a_continuation_is_read_with_its_context():
-    letters = lambda text: [ord(letter) for letter in text]  # noqa: E731
-    assert continued(letters, "ab", " c") == (letters("ab c"), 2)
-    assert continued(letters, "ab \n", "c") == (letters("ab \nc"), 2)
-    assert continued(letters, "", "c") == (letters("c"), 0)
-    merged = lambda text: [1] if text == "ab c" else letters(text)  # noqa: E731
-    assert continued(merged, "ab", " c") == ([1], 0)  # a tokenizer that joins them
-
-
-@pytest.mark.parametrize(("context", "continuation", "want"), [
-    ("ab", "c", " c"), ("ab ", "c", "c"), ("ab", " c", " c"), ("ab", "\nc", "\nc"), ("", "c", "c"),
-])  # fmt: skip
-def test_words_are_parted_by_one_blank(context, continuation, want):
-    assert with_blank(context, continuation) == want
-
-
 @pytest.mark.parametrize(("overrides", "message"), [
     ([], "nothing is asked for: give one of text, choices and cloze."),
     (["text=a", "cloze=b"], "text and cloze contradict each other"),
@@ -139,19 +123,3 @@ def test_a_mesh_that_the_machine_does_not_have_is_refused(overrides, message, di
     with pytest.raises(UserError) as refusal:
         main([str(directory[0]), f"text={tmp_path / 'text.txt'}", *overrides])
     assert message in str(refusal.value)
-
-
-@pytest.mark.parametrize(("kind", "line", "message"), [
-    ("choices", "{", "line 2: Invalid JSON"),
-    ("choices", '{"context": "a", "choices": ["b"], "answer": 0}', "line 2: choices: List should have at least 2"),
-    ("choices", '{"context": "a", "choices": ["b", "c"], "answer": 2}', "line 2: Value error, answer must be in 0..1"),
-    ("choices", '{"context": "a", "choices": ["b", " "], "answer": 1}', "choices must not be empty"),
-    ("cloze", '{"context": "a"}', "line 2: target: Field required"),
-])  # fmt: skip
-def test_wrong_questions_are_refused_by_line(kind, line, message, tmp_path):
-    (tmp_path / "q.jsonl").write_text("\n" + line)
-    with pytest.raises(UserError) as refusal:
-        read_questions(str(tmp_path / "q.jsonl"), kind)
-    assert message in str(refusal.value)
-    with pytest.raises(UserError, match="No such file"):
-        read_questions(str(tmp_path / "none.jsonl"), kind)

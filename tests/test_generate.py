@@ -5,7 +5,8 @@ import json
 import pytest
 
 from maxtext_lite.config import UserError, load_config
-from maxtext_lite.generate import GenerateConfig, main, parse_generate_config
+from maxtext_lite.generate import main, parse_generate_config
+from maxtext_lite.generation.requests import GenerateConfig
 from maxtext_lite.training import train
 from tests.training.conftest import TINY
 
@@ -31,7 +32,7 @@ def test_text_goes_on_from_the_prompt(run, capsys):
 
 
 def test_json_of_prompt_ids_needs_no_tokenizer(run, capsys, monkeypatch):
-    monkeypatch.setattr("maxtext_lite.data.load_tokenizer", None)
+    monkeypatch.setattr("maxtext_lite.generation.text_tokens.load_tokenizer", None)
     assert main([str(run), "prompt_ids=[[1,2,3],[4]]", "temperature=0", "max_new_tokens=4", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert [len(text["tokens"]) for text in answer] == [4, 4]
@@ -78,11 +79,6 @@ def test_mistakes_are_named(arguments, message, run):
     with pytest.raises(UserError) as refusal:
         main([str(run), *arguments])
     assert any(message in problem for problem in refusal.value.problems)
-
-
-def test_a_directory_without_a_run_is_refused(tmp_path):
-    with pytest.raises(UserError, match="is not a run directory"):
-        main([str(tmp_path)])
 
 
 def test_prompts_are_text_and_other_values_are_yaml():

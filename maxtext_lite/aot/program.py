@@ -3,26 +3,33 @@
 import contextlib
 import dataclasses
 from collections.abc import Iterable, Sequence
+from fractions import Fraction
 from importlib import metadata
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from jax.stages import Compiled
 
-from maxtext_lite.batching import BatchPlan, flops_per_example, scaled_optimizer
+from maxtext_lite.batching import BatchPlan, flops_per_example, make_plan, scaled_optimizer
 from maxtext_lite.batching.devices import device_of_kind
+from maxtext_lite.batching.ledger import bytes_text
 from maxtext_lite.batching.roofline import Roofline, roofline
-from maxtext_lite.config import Config
+from maxtext_lite.config import Config, UserError
+from maxtext_lite.config.kernels import Accelerator
+from maxtext_lite.models.decoder import Params
 from maxtext_lite.models.dropless import FURTHER_ROUNDS
+from maxtext_lite.parallel import accelerator_of, simulated_devices, start_devices
 from maxtext_lite.training.executables import Executables
 from maxtext_lite.training.local_updates import LocalUpdates
 from maxtext_lite.training.optimizer import learning_rate_schedule
 from maxtext_lite.training.state import TrainState, abstract_state, make_parts
 from maxtext_lite.training.step import make_synchronise, make_train_step
+from maxtext_lite.xla import assumed_of, topology_devices
 from maxtext_lite.xla.hlo import Collective, collectives
 from maxtext_lite.xla.hlo_text import parse
-from maxtext_lite.xla.hlo_work import Work, work
+from maxtext_lite.xla.hlo_work import ProgramWork, work
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,8 +60,8 @@ class Traffic:
       operations: places in the program.
       times: how often they run in all; None where a loop's trips are not known, as are the bytes then.
       async_times: how many of these may run beside other work.
-      payload: the bytes on one device of the arrays that come out (of a reduce-scatter: that go in), times included, by
-        HLO's name of the dtype.
+      bytes: on one device, of the arrays that come out (of a reduce-scatter: that go in), times included.
+      bytes_by_dtype: the same, by HLO's name of the dtype.
       sent_bytes: what one device sends over links, on a ring; None also between slices.
     """
 
@@ -63,13 +70,9 @@ class Traffic:
     operations: int
     times: int | None
     async_times: int | None
-    payload: dict[str, int] | None
+    bytes: int | None
+    bytes_by_dtype: dict[str, int] | None
     sent_bytes: float | None
-
-    @property
-    def payload_bytes(self) -> int | None:
-        """Of all dtypes."""
-        return None if self.payload is None else sum(self.payload.values())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,42 +99,55 @@ class ProgramMemory:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """The compiled train step of a run's last stage, and with local updates the replicas' meeting.
+    """The compiled train step of a run's last stage, and with local updates the synchronization of the replicas.
 
     Attributes:
+      plan: of the run.
       compiled: the executable; it can be called where the devices are there.
       state_bytes: bytes per device of `params`, frozen ones included, `opt_state` and, with local updates, `outer`.
       collectives: of one step, those that move most bytes first.
-      meeting: collectives of one synchronisation, every `diloco_sync_period` steps; None without local updates.
+      synchronization: collectives of one, every `diloco_sync_period` steps; None without local updates.
       work: of one device and step: matmuls, kernels, traffic with its memory, the compiler's cycles.
       roofline: the least time that this work takes.
       xla_flops: of one device, by `cost_analysis()`, which counts the body of a loop once; None where it has none.
       model_flops: of the whole step on all devices: forward and backward, nothing computed twice.
+      assumed: what is taken for granted of a machine that is not there, in words.
     """
 
-    compiled: Any
+    plan: BatchPlan
+    compiled: Compiled
     compile_seconds: float
     mesh: Mesh
     parameters: tuple[ParameterLayout, ...]
     state_bytes: dict[str, int]
     collectives: tuple[Traffic, ...]
-    meeting: tuple[Traffic, ...] | None
+    synchronization: tuple[Traffic, ...] | None
     memory: ProgramMemory
-    work: Work
+    work: ProgramWork
     roofline: Roofline
     xla_flops: float | None
     model_flops: float
+    assumed: tuple[str, ...] = ()
+
+    @property
+    def device_kind(self) -> str:
+        """As jax calls the devices."""
+        return str(self.mesh.devices.flat[0].device_kind)
+
+    @property
+    def rows_per_micro_batch(self) -> int:
+        """Of the last stage, with empty slots."""
+        return self.plan.rows_per_example * self.plan.micro_batch_slots
 
     @property
     def sent_bytes(self) -> float | None:
         """What one device sends over links in a step; None where some of it goes between slices or is not known."""
-        sent = [row.sent_bytes for row in self.collectives]
-        return None if None in sent else sum(each for each in sent if each is not None)
+        return _total(row.sent_bytes for row in self.collectives)
 
     @property
     def compiler_seconds(self) -> float | None:
         """The compiler's estimated cycles as time; None where it estimates none or the clock is not known."""
-        device = device_of_kind(self.mesh.devices.flat[0].device_kind)
+        device = device_of_kind(self.device_kind)
         if self.work.cycles is None or device is None or device.clock_hz is None:
             return None
         return self.work.cycles / device.clock_hz
@@ -141,6 +157,57 @@ class Program:
         """Of what compiled it: jax, jaxlib and where it was used libtpu."""
         names = ["jax", "jaxlib"] + ["libtpu"] * (self.mesh.devices.flat[0].platform == "tpu")
         return {name: metadata.version(name) for name in names}
+
+
+def compile_for(
+    config: Config,
+    *,
+    num_devices: int | None = None,
+    num_hosts: int = 1,
+    topology: str | None = None,
+    num_slices: int | None = None,
+) -> Program:
+    """`compile_program` for N simulated CPU devices, a machine by name that need not be there, or the real devices.
+
+    Raises:
+      UserError: the config cannot be planned for that machine, it cannot be compiled for, or the step does not fit on
+        it.
+    """
+    # The data's length would only change constants of the schedule.
+    if config.num_epochs:
+        config = config.model_copy(update={"num_epochs": Fraction(0), "steps": 10**6, "last_batch": "drop"})
+    plan, assumed = None, ()
+    if num_devices is not None:
+        plan = _plan(config, num_devices, num_hosts, "cpu", "cpu")  # what cannot be planned needs no devices
+        devices: Sequence[Any] = simulated_devices(num_devices)
+    elif topology is not None:
+        devices, assumed = topology_devices(topology, num_slices), assumed_of(topology)
+        num_hosts = len({device.process_index for device in devices})
+    else:
+        devices, num_hosts = start_devices(), jax.process_count()
+    kind = devices[0].device_kind
+    plan = plan or _plan(config, len(devices), num_hosts, accelerator_of(devices[0]), kind)
+    try:
+        return dataclasses.replace(compile_program(config, plan, devices), assumed=assumed)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        why = str(error).strip().split("\n")[0][:300].rstrip(".")
+        raise UserError(
+            f"the step does not fit on a {kind}, by its compiler: {why}. The plan's estimate is "
+            f"{bytes_text(plan.memory.total)}; remat_policy=full, a smaller per_device_batch_size or more devices on "
+            "fsdp need less."
+        ) from None
+
+
+def _plan(
+    config: Config, num_devices: int, num_hosts: int, platform: Literal["cpu"] | Accelerator, device_kind: str
+) -> BatchPlan:
+    device = device_of_kind(device_kind)
+    memory_gb = None if device is None else device.memory_bytes / 1e9
+    return make_plan(
+        config, num_devices=num_devices, num_hosts=num_hosts, platform=platform, device_memory_gb=memory_gb
+    )
 
 
 def compile_program(config: Config, plan: BatchPlan, devices: Sequence[Any]) -> Program:
@@ -159,11 +226,11 @@ def compile_program(config: Config, plan: BatchPlan, devices: Sequence[Any]) -> 
     stage = plan.stages[-1]
     with contextlib.closing(Executables(step, state, plan, mesh, config=config)) as executables:
         compiled, seconds = executables.of(stage)
-    meeting = None
+    synchronization = None
     if local:
         with jax.set_mesh(mesh):
             synchronise: Any = make_synchronise(parts).lower(state).compile()
-        meeting = total_traffic(collectives(synchronise.as_text()), mesh)
+        synchronization = total_traffic(collectives(synchronise.as_text()), mesh)
     # A ramp of the accumulation leaves one loop's bound open: that over micro-batches.
     # Experts are taken to be chosen evenly.
     module = parse(compiled.as_text(), trips_where_unknown=_open_trips(plan), not_run=FURTHER_ROUNDS)
@@ -174,6 +241,7 @@ def compile_program(config: Config, plan: BatchPlan, devices: Sequence[Any]) -> 
     )
     analysis = compiled.cost_analysis()
     return Program(
+        plan=plan,
         compiled=compiled,
         compile_seconds=seconds,
         mesh=mesh,
@@ -183,7 +251,7 @@ def compile_program(config: Config, plan: BatchPlan, devices: Sequence[Any]) -> 
         ),
         state_bytes=state_bytes(state),
         collectives=traffic,
-        meeting=meeting,
+        synchronization=synchronization,
         memory=_memory(compiled),
         work=done,
         roofline=_roofline(devices[0].device_kind, config, done, traffic, model_flops / mesh.size),
@@ -192,19 +260,20 @@ def compile_program(config: Config, plan: BatchPlan, devices: Sequence[Any]) -> 
     )
 
 
-def _roofline(device_kind: str, config: Config, done: Work, traffic: Sequence[Traffic], model_flops: float) -> Roofline:
+def _roofline(
+    device_kind: str, config: Config, done: ProgramWork, traffic: Sequence[Traffic], model_flops: float
+) -> Roofline:
     flops = dict(done.matmul_flops)
     if done.kernel_flops:  # in the dtype of the activations
         name = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}[config.dtype]
         flops[name] = None if flops.get(name, 0.0) is None else (flops.get(name) or 0.0) + done.kernel_flops
-    sent = [row.sent_bytes for row in traffic]
     return roofline(
         device_of_kind(device_kind),
         dtype=config.dtype,
         model_flops=model_flops,
         matmul_flops=flops,
         memory_bytes=done.memory_bytes,
-        sent_bytes=None if None in sent else sum(each for each in sent if each is not None),
+        sent_bytes=_total(row.sent_bytes for row in traffic),
     )
 
 
@@ -212,7 +281,7 @@ def _open_trips(plan: BatchPlan) -> int | None:
     return plan.stages[-1].gradient_accumulation_steps if plan.ramps_accumulation else None
 
 
-def parameter_layouts(params: Any, axes_tree: Any, local: LocalUpdates | None) -> Iterable[ParameterLayout]:
+def parameter_layouts(params: Params, axes_tree: Any, local: LocalUpdates | None) -> Iterable[ParameterLayout]:
     """Where each parameter of an abstract state lies; `axes_tree` has the logical axes of each."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     all_axes = jax.tree.leaves(axes_tree, is_leaf=lambda node: isinstance(node, tuple))
@@ -230,7 +299,7 @@ def parameter_layouts(params: Any, axes_tree: Any, local: LocalUpdates | None) -
         )
 
 
-def bytes_per_device(leaf: Any) -> int:
+def bytes_per_device(leaf: jax.ShapeDtypeStruct | jax.Array) -> int:
     """Bytes of one device's part of an array, which may be abstract."""
     return int(np.prod(leaf.sharding.shard_shape(leaf.shape), dtype=np.int64)) * leaf.dtype.itemsize
 
@@ -246,28 +315,42 @@ def total_traffic(found: Sequence[Collective], mesh: Mesh) -> tuple[Traffic, ...
     together: dict[tuple[str, tuple[str, ...]], list[Collective]] = {}
     for collective in found:
         together.setdefault((collective.kind, collective.axes(mesh)), []).append(collective)
-    rows = []
-    for (kind, axes), members in together.items():
-        known = None not in [c.times for c in members]
-        payload: dict[str, int] = {}
-        sent: float | None = 0.0
-        for c in members:
-            for dtype, size in c.payload.items():
-                payload[dtype] = payload.get(dtype, 0) + size * (c.times or 0)
-            sent = None if sent is None or c.sent_bytes is None else sent + c.sent_bytes * (c.times or 0)
-        times, async_times = (
-            sum(c.times or 0 for c in chosen) for chosen in (members, [c for c in members if c.is_async])
-        )
-        rows.append(
-            Traffic(kind, axes, len(members), times, async_times, payload, sent)
-            if known
-            else Traffic(kind, axes, len(members), None, None, None, None)
-        )
-    return tuple(sorted(rows, key=lambda row: (-(row.payload_bytes or 0), row.kind, row.axes)))
+    rows = [_traffic(kind, axes, members) for (kind, axes), members in together.items()]
+    return tuple(sorted(rows, key=lambda row: (-(row.bytes or 0), row.kind, row.axes)))
 
 
-def _memory(compiled: Any) -> ProgramMemory:
-    stats = compiled.memory_analysis()
+def _traffic(kind: str, axes: tuple[str, ...], members: Sequence[Collective]) -> Traffic:
+    timed = [(c, c.times) for c in members if c.times is not None]
+    if len(timed) < len(members):
+        return Traffic(kind, axes, len(members), None, None, None, None, None)
+    by_dtype: dict[str, int] = {}
+    for c, times in timed:
+        for dtype, size in c.payload.items():
+            by_dtype[dtype] = by_dtype.get(dtype, 0) + size * times
+    return Traffic(
+        kind,
+        axes,
+        operations=len(members),
+        times=sum(times for _, times in timed),
+        async_times=sum(times for c, times in timed if c.is_async),
+        bytes=sum(by_dtype.values()),
+        bytes_by_dtype=by_dtype,
+        sent_bytes=_total(None if c.sent_bytes is None else float(c.sent_bytes * times) for c, times in timed),
+    )
+
+
+def _total(amounts: Iterable[float | None]) -> float | None:
+    """Their sum; None where one is not known."""
+    total: float = 0
+    for amount in amounts:
+        if amount is None:
+            return None
+        total += amount
+    return total
+
+
+def _memory(compiled: Compiled) -> ProgramMemory:
+    stats: Any = compiled.memory_analysis()
     held = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
     # A TPU's temp_size_in_bytes is more than it allocates: programs compile whose own would not fit on their device.
     allocated = getattr(stats, "total_allocation_bytes", 0)  # since jax 0.11

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from fractions import Fraction
 
 from maxtext_lite.batching.ledger import LAYERS, PASSES, MemoryLine, Moment
-from maxtext_lite.batching.parameters import count_parameters, split_of, weight_shards
+from maxtext_lite.batching.parameters import count_parameters, weight_shards
 from maxtext_lite.batching.pipeline_shape import Schedule
 from maxtext_lite.config import Config, remat_of
 from maxtext_lite.config.experts import exchanged_rows
@@ -54,7 +54,7 @@ def activation_lines(
         whole = piece * kept * (layers // repeats) * ticks
         yield _line("kept of layers", whole, "what remat_policy keeps, x layers x ticks")
         if repeats > 1:  # each tick looks its layers up, and has a copy of them wait
-            matrices = count_parameters(config, **split_of(mesh)).matrices
+            matrices = count_parameters(config, tiled=False, **mesh).matrices
             copies = matrices // repeats * ticks * BYTES[config.dtype]
             yield MemoryLine("weights of ticks", "weights", copies, "those of a tick's layers x ticks", PASSES)
         if stages > 1:

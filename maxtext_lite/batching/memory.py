@@ -18,7 +18,6 @@ from maxtext_lite.batching.parameters import (
     ParameterCount,
     count_factored,
     count_parameters,
-    split_of,
     weight_shards,
 )
 from maxtext_lite.batching.pipeline_shape import Schedule
@@ -110,7 +109,7 @@ def estimate_activations(
 def _count(config: Config, mesh: Mapping[str, int], accelerator: Accelerator | None = None) -> ParameterCount:
     """Parameters of a device; on a TPU, with what fills tiles up."""
     tiled = accelerator is not None and accelerator.platform == "tpu"
-    return count_parameters(config, **split_of(mesh), tiled=tiled)
+    return count_parameters(config, **mesh, tiled=tiled)
 
 
 def _copies(mesh: Mapping[str, int], diloco_num_replicas: int | None) -> int:
@@ -173,7 +172,7 @@ def _optimizer_elements(config: Config, mesh: Mapping[str, int], count: Paramete
         case "muon":  # one moment for the layers' matrices, Adam's two for the rest
             return count.matrices + 2 * (count.tables + count.norms)
         case "adafactor":
-            return count_factored(config, **split_of(mesh))
+            return count_factored(config, **mesh)
 
 
 def _gradient_lines(

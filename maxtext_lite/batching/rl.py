@@ -56,6 +56,20 @@ class RLBatch:
         return Batch(per_device, self.micro_batches, self.pairs_per_micro_batch)
 
     @property
+    def prompts_per_micro_batch(self) -> int:
+        """Of a chunk."""
+        return self.pairs_per_micro_batch // self.num_generations
+
+    @property
+    def examples_per_prompt(self) -> int:
+        """Pairs that a prompt becomes, in all the steps that are made with it."""
+        return self.num_generations * self.updates_per_batch
+
+    def prompts_before(self, step: int, examples_seen: int) -> int:
+        """Prompts of the batches before the one that is next after a step, or unfinished."""
+        return (examples_seen - step % self.updates_per_batch * self.pairs_per_batch) // self.examples_per_prompt
+
+    @property
     def overlap_fraction(self) -> Fraction:
         """The share of a batch's training that can run beside sampling: of all its chunks but the last.
 

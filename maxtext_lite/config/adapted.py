@@ -5,6 +5,7 @@ from difflib import get_close_matches
 from maxtext_lite.config.errors import value_text
 from maxtext_lite.config.schema import Config, ModelConfig
 from maxtext_lite.config.violation import Violation, unused
+from maxtext_lite.config.weights import model_shape, stacks_of
 
 ALL_TARGETS = "all"
 """What lora_targets says of every weight that can be named."""
@@ -15,13 +16,9 @@ def adaptable_weights(config: ModelConfig) -> tuple[str, ...]:
 
     Their paths in the parameters end in them; those of experts, of shared experts and of dense layers share a name.
     """
-    mla = config.mla
-    if mla is None:
-        attention = ("query", "key", "value")
-    else:
-        query = ("query_down", "query_up") if mla.q_lora_rank else ("query",)
-        attention = (*query, "kv_down", "key_up", "value_up")
-    return (*attention, "out", *(("gate",) if config.gated_mlp else ()), "up", "down")
+    tables = [table for stack, (_, table) in stacks_of(model_shape(config)).items() if stack]
+    matrices = [path.rpartition("/")[2] for table in tables for path, weight in table.items() if weight.is_normal]
+    return tuple(dict.fromkeys(name for name in matrices if name != "router"))
 
 
 def adapted_weights(config: ModelConfig) -> tuple[str, ...]:

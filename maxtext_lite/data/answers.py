@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import fractions
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -11,8 +10,9 @@ import numpy as np
 
 from maxtext_lite.config import DataConfig, UserError
 from maxtext_lite.data.conversations import DPO_FIELDS, SFT_FIELDS, Rendered, Renderer, Tokenized
-from maxtext_lite.data.files import find_files, json_lines
+from maxtext_lite.data.examples import check_id, num_held_out
 from maxtext_lite.data.packing import FIELDS, REFERENCE, FilledRows, fill_rows
+from maxtext_lite.data.text_files import json_objects
 from maxtext_lite.data.tokenizer import Tokenizer
 
 _LINES_PER_ENCODING = 1024  # bounds the memory of what the tokenizer library returns
@@ -111,7 +111,7 @@ class AnswerSource:
 
     def __getitem__(self, example_id: int) -> dict[str, np.ndarray]:
         """One example: see `packing.build_row`. Raises IndexError outside [0, len)."""
-        _check_id(example_id, len(self))
+        check_id(example_id, len(self))
         return self.sequences.row(self.rows.of(example_id), self.num_tokens)
 
     def count_targets(self, example_ids: np.ndarray) -> int:
@@ -173,7 +173,7 @@ class PairSource:
         Raises:
           IndexError: outside [0, len).
         """
-        _check_id(example_id, len(self))
+        check_id(example_id, len(self))
         pairs = self.rows.of(example_id)
         halves = []
         for side, sequences in enumerate((self.chosen, self.rejected)):
@@ -210,15 +210,9 @@ def open_answers(
     if config.eval_dataset_path:
         held_out = list(_read_lines(config, renderer, "eval_dataset_path", config.eval_dataset_path))
         return source(lines, "dataset_path"), source(held_out, "eval_dataset_path")
-    if config.eval_fraction == 0:
+    count = num_held_out(config.eval_fraction, len(lines), "lines")
+    if not count:
         return source(lines, "dataset_path"), None
-    # The fraction as it was written: 0.29 of 100 is 29, where binary floating point says 28.
-    count = max(1, int(fractions.Fraction(repr(float(config.eval_fraction))) * len(lines)))
-    if count >= len(lines):
-        raise UserError(
-            f"eval_fraction={config.eval_fraction} holds out {count} of {len(lines)} lines and leaves none to train "
-            "on. Use more data, a smaller eval_fraction, or eval_fraction=0 for no evaluation."
-        )
     return source(lines[:-count], "dataset_path"), source(lines[-count:], "dataset_path")
 
 
@@ -227,16 +221,14 @@ _Line = tuple[Rendered, ...] | None
 
 
 def _read_lines(config: DataConfig, renderer: Renderer, key: str, path: str) -> Iterator[_Line]:
-    for name, file in find_files(key, path):
-        if name.endswith((".txt", ".txt.gz")):
-            raise UserError(f"{key}={path!r}: dataset_type={config.dataset_type} reads .jsonl files, not {name!r}.")
-        if config.dataset_type == "sft":
-            for where, value in json_lines(name, file, wanted=SFT_FIELDS):
-                yield (renderer.sft_text(where, value),)
+    is_sft = config.dataset_type == "sft"
+    reads = f"dataset_type={config.dataset_type} reads .jsonl files"
+    for where, value in json_objects(key, path, reads=reads, wanted=SFT_FIELDS if is_sft else DPO_FIELDS):
+        if is_sft:
+            yield (renderer.sft_text(where, value),)
         else:
-            for where, value in json_lines(name, file, wanted=DPO_FIELDS):
-                same = "chosen" in value and value["chosen"] == value.get("rejected")
-                yield None if same else renderer.dpo_texts(where, value)
+            same = "chosen" in value and value["chosen"] == value.get("rejected")
+            yield None if same else renderer.dpo_texts(where, value)
 
 
 def _source(
@@ -308,11 +300,6 @@ def _sentences(config: DataConfig, num_lines: int, counts: Mapping[str, int]) ->
         "cut": "answers begin or end inside a token, which is not learned.",
     }
     return tuple(f"{counts[name]} {sentence}" for name, sentence in sentences.items() if counts[name])
-
-
-def _check_id(example_id: int, num_examples: int) -> None:
-    if not 0 <= example_id < num_examples:
-        raise IndexError(f"example {example_id} of {num_examples}")
 
 
 def _count(targets: np.ndarray, rows: FilledRows, example_ids: np.ndarray) -> int:

@@ -144,12 +144,12 @@ def _fields(path: Path) -> dict[str, Any]:
     return read_object(path) if is_there(path) else {}
 
 
-def _content(token: Any) -> str | None:
+def _content(token: object) -> str | None:
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **how: Any) -> str:
+def _to_json(value: object, ensure_ascii: bool = False, indent: int | None = None, **how: Any) -> str:
     """JSON as it is: jinja's own would escape it for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **how)
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from maxtext_lite.config import DataConfig, UserError
 from maxtext_lite.data.chat import DATE_OF_TRAINING_DATA, ChatTemplate, Turn, chat_template
-from maxtext_lite.data.files import check_unicode
+from maxtext_lite.data.text_files import check_unicode
 from maxtext_lite.data.tokenizer import PlacedTokens, Tokenizer
 
 ROLES = ("system", "user", "assistant")
@@ -105,7 +105,7 @@ class Renderer:
             return _plain(where, prompt, chosen, "chosen"), _plain(where, prompt, rejected, "rejected")
         raise UserError(f"{where}: not a JSON object with {DPO_FIELDS}, all texts or all lists of turns.")
 
-    def prompt_text(self, where: str, key: str, value: str | Sequence[Any]) -> Rendered:
+    def prompt_text(self, where: str, key: str, value: str | Sequence[object]) -> Rendered:
         """The text of a prompt that an answer follows: of turns, the last one being the user's, or as it stands.
 
         Args:
@@ -166,7 +166,8 @@ class Renderer:
         learned = [at for at in range(first_learned, len(turns)) if turns[at]["role"] == "assistant"]
         if not learned:
             raise UserError(f"{where}: there is no answer to learn from: no turn of the assistant.")
-        whole, starts = self._rendered(where, turns)
+        with self._template_of(where) as template:
+            whole, starts = template.turn_starts(turns)
         answers = None if starts is None else self._places(where, turns, learned, whole, starts)
         if answers is None:
             answers = [self._place(where, turns, at, whole) for at in learned]
@@ -210,29 +211,22 @@ class Renderer:
         )
         return places if as_given else None
 
-    def _rendered(self, where: str, turns: list[Turn]) -> tuple[str, list[int] | None]:
-        """See ChatTemplate.turn_starts."""
-        with self._named(where):
-            return self._found().turn_starts(turns)
-
     def _render(self, where: str, turns: list[Turn], *, answer_follows: bool) -> str:
-        with self._named(where):
-            return self._found().render(turns, answer_follows=answer_follows)
-
-    def _found(self) -> ChatTemplate:
-        if self._config.tokenizer_type == "sentencepiece":
-            raise UserError(
-                "tokenizer_type=sentencepiece does not know the special tokens that a chat template writes. "
-                "Save the tokenizer as a tokenizer.json, or give texts."
-            )
-        if self._template is None:
-            self._template = chat_template(self._config, today=DATE_OF_TRAINING_DATA)
-        return self._template
+        with self._template_of(where) as template:
+            return template.render(turns, answer_follows=answer_follows)
 
     @contextlib.contextmanager
-    def _named(self, where: str) -> Iterator[None]:
+    def _template_of(self, where: str) -> Iterator[ChatTemplate]:
+        """The template; what is wrong with it, or what it refuses, is said of the line."""
         try:
-            yield
+            if self._config.tokenizer_type == "sentencepiece":
+                raise UserError(
+                    "tokenizer_type=sentencepiece does not know the special tokens that a chat template writes. "
+                    "Save the tokenizer as a tokenizer.json, or give texts."
+                )
+            if self._template is None:
+                self._template = chat_template(self._config, today=DATE_OF_TRAINING_DATA)
+            yield self._template
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
 
@@ -245,7 +239,7 @@ def _plain(where: str, prompt: str, answer: str, key: str) -> Rendered:
     return Rendered(where, prompt + answer, ((len(prompt), len(prompt) + len(answer)),), True)
 
 
-def _turns(where: str, key: str, value: Any) -> list[Turn]:
+def _turns(where: str, key: str, value: object) -> list[Turn]:
     """The turns of a list, each with its role and its content alone."""
     if not isinstance(value, list) or not value:
         raise UserError(f'{where}: "{key}" is not a list of turns, {{"role": ..., "content": ...}}.')

@@ -162,12 +162,12 @@ class HostRows(NamedTuple):
 class TrainingReads:
     """What one host reads in each load of one batch size: a picklable sequence, a pure function of the step.
 
-    The host's examples of a step are dealt to its loads in order and in numbers that differ by one at most.
+    The host's examples of a step are divided among its loads in order, in numbers that differ by one at most.
 
     Attributes:
       host_slots: the row slots, of every micro-batch, that this host fills; int64, increasing.
       first_example: position in the run of the first step's first example.
-      step_examples: examples of a step over all hosts, dealt to the micro-batches in turn.
+      step_examples: examples of a step over all hosts; each in turn goes to the next micro-batch.
       loads_per_step: loads that feed one step.
       micro_batches: those in use.
       seed: data_shuffle_seed.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fractions
 import hashlib
 import itertools
 import json
@@ -14,7 +13,8 @@ from typing import Any, NamedTuple, Protocol
 from maxtext_lite.config import RLRunConfig, UserError
 from maxtext_lite.config.rl_rules import ANSWER_REWARDS, reward_names
 from maxtext_lite.data.conversations import Rendered, Renderer
-from maxtext_lite.data.files import find_files, json_lines
+from maxtext_lite.data.examples import check_id, num_held_out
+from maxtext_lite.data.text_files import json_objects
 from maxtext_lite.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 
 ASKED = '"prompt", "question" or "messages"'
@@ -89,7 +89,7 @@ def open_prompts(
         raise UserError(f"dataset_path={config.dataset_path!r} has no line, and so no prompt.")
     if config.eval_dataset_path:
         return _fitted(asking, lines, "dataset_path"), _evaluation_file(asking)
-    count = _num_held_out(config, len(lines), "lines")
+    count = num_held_out(config.eval_fraction, len(lines), "lines")
     if count == 0:
         return _fitted(asking, lines, "dataset_path"), None
     # By lines, before any is dropped: the lines that SFT with this eval_fraction holds out.
@@ -114,8 +114,7 @@ class FilePrompts:
 
     def __getitem__(self, number: int) -> Prompt:
         """A prompt. Raises IndexError outside [0, len)."""
-        if not 0 <= number < len(self):
-            raise IndexError(f"prompt {number} of {len(self)}")
+        check_id(number, len(self), "prompt")
         return self.prompts[number]
 
 
@@ -156,8 +155,7 @@ class ArithmeticPrompts:
         """
         from maxtext_lite.data.order import example_ids  # brings jax in, which `plan` is without
 
-        if not 0 <= number < self._count:
-            raise IndexError(f"prompt {number} of {self._count}")
+        check_id(number, self._count, "prompt")
         total = num_problems(self._asking.config)
         (problem,) = example_ids(self._first + number, 1, num_examples=total, seed=_ORDER_OF_PROBLEMS).tolist()
         operation, rest = divmod(problem, self._base**2)
@@ -222,7 +220,7 @@ class _Asking(NamedTuple):
         return hashlib.sha256(repr((self.tokenizer.fingerprint, *settings)).encode())
 
 
-class _Line(NamedTuple):
+class _PromptLine(NamedTuple):
     """A prompt that is not tokenized yet, and the fields of its line."""
 
     rendered: Rendered
@@ -236,7 +234,7 @@ def _user(text: str) -> dict[str, str]:
 def _open_arithmetic(asking: _Asking) -> tuple[PromptSource, PromptSource | None]:
     config = asking.config
     total = num_problems(config)
-    held_out = 0 if config.eval_dataset_path else _num_held_out(config, total, "problems")
+    held_out = 0 if config.eval_dataset_path else num_held_out(config.eval_fraction, total, "problems")
     training = ArithmeticPrompts(asking, 0, total - held_out)
     training.check_lengths()
     if config.eval_dataset_path:
@@ -244,40 +242,24 @@ def _open_arithmetic(asking: _Asking) -> tuple[PromptSource, PromptSource | None
     return training, ArithmeticPrompts(asking, total - held_out, held_out) if held_out else None
 
 
-def _num_held_out(config: RLRunConfig, count: int, what: str) -> int:
-    if config.eval_fraction == 0:
-        return 0
-    # The fraction as it was written: 0.29 of 100 is 29, where binary floating point says 28.
-    held_out = max(1, int(fractions.Fraction(repr(float(config.eval_fraction))) * count))
-    if held_out >= count:
-        raise UserError(
-            f"eval_fraction={config.eval_fraction} holds out {held_out} of {count} {what} and leaves none to train on. "
-            "Use more data, a smaller eval_fraction, or eval_fraction=0 for no evaluation."
-        )
-    return held_out
-
-
 def _evaluation_file(asking: _Asking) -> FilePrompts:
     lines = list(_read_lines(asking, "eval_dataset_path", asking.config.eval_dataset_path))
     return _fitted(asking, lines, "eval_dataset_path")
 
 
-def _read_lines(asking: _Asking, key: str, path: str) -> Iterator[_Line]:
+def _read_lines(asking: _Asking, key: str, path: str) -> Iterator[_PromptLine]:
     compared = [name for name in reward_names(asking.config) if name in ANSWER_REWARDS]
-    for name, file in find_files(key, path):
-        if name.endswith((".txt", ".txt.gz")):
-            raise UserError(f"{key}={path!r}: prompts are read from .jsonl files, not {name!r}.")
-        for where, value in json_lines(name, file, wanted=ASKED):
-            line = _line(asking, where, value)
-            if compared and not isinstance(line.fields.get("answer"), str):
-                raise UserError(
-                    f'{where}: there is no text or number as "answer", which reward_functions={compared[0]} compares '
-                    "responses with."
-                )
-            yield line
+    for where, value in json_objects(key, path, reads="prompts are read from .jsonl files", wanted=ASKED):
+        line = _line(asking, where, value)
+        if compared and not isinstance(line.fields.get("answer"), str):
+            raise UserError(
+                f'{where}: there is no text or number as "answer", which reward_functions={compared[0]} compares '
+                "responses with."
+            )
+        yield line
 
 
-def _line(asking: _Asking, where: str, value: Mapping[str, Any]) -> _Line:
+def _line(asking: _Asking, where: str, value: Mapping[str, Any]) -> _PromptLine:
     taken = [key for key in _PARAMETERS if key in value]
     if taken:
         raise UserError(
@@ -302,7 +284,7 @@ def _line(asking: _Asking, where: str, value: Mapping[str, Any]) -> _Line:
         answer = json.dumps(answer)
     if answer is not None:
         fields["answer"] = answer
-    return _Line(asking.rendered(where, key, asked), fields)
+    return _PromptLine(asking.rendered(where, key, asked), fields)
 
 
 def _before_the_answer(turns: Any) -> tuple[Any, str | None]:
@@ -313,14 +295,14 @@ def _before_the_answer(turns: Any) -> tuple[Any, str | None]:
     return turns, None
 
 
-def _completed(completion: Any) -> str | None:
+def _completed(completion: object) -> str | None:
     """The answer in what a line for SFT has after its prompt: a text, or turns of which the first is the answer."""
     if isinstance(completion, list) and completion and isinstance(completion[0], dict):
         completion = completion[0].get("content")
     return completion if isinstance(completion, str) else None
 
 
-def _fitted(asking: _Asking, lines: Sequence[_Line], key: str) -> FilePrompts:
+def _fitted(asking: _Asking, lines: Sequence[_PromptLine], key: str) -> FilePrompts:
     """The prompts of lines, without those that are too long.
 
     Raises:
@@ -353,7 +335,7 @@ def _fitted(asking: _Asking, lines: Sequence[_Line], key: str) -> FilePrompts:
 
 
 def _longer(config: RLRunConfig, tokens: int) -> str:
-    """The end of a refusal, which names a limit that suits so many tokens."""
+    """The end of a refusal: a limit under which a prompt of `tokens` tokens fits."""
     response = config.max_target_length - config.max_prefill_predict_length
     room = "" if tokens < config.max_target_length else f" max_target_length={tokens + response}"
     works = "works" if config.dataset_type == "arithmetic" else "work"

@@ -6,7 +6,6 @@ An example source is a sequence with random access; which example is read when i
 from __future__ import annotations
 
 import dataclasses
-import fractions
 import hashlib
 import itertools
 import pathlib
@@ -17,8 +16,9 @@ import numpy as np
 
 from maxtext_lite.config import DataConfig, UserError
 from maxtext_lite.data.answers import open_answers
-from maxtext_lite.data.files import check_unicode, find_files, json_lines, read_text
+from maxtext_lite.data.examples import check_id, num_held_out
 from maxtext_lite.data.packing import FIELDS, DocumentRows, PackedRows, build_row, count_targets
+from maxtext_lite.data.text_files import check_unicode, find_files, json_lines, read_text
 from maxtext_lite.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 
 SYNTHETIC_TRAINING_EXAMPLES = 2**31 - 1
@@ -96,16 +96,10 @@ def open_sources(
     everything = _open_text(config, tokenizer, key="dataset_path", path=config.dataset_path)
     if config.eval_dataset_path:
         return everything, _open_text(config, tokenizer, key="eval_dataset_path", path=config.eval_dataset_path)
-    if config.eval_fraction == 0:
+    what = f"examples of {config.max_target_length} tokens"
+    held_out = num_held_out(config.eval_fraction, len(everything), what, more="text, a smaller max_target_length or")
+    if not held_out:
         return everything, None
-    # The fraction as it was written: 0.29 of 100 is 29, where binary floating point says 28.
-    held_out = max(1, int(fractions.Fraction(repr(float(config.eval_fraction))) * len(everything)))
-    if held_out >= len(everything):
-        raise UserError(
-            f"eval_fraction={config.eval_fraction} holds out {held_out} of {len(everything)} examples of "
-            f"{config.max_target_length} tokens and leaves none to train on. Use more text, a smaller "
-            "max_target_length or eval_fraction, or eval_fraction=0 for no evaluation."
-        )
     return everything.rows(0, len(everything) - held_out), everything.rows(len(everything) - held_out, len(everything))
 
 
@@ -166,8 +160,7 @@ class TextSource:
 
     def __getitem__(self, example_id: int) -> dict[str, np.ndarray]:
         """One example: see `packing.build_row`. Raises IndexError outside [0, len)."""
-        if not 0 <= example_id < self.num_rows:
-            raise IndexError(f"example {example_id} of {self.num_rows}")
+        check_id(example_id, self.num_rows)
         start, stop = self.row_layout.span(self.first_row + example_id)
         return build_row(
             self.stream, self.document_starts, start=start, stop=stop, num_tokens=self.row_layout.num_tokens
@@ -205,8 +198,7 @@ class SyntheticSource:
 
     def __getitem__(self, example_id: int) -> dict[str, np.ndarray]:
         """One example, as `packing.build_row` describes it. Raises IndexError outside [0, len)."""
-        if not 0 <= example_id < self.num_examples:
-            raise IndexError(f"example {example_id} of {self.num_examples}")
+        check_id(example_id, self.num_examples)
         generator = np.random.Generator(np.random.Philox(key=np.array([self.seed, example_id], np.uint64)))
         drawn = generator.integers(self.vocab_size, size=self.num_tokens + 1, dtype=np.int32)
         return {

@@ -52,7 +52,7 @@ def open_sources_on_hosts(
     if jax.process_index() in loading_hosts:
         try:
             sources = open_sources(config, vocab_size=vocab_size, begins_as_elsewhere=begins_as_elsewhere)
-            outcome = {"found": [None if source is None else dataclasses.asdict(_facts(source)) for source in sources]}
+            outcome = {"found": [None if source is None else _summary(source) for source in sources]}
         except UserError as error:
             outcome = {"problems": list(error.problems)}
     outcomes = exchange(outcome)
@@ -67,16 +67,17 @@ def open_sources_on_hosts(
             "see the same files."
         )
     if sources is None:
-        train, evaluation = (None if facts is None else UnreadSource(**facts) for facts in found)
+        train, evaluation = (None if summary is None else UnreadSource(**summary) for summary in found)
         assert train is not None
         return train, evaluation
     return sources
 
 
-def _facts(source: ExampleSource) -> UnreadSource:
-    return UnreadSource(
+def _summary(source: ExampleSource) -> dict[str, object]:
+    unread = UnreadSource(
         len(source), source.num_tokens, source.num_target_tokens, source.fingerprint, tuple(source.fields)
     )
+    return dataclasses.asdict(unread)
 
 
 def target_tokens_of_run(source: ExampleSource, *, total_examples: int, seed: int, loading_hosts: Sequence[int]) -> int:

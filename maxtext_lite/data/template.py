@@ -88,7 +88,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.filters[name] = self._charged(name, filter_)
 
     def allow(self, characters: int) -> None:
-        """Begins the budget of a rendering of turns with so many characters."""
+        """Begins the budget of a rendering of turns that have `characters` characters."""
         self._left = _WORK + _WORK_FOR_EACH * characters
 
     def spend(self, amount: int) -> None:

@@ -4,16 +4,17 @@ import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from maxtext_lite.config import Config
+from maxtext_lite.config.errors import value_text
 from maxtext_lite.models import Decoder, KVCache, Sampling, sample_token
-from maxtext_lite.parallel import MESH_AXES, make_mesh, tree_shardings
-from maxtext_lite.training.parameter_files import load_parameters
+from maxtext_lite.models.decoder import Params
+from maxtext_lite.parallel import MESH_AXES, make_mesh
+from maxtext_lite.training.parameter_files import abstract_on_mesh, load_parameters
 from maxtext_lite.training.state import make_plain_decoder
 
 _PADDED_TO = 64  # prompts and caches are padded to a multiple of this, so that few shapes are compiled
@@ -21,7 +22,7 @@ _PADDED_TO = 64  # prompts and caches are padded to a multiple of this, so that 
 
 def load_on_mesh(
     directory: Path, config: Config, parallelism: Mapping[str, int]
-) -> tuple[Decoder, Any, jax.sharding.Mesh]:
+) -> tuple[Decoder, Params, jax.sharding.Mesh]:
     """The decoder of a run or of a Hugging Face directory, its newest parameters, and the mesh that they are on.
 
     Args:
@@ -32,42 +33,45 @@ def load_on_mesh(
     decoder = make_plain_decoder(config)
     sizes = dict.fromkeys(MESH_AXES, 1) | dict(parallelism)
     mesh = make_mesh(sizes, dict.fromkeys(MESH_AXES, 1), jax.devices()[: math.prod(sizes.values())])
-    abstract = jax.tree.map(
-        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
-        decoder.abstract_params,
-        tree_shardings(mesh, decoder.axes),
-    )
+    abstract = abstract_on_mesh(decoder, mesh, " x ".join(f"{axis} {size}" for axis, size in parallelism.items()))
     with jax.set_mesh(mesh):
         return decoder, load_parameters(directory, abstract, "run_directory"), mesh
+
+
+def mesh_problems(config: Config, num_devices: int, sizes: Mapping[str, int]) -> list[str]:
+    """What keeps a model from lying on a mesh of these sizes of `num_devices`: a sentence for each key.
+
+    Args:
+      sizes: of the mesh axes tensor, fsdp and data, as far as they are given.
+    """
+    width = config.base_mlp_dim if config.num_experts == 1 else config.moe_mlp_dim
+    heads = math.gcd(config.base_num_query_heads, config.base_num_kv_heads)
+    divided = {
+        "tensor": (math.gcd(heads, width, config.vocab_size), "heads, mlp and vocabulary"),
+        "fsdp": (config.base_emb_dim, "embedding"),
+        "data": (0, "copies"),
+    }
+    problems, devices = [], "1 device" if num_devices == 1 else f"{num_devices} devices"
+    for axis, size in sizes.items():
+        others, (dim, what) = math.prod(sizes.values()) // size, divided[axis]
+        works = [n for n in range(1, num_devices // others + 1) if dim % n == 0] or [1]
+        if size not in works:
+            problems.append(
+                f"ici_{axis}_parallelism={value_text(size)} does not divide the model's {what} over {devices}. "
+                f"Nearest that works: {min(works, key=lambda n: abs(n - size))}."
+            )
+    return problems
 
 
 class Sampler:
     """A decoder with its parameters on a mesh, and the jitted functions that go on from prompts."""
 
-    def __init__(self, decoder: Decoder, params: Any, mesh: jax.sharding.Mesh):
+    def __init__(self, decoder: Decoder, params: Params, mesh: jax.sharding.Mesh):
         self._decoder, self._mesh = decoder, mesh
         self._params = jax.jit(decoder.cast)(params)
-        self._prefill = jax.jit(functools.partial(first_token, decoder), static_argnames=("sampling",))
+        self._prefill = jax.jit(self._first, static_argnames=("num_positions", "sampling"))
         extend = functools.partial(next_token, decoder)
         self._extend = jax.jit(extend, donate_argnums=2, static_argnames=("sampling",))
-
-    @classmethod
-    def from_run(
-        cls,
-        run_directory: Path,
-        config: Config,
-        *,
-        tensor_parallelism: int = 1,
-        fsdp_parallelism: int = 1,
-        data_parallelism: int = 1,
-    ) -> "Sampler":
-        """The newest parameters of a run, or those of a Hugging Face directory, on as many devices as that takes.
-
-        Raises:
-          UserError: there are no parameters, or they are of another model.
-        """
-        sizes = {"tensor": tensor_parallelism, "fsdp": fsdp_parallelism, "data": data_parallelism}
-        return cls(*load_on_mesh(run_directory, config, sizes))
 
     def stream(
         self,
@@ -92,13 +96,13 @@ class Sampler:
         token_BT = np.zeros((len(prompts), _round_up(lengths.max())), np.int32)
         for row, prompt in zip(token_BT, prompts, strict=True):
             row[: len(prompt)] = prompt
-        cache = self._decoder.new_cache(len(prompts), _round_up(lengths.max() + max_new_tokens))
+        num_positions = _round_up(lengths.max() + max_new_tokens)
         root = jax.random.key(seed)
         key_B = jax.vmap(lambda number: jax.random.fold_in(root, number))(jnp.arange(len(prompts)))
         running = [number < num_asked for number in range(len(prompts))]
         with jax.set_mesh(self._mesh):
             token_B, log_probability_B, cache = self._prefill(
-                self._params, token_BT, cache, jnp.asarray(lengths), key_B, sampling=sampling
+                self._params, token_BT, jnp.asarray(lengths), key_B, num_positions=num_positions, sampling=sampling
             )
             for added in range(max_new_tokens):
                 following = None
@@ -116,10 +120,24 @@ class Sampler:
                     return
                 token_B, log_probability_B, cache = following
 
+    def _first(
+        self,
+        params: Params,
+        token_BT: jax.Array,
+        length_B: jax.Array,
+        key_B: jax.Array,
+        *,
+        num_positions: int,
+        sampling: Sampling,
+    ) -> tuple[jax.Array, jax.Array, KVCache]:
+        """`first_token` in a new cache, which lies from the start where the model's attention has it."""
+        cache = self._decoder.new_cache(token_BT.shape[0], num_positions)
+        return first_token(self._decoder, params, token_BT, cache, length_B, key_B, sampling=sampling)
+
 
 def first_token(
     decoder: Decoder,
-    params: Any,
+    params: Params,
     token_BT: jax.Array,
     cache: KVCache,
     length_B: jax.Array,
@@ -142,7 +160,7 @@ def first_token(
 
 def next_token(
     decoder: Decoder,
-    params: Any,
+    params: Params,
     token_B: jax.Array,
     cache: KVCache,
     length_B: jax.Array,
@@ -158,7 +176,7 @@ def next_token(
 
 def _draw(
     decoder: Decoder,
-    params: Any,
+    params: Params,
     x_BTD: jax.Array,
     position_B: jax.Array,
     key_B: jax.Array,

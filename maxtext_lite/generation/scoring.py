@@ -2,18 +2,25 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxtext_lite.config import Config, UserError
+from maxtext_lite.generation.questions import accuracy, continued, perplexity, read_questions, read_text, with_blank
+from maxtext_lite.generation.requests import EvaluateConfig
+from maxtext_lite.generation.sampler import Sampler, load_on_mesh, mesh_problems
+from maxtext_lite.generation.text_tokens import TextTokens
 from maxtext_lite.models import Decoder
+from maxtext_lite.models.decoder import Params
+from maxtext_lite.parallel import start_devices
 from maxtext_lite.training.loss import likeliest_tokens, token_losses
 
 _PADDED_TO = 64  # rows are padded to a power of two times this, so that few shapes are compiled
-_TILE_TOKENS = 64  # logits of so many tokens of each row exist at a time
+_TILE_TOKENS = 64  # logits exist for this many tokens of each row at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +53,7 @@ class Scorer:
       rows_at_once: rows of one forward pass.
     """
 
-    def __init__(self, decoder: Decoder, params: Any, mesh: jax.sharding.Mesh, *, rows_at_once: int):
+    def __init__(self, decoder: Decoder, params: Params, mesh: jax.sharding.Mesh, *, rows_at_once: int):
         self._decoder, self._mesh = decoder, mesh
         self._params = jax.jit(decoder.cast)(params)
         shards = mesh.shape["fsdp"]
@@ -87,7 +94,7 @@ class Scorer:
 
 
 def _row_scores(
-    decoder: Decoder, params: Any, token_BT: jax.Array, target_BT: jax.Array, first_B: jax.Array, end_B: jax.Array
+    decoder: Decoder, params: Params, token_BT: jax.Array, target_BT: jax.Array, first_B: jax.Array, end_B: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Log-likelihood [B] of the targets at positions first_B ... end_B - 1, and whether each is the likeliest."""
     B, T = token_BT.shape
@@ -123,3 +130,101 @@ def windows(tokens: Sequence[int], *, length: int, stride: int) -> list[Span]:
         spans.append(Span(tokens[begin:end], scored - begin))
         scored = end
     return spans
+
+
+class TextScorer:
+    """A model of a directory with its tokenizer: log-likelihoods of texts.
+
+    Args:
+      config: of the directory, as `directory_config` reads it.
+      max_length: tokens that a forward pass sees.
+      mesh: sizes of the mesh axes tensor and fsdp.
+    Raises:
+      UserError: the model cannot see `max_length` tokens, does not lie on that mesh, or has no tokenizer or parameters.
+    """
+
+    def __init__(self, directory: Path, config: Config, *, max_length: int, rows_at_once: int, mesh: Mapping[str, int]):
+        positions = config.trainable_position_size
+        if positions and max_length - 1 > positions:
+            raise UserError(
+                f"max_length={max_length} is more than the model's {positions} learned positions and one. "
+                f"Nearest that works: {positions + 1}."
+            )
+        self._tokens, self._max_length = TextTokens.of(directory, config), max_length
+        self._end_of_text_id = self._tokens.tokenizer.end_of_text_id
+        self._precision = functools.partial(jax.default_matmul_precision, config.matmul_precision)
+        if problems := mesh_problems(config, len(start_devices()), mesh):
+            raise UserError(problems)
+        with self._precision():
+            self._model = load_on_mesh(directory, config, mesh)
+            self._scorer = Scorer(*self._model, rows_at_once=rows_at_once)
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens as the model has seen texts begin: with what its tokenizer puts there, or after the end of another."""
+        begin = [] if self._tokens.carried else [self._end_of_text_id]
+        return begin + self._tokens.encode(text)
+
+    def continuations(self, pairs: Iterable[tuple[str, str]]) -> list[Scored]:
+        """Of each (context, continuation); a context too long loses its beginning."""
+        spans = []
+        for context, continuation in pairs:
+            tokens, first = continued(self.encode, context, continuation)
+            if first == 0:  # no context, and a tokenizer that puts nothing first
+                tokens, first = [self._end_of_text_id, *tokens], 1
+            drop = max(min(len(tokens) - self._max_length, first - 1), 0)
+            spans.append(Span(tokens[drop:], first - drop))
+        with self._precision():
+            return self._scorer.score(spans)
+
+    def windows(self, text: str, stride: int) -> list[Scored]:
+        """Of each window of a text, which moves on by `stride` tokens.
+
+        Raises:
+          UserError: the text has no two tokens.
+        """
+        tokens = self.encode(text)
+        if len(tokens) < 2:
+            raise UserError(f"a text of {len(tokens)} token has no perplexity. It needs at least 2.")
+        with self._precision():
+            return self._scorer.score(windows(tokens, length=self._max_length, stride=stride))
+
+    @functools.cached_property
+    def _sampler(self) -> Sampler:
+        return Sampler(*self._model)
+
+    def written(
+        self, context: str, *, stop_strings: Sequence[str], max_new_tokens: int, temperature: float = 0.0
+    ) -> str:
+        """What the model writes after a context, up to the end of a text or one of `stop_strings`."""
+        text = self._tokens.begin(stop_strings)
+        prompt = self.encode(context)[-max(self._max_length - max_new_tokens, 1) :] or [self._end_of_text_id]
+        with self._precision():
+            for _, token, _ in self._sampler.stream(
+                [prompt],
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                stop_token_ids=self._tokens.stop_token_ids,
+            ):
+                text.push(token)
+                if text.ended:
+                    break
+        text.end()
+        return text.text
+
+
+def evaluate(directory: Path, config: Config, asked: EvaluateConfig) -> dict[str, float]:
+    """Perplexity of a text, or accuracy over questions, by name.
+
+    Raises:
+      UserError: as `TextScorer`, or the file cannot be read or is not of its form.
+    """
+    text = read_text("text", asked.text) if asked.text else ""
+    kind = "choices" if asked.choices else "cloze"
+    questions = [] if asked.text else read_questions(asked.choices or asked.cloze, kind)
+    scorer = TextScorer(
+        directory, config, max_length=asked.max_length, rows_at_once=asked.rows_at_once, mesh=asked.mesh
+    )
+    if asked.text:
+        return perplexity(scorer.windows(text, asked.stride or asked.max_length - 1), text)
+    pairs = ((each.context, with_blank(each.context, choice)) for each in questions for choice in each.choices)
+    return accuracy(questions, scorer.continuations(pairs))

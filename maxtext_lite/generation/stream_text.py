@@ -2,19 +2,8 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
-
-class StreamDecoder(Protocol):
-    """Turns tokens that arrive one by one into text, as `data.tokenizer` has it."""
-
-    def push(self, token_id: int) -> str:
-        """The text that became final with this token."""
-        ...
-
-    def flush(self) -> str:
-        """What is left."""
-        ...
+from maxtext_lite.data.tokenizer import StreamDecoder
 
 
 class StopText:
@@ -95,7 +84,7 @@ class TimedTokens:
     """Tokens as they come, and how fast: once two rounds, in which functions are compiled, have passed.
 
     Args:
-      tokens: (prompt number, token, log-probability), as `training.sampler.Sampler.stream` yields them.
+      tokens: (prompt number, token, log-probability), as `Sampler.stream` yields them.
     """
 
     def __init__(self, tokens: Iterator[tuple[int, int, float]]) -> None:

@@ -3,7 +3,7 @@
 from maxtext_lite.hf.carried import carry_files, stop_ids_of
 from maxtext_lite.hf.entries import flat
 from maxtext_lite.hf.export import export_model, export_parameters
-from maxtext_lite.hf.loading import load_hf_parameters
+from maxtext_lite.hf.importing import load_hf_parameters
 from maxtext_lite.hf.peft import export_adapters
 
 __all__ = [

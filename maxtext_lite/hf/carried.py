@@ -5,11 +5,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from maxtext_lite.config import UserError
+from maxtext_lite.config import DataConfig, UserError
 from maxtext_lite.config.errors import value_text
-from maxtext_lite.config.hf.config import CARRIED
+from maxtext_lite.config.hf.config import CARRIED, tokenizer_keys
 from maxtext_lite.config.hf.fields import is_whole
-from maxtext_lite.config.json_file import check_file, is_there, read_object
+from maxtext_lite.config.json_file import check_file, is_there, read_object, user_path
 
 
 def carry_files(source: Path, destination: Path, *, but: Iterable[str] = ()) -> list[str]:
@@ -44,3 +44,24 @@ def stop_ids_of(directory: Path) -> list[int]:
                 )
             ids += stated
     return list(dict.fromkeys(ids))
+
+
+_TOKENIZER_FILES = {"huggingface": "tokenizer.json", "sentencepiece": "tokenizer.model"}
+
+
+def tokenizer_file(config: DataConfig) -> Path | None:
+    """The file that `tokenizer_path` names, where it still lies there."""
+    path = user_path(config.tokenizer_path) if config.tokenizer_path else None
+    name = _TOKENIZER_FILES.get(config.tokenizer_type, "")
+    file = path / name if path and path.is_dir() else path
+    return file if file and file.is_file() else None
+
+
+def carry_tokenizer(out: Path, carried: Path | None, config: DataConfig) -> None:
+    """Copies the tokenizer's files: those that came with the model, or the one that the config names."""
+    if carried:
+        carry_files(carried, out, but=["config.json"])
+    file = tokenizer_file(config)
+    if file and not tokenizer_keys(out):
+        carry_files(file.parent, out, but=["config.json", "generation_config.json"])
+        shutil.copyfile(file, out / _TOKENIZER_FILES[config.tokenizer_type])

@@ -8,7 +8,8 @@ from typing import Any
 import jax
 
 from maxtext_lite.config import UserError
-from maxtext_lite.hf.names import Name, Sizes, Table
+from maxtext_lite.config.weights import ModelShape, stacks_of
+from maxtext_lite.hf.names import Name, Table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,7 +17,7 @@ class Entry:
     """A line of a table with the parameters of one stack that it is about.
 
     Attributes:
-      name: the line.
+      name: the line, laid.
       paths: the parameters, from the root of the tree.
       layer_dims: the leading dims that count layers: (), (L,), or (repeats, L / repeats).
       first_layer: number of the first of those layers in the model.
@@ -46,29 +47,31 @@ def flat(params: Any) -> dict[str, Any]:
     return {"/".join(str(entry.key) for entry in path): leaf for path, leaf in leaves}
 
 
-def entries_of(table: Table, shapes: Mapping[str, tuple[int, ...]], sizes: Sizes, where: str) -> list[Entry]:
+def entries_of(table: Table, shapes: Mapping[str, tuple[int, ...]], model: ModelShape, where: str) -> list[Entry]:
     """The lines that a decoder needs.
 
     Args:
       shapes: of its parameters, by path.
+      model: the checkpoint's.
       where: what messages call the checkpoint.
     Raises:
       UserError: a parameter's shape is not what the checkpoint's sizes make it, or the family has no name for it.
     """
-    first = _layer_dims(shapes, "dense_layers")
-    stacks = {"": (), "dense_layers": first, "layers": _layer_dims(shapes, "layers")}
     entries, problems, named = [], [], set()
-    for stack, layer_dims in stacks.items():
-        for name in table.layer if stack else table.root:
-            paths = tuple(f"{stack}/{path}" if stack else path for path in name.ours)
-            if not all(path in shapes and len(shapes[path]) == len(layer_dims) + name.rank for path in paths):
+    for stack, (_, weights) in stacks_of(model).items():
+        layer_dims = _layer_dims(shapes, stack) if stack else ()
+        for line in table.layer if stack else table.root:
+            paths = [f"{stack}/{path}" if stack else path for path in line.ours]
+            held = [weights[path] for path in line.ours if path in weights]
+            name = line.laid(held) if len(held) == len(paths) and shapes.keys() >= {*paths} else None
+            if name is None:
                 continue
-            first_layer = math.prod(first) if stack == "layers" and first else 0
-            experts = sizes["E"] if name.per_expert else 1
-            entries.append(Entry(name, paths, layer_dims, first_layer, experts))
-            for part, path in enumerate(paths):
+            first_layer = model.num_dense_layers if stack == "layers" else 0
+            experts = model.sizes["E"] if name.per_expert else 1
+            entries.append(Entry(name, tuple(paths), layer_dims, first_layer, experts))
+            for path, weight in zip(paths, held, strict=True):
                 named.add(path)
-                there = (*layer_dims, *name.our_shape(part, sizes))
+                there = (*layer_dims, *weight.sizes)
                 if shapes[path] != there:
                     problems.append(f"{where}: parameter {path} is {there} there and {shapes[path]} here.")
     problems += [f"{where}: its family has no tensor for parameter {path}." for path in shapes if path not in named]

@@ -3,21 +3,22 @@
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from maxtext_lite.config.hf.config import model_keys
+from maxtext_lite.config.hf.fields import JsonObject, Keys
 from maxtext_lite.hf.copying import as_bits
 from maxtext_lite.hf.entries import Entry, entries_of, flat
-from maxtext_lite.hf.names import TABLES, Sizes, sizes_of
+from maxtext_lite.hf.names import TABLES, Sizes, model_of
 from maxtext_lite.hf.safetensors_dir import Tensor, write_safetensors
+from maxtext_lite.models.decoder import Params
 from maxtext_lite.parallel import sharding
 
 
-def export_model(directory: Path, params: Any, fields: Mapping[str, Any], *, dtype: str) -> None:
+def export_model(directory: Path, params: Params, fields: JsonObject, *, dtype: str) -> None:
     """Writes a directory with parameters and their config.json: `export_parameters`, with the fields it is to hold."""
     if jax.process_index() == 0:
         directory.mkdir(parents=True, exist_ok=True)
@@ -28,7 +29,7 @@ def export_model(directory: Path, params: Any, fields: Mapping[str, Any], *, dty
 
 
 def export_parameters(
-    directory: Path, params: Any, kind: str, keys: Mapping[str, Any], *, dtype: str, file_bytes: int | None = None
+    directory: Path, params: Params, kind: str, keys: Keys, *, dtype: str, file_bytes: int | None = None
 ) -> None:
     """Writes parameters as a family's tensors; of several processes each takes part, and the first writes.
 
@@ -36,14 +37,14 @@ def export_parameters(
 
     Args:
       kind: the family's model_type.
-      keys: the model's keys of the Model section, as `config.hf_config.model_keys` gives them.
+      keys: the model's keys of the Model section, as `config.hf.config.model_keys` gives them.
       dtype: "float32" or "bfloat16"; experts' biases, whose steps are small, stay float32.
       file_bytes: where to begin another file; None: 5 GB.
     """
-    leaves, sizes = flat(params), sizes_of(keys)
-    entries = entries_of(TABLES[kind], {path: tuple(leaf.shape) for path, leaf in leaves.items()}, sizes, kind)
+    leaves, model = flat(params), model_of(keys)
+    entries = entries_of(TABLES[kind], {path: tuple(leaf.shape) for path, leaf in leaves.items()}, model, kind)
     written = np.dtype(jnp.dtype(dtype))
-    tensors = list(_tensors(entries, leaves, sizes, written))
+    tensors = list(_tensors(entries, leaves, model.sizes, written))
     if jax.process_index() != 0:
         for tensor in tensors:
             tensor.make()
@@ -51,7 +52,7 @@ def export_parameters(
     write_safetensors(directory, tensors, **({} if file_bytes is None else {"file_bytes": file_bytes}))
 
 
-def _tensors(entries: list[Entry], leaves: Mapping[str, Any], sizes: Sizes, dtype: np.dtype) -> Iterator[Tensor]:
+def _tensors(entries: list[Entry], leaves: Mapping[str, jax.Array], sizes: Sizes, dtype: np.dtype) -> Iterator[Tensor]:
     for entry in entries:
         parts = [_Layers(leaves[path], entry.layer_dims) for path in entry.paths]
         kept = np.dtype(np.float32) if entry.paths[0].endswith("/router_bias") else dtype

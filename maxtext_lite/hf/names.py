@@ -1,8 +1,9 @@
 """What each parameter is called in a family's checkpoints, and how it lies there.
 
-A line of a table names a parameter, a tensor, and a pattern such as "(N H) D -> D N H": the tensor's dims on the left,
-where those in parentheses are one dim, and the parameter's on the right. A pattern is read in both directions, so
-that what is imported can always be exported.
+Its dims are those of `config.weights`. A matrix [*in, *out] lies there as torch's Linear has it, [out, in], a vector in
+one dim, a table as it is; where a family does otherwise, its line has a pattern of letters such as "D (N H)", the
+tensor's dims, where those in parentheses are one. Every line is read in both directions, so that what is imported can
+always be exported.
 """
 
 import dataclasses
@@ -13,32 +14,18 @@ from typing import Any
 
 import numpy as np
 
+from maxtext_lite.config import Mla, ModelConfig
+from maxtext_lite.config.weights import ModelShape, Weight, model_shape, num_inputs
 from maxtext_lite.hf.copying import assign
 
 Sizes = Mapping[str, int]
-"""How long each dim of the patterns is.
-
-    V vocabulary   D embedding      T learned positions   N query heads    K kv heads      H head width
-    F mlp          E experts        I one expert          S shared expert  Q latent query  R latent keys and values
-    P dims of a head that are not rotated    O those that are    C R + O    W width of a value    Z parts, one after
-    another, of which each is a parameter
-"""
+"""How long each dim is: `ModelShape.sizes`. In a line with parts, Z are these, one after another."""
 
 
-def sizes_of(keys: Mapping[str, Any]) -> Sizes:
-    """The sizes of a model with these keys of the Model section."""
-    width = keys["base_moe_mlp_dim"] if keys["base_moe_mlp_dim"] != -1 else keys["base_mlp_dim"]
-    sizes = {
-        "V": keys["vocab_size"], "D": keys["base_emb_dim"], "T": keys["trainable_position_size"],
-        "N": keys["base_num_query_heads"], "K": keys["base_num_kv_heads"], "H": keys["head_dim"],
-        "F": keys["base_mlp_dim"], "E": keys["num_experts"], "I": width, "S": keys["shared_experts"] * width,
-    }  # fmt: skip
-    if mla := keys["mla"]:
-        names = {"Q": "q_lora_rank", "R": "kv_lora_rank", "P": "qk_nope_head_dim", "O": "qk_rope_head_dim",
-                 "W": "v_head_dim"}  # fmt: skip
-        sizes |= {letter: mla[name] for letter, name in names.items()}
-        sizes["C"] = sizes["R"] + sizes["O"]
-    return sizes
+def model_of(keys: Mapping[str, Any]) -> ModelShape:
+    """What decides the weights of a model with these keys of the Model section."""
+    mla = Mla(**keys["mla"]) if keys["mla"] else None
+    return model_shape(ModelConfig.model_construct(**{**keys, "mla": mla}))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,53 +35,57 @@ class Name:
     Attributes:
       ours: the parameters that it holds: paths below a layer's, or below the root of, the parameters' tree.
       theirs: its name, in which {layer} and {expert} are numbers.
-      pattern: how it becomes a parameter.
+      pattern: its dims, where they are not as usual.
       parts: where it holds several, how much of the dim Z each has: a letter or a number.
       pairs: a dim of the parameter whose last O are rotated and lie there as pairs, in place of halves.
+      our_dims: letters of the parameter's dims in one layer (and expert), Z in the place of its part; see `laid`.
+      their_dims: for each of the tensor's dims, the letters that it is made of.
     """
 
     ours: tuple[str, ...]
     theirs: str
-    pattern: str
+    pattern: str = ""
     parts: tuple[str, ...] = ()
     pairs: str = ""
+    our_dims: tuple[str, ...] = ()
+    their_dims: tuple[tuple[str, ...], ...] = ()
 
     @property
     def per_expert(self) -> bool:
         """Whether each expert has a tensor of its own; the parameter then has a leading E."""
         return "{expert}" in self.theirs
 
-    @property
-    def rank(self) -> int:
-        """Dims of the parameter in one layer."""
-        return len(_parsed(self.pattern)[1]) + self.per_expert
-
-    @property
-    def our_dims(self) -> tuple[str, ...]:
-        """Letters of the parameter's dims in one layer, but for experts with a tensor each."""
-        return _parsed(self.pattern)[1]
-
-    @property
-    def their_dims(self) -> tuple[tuple[str, ...], ...]:
-        """For each of the tensor's dims, the letters that it is made of."""
-        return _parsed(self.pattern)[0]
+    def laid(self, weights: Sequence[Weight]) -> "Name | None":
+        """The line with the dims of the parameters that it names; None where it means others than these."""
+        first, own = weights[0], int(self.per_expert)
+        if (first.axes[0] == "experts") != (self.per_expert or "E" in self.pattern):
+            return None
+        part = self.parts[0] if self.parts else ""
+        dims = tuple("Z" if letter == part else letter for letter in first.dims[own:])
+        if self.pattern:
+            theirs = _parsed(self.pattern)
+        elif not first.is_normal:
+            theirs = (dims,)
+        elif first.axes[0] in ("vocab", "positions"):
+            theirs = tuple((letter,) for letter in dims)
+        else:
+            inputs = num_inputs(first.axes[own:])
+            theirs = (dims[inputs:], dims[:inputs])
+        return dataclasses.replace(self, our_dims=dims, their_dims=theirs)
 
     def their_shape(self, sizes: Sizes) -> tuple[int, ...]:
         """The tensor's shape."""
-        groups, _ = _parsed(self.pattern)
         whole = self._whole(sizes)
-        return tuple(int(np.prod([whole[letter] for letter in group])) for group in groups)
+        return tuple(int(np.prod([whole[letter] for letter in group])) for group in self.their_dims)
 
     def our_shape(self, part: int, sizes: Sizes) -> tuple[int, ...]:
-        """The shape of a parameter in one layer."""
+        """The shape of a parameter in one layer (and expert)."""
         of_part = self._whole(sizes) | ({"Z": _length(self.parts[part], sizes)} if self.parts else {})
-        shape = tuple(of_part[letter] for letter in _parsed(self.pattern)[1])
-        return (sizes["E"], *shape) if self.per_expert else shape
+        return tuple(of_part[letter] for letter in self.our_dims)
 
     def to_ours(self, tensor: np.ndarray, part: int, sizes: Sizes) -> np.ndarray:
         """A parameter of one layer (and expert) in a tensor: a view of it, where it need not be rearranged."""
-        groups, right = _parsed(self.pattern)
-        left = [letter for group in groups for letter in group]
+        left, right = self._letters
         whole = self._whole(sizes)
         dims = tensor.reshape([whole[letter] for letter in left])
         if self.parts:
@@ -111,8 +102,7 @@ class Name:
 
     def to_theirs(self, parameters: Sequence[np.ndarray], sizes: Sizes) -> np.ndarray:
         """The tensor that holds these parameters of one layer (and expert)."""
-        groups, right = _parsed(self.pattern)
-        left = [letter for group in groups for letter in group]
+        left, right = self._letters
         whole = self._whole(sizes)
         dims = np.empty([whole[letter] for letter in left], parameters[0].dtype)
         end = 0
@@ -130,6 +120,11 @@ class Name:
             assign(into, ours.transpose([letters.index(letter) for letter in left]))
         return dims.reshape(self.their_shape(sizes))
 
+    @property
+    def _letters(self) -> tuple[list[str], tuple[str, ...]]:
+        """Of the tensor and of the parameter."""
+        return [letter for group in self.their_dims for letter in group], self.our_dims
+
     def _whole(self, sizes: Sizes) -> dict[str, int]:
         return {**sizes, "Z": sum(_length(part, sizes) for part in self.parts)}
 
@@ -139,10 +134,9 @@ def _length(part: str, sizes: Sizes) -> int:
 
 
 @functools.cache
-def _parsed(pattern: str) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]:
-    left, right = pattern.split(" -> ")
-    groups = re.findall(r"\(([^)]*)\)|(\w)", left)
-    return tuple(tuple(many.split()) if many else (one,) for many, one in groups), tuple(right.split())
+def _parsed(pattern: str) -> tuple[tuple[str, ...], ...]:
+    groups = re.findall(r"\(([^)]*)\)|(\w)", pattern)
+    return tuple(tuple(many.split()) if many else (one,) for many, one in groups)
 
 
 def _halves(length: int, rotated: int) -> np.ndarray:
@@ -181,140 +175,124 @@ def _without(prefix: str, name: Name) -> Name:
     return dataclasses.replace(name, theirs=name.theirs.removeprefix(prefix))
 
 
-def _one(ours: str, theirs: str, pattern: str, **more: Any) -> Name:
-    return Name((ours,), theirs, pattern, **more)
+_LAYER, _GPT2_LAYER = "model.layers.{layer}.", "transformer.h.{layer}."
 
 
-def _layer(*names: Name) -> tuple[Name, ...]:
-    return tuple(dataclasses.replace(name, theirs=f"model.layers.{{layer}}.{name.theirs}") for name in names)
+def _names(prefix: str, names: Mapping[str, str]) -> tuple[Name, ...]:
+    return tuple(Name((ours,), prefix + theirs) for ours, theirs in names.items())
 
 
-_ROOT = (
-    _one("embedding/table", "model.embed_tokens.weight", "V D -> V D"),
-    _one("final_norm/scale", "model.norm.weight", "D -> D"),
-    _one("head/projection", "lm_head.weight", "V D -> D V"),
-)
-_NORMS = _layer(
-    _one("attention_norm/scale", "input_layernorm.weight", "D -> D"),
-    _one("mlp_norm/scale", "post_attention_layernorm.weight", "D -> D"),
-)
-_OUT = _layer(
-    _one("attention/out", "self_attn.o_proj.weight", "D (N H) -> N H D"),
-    _one("attention/out_bias", "self_attn.o_proj.bias", "D -> D"),
-)
-_ATTENTION = _OUT + _layer(
-    _one("attention/query", "self_attn.q_proj.weight", "(N H) D -> D N H"),
-    _one("attention/key", "self_attn.k_proj.weight", "(K H) D -> D K H"),
-    _one("attention/value", "self_attn.v_proj.weight", "(K H) D -> D K H"),
-    _one("attention/query_bias", "self_attn.q_proj.bias", "(N H) -> N H"),
-    _one("attention/key_bias", "self_attn.k_proj.bias", "(K H) -> K H"),
-    _one("attention/value_bias", "self_attn.v_proj.bias", "(K H) -> K H"),
-)
-_HEAD_NORMS = _layer(
-    _one("attention/query_norm/scale", "self_attn.q_norm.weight", "H -> H"),
-    _one("attention/key_norm/scale", "self_attn.k_norm.weight", "H -> H"),
-)
-_DOWN = _layer(
-    _one("mlp/down", "mlp.down_proj.weight", "D F -> F D"),
-    _one("mlp/down_bias", "mlp.down_proj.bias", "D -> D"),
-)
-_MLP = _DOWN + _layer(
-    _one("mlp/gate", "mlp.gate_proj.weight", "F D -> D F"),
-    _one("mlp/up", "mlp.up_proj.weight", "F D -> D F"),
-    _one("mlp/gate_bias", "mlp.gate_proj.bias", "F -> F"),
-    _one("mlp/up_bias", "mlp.up_proj.bias", "F -> F"),
-)
+_ROOT = _names("", {
+    "embedding/table": "model.embed_tokens.weight",
+    "final_norm/scale": "model.norm.weight",
+    "head/projection": "lm_head.weight",
+})  # fmt: skip
+_NORMS = _names(_LAYER, {
+    "attention_norm/scale": "input_layernorm.weight",
+    "mlp_norm/scale": "post_attention_layernorm.weight",
+})  # fmt: skip
+_OUT = _names(_LAYER, {"attention/out": "self_attn.o_proj.weight", "attention/out_bias": "self_attn.o_proj.bias"})
+_ATTENTION = _OUT + _names(_LAYER, {
+    "attention/query": "self_attn.q_proj.weight",
+    "attention/key": "self_attn.k_proj.weight",
+    "attention/value": "self_attn.v_proj.weight",
+    "attention/query_bias": "self_attn.q_proj.bias",
+    "attention/key_bias": "self_attn.k_proj.bias",
+    "attention/value_bias": "self_attn.v_proj.bias",
+})  # fmt: skip
+_HEAD_NORMS = _names(_LAYER, {
+    "attention/query_norm/scale": "self_attn.q_norm.weight",
+    "attention/key_norm/scale": "self_attn.k_norm.weight",
+})  # fmt: skip
+_DOWN = _names(_LAYER, {"mlp/down": "mlp.down_proj.weight", "mlp/down_bias": "mlp.down_proj.bias"})
+_MLP = _DOWN + _names(_LAYER, {
+    "mlp/gate": "mlp.gate_proj.weight",
+    "mlp/up": "mlp.up_proj.weight",
+    "mlp/gate_bias": "mlp.gate_proj.bias",
+    "mlp/up_bias": "mlp.up_proj.bias",
+})  # fmt: skip
 
 
 def _experts(block: str, gate: str, up: str, down: str) -> tuple[Name, ...]:
-    return _layer(
-        _one("mlp/router", f"{block}.gate.weight", "E D -> D E"),
-        _one("mlp/gate", f"{block}.experts.{{expert}}.{gate}.weight", "I D -> D I"),
-        _one("mlp/up", f"{block}.experts.{{expert}}.{up}.weight", "I D -> D I"),
-        _one("mlp/down", f"{block}.experts.{{expert}}.{down}.weight", "D I -> I D"),
-    )
+    of_experts = {"mlp/gate": gate, "mlp/up": up, "mlp/down": down}
+    names = {ours: f"{block}.experts.{{expert}}.{theirs}.weight" for ours, theirs in of_experts.items()}
+    return _names(_LAYER, {"mlp/router": f"{block}.gate.weight", **names})
 
 
 _LLAMA = Table("model.", _ROOT, _NORMS + _ATTENTION + _MLP)
 _QWEN3 = Table("model.", _ROOT, _NORMS + _ATTENTION + _HEAD_NORMS + _MLP)
-_FOUR_NORMS = _layer(
-    _one("attention_norm/scale", "input_layernorm.weight", "D -> D"),
-    _one("attention_post_norm/scale", "post_attention_layernorm.weight", "D -> D"),
-    _one("mlp_norm/scale", "pre_feedforward_layernorm.weight", "D -> D"),
-    _one("mlp_post_norm/scale", "post_feedforward_layernorm.weight", "D -> D"),
-)
+_POST_NORMS = _names(_LAYER, {
+    "attention_post_norm/scale": "post_attention_layernorm.weight",
+    "mlp_post_norm/scale": "post_feedforward_layernorm.weight",
+})  # fmt: skip
+_FOUR_NORMS = _POST_NORMS + _names(_LAYER, {
+    "attention_norm/scale": "input_layernorm.weight",
+    "mlp_norm/scale": "pre_feedforward_layernorm.weight",
+})  # fmt: skip
 _GEMMA2 = Table("model.", _ROOT, _FOUR_NORMS + _ATTENTION + _MLP)
 _GEMMA3 = Table("model.", _ROOT, _FOUR_NORMS + _ATTENTION + _HEAD_NORMS + _MLP)
-_OLMO2 = Table("model.", _ROOT, _ATTENTION + _MLP + _layer(
-    _one("attention_post_norm/scale", "post_attention_layernorm.weight", "D -> D"),
-    _one("mlp_post_norm/scale", "post_feedforward_layernorm.weight", "D -> D"),
-    _one("attention/query_norm/scale", "self_attn.q_norm.weight", "(N H) -> N H"),
-    _one("attention/key_norm/scale", "self_attn.k_norm.weight", "(K H) -> K H"),
-))  # fmt: skip
-_PHI3 = Table("model.", _ROOT, _NORMS + _OUT + _DOWN + _layer(
-    Name(("attention/query", "attention/key", "attention/value"), "self_attn.qkv_proj.weight", "(Z H) D -> D Z H",
-         ("N", "K", "K")),
-    Name(("mlp/gate", "mlp/up"), "mlp.gate_up_proj.weight", "Z D -> D Z", ("F", "F")),
+_OLMO2 = Table("model.", _ROOT, _ATTENTION + _MLP + _POST_NORMS + _HEAD_NORMS)
+_QUERY_KEY_VALUE = ("attention/query", "attention/key", "attention/value")
+_PHI3 = Table("model.", _ROOT, _NORMS + _OUT + _DOWN + (
+    Name(_QUERY_KEY_VALUE, _LAYER + "self_attn.qkv_proj.weight", parts=("N", "K", "K")),
+    Name(("mlp/gate", "mlp/up"), _LAYER + "mlp.gate_up_proj.weight", parts=("F", "F")),
 ))  # fmt: skip
 _MIXTRAL = Table("model.", _ROOT, _NORMS + _ATTENTION + _experts("block_sparse_moe", "w1", "w3", "w2"))
 _QWEN3_MOE = Table(
     "model.", _ROOT, _NORMS + _ATTENTION + _HEAD_NORMS + _experts("mlp", "gate_proj", "up_proj", "down_proj")
 )
-_GPT_OSS = Table("model.", _ROOT, _NORMS + _ATTENTION + _layer(
-    _one("attention/sinks", "self_attn.sinks", "N -> N"),
-    _one("mlp/router", "mlp.router.weight", "E D -> D E"),
-    _one("mlp/router_logit_bias", "mlp.router.bias", "E -> E"),
-    Name(("mlp/gate", "mlp/up"), "mlp.experts.gate_up_proj", "E D (I Z) -> E D I", ("1", "1")),
-    Name(("mlp/gate_bias", "mlp/up_bias"), "mlp.experts.gate_up_proj_bias", "E (I Z) -> E I", ("1", "1")),
-    _one("mlp/down", "mlp.experts.down_proj", "E I D -> E I D"),
-    _one("mlp/down_bias", "mlp.experts.down_proj_bias", "E D -> E D"),
+_GPT_OSS_EXPERTS = _LAYER + "mlp.experts."
+_GPT_OSS = Table("model.", _ROOT, _NORMS + _ATTENTION + _names(_LAYER, {
+    "attention/sinks": "self_attn.sinks",
+    "mlp/router": "mlp.router.weight",
+    "mlp/router_logit_bias": "mlp.router.bias",
+}) + (
+    Name(("mlp/gate", "mlp/up"), _GPT_OSS_EXPERTS + "gate_up_proj", "E D (I Z)", ("1", "1")),
+    Name(("mlp/gate_bias", "mlp/up_bias"), _GPT_OSS_EXPERTS + "gate_up_proj_bias", "E (I Z)", ("1", "1")),
+    Name(("mlp/down",), _GPT_OSS_EXPERTS + "down_proj", "E I D"),
+    Name(("mlp/down_bias",), _GPT_OSS_EXPERTS + "down_proj_bias", "E D"),
 ))  # fmt: skip
-_DEEPSEEK = Table("model.", _ROOT, _NORMS + _MLP + _experts("mlp", "gate_proj", "up_proj", "down_proj") + _layer(
-    _one("attention/query", "self_attn.q_proj.weight", "(N H) D -> D N H", pairs="H"),
-    _one("attention/query_down", "self_attn.q_a_proj.weight", "Q D -> D Q"),
-    _one("attention/query_down_norm/scale", "self_attn.q_a_layernorm.weight", "Q -> Q"),
-    _one("attention/query_up", "self_attn.q_b_proj.weight", "(N H) Q -> Q N H", pairs="H"),
-    _one("attention/kv_down", "self_attn.kv_a_proj_with_mqa.weight", "C D -> D C", pairs="C"),
-    _one("attention/kv_down_norm/scale", "self_attn.kv_a_layernorm.weight", "R -> R"),
-    Name(("attention/key_up", "attention/value_up"), "self_attn.kv_b_proj.weight", "(N Z) R -> R N Z", ("P", "W")),
-    _one("attention/out", "self_attn.o_proj.weight", "D (N W) -> N W D"),
-    _one("mlp/router_bias", "mlp.gate.e_score_correction_bias", "E -> E"),
-    _one("mlp/shared/gate", "mlp.shared_experts.gate_proj.weight", "S D -> D S"),
-    _one("mlp/shared/up", "mlp.shared_experts.up_proj.weight", "S D -> D S"),
-    _one("mlp/shared/down", "mlp.shared_experts.down_proj.weight", "D S -> S D"),
-))  # fmt: skip
-
-
-def _gpt2_layer(*names: Name) -> tuple[Name, ...]:
-    return tuple(dataclasses.replace(name, theirs=f"transformer.h.{{layer}}.{name.theirs}") for name in names)
-
-
-_QUERY_KEY_VALUE = ("attention/query", "attention/key", "attention/value")
+_DEEPSEEK = Table("model.", _ROOT, _NORMS + _MLP + _experts("mlp", "gate_proj", "up_proj", "down_proj") + (
+    Name(("attention/query",), _LAYER + "self_attn.q_proj.weight", pairs="H"),
+    Name(("attention/query_up",), _LAYER + "self_attn.q_b_proj.weight", pairs="H"),
+    Name(("attention/kv_down",), _LAYER + "self_attn.kv_a_proj_with_mqa.weight", pairs="C"),
+    Name(("attention/key_up", "attention/value_up"), _LAYER + "self_attn.kv_b_proj.weight", parts=("P", "W")),
+) + _names(_LAYER, {
+    "attention/query_down": "self_attn.q_a_proj.weight",
+    "attention/query_down_norm/scale": "self_attn.q_a_layernorm.weight",
+    "attention/kv_down_norm/scale": "self_attn.kv_a_layernorm.weight",
+    "attention/out": "self_attn.o_proj.weight",
+    "mlp/router_bias": "mlp.gate.e_score_correction_bias",
+    "mlp/shared/gate": "mlp.shared_experts.gate_proj.weight",
+    "mlp/shared/up": "mlp.shared_experts.up_proj.weight",
+    "mlp/shared/down": "mlp.shared_experts.down_proj.weight",
+}))  # fmt: skip
 _GPT2 = Table(
     "transformer.",
-    (
-        _one("embedding/table", "transformer.wte.weight", "V D -> V D"),
-        _one("embedding/positions", "transformer.wpe.weight", "T D -> T D"),
-        _one("final_norm/scale", "transformer.ln_f.weight", "D -> D"),
-        _one("final_norm/bias", "transformer.ln_f.bias", "D -> D"),
-        _one("head/projection", "lm_head.weight", "V D -> D V"),
-    ),
-    _gpt2_layer(
-        _one("attention_norm/scale", "ln_1.weight", "D -> D"),
-        _one("attention_norm/bias", "ln_1.bias", "D -> D"),
-        Name(_QUERY_KEY_VALUE, "attn.c_attn.weight", "D (Z H) -> D Z H", ("N", "K", "K")),
-        Name(tuple(f"{path}_bias" for path in _QUERY_KEY_VALUE), "attn.c_attn.bias", "(Z H) -> Z H", ("N", "K", "K")),
-        _one("attention/out", "attn.c_proj.weight", "(N H) D -> N H D"),
-        _one("attention/out_bias", "attn.c_proj.bias", "D -> D"),
-        _one("mlp_norm/scale", "ln_2.weight", "D -> D"),
-        _one("mlp_norm/bias", "ln_2.bias", "D -> D"),
-        _one("mlp/up", "mlp.c_fc.weight", "D F -> D F"),
-        _one("mlp/up_bias", "mlp.c_fc.bias", "F -> F"),
-        _one("mlp/down", "mlp.c_proj.weight", "F D -> F D"),
-        _one("mlp/down_bias", "mlp.c_proj.bias", "D -> D"),
+    _names("", {
+        "embedding/table": "transformer.wte.weight",
+        "embedding/positions": "transformer.wpe.weight",
+        "final_norm/scale": "transformer.ln_f.weight",
+        "final_norm/bias": "transformer.ln_f.bias",
+        "head/projection": "lm_head.weight",
+    }),
+    _names(_GPT2_LAYER, {
+        "attention_norm/scale": "ln_1.weight",
+        "attention_norm/bias": "ln_1.bias",
+        "attention/out_bias": "attn.c_proj.bias",
+        "mlp_norm/scale": "ln_2.weight",
+        "mlp_norm/bias": "ln_2.bias",
+        "mlp/up_bias": "mlp.c_fc.bias",
+        "mlp/down_bias": "mlp.c_proj.bias",
+    }) + (  # matrices are [in, out]
+        Name(_QUERY_KEY_VALUE, _GPT2_LAYER + "attn.c_attn.weight", "D (Z H)", ("N", "K", "K")),
+        Name(tuple(f"{path}_bias" for path in _QUERY_KEY_VALUE), _GPT2_LAYER + "attn.c_attn.bias", "", ("N", "K", "K")),
+        Name(("attention/out",), _GPT2_LAYER + "attn.c_proj.weight", "(N H) D"),
+        Name(("mlp/up",), _GPT2_LAYER + "mlp.c_fc.weight", "D F"),
+        Name(("mlp/down",), _GPT2_LAYER + "mlp.c_proj.weight", "F D"),
     ),
     passed_over=r"transformer\.h\.\d+\.attn\.(masked_)?bias",
-)
+)  # fmt: skip
 
 TABLES: Mapping[str, Table] = {
     "llama": _LLAMA, "mistral": _LLAMA, "qwen2": _LLAMA, "smollm3": _LLAMA, "qwen3": _QWEN3, "gemma2": _GEMMA2,

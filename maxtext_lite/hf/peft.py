@@ -10,26 +10,27 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 
 from maxtext_lite.config import UserError
+from maxtext_lite.config.hf.fields import Keys
 from maxtext_lite.hf.entries import Entry, entries_of, flat
-from maxtext_lite.hf.names import TABLES, Name, Sizes, sizes_of
+from maxtext_lite.hf.names import TABLES, Name, Sizes, model_of
 from maxtext_lite.hf.safetensors_dir import Tensor, write_file
 from maxtext_lite.models import Lora
+from maxtext_lite.models.decoder import Params
 
 _TRANSPOSED = ("gpt2",)  # families whose linear modules hold [in, out]
 
 
 def export_adapters(
     directory: Path,
-    adapters: Any,
+    adapters: Params,
     lora: Lora,
     kind: str,
-    keys: Mapping[str, Any],
+    keys: Keys,
     *,
     shapes: Mapping[str, tuple[int, ...]],
     base: str,
@@ -39,15 +40,16 @@ def export_adapters(
     Args:
       adapters: whole on every device, leaves of layers [L, ...].
       kind: the family's model_type.
-      keys: the model's keys of the Model section, as `config.hf_config.model_keys` gives them.
+      keys: the model's keys of the Model section, as `config.hf.config.model_keys` gives them.
       shapes: of the parameters without adapters, by path.
       base: the model that they belong to, a name or a path; "" where it has none.
     Raises:
       UserError: experts have adapters, for which the library's layout has no place.
     """
-    sizes, leaves = sizes_of(keys), flat(adapters)
+    model, leaves = model_of(keys), flat(adapters)
+    sizes = model.sizes
     adapted = {path.rpartition("/")[0] for path in leaves}
-    entries = [entry for entry in entries_of(TABLES[kind], shapes, sizes, kind) if adapted & set(entry.paths)]
+    entries = [entry for entry in entries_of(TABLES[kind], shapes, model, kind) if adapted & set(entry.paths)]
     of_experts = [entry.name.theirs for entry in entries if "E" in entry.name.pattern or entry.name.per_expert]
     if of_experts:
         raise UserError(
@@ -91,7 +93,9 @@ def _module(theirs: str) -> str:
     return theirs.partition("{layer}.")[2].removesuffix(".weight")
 
 
-def _tensors(entry: Entry, present: list[int], leaves: Mapping[str, Any], sizes: Sizes, rank: int) -> Iterator[Tensor]:
+def _tensors(
+    entry: Entry, present: list[int], leaves: Mapping[str, jax.Array], sizes: Sizes, rank: int
+) -> Iterator[Tensor]:
     pairs = [[np.asarray(leaves[f"{entry.paths[part]}/{which}"]) for which in "ab"] for part in present]
     num_in, num_out = _widths(entry.name, sizes, pairs[0][0].ndim - 2)
     whole_rank = rank * len(present)

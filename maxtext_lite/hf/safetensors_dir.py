@@ -79,7 +79,7 @@ class SafetensorsDir:
                 )
 
     def view(self, name: str) -> np.ndarray:
-        """The tensor as a read-only view of its file, which is let go of with the last reference to the view."""
+        """The tensor as a read-only view of its file, which is closed with the last reference to the view."""
         file, dtype, shape, offset = self.tensors[name]
         if not math.prod(shape):
             return np.zeros(shape, DTYPES[dtype])

@@ -11,6 +11,7 @@ Names of arrays of rank 2 and more end in one letter per dim (global sizes), her
     I ints of a request's key
 """
 
+from maxtext_lite.config.weights import is_matrix, num_inputs, of_one, unstacked
 from maxtext_lite.models.attention import Scoring
 from maxtext_lite.models.decoder import Decoder, Stream, stream_axes
 from maxtext_lite.models.decoding import KVCache, Sampling, sample_token
@@ -18,7 +19,6 @@ from maxtext_lite.models.lora import Adapted, Lora, joined, merged
 from maxtext_lite.models.moe import BALANCE, DROPPED, LOAD, ROUTER_Z, ExpertShape
 from maxtext_lite.models.ops import soft_capped
 from maxtext_lite.models.shape import DecoderShape
-from maxtext_lite.models.weights import is_matrix, num_inputs, of_one, unstacked
 
 __all__ = [
     "BALANCE",

@@ -75,6 +75,4 @@ def attention(
         return cudnn_attention(q_BTNH, k_BSKH, v_BSKW, scoring=scoring)
     if kernel == "cudnn_masked":
         return cudnn_masked_attention(q_BTNH, k_BSKH, v_BSKW, segment_BT, scoring=scoring)
-    return splash_attention(
-        q_BTNH, k_BSKH, v_BSKW, segment_BT, sink_N, strategy=strategy, scoring=scoring, interpret=False
-    )
+    return splash_attention(q_BTNH, k_BSKH, v_BSKW, segment_BT, sink_N, strategy=strategy, scoring=scoring)

@@ -83,7 +83,7 @@ def _experts_matmul(
         y_EBCo: Any = jnp.einsum("EBCi,Eio->EBCo", x_EBCi, weight, preferred_element_type=jnp.float32)
     else:  # an example's slots with an expert are its row
 
-        def of_expert(x_BCi: jax.Array, weight_io: jax.Array) -> Any:
+        def of_expert(x_BCi: jax.Array, weight_io: jax.Array) -> jax.Array:
             slots = ("exchanged_batch", None, None)
             return project_array(x_BCi, weight_io, axes, slots, shape.grad_dtype, shape.quantization)
 
@@ -120,11 +120,11 @@ def _looked_up(table_BSD: jax.Array, number: jax.Array) -> jax.Array:
     return jax.vmap(functools.partial(jnp.take, axis=0, mode="fill", fill_value=0))(table_BSD, number)
 
 
-def _into_slots_backward(slots: Any, g_BSD: jax.Array) -> Any:
+def _into_slots_backward(slots: tuple[jax.Array, ...], g_BSD: jax.Array) -> tuple[jax.Array, None, None]:
     return jnp.sum(_out_of_slots(g_BSD, *slots).astype(jnp.float32), axis=2).astype(g_BSD.dtype), None, None
 
 
-def _out_of_slots_backward(slots: Any, g_BTJD: jax.Array) -> Any:
+def _out_of_slots_backward(slots: tuple[jax.Array, ...], g_BTJD: jax.Array) -> tuple[jax.Array, None, None]:
     choice_BS = slots[1]
     return _looked_up(g_BTJD.reshape(g_BTJD.shape[0], -1, g_BTJD.shape[-1]), choice_BS), None, None
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxtext_lite.config import LayerKind
+from maxtext_lite.config.weights import end_weights, is_matrix, part_of
 from maxtext_lite.models.attention import attention
 from maxtext_lite.models.decoding import CachedAttend, KVCache
 from maxtext_lite.models.latent_attention import LatentAttention
@@ -25,16 +26,12 @@ from maxtext_lite.models.lora import (
 from maxtext_lite.models.ops import Rotation, soft_capped
 from maxtext_lite.models.rotary import rotary_angles
 from maxtext_lite.models.shape import DecoderShape
-from maxtext_lite.models.weights import is_matrix, unstacked
 from maxtext_lite.parallel import Pipeline
 
 Params = Any
 """A nested dict of arrays; every leaf under "layers" has a leading L, or [repeats, L / repeats] in a pipeline that
 goes round several times. The first layers of a model with experts that have none stand in "dense_layers". With LoRA, a
 weight that has adapters is an `Adapted`."""
-
-
-_ROUTER_AXES = ("embed", "router")
 
 
 class Stream(NamedTuple):
@@ -66,7 +63,7 @@ class _Modules(nnx.Module):
         self.layers = _stacked("layers", _layer_of(shape), shape.num_expert_layers, rngs)
         first = shape.num_dense_layers
         self.dense_layers = _stacked("dense_layers", _layer_of(_dense(shape)), first, rngs) if first else None
-        self.final_norm = Norm(shape, (shape.emb_dim,))
+        self.final_norm = Norm(shape, part_of(end_weights(shape), "final_norm"))
         self.head = None if shape.tied else Head(shape, rngs=rngs)
 
 
@@ -172,8 +169,7 @@ class Decoder:
         """
 
         def cast_leaf(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
-            is_wide = not is_matrix(axes) or unstacked(axes) == _ROUTER_AXES
-            return x if is_wide else x.astype(self.shape.dtype)
+            return x.astype(self.shape.dtype) if is_matrix(axes) and "router" not in axes else x
 
         return jax.tree.map(cast_leaf, self.axes, params, is_leaf=lambda node: isinstance(node, tuple))
 

@@ -2,10 +2,11 @@
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from maxtext_lite.models.tile import PLAIN, Scoring
 
@@ -31,7 +32,7 @@ class KVCache(NamedTuple):
         num_kv_heads: int,
         key_dim: int,
         value_dim: int | None,
-        dtype: Any,
+        dtype: DTypeLike,
     ) -> "KVCache":
         """A cache for `num_sequences` of at most `num_positions` tokens."""
         sizes = (num_layers, num_sequences, num_kv_heads, num_positions)

@@ -2,11 +2,12 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 
 from maxtext_lite.models import eight_bits
 from maxtext_lite.models.eight_bits import FORMATS
@@ -56,13 +57,13 @@ def _times(
     weight: Any,
     size_E: jax.Array,
     axes: tuple[str, str],
-    dtype: Any = jnp.float32,
+    dtype: DTypeLike = jnp.float32,
 ) -> jax.Array:
     """Each row times its expert's weight, as `_whole_weights` has it: [U, o] in `dtype`, of eight bits in float32."""
 
     formats = FORMATS[shape.quantization]
 
-    def matmul(x_Ui: jax.Array, weight_Eio: jax.Array) -> Any:
+    def matmul(x_Ui: jax.Array, weight_Eio: jax.Array) -> jax.Array:
         return grouped_matmul(x_Ui, weight_Eio, size_E, shape.matmul, _LAYOUTS[axes], jnp.float32 if formats else dtype)
 
     if formats is None:
@@ -76,7 +77,7 @@ def _times_transposed(
 ) -> jax.Array:
     """Each row times its expert's transposed weight: [U, i] in float32."""
 
-    def matmul(g_Uo: jax.Array, weight_Eio: jax.Array) -> Any:
+    def matmul(g_Uo: jax.Array, weight_Eio: jax.Array) -> jax.Array:
         return grouped_matmul_transposed(g_Uo, weight_Eio, size_E, shape.matmul, _LAYOUTS[axes])
 
     formats = FORMATS[shape.quantization]
@@ -121,7 +122,7 @@ def _rows_backward(
     up_UF: jax.Array,
     g_UD: jax.Array,
     share_U: jax.Array,
-    weight_dtype: Any,
+    weight_dtype: DTypeLike,
 ) -> _RowGradients:
     """Of share_U x `_outer(*_inner(x_UD))`, where g_UD are the derivatives of the products.
 
@@ -168,7 +169,7 @@ def _whole_weights(weights: ExpertWeights, shape: ExpertShape) -> ExpertWeights:
     return ExpertWeights(*map(whole, weights.arrays(), weights.axes()))
 
 
-def _weight_sum(dw: jax.Array, axes: tuple[str, ...], dtype: Any) -> jax.Array:
+def _weight_sum(dw: jax.Array, axes: tuple[str, ...], dtype: DTypeLike) -> jax.Array:
     """The sum over the devices that have other tokens, with the device that has this part of the weight."""
     if "expert_embed" not in axes:
         return summed(dw, "expert_embed")
@@ -203,12 +204,15 @@ def _num_tokens(expert_BTJ: jax.Array) -> int:
     return expert_BTJ.shape[0] * expert_BTJ.shape[1]
 
 
-def _further_rounds(queues: Queues | None, run: Callable[[ExchangedRows, Any], Any], start: Any) -> Any:
+_Sums = TypeVar("_Sums")
+
+
+def _further_rounds(queues: Queues | None, run: Callable[[ExchangedRows, _Sums], _Sums], start: _Sums) -> _Sums:
     """`run(rows, sums)` for each round after the first; `start` where there can be none."""
     if queues is None or not queues.may_need_more_rounds:
         return start
 
-    def step(number: jax.Array, sums: Any) -> Any:
+    def step(number: jax.Array, sums: _Sums) -> _Sums:
         return run(queues.round(number), sums)
 
     num_rounds = queues.num_rounds()
@@ -268,7 +272,7 @@ _FLAT, _PER_TOKEN = ("routed_rows",), ("routed_rows", None)
 _INNER_AXES = ("routed_rows", "activation_mlp")
 
 
-def _kept_axes(expert_BTJ: jax.Array, shape: ExpertShape, dtype: Any) -> list[tuple[str | None, ...]]:
+def _kept_axes(expert_BTJ: jax.Array, shape: ExpertShape, dtype: DTypeLike) -> list[tuple[str | None, ...]]:
     """Logical axes of rows as `GatheredRows` or `ExchangedRows`, of their tokens and of the two inner results."""
     num_tokens = _num_tokens(expert_BTJ) // (num_shards("batch") * num_shards("length"))
     is_gathered = rows_of_round(num_tokens, shape, dtype) is None
@@ -276,9 +280,12 @@ def _kept_axes(expert_BTJ: jax.Array, shape: ExpertShape, dtype: Any) -> list[tu
     return [*rows, _PER_TOKEN, _INNER_AXES, _INNER_AXES]
 
 
+_Residuals = tuple[jax.Array, jax.Array, jax.Array, ExpertWeights, list[jax.Array]]
+
+
 def _forward(
     x_BTD: jax.Array, expert_BTJ: jax.Array, share_BTJ: jax.Array, weights: ExpertWeights, shape: ExpertShape
-) -> Any:
+) -> tuple[jax.Array, _Residuals]:
     axes = _kept_axes(expert_BTJ, shape, x_BTD.dtype)
     local = functools.partial(_local_forward, shape)
     run = over_shards(local, [TOKEN_AXES] * 3 + weights.axes(), [TOKEN_AXES, *axes])
@@ -288,7 +295,9 @@ def _forward(
     return y_BTD, (x_BTD, expert_BTJ, share_BTJ, weights, kept)
 
 
-def _backward(shape: ExpertShape, residuals: Any, g_BTD: jax.Array) -> Any:
+def _backward(
+    shape: ExpertShape, residuals: _Residuals, g_BTD: jax.Array
+) -> tuple[jax.Array, None, jax.Array, ExpertWeights]:
     x_BTD, expert_BTJ, share_BTJ, weights, kept = residuals
     run = over_shards(
         functools.partial(_local_backward, shape),

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from maxtext_lite.config import Quantization
 from maxtext_lite.parallel import AS_IT_IS, axes_in_use, constrain, gathered, largest, num_shards
@@ -70,7 +71,7 @@ def largest_magnitude(x: jax.Array, dims: tuple[int, ...]) -> jax.Array:
     return jnp.max(jnp.abs(x), axis=dims, keepdims=True).astype(jnp.float32)
 
 
-def in_eight_bits(x: jax.Array, largest: jax.Array, dtype: Any) -> Scaled:
+def in_eight_bits(x: jax.Array, largest: jax.Array, dtype: DTypeLike) -> Scaled:
     """x rounded to the nearest numbers of `dtype`, to even ones from halfway; `largest` becomes the largest of these.
 
     Args:
@@ -82,7 +83,7 @@ def in_eight_bits(x: jax.Array, largest: jax.Array, dtype: Any) -> Scaled:
     return Scaled((jnp.round(numbers) if is_int else numbers).astype(dtype), scale)
 
 
-def dtype_of_totals(dtype: Any) -> Any:
+def dtype_of_totals(dtype: DTypeLike) -> DTypeLike:
     """In which products of numbers of `dtype` are added up: exactly in int32 (133,000 of the largest), or float32."""
     return jnp.int32 if dtype == jnp.int8 else jnp.float32
 
@@ -141,7 +142,7 @@ def _totals(left_BTk: jax.Array, right_kj: jax.Array, axis: str) -> jax.Array:
     return jnp.einsum("BTnk,nkj->nBTj", left_BTnk, right_nkj, preferred_element_type=dtype_of_totals(left_BTk.dtype))
 
 
-def _added_up(parts: jax.Array, dtype: Any, num_dims: int = 1) -> jax.Array:
+def _added_up(parts: jax.Array, dtype: DTypeLike, num_dims: int = 1) -> jax.Array:
     """The sum over the first dims, in `dtype`; `jnp.sum` would do it in float32, in which parts would then cross."""
     parts = parts.astype(dtype)
     dims = tuple(range(num_dims))
@@ -156,7 +157,7 @@ def weight_gradient(
     axes: tuple[str, str],
     tokens: TokenAxes,
     formats: Formats,
-    grad_dtype: Any,
+    grad_dtype: DTypeLike,
 ) -> jax.Array:
     """x^T g [i, o], each device's sum over its rows and tokens in float32; devices' sums meet in `grad_dtype` where
     `fsdp` splits weights, and are added up in float32.

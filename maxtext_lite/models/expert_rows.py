@@ -10,10 +10,11 @@ All of it is what one device does, inside `over_shards`.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from maxtext_lite.config.experts import exchanged_rows
 from maxtext_lite.models.moe import ExpertShape
@@ -212,7 +213,7 @@ def queue_up(expert_BTJ: jax.Array, num_here: int, num_rows: int) -> Queues:
     return Queues(expert_NJ, num_here, num_rows, choice, start_n, count_n, place_NJ, device_NJ)
 
 
-def rows_of_round(num_tokens: int, shape: ExpertShape, dtype: Any) -> int | None:
+def rows_of_round(num_tokens: int, shape: ExpertShape, dtype: DTypeLike) -> int | None:
     """`exchanged_rows` of a device with so many tokens; None where all tokens are gathered."""
     return exchanged_rows(
         num_tokens=num_tokens,

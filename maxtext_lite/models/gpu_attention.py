@@ -11,14 +11,14 @@ import importlib
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
 
-from maxtext_lite.models.tile import PLAIN, Scoring, may_see
+from maxtext_lite.models.tile import PLAIN, Scoring, may_see, sink_gradient
 from maxtext_lite.parallel import over_shards
 from maxtext_lite.xla.hlo_work import KERNEL_SCOPE
 
@@ -86,27 +86,25 @@ def _forward(
     return context_BTNW, (q_BTNH, k_BSKH, v_BSKW, mask_BT, sink_N, context_BTNW, log_partition_BNT)
 
 
-def _backward(kernel: FusedKernel, residuals: Any, g_BTNW: jax.Array) -> Any:
+def _backward(kernel: FusedKernel, residuals: Any, g_BTNW: jax.Array) -> tuple[jax.Array | None, ...]:
     *inputs, sink_N, context_BTNW, log_partition_BNT = residuals
     dq_BTNH, dk_BSKH, dv_BSKW = by_rows(kernel.backward)(*inputs, context_BTNW, log_partition_BNT, g_BTNW)
-    if sink_N is None:
-        return dq_BTNH, dk_BSKH, dv_BSKW, None, None
-    # As of a key whose value is 0: its weight, times what the gradient has of the context, taken off.
-    product_BTN = jnp.sum(g_BTNW.astype(jnp.float32) * context_BTNW.astype(jnp.float32), axis=-1)
-    weight_BNT = jnp.exp(sink_N.astype(jnp.float32)[None, :, None] - log_partition_BNT)
-    dsink_N = -jnp.sum(weight_BNT.swapaxes(1, 2) * product_BTN, axis=(0, 1)).astype(sink_N.dtype)
+    dsink_N = sink_gradient(sink_N, log_partition_BNT[:, :, None, :, None], context_BTNW, g_BTNW)
     return dq_BTNH, dk_BSKH, dv_BSKW, None, dsink_N
 
 
 fused_attention.defvjp(_forward, _backward)
 
 
-def by_rows(function: Callable[..., Any]) -> Callable[..., Any]:
+_Found = TypeVar("_Found")
+
+
+def by_rows(function: Callable[..., _Found]) -> Callable[..., _Found]:
     """`function` of arrays [B, ...], with a rule for vmap: what is mapped are more rows of one call."""
     folded = custom_vmap(function)
 
     @folded.def_vmap
-    def rule(count: int, is_mapped: Any, *arrays: jax.Array) -> Any:
+    def rule(count: int, is_mapped: list[bool], *arrays: jax.Array) -> tuple[_Found, _Found]:
         whole = [
             x if mapped else jnp.broadcast_to(x, (count, *x.shape)) for x, mapped in zip(arrays, is_mapped, strict=True)
         ]
@@ -208,7 +206,7 @@ def mha_attention(
       interpret: run the kernels' steps as plain XLA operations, as tests on CPU do.
     """
 
-    def local(q_BTNH: Any, k_BSKH: Any, v_BSKH: Any, segment_BT: Any) -> jax.Array:
+    def local(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, segment_BT: jax.Array) -> jax.Array:
         """The heads and rows of one device."""
         T, group = q_BTNH.shape[1], q_BTNH.shape[2] // k_BSKH.shape[2]
         k_BTNH, v_BTNH = (jnp.repeat(x, group, axis=2) for x in (k_BSKH, v_BSKH))
@@ -220,7 +218,7 @@ def mha_attention(
     return over_shards(local, (_HEADS, _HEADS, _HEADS, _ROWS), _HEADS)(q_BTNH, k_BSKH, v_BSKH, segment_BT)
 
 
-def _filled(block: int, *arrays: Any) -> list[Any]:
+def _filled(block: int, *arrays: jax.Array) -> list[jax.Array]:
     """Arrays [B, T, ...], of which the last is the tokens' documents, with T a multiple of `block`.
 
     What is added is a document of its own.
@@ -235,7 +233,7 @@ def cudnn_attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, *, 
     # A query of the padding sees the document before it, which no token of the document, and so no loss, can see.
     window = None if scoring.window is None else (scoring.window - 1, 0)
 
-    def local(q_BTNH: Any, k_BSKH: Any, v_BSKH: Any) -> jax.Array:
+    def local(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array) -> jax.Array:
         """The heads and rows of one device."""
         return jax.nn.dot_product_attention(
             q_BTNH,
@@ -262,10 +260,12 @@ def _masked(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, seen_B1TS: 
     return by_rows(attend)(q_BTNH, k_BSKH, v_BSKH, seen_B1TS)
 
 
-def _masked_backward(scale: float, inputs: Any, g_BTNH: jax.Array) -> Any:
+def _masked_backward(scale: float, inputs: tuple[jax.Array, ...], g_BTNH: jax.Array) -> tuple[jax.Array | None, ...]:
     """Runs the forward kernel again, as `jax.nn` does not hand its residuals out."""
 
-    def gradients(q_BTNH: Any, k_BSKH: Any, v_BSKH: Any, seen_B1TS: Any, g_BTNH: Any) -> Any:
+    def gradients(
+        q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, seen_B1TS: jax.Array, g_BTNH: jax.Array
+    ) -> tuple[jax.Array, ...]:
         def attend(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array) -> jax.Array:
             return jax.nn.dot_product_attention(
                 q_BTNH, k_BSKH, v_BSKH, mask=seen_B1TS, is_causal=True, scale=scale, implementation="cudnn"
@@ -284,7 +284,7 @@ def cudnn_masked_attention(
 ) -> jax.Array:
     """`attention` by cuDNN with a mask [B, 1, T, S] of documents; T must be even."""
 
-    def local(q_BTNH: Any, k_BSKH: Any, v_BSKH: Any, segment_BT: Any) -> jax.Array:
+    def local(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, segment_BT: jax.Array) -> jax.Array:
         """The heads and rows of one device."""
         # cuDNN before 9.10.2 has no window beside a mask, and would refuse the step when it compiles: the window is a
         # part of the mask.

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
+from jax.typing import DTypeLike
 
 from maxtext_lite.config.experts import GroupedMatmul
 from maxtext_lite.models.eight_bits import dtype_of_totals
@@ -35,7 +36,7 @@ def grouped_matmul(
     size_E: jax.Array,
     kernel: GroupedMatmul = "ragged_dot",
     layout: Layout = "io",
-    dtype: Any = jnp.float32,
+    dtype: DTypeLike = jnp.float32,
 ) -> jax.Array:
     """Each row times its group's weight: [U, out] in `dtype`; rows after the last group hold nothing of use.
 
@@ -68,19 +69,21 @@ def grouped_weight_gradient(
     size_E: jax.Array,
     kernel: GroupedMatmul = "ragged_dot",
     layout: Layout = "io",
-    dtype: Any = jnp.float32,
+    dtype: DTypeLike = jnp.float32,
 ) -> jax.Array:
     """The groups' x^T g: [E, in, out], float32 sums in `dtype`; rows after the last group count for nothing."""
     return _mappable_kernel(kernel, layout, jnp.dtype(dtype)).over_rows(x_Ui, g_Uo, size_E)
 
 
 def _forward(
-    x_Ui: jax.Array, weight_Eio: jax.Array, size_E: jax.Array, kernel: GroupedMatmul, layout: Layout, dtype: Any
-) -> Any:
+    x_Ui: jax.Array, weight_Eio: jax.Array, size_E: jax.Array, kernel: GroupedMatmul, layout: Layout, dtype: DTypeLike
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     return grouped_matmul(x_Ui, weight_Eio, size_E, kernel, layout, dtype), (x_Ui, weight_Eio, size_E)
 
 
-def _backward(kernel: GroupedMatmul, layout: Layout, dtype: Any, residuals: Any, g_Uo: jax.Array) -> Any:
+def _backward(
+    kernel: GroupedMatmul, layout: Layout, dtype: DTypeLike, residuals: tuple[jax.Array, ...], g_Uo: jax.Array
+) -> tuple[jax.Array, jax.Array, None]:
     del dtype
     x_Ui, weight_Eio, size_E = residuals
     g_Uo = g_Uo.astype(x_Ui.dtype)
@@ -102,7 +105,7 @@ class _Kernel(NamedTuple):
     over_rows: Callable[..., jax.Array]
 
 
-def _ragged(dims: Any) -> Callable[..., jax.Array]:
+def _ragged(dims: jax.lax.RaggedDotDimensionNumbers) -> Callable[..., jax.Array]:
     def function(left: jax.Array, right: jax.Array, size_E: jax.Array) -> jax.Array:
         totals = dtype_of_totals(left.dtype)
         return jax.lax.ragged_dot_general(left, right, size_E, dims, preferred_element_type=totals)
@@ -118,7 +121,7 @@ def _tile(size: int, limit: int) -> int:
     return min(range(_LANES, limit + 1, _LANES), key=lambda tile: (-(-size // tile) * tile, -tile))
 
 
-def on_tpu(layout: Layout, dtype: Any = jnp.float32, *, interpret: bool = False) -> _Kernel:
+def on_tpu(layout: Layout, dtype: DTypeLike = jnp.float32, *, interpret: bool = False) -> _Kernel:
     """Pallas's grouped matmul for TPUs, which reads weights of either layout as they are.
 
     `ragged_dot` is compiled to a kernel too, which knows one layout: whole weights are copied for its transposes. It
@@ -264,7 +267,7 @@ Source: tokamax 0.0.12, data/autotuning/nvidia_h100_80gb_hbm3/pallas_mosaic_gpu_
 def on_hopper() -> _Kernel:
     """tokamax's kernels for NVIDIA GPUs of compute capability 9.0; `in_blocks` where a dim is no multiple of 64."""
 
-    def run(dims: Any, instead: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    def run(dims: jax.lax.RaggedDotDimensionNumbers, instead: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         def function(left: jax.Array, right: jax.Array, size_E: jax.Array) -> jax.Array:
             if any(size % 64 for size in (left.shape[1], *right.shape[1:])):
                 return instead(left, right, size_E)
@@ -310,7 +313,7 @@ def _whole(x: jax.Array, is_mapped: bool, num_sets: int) -> jax.Array:
     return x if is_mapped else jnp.broadcast_to(x, (num_sets, *x.shape))
 
 
-def _mappable(of_rows: Callable[..., jax.Array], rows_out: bool) -> Any:
+def _mappable(of_rows: Callable[..., jax.Array], rows_out: bool) -> Callable[..., jax.Array]:
     """`of_rows(left, right, size_E)` with a rule for vmap: `left` has rows, and `right` where the result has none."""
 
     @custom_vmap
@@ -318,7 +321,9 @@ def _mappable(of_rows: Callable[..., jax.Array], rows_out: bool) -> Any:
         return of_rows(left, right, size_E)
 
     @function.def_vmap
-    def fold(num_sets: int, is_mapped: list[bool], left: jax.Array, right: jax.Array, size_E: jax.Array) -> Any:
+    def fold(
+        num_sets: int, is_mapped: list[bool], left: jax.Array, right: jax.Array, size_E: jax.Array
+    ) -> tuple[jax.Array, bool]:
         operands = zip((left, right, size_E), is_mapped, strict=True)
         left, right, size_RE = (_whole(x, mapped, num_sets) for x, mapped in operands)
         num_rows, num_groups = left.shape[1], size_RE.shape[1]
@@ -344,7 +349,7 @@ _IN_FLOAT32: dict[str, _Kernel] = {
 
 
 @functools.cache
-def _mappable_kernel(name: GroupedMatmul, layout: Layout, dtype: Any) -> _Kernel:
+def _mappable_kernel(name: GroupedMatmul, layout: Layout, dtype: DTypeLike) -> _Kernel:
     """The kernel of a name, for weights of that layout and results of that dtype, with a rule for vmap."""
 
     def rounded(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
@@ -364,7 +369,7 @@ _OF_EIGHT_BITS: dict[GroupedMatmul, GroupedMatmul] = {
 }
 
 
-def _kernel_for(rows: jax.Array, kernel: GroupedMatmul, layout: Layout, dtype: Any = jnp.float32) -> _Kernel:
+def _kernel_for(rows: jax.Array, kernel: GroupedMatmul, layout: Layout, dtype: DTypeLike = jnp.float32) -> _Kernel:
     if rows.dtype.itemsize > 1:
         return _mappable_kernel(kernel, layout, jnp.dtype(dtype))
     return _mappable_kernel(_OF_EIGHT_BITS[kernel], layout, jnp.dtype(dtype_of_totals(rows.dtype)))

@@ -5,6 +5,7 @@ A cache holds that vector, and the keys' part that all heads share: attention ov
 Source: DeepSeek-AI 2024, arXiv:2405.04434, section 2.1 and appendix C.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -12,44 +13,35 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from maxtext_lite.config.weights import attention_weights, part_of
 from maxtext_lite.models.decoding import CachedAttend
-from maxtext_lite.models.layers import HEADS_AXES, Attend, attention_output, weight
-from maxtext_lite.models.ops import Rotation, project, rms_norm, rotate
+from maxtext_lite.models.layers import HEADS_AXES, Attend, Norm, attention_output, declare, norm_in
+from maxtext_lite.models.ops import Rotation, project, rotate
 from maxtext_lite.models.shape import DecoderShape
 from maxtext_lite.parallel import constrain
 
 _EPSILON = 1e-6  # of the latent vectors' norms, whatever the model's others have, as in the published code
 
 
-class LatentNorm(nnx.Module):
-    """The norm of a latent vector."""
-
-    def __init__(self, shape: DecoderShape, rank: int):
-        self.scale = nnx.Param(jnp.ones((rank,), shape.weight_dtype), axes=("norm",))
-
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        """The normed vectors, in the dtype of x."""
-        return rms_norm(x_BTD, self.scale[...], _EPSILON)
-
-
 class LatentAttention(nnx.Module):
     """Attention whose queries, keys and values come of latent vectors; the last dims of a head are rotated."""
 
+    query: nnx.Param | None = None
+    query_down: nnx.Param | None = None
+    query_up: nnx.Param | None = None
+    kv_down: nnx.Param
+    key_up: nnx.Param
+    value_up: nnx.Param
+    out: nnx.Param
+
     def __init__(self, shape: DecoderShape, *, rngs: nnx.Rngs):
-        assert shape.latent is not None
-        D, N, H, widths = shape.emb_dim, shape.num_query_heads, shape.head_dim, shape.latent
-        query_rank, rank = widths.q_lora_rank, widths.kv_lora_rank
-        self.rank, self.plain, self.rotated = rank, widths.qk_nope_head_dim, widths.qk_rope_head_dim
-        per_head = ("latent", "heads", "head_dim")
-        self.query = None if query_rank else weight(shape, rngs, (D, N, H), ("embed", *per_head[1:]))
-        self.query_down = weight(shape, rngs, (D, query_rank), ("embed", "latent")) if query_rank else None
-        self.query_down_norm = LatentNorm(shape, query_rank) if query_rank else None
-        self.query_up = weight(shape, rngs, (query_rank, N, H), per_head) if query_rank else None
-        self.kv_down = weight(shape, rngs, (D, rank + self.rotated), ("embed", "latent"))
-        self.kv_down_norm = LatentNorm(shape, rank)
-        self.key_up = weight(shape, rngs, (rank, N, self.plain), per_head)
-        self.value_up = weight(shape, rngs, (rank, N, widths.v_head_dim), per_head)
-        self.out = weight(shape, rngs, (N, widths.v_head_dim, D), ("heads", "head_dim", "embed"))
+        widths, table = shape.latent, attention_weights(shape)
+        assert widths is not None
+        self.rank, self.plain, self.rotated = widths.kv_lora_rank, widths.qk_nope_head_dim, widths.qk_rope_head_dim
+        declare(self, table, shape, rngs)
+        shape = dataclasses.replace(shape, norm="rms_norm", norm_epsilon=_EPSILON)
+        self.query_down_norm = norm_in(table, "query_down_norm", shape)
+        self.kv_down_norm = Norm(shape, part_of(table, "kv_down_norm"))
 
     def __call__(self, x_BTD: jax.Array, rotation: Rotation | None, attend: Attend) -> tuple[jax.Array, Any]:
         """The projected context [B, T, D], and what `attend` keeps."""

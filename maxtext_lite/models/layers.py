@@ -1,6 +1,7 @@
 """The parts of a decoder layer as NNX modules: norms, attention projections, mlp, experts.
 
-Each weight is declared with its logical axes beside it, from which its sharding follows.
+Their weights are those of the tables in `config.weights`. Each parameter knows its logical axes, from which its
+sharding follows.
 """
 
 import math
@@ -11,7 +12,18 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 
+from maxtext_lite.config.weights import (
+    Weight,
+    WeightTable,
+    attention_weights,
+    end_weights,
+    expert_weights,
+    layer_weights,
+    mlp_weights,
+    part_of,
+)
 from maxtext_lite.models.capacity import with_capacity
 from maxtext_lite.models.dropless import dropless
 from maxtext_lite.models.moe import DROPPED, ExpertShape, ExpertWeights, Router, route
@@ -30,15 +42,23 @@ Attend = Callable[[jax.Array, jax.Array, Any, jax.Array | None], tuple[jax.Array
 """(q_BTNH, k_BTKH, v_BTKH, sink_N) -> (context_BTNH, whatever the caller keeps, such as keys and values)."""
 
 
-def weight(shape: DecoderShape, rngs: nnx.Rngs, sizes: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param:
-    """A parameter of normal values, which knows how it lies, how its gradient goes there and how `project` uses it."""
-    values = shape.initializer_range * jax.random.normal(rngs.params(), sizes, jnp.float32)
+def declare(module: nnx.Module, table: WeightTable, shape: DecoderShape, rngs: nnx.Rngs | None = None) -> None:
+    """Gives a module the parameters of a table that are its own: those whose paths are a name."""
+    for name, weight in table.items():
+        if "/" not in name:
+            setattr(module, name, _parameter(weight, shape, rngs))
+
+
+def _parameter(weight: Weight, shape: DecoderShape, rngs: nnx.Rngs | None) -> nnx.Param:
+    """A parameter that knows how it lies; of normal values, also how its gradient goes there and `project` uses it."""
+    if not weight.is_normal:
+        # The router's bias is float32 always: its steps are small.
+        dtype = jnp.float32 if weight.axes == ("router_bias",) else shape.weight_dtype
+        return nnx.Param(jnp.full(weight.sizes, int(weight.start == "ones"), dtype), axes=weight.axes)
+    assert rngs is not None, weight
+    values = shape.initializer_range * jax.random.normal(rngs.params(), weight.sizes, jnp.float32)
     values = values.astype(shape.weight_dtype)
-    return nnx.Param(values, axes=axes, grad_dtype=shape.grad_dtype, quantization=shape.quantization)
-
-
-def _bias(shape: DecoderShape, sizes: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param:
-    return nnx.Param(jnp.zeros(sizes, shape.weight_dtype), axes=axes)
+    return nnx.Param(values, axes=weight.axes, grad_dtype=shape.grad_dtype, quantization=shape.quantization)
 
 
 def _plus(y: jax.Array, bias: nnx.Param | None) -> jax.Array:
@@ -46,13 +66,14 @@ def _plus(y: jax.Array, bias: nnx.Param | None) -> jax.Array:
 
 
 class Norm(nnx.Module):
-    """The shape's norm over the last dims, as many as `sizes` has, with a learned scale for each of their entries."""
+    """The shape's norm over the last dims, as many as its scale in the table has, which is learned for each entry."""
 
-    def __init__(self, shape: DecoderShape, sizes: tuple[int, ...], axes: tuple[str, ...] = ("norm",)):
+    scale: nnx.Param
+    bias: nnx.Param | None = None
+
+    def __init__(self, shape: DecoderShape, table: WeightTable):
         self.kind, self.epsilon = shape.norm, shape.norm_epsilon
-        start = jnp.zeros if shape.norm == "rms_norm_plus_one" else jnp.ones
-        self.scale = nnx.Param(start(sizes, shape.weight_dtype), axes=axes)
-        self.bias = _bias(shape, sizes, axes) if shape.norm == "layer_norm" else None
+        declare(self, table, shape)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """The normed vectors, in the shape and dtype of x."""
@@ -66,23 +87,29 @@ class Norm(nnx.Module):
         return y.reshape(x.shape)
 
 
+def norm_in(table: WeightTable, name: str, shape: DecoderShape) -> Norm | None:
+    """The norm of that name, where the table has one."""
+    found = part_of(table, name)
+    return Norm(shape, found) if found else None
+
+
 class Attention(nnx.Module):
     """Grouped-query attention's four projections around an `attend` that the caller chooses."""
 
+    query: nnx.Param
+    key: nnx.Param
+    value: nnx.Param
+    out: nnx.Param
+    query_bias: nnx.Param | None = None
+    key_bias: nnx.Param | None = None
+    value_bias: nnx.Param | None = None
+    out_bias: nnx.Param | None = None
+    sinks: nnx.Param | None = None
+
     def __init__(self, shape: DecoderShape, *, rngs: nnx.Rngs):
-        D, N, K, H = shape.emb_dim, shape.num_query_heads, shape.num_kv_heads, shape.head_dim
-        self.query = weight(shape, rngs, (D, N, H), ("embed", "heads", "head_dim"))
-        self.key = weight(shape, rngs, (D, K, H), ("embed", "kv_heads", "head_dim"))
-        self.value = weight(shape, rngs, (D, K, H), ("embed", "kv_heads", "head_dim"))
-        self.out = weight(shape, rngs, (N, H, D), ("heads", "head_dim", "embed"))
-        biased = shape.attention_bias != "none"
-        self.query_bias = _bias(shape, (N, H), ("heads", "head_dim")) if biased else None
-        self.key_bias = _bias(shape, (K, H), ("kv_heads", "head_dim")) if biased else None
-        self.value_bias = _bias(shape, (K, H), ("kv_heads", "head_dim")) if biased else None
-        self.out_bias = _bias(shape, (D,), ("norm",)) if shape.attention_bias == "all" else None
-        self.query_norm = _head_norm(shape, N, "heads")
-        self.key_norm = _head_norm(shape, K, "kv_heads")
-        self.sinks = _bias(shape, (N,), ("heads",)) if shape.sinks else None
+        table = attention_weights(shape)
+        declare(self, table, shape, rngs)
+        self.query_norm, self.key_norm = norm_in(table, "query_norm", shape), norm_in(table, "key_norm", shape)
 
     def __call__(self, x_BTD: jax.Array, rotation: Rotation | None, attend: Attend) -> tuple[jax.Array, Any]:
         """The projected context [B, T, D], and what `attend` keeps."""
@@ -103,16 +130,6 @@ class Attention(nnx.Module):
         return attention_output(context_BTNH, self.out, self.out_bias), kept
 
 
-def _head_norm(shape: DecoderShape, num_heads: int, axis: str) -> Norm | None:
-    match shape.qk_norm:
-        case "none":
-            return None
-        case "head":
-            return Norm(shape, (shape.head_dim,))
-        case "all_heads":
-            return Norm(shape, (num_heads, shape.head_dim), (axis, "head_dim"))
-
-
 def attention_output(context_BTNH: jax.Array, out: nnx.Param, bias: nnx.Param | None = None) -> jax.Array:
     """What attention adds to the stream, [B, T, D]."""
     context_BTNH = constrain(context_BTNH, HEADS_AXES)  # and its gradient, which could follow the tokens instead
@@ -123,15 +140,16 @@ def attention_output(context_BTNH: jax.Array, out: nnx.Param, bias: nnx.Param | 
 class Mlp(nnx.Module):
     """down(activation(gate x) * up x), or down(activation(up x)). Source: Shazeer 2020, arXiv:2002.05202, eq. 6."""
 
-    def __init__(self, shape: DecoderShape, mlp_dim: int, *, rngs: nnx.Rngs):
-        D, F = shape.emb_dim, mlp_dim
+    gate: nnx.Param | None = None
+    up: nnx.Param
+    down: nnx.Param
+    gate_bias: nnx.Param | None = None
+    up_bias: nnx.Param | None = None
+    down_bias: nnx.Param | None = None
+
+    def __init__(self, shape: DecoderShape, width: str = "F", *, rngs: nnx.Rngs):
         self.activation = shape.activation
-        self.gate = weight(shape, rngs, (D, F), ("embed", "mlp")) if shape.gated else None
-        self.up = weight(shape, rngs, (D, F), ("embed", "mlp"))
-        self.down = weight(shape, rngs, (F, D), ("mlp", "embed"))
-        self.gate_bias = _bias(shape, (F,), ("mlp",)) if shape.mlp_bias and shape.gated else None
-        self.up_bias = _bias(shape, (F,), ("mlp",)) if shape.mlp_bias else None
-        self.down_bias = _bias(shape, (D,), ("norm",)) if shape.mlp_bias else None
+        declare(self, mlp_weights(shape, width), shape, rngs)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """The mlp's output [B, T, D], in the dtype of x_BTD."""
@@ -149,21 +167,20 @@ class Mlp(nnx.Module):
 class MixtureOfExperts(nnx.Module):
     """Gated mlps of which each token uses a few, chosen by a router, and one that all share where there is such."""
 
+    router: nnx.Param
+    gate: nnx.Param
+    up: nnx.Param
+    down: nnx.Param
+    router_bias: nnx.Param | None = None
+    router_logit_bias: nnx.Param | None = None
+    gate_bias: nnx.Param | None = None
+    up_bias: nnx.Param | None = None
+    down_bias: nnx.Param | None = None
+
     def __init__(self, shape: DecoderShape, experts: ExpertShape, *, rngs: nnx.Rngs):
-        D, E, F = shape.emb_dim, experts.num_experts, experts.mlp_dim
         self.experts = experts
-        self.router = weight(shape, rngs, (D, E), ("embed", "router"))
-        # float32 always: its steps are small
-        self.router_bias = nnx.Param(jnp.zeros(E, jnp.float32), axes=("router_bias",)) if experts.biased else None
-        self.gate = weight(shape, rngs, (E, D, F), ("experts", "expert_embed", "mlp"))
-        self.up = weight(shape, rngs, (E, D, F), ("experts", "expert_embed", "mlp"))
-        self.down = weight(shape, rngs, (E, F, D), ("experts", "mlp", "expert_embed"))
-        biased = experts.with_bias
-        self.router_logit_bias = _bias(shape, (E,), ("norm",)) if biased else None
-        self.gate_bias = _bias(shape, (E, F), ("experts", "mlp")) if biased else None
-        self.up_bias = _bias(shape, (E, F), ("experts", "mlp")) if biased else None
-        self.down_bias = _bias(shape, (E, D), ("experts", "norm")) if biased else None
-        self.shared = Mlp(shape, experts.num_shared * F, rngs=rngs) if experts.num_shared else None
+        declare(self, expert_weights(shape), shape, rngs)
+        self.shared = Mlp(shape, "S", rngs=rngs) if experts.num_shared else None
 
     def __call__(self, x_BTD: jax.Array, real_BT: jax.Array, *, drop: bool) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The experts' output [B, T, D], in the dtype of x_BTD, and what the layer adds to the stream's `aux`.
@@ -199,16 +216,16 @@ class DecoderLayer(nnx.Module):
     """
 
     def __init__(self, shape: DecoderShape, attention: Callable[..., nnx.Module] = Attention, *, rngs: nnx.Rngs):
-        before, after = shape.norm_placement != "post", shape.norm_placement != "pre"
-        self.attention_norm = Norm(shape, (shape.emb_dim,)) if before else None
+        table = layer_weights(shape)
+        self.attention_norm = norm_in(table, "attention_norm", shape)
         self.attention = attention(shape, rngs=rngs)
-        self.attention_post_norm = Norm(shape, (shape.emb_dim,)) if after else None
-        self.mlp_norm = Norm(shape, (shape.emb_dim,)) if before else None
+        self.attention_post_norm = norm_in(table, "attention_post_norm", shape)
+        self.mlp_norm = norm_in(table, "mlp_norm", shape)
         if shape.experts is None:
-            self.mlp = Mlp(shape, shape.mlp_dim, rngs=rngs)
+            self.mlp = Mlp(shape, rngs=rngs)
         else:
             self.mlp = MixtureOfExperts(shape, shape.experts, rngs=rngs)
-        self.mlp_post_norm = Norm(shape, (shape.emb_dim,)) if after else None
+        self.mlp_post_norm = norm_in(table, "mlp_post_norm", shape)
 
     def __call__(
         self, x_BTD: jax.Array, rotation: Rotation | None, attend: Attend, real_BT: jax.Array, *, drop: bool = True
@@ -236,13 +253,14 @@ def _normed(norm: Norm | None, x_BTD: jax.Array) -> jax.Array:
 class Embedding(nnx.Module):
     """The token table [V, D], and the table of positions where they are learned."""
 
+    table: nnx.Param
+    positions: nnx.Param | None = None
+
     def __init__(self, shape: DecoderShape, *, rngs: nnx.Rngs):
         self.factor = math.sqrt(shape.emb_dim) if shape.scaled_embeddings else None
-        self.table = weight(shape, rngs, (shape.vocab_size, shape.emb_dim), ("vocab", "embed"))
-        sizes, axes = (shape.num_positions, shape.emb_dim), ("positions", "embed")
-        self.positions = weight(shape, rngs, sizes, axes) if shape.num_positions else None
+        declare(self, part_of(end_weights(shape), "embedding"), shape, rngs)
 
-    def __call__(self, token_BT: jax.Array, position_BT: jax.Array, dtype: Any) -> jax.Array:
+    def __call__(self, token_BT: jax.Array, position_BT: jax.Array, dtype: DTypeLike) -> jax.Array:
         """The tokens' vectors [B, T, D], in `dtype`."""
         x_BTD = self._rows(self.table, token_BT, dtype)
         if self.factor is not None:
@@ -254,7 +272,7 @@ class Embedding(nnx.Module):
         x_BTD = constrain(x_BTD, ("end_batch", "length", "activation_embed"))
         return constrain(x_BTD, ("end_batch", *RESIDUAL_AXES[1:]))
 
-    def _rows(self, table: nnx.Param, index_BT: jax.Array, dtype: Any) -> jax.Array:
+    def _rows(self, table: nnx.Param, index_BT: jax.Array, dtype: DTypeLike) -> jax.Array:
         """Entries of a table [.., D], in `dtype`.
 
         Each device looks up all of its replica's tokens in the part of `embed` that it has. What then crosses are
@@ -269,5 +287,7 @@ class Embedding(nnx.Module):
 class Head(nnx.Module):
     """The output projection [D, V] of a decoder whose embeddings are not tied."""
 
+    projection: nnx.Param
+
     def __init__(self, shape: DecoderShape, *, rngs: nnx.Rngs):
-        self.projection = weight(shape, rngs, (shape.emb_dim, shape.vocab_size), ("embed", "vocab"))
+        declare(self, part_of(end_weights(shape), "head"), shape, rngs)

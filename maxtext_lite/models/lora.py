@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxtext_lite.models.weights import num_inputs, of_one
+from maxtext_lite.config.weights import halves
 
 _OWN_KEY = int.from_bytes(b"LoRA")  # parameters' own keys are of their number, from 0
 
@@ -103,14 +103,6 @@ def adapters_for(lora: Lora, axes: Any, make: Callable[..., tuple[Any, Any]], *t
         for name in in_layers
         if name in axes and (inside := below(axes[name], tuple(tree[name] for tree in trees)))
     }
-
-
-def halves(axes: tuple[str, ...], dims: tuple[Any, ...], between: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """What `dims` has for a weight's dims, as a's dims have it and as b's do."""
-    matrix = of_one(axes)
-    first = len(axes) - len(matrix)
-    cut = first + num_inputs(matrix)
-    return (*dims[:cut], between), (*dims[:first], between, *dims[cut:])
 
 
 def adapter_axes(lora: Lora, axes: Any) -> Any:

@@ -6,13 +6,15 @@ tokens of each example.
 
 import dataclasses
 from fractions import Fraction
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from maxtext_lite.config import Quantization
 from maxtext_lite.config.experts import GroupedMatmul
+from maxtext_lite.config.weights import EXPERT_BIASES, EXPERT_WEIGHTS, ExpertSizes
 from maxtext_lite.models.ops import Activation
 from maxtext_lite.parallel import over_shards
 
@@ -23,45 +25,33 @@ with respect to the router's bias is the number of tokens that chose each expert
 
 
 @dataclasses.dataclass(frozen=True)
-class ExpertShape:
+class ExpertShape(ExpertSizes):
     """Everything that decides a layer's experts and routing.
 
-    Attributes:
-      num_experts: routed experts, E.
-      num_per_token: experts that a token goes to, J.
-      mlp_dim: width of one expert.
-      num_shared: experts that every token goes to, as one of so many times the width.
+    Attributes: those of ExpertSizes, and
       score: what an expert's logit becomes: softmax over all experts, or each one's sigmoid.
       normalised: a token's chosen scores are divided by their sum.
       scaling: what they are multiplied by.
       capacity_factor: an expert takes ceil(factor x tokens of the example x J / E) tokens of each example, the first
         ones; None: all (dropless).
-      biased: a bias per expert is added to the scores for choosing, and for nothing else.
       num_groups: groups of neighbours into which the experts are cut.
       groups_per_token: a token chooses among the experts of so many groups: those whose best expert (softmax) or best
         two together (sigmoid) score highest.
       activation: of the gated mlps that experts are.
-      with_bias: their projections have biases.
       matmul: kernel of the grouped matmuls of `dropless`.
       grad_dtype: of their weights' gradients where these cross `fsdp`.
       quantization: of what multiplies their weights.
     """
 
-    num_experts: int
-    num_per_token: int
-    mlp_dim: int
-    num_shared: int = 0
     score: Literal["softmax", "sigmoid"] = "softmax"
     normalised: bool = True
     scaling: float = 1.0
     capacity_factor: Fraction | None = None
-    biased: bool = False
     num_groups: int = 1
     groups_per_token: int = 1
     activation: Activation = "silu"
-    with_bias: bool = False
     matmul: GroupedMatmul = "ragged_dot"
-    grad_dtype: Any = jnp.float32
+    grad_dtype: DTypeLike = jnp.float32
     quantization: Quantization = "none"
 
     @property
@@ -91,20 +81,13 @@ class ExpertWeights(NamedTuple):
 
     def axes(self) -> list[tuple[str, ...]]:
         """Their logical axes."""
-        return list(_WEIGHT_AXES[: len(self.arrays())])
+        return _WEIGHT_AXES[: len(self.arrays())]
 
 
 TOKEN_AXES = ("batch", "length", None)
 """Logical axes of tokens, and of what is said of each, where each device has its own."""
 
-_WEIGHT_AXES: tuple[tuple[str, ...], ...] = (
-    ("experts", "expert_embed", "mlp"),
-    ("experts", "expert_embed", "mlp"),
-    ("experts", "mlp", "expert_embed"),
-    ("experts", "mlp"),
-    ("experts", "mlp"),
-    ("experts", "norm"),
-)
+_WEIGHT_AXES = [tuple(axes.split()) for _, axes in (*EXPERT_WEIGHTS.values(), *EXPERT_BIASES.values())]
 
 
 class Routing(NamedTuple):

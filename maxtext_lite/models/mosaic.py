@@ -58,7 +58,9 @@ def mosaic_attention(
       strategy: how the shards of a context axis exchange keys, one of `tiled_attention.STRATEGIES`.
     """
 
-    def local(q_BTNH: Any, k_BSKH: Any, v_BSKW: Any, segment_BT: Any, sink_N: Any = None) -> jax.Array:
+    def local(
+        q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKW: jax.Array, segment_BT: jax.Array, sink_N: jax.Array | None = None
+    ) -> jax.Array:
         """The heads, rows and queries of one device."""
         options = scoring.scale_of(q_BTNH.shape[-1]), scoring.soft_cap
         first_BS = first_keys(whole_examples(segment_BT), scoring.window)

@@ -8,17 +8,18 @@ that cross the mesh.
 
 import functools
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from maxtext_lite.config import Quantization
+from maxtext_lite.config.weights import halves, num_inputs
 from maxtext_lite.models import eight_bits
 from maxtext_lite.models.eight_bits import FORMATS, TokenAxes
-from maxtext_lite.models.lora import Adapted, halves
-from maxtext_lite.models.weights import num_inputs
+from maxtext_lite.models.lora import Adapted
 from maxtext_lite.parallel import axes_in_use, constrain, num_shards
 
 Rotation = tuple[jax.Array, jax.Array]
@@ -26,7 +27,7 @@ Rotation = tuple[jax.Array, jax.Array]
 
 
 def project(x: jax.Array, weight: nnx.Param) -> jax.Array:
-    """x [B, T, *in] times a weight [*in, *out], declared by `layers.weight`: [B, T, *out] in the dtype of x.
+    """x [B, T, *in] times a weight [*in, *out], declared by `layers.declare`: [B, T, *out] in the dtype of x.
 
     Each use gathers the weight over `fsdp`, in the dtype of x, or in the eight bits of its `quantization`: a compiler
     left to it makes a loop over the weight's shards instead, which keeps writing the product. The gradient goes back to
@@ -34,7 +35,7 @@ def project(x: jax.Array, weight: nnx.Param) -> jax.Array:
     """
     value, axes = weight[...], tuple(weight.axes)
 
-    def times(x: jax.Array, value: jax.Array, axes: tuple[str, ...], quantization: Quantization = "none") -> Any:
+    def times(x: jax.Array, value: jax.Array, axes: tuple[str, ...], quantization: Quantization = "none") -> jax.Array:
         return project_array(x, value, axes, _TOKENS, weight.grad_dtype, quantization)
 
     if not isinstance(value, Adapted):
@@ -54,7 +55,7 @@ def project_array(
     weight: jax.Array,
     axes: tuple[str, ...],
     tokens: TokenAxes,
-    grad_dtype: Any,
+    grad_dtype: DTypeLike,
     quantization: Quantization,
 ) -> jax.Array:
     """`project` by an array of these logical axes."""
@@ -79,17 +80,17 @@ def _as_matrices(x: jax.Array, weight: jax.Array, axes: tuple[str, ...]) -> tupl
     return x_BTi, weight.reshape(x_BTi.shape[-1], -1)
 
 
-def _in_use(weight_io: jax.Array, ends: tuple[str, str], dtype: Any) -> jax.Array:
+def _in_use(weight_io: jax.Array, ends: tuple[str, str], dtype: DTypeLike) -> jax.Array:
     return constrain(weight_io.astype(dtype), axes_in_use(ends))
 
 
-def dtype_of_sums(dtype: Any, axis: str) -> Any:
+def dtype_of_sums(dtype: DTypeLike, axis: str) -> DTypeLike:
     """What the products over a weight's axis end in: float32, or, where devices along `tensor` add theirs up, the
     activations' dtype, in which these then cross."""
     return jnp.float32 if axes_in_use((axis,)) == (None,) or num_shards(axis) == 1 else dtype
 
 
-def weight_gradient(x: jax.Array, g: jax.Array, grad_dtype: Any = jnp.float32) -> jax.Array:
+def weight_gradient(x: jax.Array, g: jax.Array, grad_dtype: DTypeLike = jnp.float32) -> jax.Array:
     """x^T g [in, out], of x [..., in] and g [..., out], in float32; where `fsdp` splits weights, in `grad_dtype`, in
     which the devices' sums then meet."""
     dtype, tokens = grad_dtype if num_shards("embed") > 1 else jnp.float32, "ABT"[-(x.ndim - 1) :]
@@ -99,9 +100,9 @@ def weight_gradient(x: jax.Array, g: jax.Array, grad_dtype: Any = jnp.float32) -
 def _project_backward(
     axes: tuple[str, ...],
     tokens: TokenAxes,
-    grad_dtype: Any,
+    grad_dtype: DTypeLike,
     quantization: Quantization,
-    residuals: Any,
+    residuals: tuple[jax.Array, jax.Array],
     g: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     x, weight = residuals
@@ -134,13 +135,15 @@ def rms_norm(x_BTD: jax.Array, scale_D: jax.Array, epsilon: float) -> jax.Array:
     return _rms_norm_forward(x_BTD, scale_D, epsilon)[0]
 
 
-def _rms_norm_forward(x_BTD: jax.Array, scale_D: jax.Array, epsilon: float) -> Any:
+def _rms_norm_forward(x_BTD: jax.Array, scale_D: jax.Array, epsilon: float) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     x_f32 = x_BTD.astype(jnp.float32)
     inverse_BT1 = jax.lax.rsqrt(jnp.mean(jnp.square(x_f32), axis=-1, keepdims=True) + epsilon)
     return (x_f32 * inverse_BT1 * scale_D.astype(jnp.float32)).astype(x_BTD.dtype), (x_BTD, scale_D, inverse_BT1)
 
 
-def _rms_norm_backward(epsilon: float, residuals: Any, g_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _rms_norm_backward(
+    epsilon: float, residuals: tuple[jax.Array, jax.Array, jax.Array], g_BTD: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     del epsilon
     x_BTD, scale_D, inverse_BT1 = residuals
     unit_BTD, g_f32 = x_BTD.astype(jnp.float32) * inverse_BT1, g_BTD.astype(jnp.float32)
@@ -171,7 +174,7 @@ def _layer_norm(x_BTD: jax.Array, scale_D: jax.Array, bias_D: jax.Array, epsilon
     return x_f32 * inverse_BT1 * scale_D.astype(jnp.float32) + bias_D.astype(jnp.float32)
 
 
-def _layer_norm_backward(epsilon: float, residuals: Any, g_BTD: jax.Array) -> Any:
+def _layer_norm_backward(epsilon: float, residuals: tuple[jax.Array, ...], g_BTD: jax.Array) -> tuple[jax.Array, ...]:
     _, backward = jax.vjp(functools.partial(_layer_norm, epsilon=epsilon), *residuals)
     return backward(g_BTD.astype(jnp.float32))
 
@@ -220,7 +223,9 @@ def _wide(gate: jax.Array, up: jax.Array | None) -> tuple[jax.Array, jax.Array |
     return gate.astype(jnp.float32), None if up is None else up.astype(jnp.float32)
 
 
-def _mlp_hidden_backward(activation: Activation, residuals: Any, g: jax.Array) -> Any:
+def _mlp_hidden_backward(
+    activation: Activation, residuals: tuple[jax.Array, jax.Array | None], g: jax.Array
+) -> tuple[jax.Array, jax.Array | None]:
     gate, up = residuals
     dgate, dup = jax.vjp(functools.partial(_hidden, activation), *_wide(gate, up))[1](g.astype(jnp.float32))
     return dgate.astype(gate.dtype), None if up is None else dup.astype(up.dtype)

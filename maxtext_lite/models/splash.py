@@ -9,20 +9,18 @@ Source: Liu et al. 2023, arXiv:2310.01889; Dubey et al. 2024, arXiv:2407.21783, 
 """
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask import Mask, MultiHeadMask
 
 from maxtext_lite.config.kernels import token_multiple
 from maxtext_lite.models.chunk_pairs import Pairs
 from maxtext_lite.models.splash_blocks import CausalMask, FullMask, LocalMask, block_sizes
-from maxtext_lite.models.tile import PLAIN, Scoring, merge, sink_gradient, ungrouped, with_sink
-from maxtext_lite.models.tiled_attention import STRATEGIES
+from maxtext_lite.models.tile import PLAIN, Scoring, merge, ungrouped, with_sink
+from maxtext_lite.models.tiled_attention import STRATEGIES, Passes, on_devices
 from maxtext_lite.parallel import (
     CHUNKS_PER_SHARD,
     context_order,
@@ -34,7 +32,6 @@ from maxtext_lite.parallel import (
 )
 
 _HEADS = ("batch", "length", "activation_heads", None)
-_ROWS = ("batch", "activation_heads", None, "length", None)
 _TOKENS = ("batch", "length")
 _SINKS = ("activation_heads",)
 
@@ -57,7 +54,7 @@ def splash_attention(
     *,
     strategy: str = "all_gather",
     scoring: Scoring = PLAIN,
-    interpret: bool,
+    interpret: bool = False,
 ) -> jax.Array:
     """`attention` by the Pallas kernel for TPU; T must be a multiple of 128, on shards each chunk of them.
 
@@ -73,7 +70,8 @@ def splash_attention(
         raise ValueError(f"attention=splash needs max_target_length={T} to be a multiple of {unit}")
     options = _Options(scoring, interpret)
     if shards > 1 and strategy == "ring" and scoring.window is None:
-        return _ring(options, q_BTNH, k_BSKH, v_BSKW, segment_BT, sink_N)
+        passes = Passes(_shard_forward, _shard_backward, (options,))
+        return on_devices(q_BTNH, k_BSKH, v_BSKW, segment_BT, sink_N, passes)
     return _gathered(options, q_BTNH, k_BSKH, v_BSKW, segment_BT, sink_N)
 
 
@@ -137,7 +135,9 @@ def _gathered(
         """The heads, rows and queries of one device."""
         k_BSKH, v_BSKW, segment_BS = whole_examples((k_BSKH, v_BSKW, segment_BT))
 
-        def one_row(q_NTH: Any, k_KSH: Any, v_KSW: Any, segment_T: Any, segment_S: Any) -> jax.Array:
+        def one_row(
+            q_NTH: jax.Array, k_KSH: jax.Array, v_KSW: jax.Array, segment_T: jax.Array, segment_S: jax.Array
+        ) -> jax.Array:
             segments = splash_attention_kernel.SegmentIds(segment_T, segment_S)
             own_sink_N = None if sink_N is None else _with_gradient_as_wide(sink_N)
             return kernel(q_NTH, k_KSH, v_KSW, segment_ids=segments, sinks=own_sink_N)
@@ -152,45 +152,6 @@ def _gathered(
     return run(kernel, q_BTNH, k_BSKH, v_BSKW, segment_BT, *sinks)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ring(
-    options: _Options,
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKW: jax.Array,
-    segment_BT: jax.Array,
-    sink_N: jax.Array | None,
-) -> jax.Array:
-    """Attention of a device's queries to its own keys, and then to those that come by."""
-    return _ring_forward(options, q_BTNH, k_BSKH, v_BSKW, segment_BT, sink_N)[0]
-
-
-def _ring_forward(
-    options: _Options,
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKW: jax.Array,
-    segment_BT: jax.Array,
-    sink_N: jax.Array | None,
-) -> Any:
-    arguments, axes = (q_BTNH, k_BSKH, v_BSKW, segment_BT), (_HEADS, _HEADS, _HEADS, _TOKENS)
-    sinks, sink_axes = ((), ()) if sink_N is None else ((sink_N,), (_SINKS,))
-    run = over_shards(functools.partial(_shard_forward, options), (*axes, *sink_axes), [_HEADS, _ROWS])
-    context_BTNW, log_partition_BKGT1 = (checkpoint_name(x, "context") for x in run(*arguments, *sinks))
-    return context_BTNW, (*arguments, context_BTNW, log_partition_BKGT1, sink_N)
-
-
-def _ring_backward(options: _Options, residuals: Any, g_BTNW: jax.Array) -> Any:
-    *residuals, context_BTNW, log_partition_BKGT1, sink_N = residuals
-    in_axes = (_HEADS, _HEADS, _HEADS, _TOKENS, _HEADS, _ROWS, _HEADS)
-    run = over_shards(functools.partial(_shard_backward, options), in_axes, [_HEADS, _HEADS, _HEADS])
-    dq_BTNH, dk_BSKH, dv_BSKW = run(*residuals, context_BTNW, log_partition_BKGT1, g_BTNW)
-    return dq_BTNH, dk_BSKH, dv_BSKW, None, sink_gradient(sink_N, log_partition_BKGT1, context_BTNW, g_BTNW)
-
-
-_ring.defvjp(_ring_forward, _ring_backward)
-
-
 def _head_dim(rows: tuple[jax.Array, ...]) -> int:
     """The width of the wider of keys and values."""
     return max(rows[1].shape[-1], rows[2].shape[-1])
@@ -200,7 +161,9 @@ def _attend(options: _Options, mask: Mask, *rows: jax.Array) -> tuple[jax.Array,
     """Context [B, N, 1, T, W] and log-partition [B, N, 1, T, 1], float32, of rows [B, ...] of q, k, v and documents."""
     kernel = options.kernel(mask, rows[0].shape[1], _head_dim(rows), span=mask.shape[0], save_residuals=True)
 
-    def one_row(q_NTH: Any, k_KSH: Any, v_KSW: Any, segment_T: Any, segment_S: Any) -> Any:
+    def one_row(
+        q_NTH: jax.Array, k_KSH: jax.Array, v_KSW: jax.Array, segment_T: jax.Array, segment_S: jax.Array
+    ) -> Any:
         return kernel(q_NTH, k_KSH, v_KSW, segment_ids=splash_attention_kernel.SegmentIds(segment_T, segment_S))
 
     context_BNTW, (log_partition_BNT,) = jax.vmap(one_row)(*rows)
@@ -219,7 +182,14 @@ def _attend_backward(options: _Options, mask: Mask, *rows: jax.Array) -> tuple[j
     kernel = options.kernel(mask, rows[0].shape[1], _head_dim(rows), span=mask.shape[0])
 
     def one_row(
-        q_NTH: Any, k_KSH: Any, v_KSW: Any, segment_T: Any, segment_S: Any, context_NTW: Any, partition_NT: Any, g: Any
+        q_NTH: jax.Array,
+        k_KSH: jax.Array,
+        v_KSW: jax.Array,
+        segment_T: jax.Array,
+        segment_S: jax.Array,
+        context_NTW: jax.Array,
+        partition_NT: jax.Array,
+        g: Any,
     ) -> Any:
         segments = splash_attention_kernel.SegmentIds(segment_T, segment_S)
         kept = (q_NTH, k_KSH, v_KSW, segments, None, context_NTW, partition_NT)

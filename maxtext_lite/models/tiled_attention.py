@@ -7,8 +7,8 @@ Source: Dao 2023, arXiv:2307.08691; Liu et al. 2023, arXiv:2310.01889; Dubey et 
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -95,7 +95,19 @@ STRATEGIES: dict[str, Callable[[Visit, Any, Any, Any], tuple[Any, Any]]] = {"all
 """How each shard's keys come to the others, by the value of context_parallel_strategy."""
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 6))
+class Passes(NamedTuple):
+    """Attention's two passes on one device, whose first arguments are `options`.
+
+    Attributes:
+      forward: (queries, keys, values, documents, and sinks where there are any) -> (context, log-partition).
+      backward: (the same without sinks, both results, and the context's gradient) -> (dq, dk, dv).
+    """
+
+    forward: Callable[..., tuple[jax.Array, jax.Array]]
+    backward: Callable[..., tuple[jax.Array, ...]]
+    options: tuple[Hashable, ...]
+
+
 def tiled_attention(
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
@@ -107,14 +119,29 @@ def tiled_attention(
 ) -> jax.Array:
     """`attention` of examples in context order, where the mesh in use splits T over its context axis.
 
-    Kept for the backward pass are its arguments, the context and the log-partitions, each device's own part of them.
-
     Args:
       strategy: one of STRATEGIES.
     Raises:
       KeyError: the strategy is unknown.
     """
-    return _forward(q_BTNH, k_BSKH, v_BSKW, segment_BT, strategy, sink_N, scoring)[0]
+    passes = Passes(_shard_forward, _shard_backward, (STRATEGIES[strategy], scoring))
+    return on_devices(q_BTNH, k_BSKH, v_BSKW, segment_BT, sink_N, passes)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def on_devices(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKW: jax.Array,
+    segment_BT: jax.Array,
+    sink_N: jax.Array | None,
+    passes: Passes,
+) -> jax.Array:
+    """Context [B, T, N, W] of examples in context order, by each device's passes.
+
+    Kept for the backward pass are its arguments, the context and the log-partitions, each device's own part of them.
+    """
+    return _forward(q_BTNH, k_BSKH, v_BSKW, segment_BT, sink_N, passes)[0]
 
 
 def _forward(
@@ -122,29 +149,26 @@ def _forward(
     k_BSKH: jax.Array,
     v_BSKW: jax.Array,
     segment_BT: jax.Array,
-    strategy: str,
     sink_N: jax.Array | None,
-    scoring: Scoring,
-) -> Any:
-    local = functools.partial(_shard_forward, STRATEGIES[strategy], scoring)
+    passes: Passes,
+) -> tuple[jax.Array, tuple[Any, ...]]:
+    local = functools.partial(passes.forward, *passes.options)
     arguments, axes = (q_BTNH, k_BSKH, v_BSKW, segment_BT), (_HEADS, _HEADS, _HEADS, _TOKENS)
     sinks, sink_axes = ((), ()) if sink_N is None else ((sink_N,), (_SINKS,))
-    context_BTNW, log_partition_BKGT1 = over_shards(local, (*axes, *sink_axes), [_HEADS, _ROWS])(*arguments, *sinks)
-    context_BTNW, log_partition_BKGT1 = (checkpoint_name(x, "context") for x in (context_BTNW, log_partition_BKGT1))
+    run = over_shards(local, (*axes, *sink_axes), [_HEADS, _ROWS])
+    context_BTNW, log_partition_BKGT1 = (checkpoint_name(x, "context") for x in run(*arguments, *sinks))
     return context_BTNW, (*arguments, context_BTNW, log_partition_BKGT1, sink_N)
 
 
-def _backward(strategy: str, scoring: Scoring, residuals: Any, g_BTNW: jax.Array) -> Any:
-    *residuals, context_BTNW, log_partition_BKGT1, sink_N = residuals
-    local = functools.partial(_shard_backward, STRATEGIES[strategy], scoring)
-    in_axes = (_HEADS, _HEADS, _HEADS, _TOKENS, _HEADS, _ROWS, _HEADS)
-    dq_BTNH, dk_BSKH, dv_BSKW = over_shards(local, in_axes, [_HEADS, _HEADS, _HEADS])(
-        *residuals, context_BTNW, log_partition_BKGT1, g_BTNW
-    )
+def _backward(passes: Passes, residuals: tuple[Any, ...], g_BTNW: jax.Array) -> tuple[jax.Array | None, ...]:
+    *arguments, context_BTNW, log_partition_BKGT1, sink_N = residuals
+    local = functools.partial(passes.backward, *passes.options)
+    run = over_shards(local, (_HEADS, _HEADS, _HEADS, _TOKENS, _HEADS, _ROWS, _HEADS), [_HEADS, _HEADS, _HEADS])
+    dq_BTNH, dk_BSKH, dv_BSKW = run(*arguments, context_BTNW, log_partition_BKGT1, g_BTNW)
     return dq_BTNH, dk_BSKH, dv_BSKW, None, sink_gradient(sink_N, log_partition_BKGT1, context_BTNW, g_BTNW)
 
 
-tiled_attention.defvjp(_forward, _backward)
+on_devices.defvjp(_forward, _backward)
 
 
 def _shard_forward(

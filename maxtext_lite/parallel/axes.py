@@ -11,30 +11,15 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from maxtext_lite.config.weights import MESH_AXES_OF_WEIGHTS
+
 LogicalAxes = Sequence[str | None]
 """Name of each dim of an array; None: not sharded; AS_IT_IS: as the compiler finds it."""
 
 AS_IT_IS = "as it is"
 
 MESH_AXES_OF: dict[str, tuple[str, ...]] = {
-    # parameters
-    "repeats": (),
-    "layers": ("stage",),
-    "dense_layers": (),
-    "latent": (),
-    "lora_rank": (),
-    "positions": (),
-    "embed": ("expert", "context", "fsdp"),  # every axis that splits tokens, but for replicas
-    "expert_embed": ("context", "fsdp"),
-    "vocab": ("tensor",),
-    "heads": ("tensor",),
-    "kv_heads": ("tensor",),
-    "head_dim": (),
-    "mlp": ("tensor",),
-    "norm": (),
-    "experts": ("expert",),
-    "router": (),
-    "router_bias": (),
+    **MESH_AXES_OF_WEIGHTS,
     # batch and activations; inside `over_replicas` the replica dim is mapped away and a batch is one replica's rows
     "accumulation": (),
     "global_batch": ("data", "fsdp", "expert"),

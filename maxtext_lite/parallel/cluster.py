@@ -1,4 +1,8 @@
-"""Which process of which run this is, read from what a launcher, SLURM, Open MPI or a TPU slice says about it."""
+"""Which process of which run this is, read from what a launcher, SLURM, Open MPI or a TPU slice says about it.
+
+jax finds the processes of a TPU slice by itself, and is asked to. Of SLURM and Open MPI it reads the same variables,
+but takes one GPU for each process of a node, whatever its share of them is, and the tasks of a job for those of a step.
+"""
 
 import dataclasses
 import re
@@ -15,17 +19,17 @@ Environment = Mapping[str, str]
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class ProcessInfo:
     """One process among several.
 
     Attributes:
-      told_by: what said where process 0 is, as VARIABLE=value.
+      stated_by: what said where process 0 is, as VARIABLE=value.
       address: host:port of process 0; "" where jax finds it by itself.
       local_device_ids: the GPUs of this machine that are this process's; None: all that it sees.
       method: the `cluster_detection_method` by which jax finds the rest by itself; None: all is said here.
     """
 
-    told_by: str
+    stated_by: str
     num_processes: int
     process_id: int
     address: str = ""
@@ -33,8 +37,10 @@ class Place:
     method: str | None = None
 
 
-def place(environment: Environment, *, on_tpu: bool, metadata: Callable[[str], str] | None = None) -> Place | None:
-    """The place of this process in its run; None where it is alone.
+def process_info(
+    environment: Environment, *, on_tpu: bool, metadata: Callable[[str], str] | None = None
+) -> ProcessInfo | None:
+    """Which process of its run this one is; None where it is alone.
 
     The first of these that speaks of several processes is believed:
 
@@ -59,11 +65,11 @@ def place(environment: Environment, *, on_tpu: bool, metadata: Callable[[str], s
     return _stated(environment) if found is None else found
 
 
-def _stated(environment: Environment) -> Place:
+def _stated(environment: Environment) -> ProcessInfo:
     address = _address(environment)
     num_processes = _whole_number(environment, _NUM_PROCESSES, minimum=1)
     process_id = _below(environment, _PROCESS_ID, num_processes, _NUM_PROCESSES)
-    return Place(f"{_ADDRESS}={address}", num_processes, process_id, address)
+    return ProcessInfo(f"{_ADDRESS}={address}", num_processes, process_id, address)
 
 
 def _address(environment: Environment) -> str:
@@ -73,7 +79,7 @@ def _address(environment: Environment) -> str:
     return address
 
 
-def _slurm(environment: Environment) -> Place | None:
+def _slurm(environment: Environment) -> ProcessInfo | None:
     nodes = environment.get("SLURM_STEP_NODELIST", "")  # srun sets it, for what it starts
     count = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
     if not nodes or environment.get(count, "1") == "1":
@@ -84,14 +90,14 @@ def _slurm(environment: Environment) -> Place | None:
     first = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", nodes)
     if first is None:
         raise UserError(f"SLURM_STEP_NODELIST={nodes} does not begin with a node.")
-    told_by, address = _meeting(
+    stated_by, address = _coordinator(
         environment, f"SLURM_STEP_NODELIST={nodes}", "".join(part or "" for part in first.groups()), job
     )
     here = _tasks_on_node(environment)
     local = None
     if here > 1 and "SLURM_GPUS_PER_TASK" not in environment:  # with it, each task sees its own GPUs only
         local = _share(environment, "SLURM_LOCALID", here)
-    return Place(told_by, num_processes, process_id, address, local)
+    return ProcessInfo(stated_by, num_processes, process_id, address, local)
 
 
 def _tasks_on_node(environment: Environment) -> int:
@@ -109,7 +115,7 @@ def _tasks_on_node(environment: Environment) -> int:
     return counts[node]
 
 
-def _open_mpi(environment: Environment) -> Place | None:
+def _open_mpi(environment: Environment) -> ProcessInfo | None:
     count = "OMPI_COMM_WORLD_SIZE"
     if environment.get(count, "1") == "1":
         return None
@@ -123,13 +129,13 @@ def _open_mpi(environment: Environment) -> Place | None:
             f"Set {_ADDRESS}=host:port, as in: mpirun -x {_ADDRESS}=$(hostname):{_FIRST_PORT} ..."
         )
     job, host = (int(found[1]) // 4096, found[2] or found[3]) if found else (0, "")
-    told_by, address = _meeting(environment, f"OMPI_MCA_orte_hnp_uri={launcher}", host, job)
+    stated_by, address = _coordinator(environment, f"OMPI_MCA_orte_hnp_uri={launcher}", host, job)
     here = _whole_number(environment, "OMPI_COMM_WORLD_LOCAL_SIZE", minimum=1)
     local = _share(environment, "OMPI_COMM_WORLD_LOCAL_RANK", here) if here > 1 else None
-    return Place(told_by, num_processes, process_id, address, local)
+    return ProcessInfo(stated_by, num_processes, process_id, address, local)
 
 
-def _meeting(environment: Environment, told_by: str, host: str, job: int) -> tuple[str, str]:
+def _coordinator(environment: Environment, stated_by: str, host: str, job: int) -> tuple[str, str]:
     """What said where process 0 is, and host:port."""
     if _ADDRESS in environment:
         address = _address(environment)
@@ -138,7 +144,7 @@ def _meeting(environment: Environment, told_by: str, host: str, job: int) -> tup
     if "JAX_COORDINATOR_PORT" in environment:
         port = str(_whole_number(environment, "JAX_COORDINATOR_PORT", minimum=1))
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    return f"{address} ({told_by})", address
+    return f"{address} ({stated_by})", address
 
 
 def _share(environment: Environment, variable: str, num_sharing: int) -> tuple[int, ...] | None:
@@ -159,7 +165,7 @@ def _share(environment: Environment, variable: str, num_sharing: int) -> tuple[i
     return tuple(range(index * each, (index + 1) * each))
 
 
-def _tpu(environment: Environment, metadata: Callable[[str], str]) -> Place | None:
+def _tpu(environment: Environment, metadata: Callable[[str], str]) -> ProcessInfo | None:
     """A TPU slice's own word: its workers, and with several slices theirs. jax asks the same again."""
     name = "TPU_PROCESS_ADDRESSES" if "TPU_PROCESS_ADDRESSES" in environment else "TPU_WORKER_HOSTNAMES"
     if name in environment:
@@ -177,10 +183,10 @@ def _tpu(environment: Environment, metadata: Callable[[str], str]) -> Place | No
         return None
     worker = _below(said, number, len(workers), f"the workers of {name}")
     own_slice = _below(said, "MEGASCALE_SLICE_ID", num_slices, "MEGASCALE_NUM_SLICES") if num_slices > 1 else 0
-    told_by = f"{name}={','.join(workers)}"
+    stated_by = f"{name}={','.join(workers)}"
     if num_slices > 1:
-        told_by = f"MEGASCALE_COORDINATOR_ADDRESS={said.get('MEGASCALE_COORDINATOR_ADDRESS', '')}"
-    return Place(told_by, len(workers) * num_slices, own_slice * len(workers) + worker, method=method)
+        stated_by = f"MEGASCALE_COORDINATOR_ADDRESS={said.get('MEGASCALE_COORDINATOR_ADDRESS', '')}"
+    return ProcessInfo(stated_by, len(workers) * num_slices, own_slice * len(workers) + worker, method=method)
 
 
 def _lines(text: str) -> dict[str, str]:

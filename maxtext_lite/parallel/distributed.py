@@ -11,7 +11,7 @@ import jax
 
 from maxtext_lite.config import UserError
 from maxtext_lite.config.kernels import Accelerator, installed_tokamax
-from maxtext_lite.parallel.cluster import Place, place
+from maxtext_lite.parallel.cluster import ProcessInfo, process_info
 from maxtext_lite.process.signals import command_signals
 from maxtext_lite.xla.compiler_flags import installed_compilers, set_compiler_flags
 
@@ -22,7 +22,7 @@ _EXIT_SECONDS = 5.0
 def start_devices(*, timeout_seconds: float = 300) -> list[Any]:
     """All devices of the run, once the runtime is up. Call it before anything else asks jax for a device.
 
-    A process that is one of several joins the others first, and sees their devices too: see `cluster.place`. A process
+    A process that is one of several joins the others first, and sees their devices too: see `cluster.process_info`. One
     that is alone starts nothing.
 
     A CPU that simulates N devices gets 2 N threads. XLA gives it one for each core or device, every device blocks
@@ -39,7 +39,7 @@ def start_devices(*, timeout_seconds: float = 300) -> list[Any]:
         if flag.startswith(_SIMULATED):
             os.environ.setdefault("NPROC", str(2 * int(flag.removeprefix(_SIMULATED))))
     if not jax.distributed.is_initialized():
-        found = place(os.environ, on_tpu=_uses_tpu())
+        found = process_info(os.environ, on_tpu=_uses_tpu())
         if found is not None:
             _join_the_others(found, timeout_seconds)
     return jax.devices()
@@ -75,7 +75,7 @@ def _uses_tpu() -> bool:
     return "tpu" in (platforms or "").split(",")
 
 
-def _join_the_others(found: Place, timeout_seconds: float) -> None:
+def _join_the_others(found: ProcessInfo, timeout_seconds: float) -> None:
     # XLA answers a time-out with abort() and a stack trace, which Python cannot catch: we give up before it does.
     watch = threading.Timer(timeout_seconds, _give_up, (found, timeout_seconds))
     watch.daemon = True
@@ -96,7 +96,7 @@ def _join_the_others(found: Place, timeout_seconds: float) -> None:
     except (ValueError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and found.method is None:
             raise  # of the connection; else, what the environment said is not what jax can use
-        raise UserError(f"{found.told_by} cannot be used: {str(error).splitlines()[0]}") from None
+        raise UserError(f"{found.stated_by} cannot be used: {str(error).splitlines()[0]}") from None
     finally:
         watch.cancel()
         command_signals.handle()  # jax's preemption service has taken SIGTERM, of which nobody asks it
@@ -121,8 +121,8 @@ def _report_and_end_soon(kind: type[BaseException], error: BaseException, traceb
     end_soon(128 + signal.SIGINT if issubclass(kind, KeyboardInterrupt) else 1)
 
 
-def _give_up(found: Place, timeout_seconds: float) -> None:
-    waited_for = f"process 0 at {found.told_by}" if found.process_id else f"all {found.num_processes} processes"
+def _give_up(found: ProcessInfo, timeout_seconds: float) -> None:
+    waited_for = f"process 0 at {found.stated_by}" if found.process_id else f"all {found.num_processes} processes"
     print(
         f"error: process {found.process_id} of {found.num_processes} waited {timeout_seconds:g} seconds for "
         f"{waited_for}; {'it does' if found.process_id else 'some did'} not answer.",

@@ -170,7 +170,6 @@ class Pipeline:
           weights, as all gradients of a step belong to the same.
         """
         num_stages, num_saved = self.num_stages, 2 * self.num_stages - 1
-        stage_P = jnp.arange(num_stages)
         stacks_P, frozen_P = jax.tree.map(lambda w: w[0], self._by_stage((params, frozen)))
 
         def enter(x: jax.Array, inputs: jax.Array) -> jax.Array:
@@ -183,8 +182,7 @@ class Pipeline:
 
         saved_P = self._lay_out(jax.tree.map(save, flight.saved, inputs_P), axes, None)
         outputs_P = self._lay_out(over_stages(stage)(stacks_P, frozen_P, inputs_P), axes)
-        left = jax.tree.map(lambda x: _taken(x, num_stages - 1), outputs_P)
-        left_cotangents, result = leave(left)
+        left_cotangents, result = leave(jax.tree.map(lambda x: _taken(x, num_stages - 1), outputs_P))
         arrays, tree = jax.tree.flatten(outputs_P)
         moving_axes = [names for x, names in zip(arrays, tree.flatten_up_to(axes), strict=True) if _is_moving(x)]
         cotangents_P = [
@@ -192,19 +190,8 @@ class Pipeline:
             for new, cotangents in zip(left_cotangents, flight.cotangents, strict=True)
         ]
         cotangents_P = self._lay_out(cotangents_P, moving_axes)
-
-        def back(
-            stack: Any, frozen: Any, age: jax.Array, saved: Any, cotangents: list[jax.Array]
-        ) -> tuple[Any, list[jax.Array]]:
-            rows = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, age, keepdims=False), saved)
-
-            def moved(stack: Any, moving: list[jax.Array]) -> list[jax.Array]:
-                return _moving(stage(stack, frozen, _with_moving(rows, moving)))
-
-            return jax.vjp(moved, stack, _moving(rows))[1](cotangents)
-
-        age_P = (time - 2 * (num_stages - 1) + 2 * stage_P) % num_saved
-        gradients_P, cotangents_P = over_stages(back)(stacks_P, frozen_P, age_P, saved_P, cotangents_P)
+        age_P = (time - 2 * (num_stages - 1) + 2 * jnp.arange(num_stages)) % num_saved
+        gradients_P, cotangents_P = over_stages(_back_through(stage))(stacks_P, frozen_P, age_P, saved_P, cotangents_P)
         cotangents_P = self._lay_out(cotangents_P, moving_axes)
         gradients = jax.tree.map(lambda g, w: g.reshape(w.shape), gradients_P, params)
         back_at_first = [_taken(x, 0) for x in cotangents_P]
@@ -244,6 +231,23 @@ class Pipeline:
         shards = num_shards("batch")
         x = x_M.reshape(x_M.shape[0], shards, -1, *x_M.shape[2:]).swapaxes(0, 1)
         return constrain(x.reshape(-1, *x_M.shape[2:]), ("end_batch", *axes[1:]))
+
+
+def _back_through(stage: Callable[[Any, Any, Any], Any]) -> Callable[..., tuple[Any, list[jax.Array]]]:
+    """(layers, frozen ones, age, saved inputs, cotangents of outputs) -> those of the layers and of the inputs saved
+    then."""
+
+    def back(
+        stack: Any, frozen: Any, age: jax.Array, saved: Any, cotangents: list[jax.Array]
+    ) -> tuple[Any, list[jax.Array]]:
+        rows = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, age, keepdims=False), saved)
+
+        def moved(stack: Any, moving: list[jax.Array]) -> list[jax.Array]:
+            return _moving(stage(stack, frozen, _with_moving(rows, moving)))
+
+        return jax.vjp(moved, stack, _moving(rows))[1](cotangents)
+
+    return back
 
 
 def _of_stage(x_P: jax.Array, stage: int) -> jax.Array:

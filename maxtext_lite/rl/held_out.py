@@ -31,7 +31,7 @@ class HeldOutResponses:
         rl, config, source = self._rl, self._rl.config, self._rl.run.eval_source
         count = len(source)
         if config.eval_steps != -1:
-            count = min(count, config.eval_steps * config.batch_size)
+            count = min(count, config.eval_steps * rl.batch.prompts_per_batch)
         each = config.eval_num_generations
         prompts = [prompt for number in range(count) for prompt in [source[number]] * each]
         requests = [

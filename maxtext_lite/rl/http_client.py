@@ -1,7 +1,7 @@
 """JSON over HTTP, asked of a server that may do anything: what it answers is bounded in bytes and in seconds.
 
 The standard library's connections, but for what it leaves open: redirects are not followed, a time-out is one for the
-whole answer and not for each of its bytes, and requests that nobody waits for any more are given up at once.
+whole answer and not for each of its bytes, and requests that nobody waits for any more are cancelled at once.
 """
 
 import base64
@@ -14,7 +14,7 @@ import threading
 import time
 import urllib.parse
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import value_text
@@ -62,7 +62,7 @@ class Server:
 
         Args:
           path: from the host on.
-          ends: once it is set, the request is given up.
+          ends: once it is set, the request is cancelled.
         Raises:
           UserError: there is no answer in time, or it is a refusal, a redirect, too long or no object of JSON.
         """
@@ -112,12 +112,12 @@ class Server:
         if kind != "application/json":
             raise self._problem(path, f"answers with {_shown(kind)}, not with application/json: {_shown(text)}")
         try:
-            answer = json.loads(text.decode())
+            answer: Any = json.loads(text.decode())
         except (ValueError, RecursionError):  # bytes that are no UTF-8 are a ValueError too
             answer = None
-        if not isinstance(answer, dict):
-            raise self._problem(path, f"answers what is not a JSON object: {_shown(text)}")
-        return answer
+        if isinstance(answer, dict):
+            return cast(dict[str, Any], answer)
+        raise self._problem(path, f"answers what is not a JSON object: {_shown(text)}")
 
     def _problem(self, path: str, what: str) -> UserError:
         return UserError(f"{self.name}: {self._origin}{path} {what}.")

@@ -5,6 +5,9 @@ that are lists of tokens, return the tokens it drew and their log-probabilities;
 /update_weights_from_disk, take new parameters from a directory that it can read too.
 """
 
+# pyright: reportUnknownMemberType=false
+# jax declares some of its functions in part.
+
 import hashlib
 import json
 import shutil
@@ -12,7 +15,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import jax
 
@@ -21,9 +24,12 @@ from maxtext_lite.config.errors import value_text, writing
 from maxtext_lite.config.hf.config import run_config_json
 from maxtext_lite.hf import export_model
 from maxtext_lite.models import Adapted, Sampling, merged
+from maxtext_lite.models.decoder import Params
 from maxtext_lite.parallel import value_of_host
 from maxtext_lite.rl.http_client import Server
 from maxtext_lite.rl.rollout import Request, Response
+
+Result = TypeVar("Result")
 
 WEIGHTS = "rollout_weights"
 """In the run directory: the Hugging Face directories, two in turn, that the server reads parameters from."""
@@ -82,7 +88,7 @@ class HttpEngine:
         self._pool = ThreadPoolExecutor(requests_in_flight, thread_name_prefix="rollout")
         self._is_current = False
 
-    def update(self, params: Any, step: int) -> None:
+    def update(self, params: Params, step: int) -> None:
         """Writes the parameters where the server can read them, and returns once it has.
 
         Raises:
@@ -130,7 +136,7 @@ class HttpEngine:
             )
 
     def _responses(self, requests: Sequence[Request], sampling: Sampling, max_new_tokens: int) -> list[Response]:
-        ends = threading.Event()  # set when one has failed: the others are given up
+        ends = threading.Event()  # set when one has failed: the others are cancelled
         futures = [self._pool.submit(self._response, request, sampling, max_new_tokens, ends) for request in requests]
         try:
             done = wait(futures, return_when=FIRST_EXCEPTION).done
@@ -141,8 +147,9 @@ class HttpEngine:
                 future.cancel()
 
     def _response(self, request: Request, sampling: Sampling, max_new_tokens: int, ends: threading.Event) -> Response:
+        prompt = list(request.token_ids)
         body = {
-            "prompt": list(request.token_ids),
+            "prompt": prompt,
             "n": 1,
             "max_tokens": max_new_tokens,
             "temperature": sampling.temperature,
@@ -159,13 +166,13 @@ class HttpEngine:
         answer = self._server.post(
             f"{self._server.path}/completions",
             body,
-            most_bytes=_MORE_BYTES + _TOKEN_BYTES * (len(body["prompt"]) + max_new_tokens),
+            most_bytes=_MORE_BYTES + _TOKEN_BYTES * (len(prompt) + max_new_tokens),
             ends=ends,
         )
         try:
             return read_completion(
                 answer,
-                prompt=body["prompt"],
+                prompt=prompt,
                 max_new_tokens=max_new_tokens,
                 vocab_size=self._vocab_size,
                 stop_token_ids=self._stop_token_ids,
@@ -238,7 +245,7 @@ def _entry(of: Mapping[str, Any], name: str, kind: type, place: str) -> Any:
     )
 
 
-def _shown(value: Any, most: int = _SHOWN) -> str:
+def _shown(value: object, most: int = _SHOWN) -> str:
     """The beginning of a value of JSON, as it stood there."""
     try:
         text = json.dumps(value)
@@ -252,7 +259,7 @@ def _remove(directory: Path) -> None:
         shutil.rmtree(directory)
 
 
-def _on_first_host(work: Callable[[], Any]) -> Any:
+def _on_first_host(work: Callable[[], Result]) -> Result:
     """What it gives, on every host; or the UserError that it raises."""
     given, problems = None, None
     if jax.process_index() == 0:
@@ -262,22 +269,22 @@ def _on_first_host(work: Callable[[], Any]) -> Any:
             problems = list(error.problems)
         except OSError as error:
             problems = [f"{value_text(error.filename or WEIGHTS)} cannot be written: {error.strerror}."]
-    told = value_of_host(0, {"given": given, "problems": problems})
-    if told["problems"]:
-        raise UserError(told["problems"])
-    return told["given"]
+    given, problems = value_of_host(0, [given, problems])
+    if problems:
+        raise UserError(problems)
+    return given
 
 
-def _merged_where_they_are(params: Any) -> Any:
+def _merged_where_they_are(params: Params) -> Params:
     leaves = jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, Adapted))
     if not any(isinstance(leaf, Adapted) for leaf in leaves):
         return params
 
-    def where(leaf: Any) -> Any:
-        return leaf.weight.sharding if isinstance(leaf, Adapted) else leaf.sharding
+    def where(leaf: Adapted | jax.Array) -> jax.sharding.Sharding:
+        return (leaf.weight if isinstance(leaf, Adapted) else leaf).sharding
 
     shardings = jax.tree.map(where, params, is_leaf=lambda node: isinstance(node, Adapted))
-    return jax.jit(merged, out_shardings=shardings)(params)
+    return cast(Params, jax.jit(merged, out_shardings=shardings)(params))
 
 
 def _seed_of(seed: int, key: tuple[int, ...]) -> int:

@@ -1,13 +1,17 @@
 """The frozen reference of the KL divergence: the model that the run began with."""
 
+# pyright: reportUnknownMemberType=false
+# jax declares some of its functions in part.
+
 import dataclasses
-from typing import Any
+import functools
 
 import jax
 import jax.numpy as jnp
 
 from maxtext_lite.config import RLRunConfig, UserError
 from maxtext_lite.models import Decoder
+from maxtext_lite.models.decoder import Params
 from maxtext_lite.parallel import accelerator_of, tree_shardings
 from maxtext_lite.rl.log_probabilities import make_log_probabilities
 from maxtext_lite.training.parameter_files import load_parameters, save_parameters
@@ -49,14 +53,18 @@ class Reference:
             )
         shardings = tree_shardings(run.mesh, decoder.axes)
         # Copied: the trainer's own arrays are donated at the first update.
-        copy = jax.jit(lambda params: jax.tree.map(jnp.copy, decoder.cast(params)), out_shardings=shardings)
-        self._params: Any = copy(plain)
+        copied = jax.jit(functools.partial(_cast_copy, decoder), out_shardings=shardings)
+        self._params: Params = copied(plain)
         parts = dataclasses.replace(run.parts, decoder=decoder)
         self._find = make_log_probabilities(parts, config.decode_sampling_temperature)
 
     def of(self, rows: dict[str, jax.Array]) -> jax.Array:
         """Log-probabilities [A, B, T] of the rows' targets."""
         return self._find(self._params, rows)
+
+
+def _cast_copy(decoder: Decoder, params: Params) -> Params:
+    return jax.tree.map(jnp.copy, decoder.cast(params))
 
 
 def _without_adapters(run: Run, config: RLRunConfig) -> Decoder:

@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import math
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -12,6 +12,14 @@ from maxtext_lite.data import Prompt
 from maxtext_lite.rl.advantages import equal_groups_fraction, group_advantages
 from maxtext_lite.rl.rewards import Scores
 from maxtext_lite.rl.rollout import Response
+
+
+class Sampled(NamedTuple):
+    """Pairs that have not been judged yet; `texts` are the responses as reward functions see them."""
+
+    prompts: Sequence[Prompt]
+    responses: Sequence[Response]
+    texts: Sequence[str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,17 +42,11 @@ class Chunk:
 
     @staticmethod
     def judged(
-        prompts: Sequence[Prompt],
-        responses: Sequence[Response],
-        texts: Sequence[str],
-        scores: Scores,
-        *,
-        num_generations: int,
-        scale_rewards: str,
+        sampled: Sampled, scores: Scores, *, num_generations: int, scale_rewards: Literal["group", "none"]
     ) -> "Chunk":
         """The chunk of these, with the advantages that follow from the scores."""
-        advantages = group_advantages(scores.total, num_generations, scale_rewards)  # type: ignore[arg-type]
-        return Chunk(prompts, responses, texts, scores, advantages, num_generations)
+        advantages = group_advantages(scores.total, num_generations, scale_rewards)
+        return Chunk(*sampled, scores, advantages, num_generations)
 
     def rows(self, num_slots: int, num_tokens: int) -> dict[str, np.ndarray]:
         """Arrays [1, num_slots, num_tokens] of a micro-batch, slots without a pair all 0.
@@ -69,7 +71,7 @@ class Chunk:
             rows["advantages"][0, slot, :length] = self.advantages[slot]
         return rows
 
-    def lines(self, step: int) -> list[dict[str, Any]]:
+    def lines(self, step: int) -> list[dict[str, object]]:
         """What rollouts.jsonl says of each pair."""
         return [
             {
@@ -90,7 +92,7 @@ class Chunk:
         ]
 
 
-def batch_record(chunks: Sequence[Chunk]) -> dict[str, Any]:
+def batch_record(chunks: Sequence[Chunk]) -> dict[str, float | str]:
     """What metrics.jsonl says of a batch: means over its pairs, whatever its chunks.
 
     `reward` is the weighted sum of the reward functions, `rewards/NAME` each by itself, `reward_std` the mean over
@@ -100,18 +102,18 @@ def batch_record(chunks: Sequence[Chunk]) -> dict[str, Any]:
     """
     responses = [response for chunk in chunks for response in chunk.responses]
     totals = np.concatenate([chunk.scores.total for chunk in chunks])
-    groups = totals.reshape(-1, chunks[0].num_generations)
-    lengths = np.array([len(response.token_ids) for response in responses])
+    deviations: np.ndarray = np.std(totals.reshape(-1, chunks[0].num_generations), axis=1, ddof=1)
+    lengths = [len(response.token_ids) for response in responses]
     names = chunks[0].scores.by_name
     by_name = {name: np.concatenate([chunk.scores.by_name[name] for chunk in chunks]) for name in names}
     return {
         "reward": float(np.mean(totals)),
-        "reward_std": float(np.mean(np.std(groups, axis=1, ddof=1))),
+        "reward_std": float(np.mean(deviations)),
         **{f"rewards/{short_name(name, by_name)}": float(np.mean(values)) for name, values in by_name.items()},
         "equal_reward_groups": equal_groups_fraction(totals, chunks[0].num_generations),
         "reward_errors": sum(chunk.scores.errors for chunk in chunks),
         "response_tokens": float(np.mean(lengths)),
-        "rollout_token_nll": -sum(math.fsum(response.log_probabilities) for response in responses) / int(lengths.sum()),
+        "rollout_token_nll": -sum(math.fsum(response.log_probabilities) for response in responses) / sum(lengths),
         "truncated_responses": float(np.mean([not response.ended for response in responses])),
         "responses_hash": responses_hash(responses),
     }

@@ -6,15 +6,19 @@ response); Yu et al. 2025, arXiv:2503.14476, section 3 (DAPO: a clip range of it
 Liu et al. 2025, arXiv:2503.20783, section 3 (Dr. GRPO: sums over tokens, divided by a constant).
 """
 
+# pyright: reportUnknownMemberType=false
+# jax declares some of its functions in part.
+
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
 from maxtext_lite.config import NumericsConfig
 from maxtext_lite.models import Decoder
+from maxtext_lite.models.decoder import Params
 from maxtext_lite.training.loss import (
     LossSums,
     auxiliary_loss,
@@ -76,7 +80,7 @@ class Policy:
         return "target_tokens" if self.aggregation == "token_mean" else "responses"
 
     def expected(self, num_pairs: int) -> int:
-        """What a step of so many pairs counts at most, known before they are drawn; responses are counted exactly."""
+        """The most that a step of this many pairs counts, known before they are drawn; exact where responses count."""
         return num_pairs * self.max_response_tokens if self.aggregation == "token_mean" else num_pairs
 
     def rows(self, batch: dict[str, jax.Array], axes: Sequence[str]) -> dict[str, jax.Array]:
@@ -128,7 +132,7 @@ class Policy:
     def loss(
         self,
         decoder: Decoder,
-        params: Any,
+        params: Params,
         x_BTD: jax.Array,
         aux: dict[str, jax.Array],
         rows: dict[str, jax.Array],

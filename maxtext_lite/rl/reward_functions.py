@@ -5,6 +5,7 @@ Each gives 1 or 0, and None for a pair that cannot be judged: one whose line has
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -34,11 +35,11 @@ def shipped(name: str, *, pattern: str) -> Callable[..., list[float | None]]:
         return format_of(pattern)
     if name == "math_verify":
         # Here too, so that a run without it does not begin.
-        import math_verify as _  # noqa: F401  # pyright: ignore[reportMissingImports]
+        importlib.import_module("math_verify")
     return {"exact_answer": exact_answer, "numeric_answer": numeric_answer, "math_verify": math_verify}[name]
 
 
-def exact_answer(completions: Sequence[str], answer: Sequence[Any]) -> list[float | None]:
+def exact_answer(completions: Sequence[str], answer: Sequence[object]) -> list[float | None]:
     """Whether the response is the answer, spaces around both aside."""
     return [
         float(completion.strip() == right.strip()) if isinstance(right, str) else None
@@ -46,7 +47,7 @@ def exact_answer(completions: Sequence[str], answer: Sequence[Any]) -> list[floa
     ]
 
 
-def numeric_answer(completions: Sequence[str], answer: Sequence[Any]) -> list[float | None]:
+def numeric_answer(completions: Sequence[str], answer: Sequence[object]) -> list[float | None]:
     """Whether the response's number (`number_in`) is the answer's, exactly."""
     rewards: list[float | None] = []
     for completion, right in zip(completions, answer, strict=True):
@@ -65,15 +66,14 @@ def format_of(pattern: str) -> Callable[..., list[float | None]]:
     return format
 
 
-def math_verify(completions: Sequence[str], answer: Sequence[Any]) -> list[float | None]:
+def math_verify(completions: Sequence[str], answer: Sequence[object]) -> list[float | None]:
     """Whether the package math-verify finds that the response's expression is the answer's."""
-    from math_verify import parse, verify  # pyright: ignore[reportMissingImports]
-
+    library: Any = importlib.import_module("math_verify")
     rewards: list[float | None] = []
     for completion, right in zip(completions, answer, strict=True):
         # LaTeX is looked for between dollars; an answer often stands without.
-        due = (parse(right) or parse(f"${right}$")) if isinstance(right, str) else []
-        rewards.append(float(verify(due, parse(completion))) if due else None)
+        due: Any = (library.parse(right) or library.parse(f"${right}$")) if isinstance(right, str) else []
+        rewards.append(float(library.verify(due, library.parse(completion))) if due else None)
     return rewards
 
 

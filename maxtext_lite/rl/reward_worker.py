@@ -23,7 +23,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 from maxtext_lite.rl.reward_functions import shipped
 
@@ -57,7 +57,7 @@ class Functions:
                 self._functions[name] = function, _parameters(function)
 
     def rewards(
-        self, name: str, prompts: Sequence[str], completions: Sequence[str], fields: Mapping[str, Sequence[Any]]
+        self, name: str, prompts: Sequence[str], completions: Sequence[str], fields: Mapping[str, Sequence[object]]
     ) -> dict[str, Any]:
         """What a function says of each pair: {"rewards": ...}; or what went wrong: {"error": ...}.
 
@@ -105,7 +105,7 @@ def _imported(name: str) -> Callable[..., Any]:
     return found
 
 
-def _parameters(function: Callable[..., Any]) -> frozenset[str] | None:
+def _parameters(function: Callable[..., object]) -> frozenset[str] | None:
     """The names of its parameters; None where it takes any."""
     try:
         parameters = inspect.signature(function).parameters.values()
@@ -119,7 +119,7 @@ def _parameters(function: Callable[..., Any]) -> frozenset[str] | None:
 def _as_numbers(returned: Any, count: int) -> list[float | None]:
     is_list = hasattr(returned, "__len__") and hasattr(returned, "__getitem__")
     if not is_list or isinstance(returned, str | bytes | Mapping):
-        raise _NotNumbers(f"{_kind(returned)}, not a list of numbers")
+        raise _NotNumbers(f"{_kind(cast(object, returned))}, not a list of numbers")
     if len(returned) != count:
         raise _NotNumbers(f"{len(returned)} number{'' if len(returned) == 1 else 's'} for {count} pairs")
     return [_as_number(value) for value in returned]
@@ -136,7 +136,7 @@ def _as_number(value: Any) -> float | None:
         return math.inf
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     return "nothing" if value is None else f"a {type(value).__name__} ({_short(repr(value))})"
 
 
@@ -169,7 +169,7 @@ def _leave_signals_to_the_parent() -> None:
     """Ctrl-C and a scheduler's SIGTERM may reach every process; what then happens is the training loop's business."""
     own = os.getpid()
 
-    def handle(number: int, _: Any) -> None:
+    def handle(number: int, _: object) -> None:
         if os.getpid() != own:  # a process that a function forked, which is to end as any would
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

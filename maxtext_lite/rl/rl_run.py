@@ -2,35 +2,25 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import numpy as np
 
 from maxtext_lite.batching import RLBatch, batch_sizes, make_plan
 from maxtext_lite.config import RLRunConfig, UserError
-from maxtext_lite.config.hf.config import hf_directory
 from maxtext_lite.config.rl_rules import endless_evaluation
 from maxtext_lite.data import Prompt, Tokenizer, check_vocabulary, load_tokenizer, open_prompts
-from maxtext_lite.hf import stop_ids_of
+from maxtext_lite.generation.text_tokens import stop_tokens
 from maxtext_lite.models import Sampling
 from maxtext_lite.parallel import start_devices, value_of_host
 from maxtext_lite.rl.http_engine import HttpEngine
+from maxtext_lite.rl.pairs import Sampled
 from maxtext_lite.rl.policy import Policy
 from maxtext_lite.rl.rewards import RewardError, Rewards, Scores
 from maxtext_lite.rl.rollout import LocalEngine, Request, Response, RolloutEngine
 from maxtext_lite.rl.transfer import sampling_mesh
 from maxtext_lite.training.run import Run, comes_from_elsewhere, machine_of, run_directory
 from maxtext_lite.training.state import make_plain_decoder
-
-
-class Sampled(NamedTuple):
-    """Pairs that have not been judged yet; `texts` are the responses as reward functions see them."""
-
-    prompts: Sequence[Prompt]
-    responses: Sequence[Response]
-    texts: Sequence[str]
-
 
 Verdict = Scores | RewardError | None
 """What the first host's judge says; None: on the others, which have none."""
@@ -103,27 +93,12 @@ def shared(verdict: Verdict) -> Scores:
     Raises:
       RewardError: the first host's.
     """
-    encoded = value_of_host(0, None if verdict is None else _encoded(verdict))
-    found = _decoded(encoded) if verdict is None else verdict
-    if isinstance(found, RewardError):
-        raise found
-    return found
-
-
-def _encoded(verdict: Scores | RewardError) -> dict[str, Any]:
-    """A verdict as JSON, which holds doubles as they are."""
-    if isinstance(verdict, RewardError):
-        return {"problems": list(verdict.problems)}
-    by_name = {name: values.tolist() for name, values in verdict.by_name.items()}
-    about = {"errors": verdict.errors, "messages": list(verdict.messages)}
-    return {"total": verdict.total.tolist(), "by_name": by_name, **about}
-
-
-def _decoded(encoded: dict[str, Any]) -> Scores | RewardError:
-    if "problems" in encoded:
-        return RewardError(encoded["problems"])
-    by_name = {name: np.array(values, np.float64) for name, values in encoded["by_name"].items()}
-    return Scores(np.array(encoded["total"], np.float64), by_name, encoded["errors"], encoded["messages"])
+    problems = list(verdict.problems) if isinstance(verdict, RewardError) else None
+    scores = verdict.to_json() if isinstance(verdict, Scores) else None
+    problems, scores = value_of_host(0, [problems, scores])  # JSON holds doubles as they are
+    if problems:
+        raise RewardError(problems)
+    return Scores.from_json(scores)
 
 
 def open_rl_run(config: RLRunConfig) -> RLRun:
@@ -144,7 +119,7 @@ def open_rl_run(config: RLRunConfig) -> RLRun:
         raise UserError(str(refusal))
     plan = make_plan(config, **machine, num_examples=len(source))
     assert plan.rl is not None, "a config of reinforcement learning has a plan of it"
-    stop_token_ids = _stop_token_ids(config, tokenizer)
+    stop_token_ids = stop_tokens(config.load_parameters_path, tokenizer)
     rewards = Rewards(config)
     try:
         policy = policy_of(config, plan.rl)
@@ -158,7 +133,7 @@ def open_rl_run(config: RLRunConfig) -> RLRun:
             eval_source=eval_source,
             objective=policy,
             devices=devices[: plan.rl.trainer_devices],
-            examples_of_entry=config.num_generations * config.num_iterations,
+            examples_of_entry=plan.rl.examples_per_prompt,
         )
     except BaseException:
         rewards.close()
@@ -178,12 +153,6 @@ def policy_of(config: RLRunConfig, batch: RLBatch) -> Policy:
         max_response_tokens=batch.max_response_tokens,
         on_policy=config.num_iterations == 1,
     )
-
-
-def _stop_token_ids(config: RLRunConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
-    carried = hf_directory(config.load_parameters_path) if config.load_parameters_path else None
-    named = [] if carried is None else stop_ids_of(carried)
-    return tuple(dict.fromkeys([*named, tokenizer.end_of_text_id]))
 
 
 def _engine(

@@ -4,10 +4,14 @@ The policy is softmax(logits / temperature) over the whole vocabulary. Top-k and
 log-probabilities mean.
 """
 
+# pyright: reportUnknownMemberType=false
+# jax declares some of its functions in part.
+
 import dataclasses
+import functools
 from collections import deque
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +22,10 @@ from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import nearest_clause
 from maxtext_lite.generation.sampler import first_token, next_token
 from maxtext_lite.models import Decoder, KVCache, Sampling
+from maxtext_lite.models.decoder import Params
 from maxtext_lite.parallel import num_shards, over_replicas, sharding
-from maxtext_lite.rl.transfer import Transfer, refuse_uneven
+from maxtext_lite.rl.transfer import Transfer
+from maxtext_lite.training.parameter_files import abstract_on_mesh
 
 _PADDED_TO = 16  # tokens of prompts and caches; prompts to this times a power of 2, so that few shapes are compiled
 _PREFILL_TOKENS = 8_192  # of one replica's prompts at a time, as scores of all of them are in memory at once
@@ -52,35 +58,11 @@ class Response(NamedTuple):
     ended: bool
 
 
-@dataclasses.dataclass(frozen=True)
-class RolloutStats:
-    """What a call of `generate` took.
-
-    Attributes:
-      responses: so many.
-      tokens: new tokens of all of them.
-      decode_steps: times that every slot was run for one more token.
-      slot_steps: decode_steps x slots.
-      prefills: times that prompts were run, which gives the first token of each response.
-    """
-
-    responses: int
-    tokens: int
-    decode_steps: int
-    slot_steps: int
-    prefills: int
-
-    @property
-    def utilisation(self) -> float:
-        """The part of the slots' steps that gave a token of a response; 1 where there were none."""
-        return (self.tokens - self.responses) / self.slot_steps if self.slot_steps else 1.0
-
-
 class RolloutEngine(Protocol):
     """What samples responses from the policy, wherever it runs."""
 
-    def update(self, params: Any, step: int) -> None:
-        """Samples from these parameters of the trainer, after so many optimizer steps, from now on."""
+    def update(self, params: Params, step: int) -> None:
+        """From now on, samples from these parameters, which the trainer has after `step` optimizer steps."""
         ...
 
     def generate(self, requests: Sequence[Request], *, sampling: Sampling, max_new_tokens: int) -> list[Response]:
@@ -118,8 +100,8 @@ class _Slots(NamedTuple):
     log_probability_RBT: jax.Array
 
 
-def _slots_shardings(mesh: Mesh, cache_axes: KVCache) -> Any:
-    cache: Any = [axes and sharding(mesh, ("replica", *axes)) for axes in cache_axes]
+def _slots_shardings(mesh: Mesh, cache_axes: KVCache) -> _Slots:
+    cache = [axes and sharding(mesh, ("replica", *axes)) for axes in cache_axes]
     rows, new = sharding(mesh, ("replica", "batch")), sharding(mesh, ("replica", "batch", None))
     return _Slots(KVCache(*cache), rows, rows, rows, rows, rows, new, new)  # type: ignore[arg-type]
 
@@ -155,7 +137,7 @@ class LocalEngine:
       refill_fraction: of the slots, that must have ended before others are filled in; 0: any.
 
     Attributes:
-      last_stats: what the last call of `generate` took.
+      decode_steps: times that every slot was run for one more token, in the last call of `generate`.
     Raises:
       UserError: the slots or the parameters cannot be split over the mesh.
     """
@@ -184,28 +166,31 @@ class LocalEngine:
                 f"rollout_slots={num_slots} is not a multiple of the {shards} shards of the devices that sample."
                 f"{nearest_clause(near)}"
             )
-        refuse_uneven(decoder, mesh)
-        self._num_slots, self._slots_per_replica = num_slots, num_slots // self._num_replicas
+        sizes = [f"rollout_{axis}_parallelism={mesh.shape[axis]}" for axis in ("tensor", "fsdp")]
+        abstract_on_mesh(decoder, mesh, f"{' and '.join(sizes)}. Nearest that works: 1 each.")
+        self._slots_per_replica = num_slots // self._num_replicas
         self._refill_at = max(1, int(refill_fraction * num_slots))
         self._num_positions = _round_up(max_prompt_tokens + max_new_tokens)
         self._transfer = Transfer(decoder, mesh)
-        self._params: Any = None
+        self._params: Params = None
         where = _slots_shardings(mesh, decoder.cache_axes)
         reported = (where, sharding(mesh))
-        self._empty = jax.jit(self._empty_slots, out_shardings=where)
-        how: Any = {"donate_argnums": 1, "static_argnames": ("sampling",)}
-        self._fill = jax.jit(self._filled, out_shardings=where, **how)
-        self._decode = jax.jit(self._decoded, out_shardings=reported, **how)
-        self.last_stats = RolloutStats(0, 0, 0, 0, 0)
+        self._empty: Callable[[], _Slots] = jax.jit(self._empty_slots, out_shardings=where)
+        jitted = functools.partial(jax.jit, donate_argnums=1, static_argnames=("sampling",))
+        self._fill: Callable[..., _Slots] = jitted(self._filled, out_shardings=where)
+        self._decode: Callable[..., tuple[_Slots, tuple[jax.Array, ...]]] = jitted(
+            self._decoded, out_shardings=reported
+        )
+        self.decode_steps = 0
 
-    def update(self, params: Any, step: int) -> None:
-        """Samples from these parameters of the trainer from now on; they may be on any mesh, with adapters, dealt."""
+    def update(self, params: Params, step: int) -> None:
+        """Samples from these parameters of the trainer from now on: on any mesh, with adapters, over stages."""
         del step  # they are here when this returns
         self._params = None  # the old ones go before the new ones come
         self._params = self._transfer(params)
 
     def close(self) -> None:
-        """Gives the parameters up."""
+        """Drops the parameters."""
         self._params = None
 
     def generate(self, requests: Sequence[Request], *, sampling: Sampling, max_new_tokens: int) -> list[Response]:
@@ -221,25 +206,22 @@ class LocalEngine:
         waiting = deque(range(len(requests)))
         free = [list(range(self._slots_per_replica)) for _ in range(self._num_replicas)]
         taken: dict[tuple[int, int], int] = {}  # (replica, slot): number of its request
-        decode_steps = prefills = 0
+        self.decode_steps = 0
         with jax.set_mesh(self._mesh):
             slots = self._empty()
             while waiting or taken:
                 for prompts in self._prompts(requests, self._take(waiting, free, taken)):
                     slots = self._fill(self._params, slots, prompts, max_new_tokens, sampling=sampling)
-                    prefills += 1
                 # With others waiting, until some have ended; at last until all have.
                 leave_running = max(len(taken) - self._refill_at, 0) if waiting else 0
                 slots, report = self._decode(self._params, slots, leave_running, max_new_tokens, sampling=sampling)
                 steps, *rows = (np.asarray(x) for x in report)
-                decode_steps += int(steps)
+                self.decode_steps += int(steps)
                 for at, response in _ended(taken, *rows, stop_token_ids=self._stop_token_ids):
                     responses[taken.pop(at)] = response
                     free[at[0]].append(at[1])
         found = [response for response in responses if response is not None]
         assert len(found) == len(requests)
-        tokens = sum(len(response.token_ids) for response in found)
-        self.last_stats = RolloutStats(len(found), tokens, decode_steps, decode_steps * self._num_slots, prefills)
         return found
 
     def _refuse(self, requests: Sequence[Request], max_new_tokens: int) -> None:
@@ -277,7 +259,7 @@ class LocalEngine:
         while num_rows < min(most, self._slots_per_replica) and 4 * num_rows * num_tokens <= _PREFILL_TOKENS:
             num_rows = min(4 * num_rows, self._slots_per_replica)
         key_ints = len(requests[numbers[0]].key)
-        batches = []
+        batches: list[_Prompts] = []
         for first in range(0, most, num_rows):
             size = (self._num_replicas, num_rows)
             batch = _Prompts(
@@ -297,10 +279,11 @@ class LocalEngine:
 
     def _empty_slots(self) -> _Slots:
         rows = (self._num_replicas, self._slots_per_replica)
-        cache = self._decoder.new_cache(self._slots_per_replica, self._num_positions)
+        new = self._decoder.new_cache(self._slots_per_replica, self._num_positions)
+        cache = [x if x is None else jnp.zeros((self._num_replicas, *x.shape), x.dtype) for x in new]
         zero_RB = jnp.zeros(rows, jnp.int32)
         return _Slots(
-            jax.tree.map(lambda x: jnp.zeros((self._num_replicas, *x.shape), x.dtype), cache),
+            KVCache(*cache),  # type: ignore[arg-type]
             zero_RB,
             zero_RB,
             jnp.broadcast_to(jax.random.key(self._seed), rows),
@@ -311,12 +294,12 @@ class LocalEngine:
         )
 
     def _filled(
-        self, params: Any, slots: _Slots, prompts: _Prompts, max_new_tokens: jax.Array, *, sampling: Sampling
+        self, params: Params, slots: _Slots, prompts: _Prompts, max_new_tokens: jax.Array, *, sampling: Sampling
     ) -> _Slots:
         """The slots with prompts in some of them, and the first token of each."""
 
-        def of_replica(params: Any, slots: _Slots, prompts: _Prompts) -> _Slots:
-            token_BT, length_B, slot_B, key_int_BI = map(jnp.asarray, prompts)
+        def of_replica(params: Params, slots: _Slots, prompts: _Prompts) -> _Slots:
+            token_BT, length_B, slot_B, key_int_BI = (jnp.asarray(x) for x in prompts)
             key_B = jnp.broadcast_to(jax.random.key(self._seed), slot_B.shape)
             for place in range(key_int_BI.shape[1]):
                 key_B = jax.vmap(jax.random.fold_in)(key_B, key_int_BI[:, place])
@@ -347,16 +330,16 @@ class LocalEngine:
 
     def _decoded(
         self,
-        params: Any,
+        params: Params,
         slots: _Slots,
         leave_running: jax.Array,
         max_new_tokens: jax.Array,
         *,
         sampling: Sampling,
     ) -> tuple[_Slots, tuple[jax.Array, ...]]:
-        """The slots once at most `leave_running` of them run, and what the host is told of them, with the steps."""
+        """The slots once at most `leave_running` of them run; the steps that took, and what the host must know."""
 
-        def of_replica(params: Any, slots: _Slots) -> _Slots:
+        def of_replica(params: Params, slots: _Slots) -> _Slots:
             running_B, count_B = slots.running_RB, slots.count_RB
             token_B, log_probability_B, cache = next_token(
                 self._decoder, params, slots.token_RB, slots.cache, slots.length_RB, slots.key_RB,
@@ -400,7 +383,7 @@ def _ended(
     stop_token_ids: Sequence[int],
 ) -> list[tuple[tuple[int, int], Response]]:
     """The (replica, slot) of those that have ended, with their responses."""
-    found = []
+    found: list[tuple[tuple[int, int], Response]] = []
     for at in [at for at in taken if not running_RB[at]]:
         token_ids = new_RBT[at][: count_RB[at]].tolist()
         log_probabilities = log_probability_RBT[at][: count_RB[at]].tolist()

@@ -1,10 +1,13 @@
 """Reinforcement learning in training's loop: steps whose batches are sampled and judged chunk by chunk."""
 
+# pyright: reportUnknownMemberType=false
+# jax declares some of its functions in part.
+
 import concurrent.futures
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -15,8 +18,8 @@ from maxtext_lite.parallel import sharding
 from maxtext_lite.rl.held_out import HeldOutResponses
 from maxtext_lite.rl.kl_reference import Reference
 from maxtext_lite.rl.log_probabilities import make_log_probabilities
-from maxtext_lite.rl.pairs import Chunk, batch_record
-from maxtext_lite.rl.rl_run import RLRun, Sampled, Verdict, open_rl_run, shared
+from maxtext_lite.rl.pairs import Chunk, Sampled, batch_record
+from maxtext_lite.rl.rl_run import RLRun, Verdict, open_rl_run, shared
 from maxtext_lite.rl.rollout import Request
 from maxtext_lite.rl.timeline import Timeline
 from maxtext_lite.training.checkpoint import Counts
@@ -31,6 +34,7 @@ from maxtext_lite.training.step_log import Taken
 TRAINING = 0
 """The first int of a request's key; `held_out` has another."""
 
+Result = TypeVar("Result")
 Rows = dict[str, jax.Array]
 Judged = tuple[Sampled, Verdict]
 
@@ -45,7 +49,11 @@ def train_rl(config: RLRunConfig) -> RunResult:
     """
     with contextlib.closing(open_rl_run(config)) as rl:
         return train_run(
-            rl.run, lambda terminal, *start: (RolloutSteps(rl, terminal, *start), HeldOutResponses(rl, terminal.say))
+            rl.run,
+            lambda terminal, state, counts: (
+                RolloutSteps(rl, terminal, state, counts),
+                HeldOutResponses(rl, terminal.say),
+            ),
         )
 
 
@@ -62,10 +70,13 @@ class RolloutSteps:
     ready = True
 
     def __init__(self, rl: RLRun, terminal: Terminal, state: TrainState, counts: Counts):
-        run, config, each = rl.run, rl.config, rl.config.num_iterations
+        run, config = rl.run, rl.config
         self._rl, self._run, self._config, self._batch, self._say = rl, run, config, rl.batch, terminal.say
         expected = rl.policy.expected(rl.batch.pairs_per_batch)
-        self._step = ChunkedStep(run.parts, run.schedule, expected=expected)
+        step = ChunkedStep(run.parts, run.schedule, expected=expected)
+        self._new_sums: Callable[[], GradientSums] = step.start
+        self._add: Callable[[TrainState, GradientSums, Rows], GradientSums] = step.add
+        self._update: Callable[[TrainState, GradientSums], tuple[TrainState, dict[str, jax.Array]]] = step.update
         self._reference = Reference(run, config, state, counts.step) if config.grpo_beta else None
         find_old = make_log_probabilities(run.parts, config.decode_sampling_temperature)
         self._find_old = None if rl.policy.on_policy else find_old
@@ -73,10 +84,8 @@ class RolloutSteps:
         # Several hosts sample in their main threads, where what they do together is in one order.
         apart = not rl.batch.takes_turns or config.rollout_engine == "http"
         self.samples_beside = apart and jax.process_count() == 1
-        pairs_of_unfinished = counts.step % each * rl.batch.pairs_per_batch
-        # Prompts of the batches before the one that is next, or unfinished.
-        self._prompts_seen = (counts.examples_seen - pairs_of_unfinished) // (each * config.num_generations)
-        self._chunks: list[Rows] = self._restored() if counts.step % each else []
+        self._prompts_seen = rl.batch.prompts_before(counts.step, counts.examples_seen)
+        self._chunks: list[Rows] = self._restored() if counts.step % config.num_iterations else []
         # Before the first step there may be an evaluation, which stands at step 0.
         self._rollouts, self._timeline = (
             run.open_log(functools.partial(JsonLines, run.directory / name, counts.step or -1, run.failures), self._say)
@@ -90,11 +99,11 @@ class RolloutSteps:
         """See `training.loop.Steps`; returns once the step is done."""
         batch, timeline, numbers = self._batch, Timeline(), self._prompt_numbers()
         if (step - 1) % self._config.num_iterations == 0:
-            sums, about = self._sample_and_add(state, step, numbers, timeline)
+            sums, about = self._sums_of_new(state, step, numbers, timeline)
         else:
-            sums, about = self._add(state, timeline), {}
+            sums, about = self._sums_again(state, timeline), {}
         with timeline.phase("train", batch.micro_batches - 1):
-            state, metrics = jax.block_until_ready(self._step.update(state, sums))
+            state, metrics = _ready(self._update(state, sums))
         if not step % self._config.num_iterations:
             self._prompts_seen += batch.prompts_per_batch
         if self._timeline:
@@ -114,14 +123,15 @@ class RolloutSteps:
             if log:
                 log.close()
 
-    def _sample_and_add(
+    def _sums_of_new(
         self, state: TrainState, step: int, numbers: np.ndarray, timeline: Timeline
-    ) -> tuple[GradientSums, Mapping[str, Any]]:
+    ) -> tuple[GradientSums, Mapping[str, float | str]]:
         """A new batch: the sum of its gradients, and what its step's record says of it."""
         rl, run = self._rl, self._run
         params = run.decoder.joined(state.params, state.frozen)
         rl.engine.update(params, step - 1)
-        self._chunks, judged, sums = [], [], self._step.start()
+        self._chunks, sums = [], self._new_sums()
+        judged: list[Chunk] = []
         where = sharding(run.mesh, TRAIN_BATCH_AXES)
         for number, chunk in enumerate(self._judged_chunks(numbers, timeline)):
             with timeline.phase("train", number):
@@ -131,24 +141,24 @@ class RolloutSteps:
                     rows["old_log_probabilities"] = self._find_old(params, rows)
                 if self._reference is not None:
                     rows["reference_log_probabilities"] = self._reference.of(rows)
-                sums = jax.block_until_ready(self._step.add(state, sums, rows))
+                sums = _ready(self._add(state, sums, rows))
             judged.append(chunk)
             self._chunks.append(rows)
         self._log_pairs(step, judged)
         return sums, {"prompts_seen": self._prompts_seen + self._batch.prompts_per_batch, **batch_record(judged)}
 
-    def _add(self, state: TrainState, timeline: Timeline) -> GradientSums:
+    def _sums_again(self, state: TrainState, timeline: Timeline) -> GradientSums:
         """The sum of the gradients of a batch that is there already."""
-        sums = self._step.start()
+        sums = self._new_sums()
         for number, rows in enumerate(self._chunks):
             with timeline.phase("train", number):
-                sums = jax.block_until_ready(self._step.add(state, sums, rows))
+                sums = _ready(self._add(state, sums, rows))
         return sums
 
     def _judged_chunks(self, numbers: np.ndarray, timeline: Timeline) -> Iterator[Chunk]:
         """The chunks of a batch in turn; while one is used, the next is on its way."""
         rl, config, first = self._rl, self._config, self._prompts_seen
-        per_chunk = len(numbers) // self._batch.micro_batches
+        per_chunk = self._batch.prompts_per_micro_batch
 
         def sample(chunk: int) -> Sampled:
             places = range(chunk * per_chunk, (chunk + 1) * per_chunk)
@@ -169,8 +179,9 @@ class RolloutSteps:
             scores = shared(verdict)
             for message in scores.messages:
                 self._say(f"reward: {message}")
-            how: Any = {"num_generations": config.num_generations, "scale_rewards": config.scale_rewards}
-            yield Chunk.judged(sampled.prompts, sampled.responses, sampled.texts, scores, **how)
+            yield Chunk.judged(
+                sampled, scores, num_generations=config.num_generations, scale_rewards=config.scale_rewards
+            )
 
     def _prompt_numbers(self) -> np.ndarray:
         """Of the batch that is next, or unfinished."""
@@ -224,7 +235,11 @@ def _ahead(
         try:
             if beside:
                 sampled = [sampler.submit(sample, chunk) for chunk in range(num_chunks)]
-                judged = [judges.submit(lambda c: judge(c, sampled[c].result()), c) for c in range(num_chunks)]
+
+                def judge_sampled(chunk: int) -> Judged:
+                    return judge(chunk, sampled[chunk].result())
+
+                judged = [judges.submit(judge_sampled, chunk) for chunk in range(num_chunks)]
                 for future in judged:
                     yield future.result()
                 return
@@ -241,7 +256,13 @@ def _ahead(
             raise
 
 
-def _put(x: np.ndarray, where: Any) -> jax.Array:
+def _ready(arrays: Result) -> Result:
+    """The same arrays, once they are there."""
+    jax.block_until_ready(arrays)
+    return arrays
+
+
+def _put(x: np.ndarray, where: jax.sharding.NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(x.shape, where, lambda index: x[index])
 
 

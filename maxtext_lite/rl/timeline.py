@@ -3,7 +3,7 @@
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple
 
 
@@ -31,7 +31,7 @@ class Timeline:
         self._phases: list[Phase] = []
 
     @contextlib.contextmanager
-    def phase(self, name: str, chunk: int) -> Iterator[None]:
+    def phase(self, name: str, chunk: int) -> Generator[None, None, None]:
         """What is done inside is a phase; one that fails is none."""
         start = time.perf_counter() - self._began
         yield

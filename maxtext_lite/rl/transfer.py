@@ -3,12 +3,14 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+# pyright: reportUnknownMemberType=false
+# jax declares some of its functions in part.
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from maxtext_lite.config import UserError
 from maxtext_lite.models import Decoder, merged
+from maxtext_lite.models.decoder import Params
 from maxtext_lite.parallel import MESH_AXES, make_mesh, tree_shardings
 
 
@@ -16,26 +18,6 @@ def sampling_mesh(devices: Sequence[Any], sizes: Mapping[str, int]) -> Mesh:
     """The mesh of the devices that sample, of these sizes by axis (`batching.rollout_mesh`); the others have 1."""
     ones: dict[str, int] = dict.fromkeys(MESH_AXES, 1)
     return make_mesh(ones | dict(sizes), ones, devices)
-
-
-def refuse_uneven(decoder: Decoder, mesh: Mesh) -> None:
-    """Returns if every parameter can be split over the mesh as its axes say.
-
-    Raises:
-      UserError: one cannot; names it.
-    """
-    shardings = tree_shardings(mesh, decoder.axes)
-    for (path, leaf), where in zip(
-        jax.tree_util.tree_leaves_with_path(decoder.abstract_params), jax.tree.leaves(shardings), strict=True
-    ):
-        try:
-            where.shard_shape(leaf.shape)
-        except ValueError:
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
-            raise UserError(
-                f"parameter {name} of shape {leaf.shape} cannot be split evenly over rollout_tensor_parallelism="
-                f"{mesh.shape['tensor']} and rollout_fsdp_parallelism={mesh.shape['fsdp']}. Nearest that works: 1 each."
-            ) from None
 
 
 class Transfer:
@@ -55,7 +37,7 @@ class Transfer:
         self._there = tree_shardings(mesh, decoder.axes)
         self._jitted: dict[Mesh, Any] = {}  # for each mesh that parameters have come from: one, of one trainer
 
-    def __call__(self, params: Any) -> Any:
+    def __call__(self, params: Params) -> Params:
         """The decoder's parameters on its mesh, of the trainer's, which are on a mesh of theirs."""
         here = jax.tree.leaves(params)[0].sharding.mesh
         stays = list(here.devices.flat) == list(self._mesh.devices.flat)
@@ -65,10 +47,17 @@ class Transfer:
         plain = self._jitted[here](params)
         return plain if stays else jax.device_put(plain, self._there, donate=True)
 
-    def _plain(self, params: Any) -> Any:
+    def _plain(self, params: Params) -> Params:
         wanted = self._decoder.abstract_params
-        in_order = jax.tree.map(lambda x, like: x.reshape(like.shape), merged(params), wanted)
+
+        def ordered(x: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
+            return x.reshape(like.shape)
+
+        def narrow(x: jax.Array) -> jax.Array:
+            return x.astype(self._decoder.shape.dtype)
+
+        in_order = jax.tree.map(ordered, merged(params), wanted)
         # The tables are wide for their gradients; looked up, their rows are cast all the same.
-        tables = jax.tree.map(lambda x: x.astype(self._decoder.shape.dtype), in_order["embedding"])
+        tables = jax.tree.map(narrow, in_order["embedding"])
         # Without a copy, what is not cast would be the trainer's own array, which its next step donates.
         return jax.tree.map(jnp.copy, self._decoder.cast(in_order) | {"embedding": tables})

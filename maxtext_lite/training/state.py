@@ -13,6 +13,7 @@ from maxtext_lite.batching import BatchPlan
 from maxtext_lite.config import Config, NumericsConfig, UserError, adapted_weights, remat_of
 from maxtext_lite.config.experts import grouped_matmul_kernel
 from maxtext_lite.config.kernels import Accelerator, attention_kernel
+from maxtext_lite.config.weights import ExpertSizes, model_shape
 from maxtext_lite.models import Decoder, DecoderShape, ExpertShape, Lora
 from maxtext_lite.parallel import (
     Pipeline,
@@ -141,36 +142,20 @@ def make_plain_decoder(config: Config) -> Decoder:
 
 def decoder_shape(config: Config) -> DecoderShape:
     """The shape of the decoder that a config describes, with plain attention."""
-    remat = remat_of(config)
+    remat, shape = remat_of(config), model_shape(config)
     return DecoderShape(
-        vocab_size=config.vocab_size,
-        emb_dim=config.base_emb_dim,
-        num_query_heads=config.base_num_query_heads,
-        num_kv_heads=config.base_num_kv_heads,
-        head_dim=config.head_dim,
-        mlp_dim=config.base_mlp_dim,
-        num_layers=config.base_num_decoder_layers,
-        norm=config.normalization,
-        norm_placement=config.norm_placement,
+        **vars(dataclasses.replace(shape, experts=_expert_shape(config, shape.experts))),
         norm_epsilon=config.normalization_layer_epsilon,
         activation=config.mlp_activation,
-        gated=config.gated_mlp,
-        mlp_bias=config.mlp_bias,
-        attention_bias=config.attention_bias,
-        qk_norm=config.qk_norm,
         pattern=config.pattern,
         window=config.sliding_window_size,
         soft_cap=config.attn_logits_soft_cap,
-        sinks=config.attention_sinks,
         query_scalar=config.query_pre_attn_scalar,
-        latent=config.mla,
         rope_max_timescale=config.rope_max_timescale,
         rope_local_max_timescale=config.rope_local_max_timescale,
         rope_scaling=config.rope_scaling,
         rotary_dim=config.rotary_dim,
-        num_positions=config.trainable_position_size,
         scaled_embeddings=config.scale_embeddings,
-        tied=config.logits_via_embedding,
         final_soft_cap=config.final_logits_soft_cap,
         initializer_range=config.initializer_range,
         dtype=jnp.dtype(config.dtype),
@@ -180,8 +165,6 @@ def decoder_shape(config: Config) -> DecoderShape:
         saved=None if remat is None else remat.saved,
         offloaded=() if remat is None else remat.offloaded,
         context_strategy=config.context_parallel_strategy,
-        experts=_expert_shape(config),
-        num_dense_layers=config.first_num_dense_layers,
         lora=Lora(config.lora_rank, config.lora_alpha, adapted_weights(config)) if config.lora_rank else None,
     )
 
@@ -194,23 +177,18 @@ def _pipeline(plan: BatchPlan) -> Pipeline | None:
     )
 
 
-def _expert_shape(config: Config) -> ExpertShape | None:
-    if config.num_experts == 1:
+def _expert_shape(config: Config, sizes: ExpertSizes | None) -> ExpertShape | None:
+    if sizes is None:
         return None
     return ExpertShape(
-        num_experts=config.num_experts,
-        num_per_token=config.num_experts_per_tok,
-        mlp_dim=config.moe_mlp_dim,
-        num_shared=config.shared_experts,
+        **vars(sizes),
         score=config.routed_score_func,
         normalised=config.norm_topk_prob,
         scaling=config.routed_scaling_factor,
         capacity_factor=None if config.capacity_factor == -1 else config.capacity_factor,
-        biased=config.routed_bias,
         num_groups=config.n_routing_groups,
         groups_per_token=config.topk_routing_group,
         activation=config.mlp_activation,
-        with_bias=config.expert_bias,
         grad_dtype=jnp.dtype(config.grad_dtype),
         quantization=config.quantization,
     )

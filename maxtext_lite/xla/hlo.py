@@ -172,14 +172,13 @@ def _groups_of_mesh(text: str) -> tuple[tuple[int, ...], ...]:
     if not re.fullmatch(r"'\w+'(:\(\d+\)\d+)?(, ?'\w+'(:\(\d+\)\d+)?)*", chosen):
         raise ValueError(f"cannot read the groups {text}")
     parts = {name: (1, size) for name, size in sizes.items()}
-    for name, before, size in re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", chosen):
-        if before:
-            parts[name] = int(before), int(size)
+    taken = re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", chosen)
+    parts |= {name: (int(before), int(size)) for name, before, size in taken if before}
     dims = []
     for name, size in sizes.items():  # each axis as [before, part, after]
         before, part = parts[name]
         dims += [before, part, size // (before * part)]
-    at = [3 * list(sizes).index(name) + 1 for name, _, _ in re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", chosen)]
+    at = [3 * list(sizes).index(name) + 1 for name, _, _ in taken]
     moved = np.moveaxis(ids.reshape(dims), at, range(-len(at), 0))
     return _rows(moved.reshape(-1, int(np.prod([dims[dim] for dim in at]))))
 

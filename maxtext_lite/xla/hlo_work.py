@@ -24,7 +24,7 @@ _LARGEST = 5
 
 
 @dataclasses.dataclass(frozen=True)
-class Kernel:
+class KernelCalls:
     """A custom call: code that XLA did not write.
 
     Attributes:
@@ -54,7 +54,7 @@ class LargeArray:
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class ProgramWork:
     """What one device does in one run of a module. None: not known, as of a loop with an unknown number of trips.
 
     Attributes:
@@ -68,7 +68,7 @@ class Work:
     """
 
     matmul_flops: Mapping[str, float | None]
-    kernels: tuple[Kernel, ...]
+    kernels: tuple[KernelCalls, ...]
     memory_bytes: float | None
     cycles: float | None
     largest_arrays: tuple[LargeArray, ...]
@@ -84,7 +84,7 @@ class Work:
         return tuple(kernel.name for kernel in self.kernels if kernel.flops is None)
 
 
-def work(module: Module, *, memory_spaces: Sequence[int] = (0,)) -> Work:
+def work(module: Module, *, memory_spaces: Sequence[int] = (0,)) -> ProgramWork:
     """Counts what a module does.
 
     Args:
@@ -120,7 +120,7 @@ def work(module: Module, *, memory_spaces: Sequence[int] = (0,)) -> Work:
             if kernel is not None:
                 stated = it.attribute(r'"cost_estimate":\{[^}]*"flops":"?(\d+)')
                 calls.setdefault(kernel, []).append((runs.times, float(stated) if stated else None))
-    return Work(
+    return ProgramWork(
         matmul_flops={dtype: _total(each) for dtype, each in sorted(flops.items())},
         kernels=tuple(sorted((_kernel(name, each) for name, each in calls.items()), key=_most_runs_first)),
         memory_bytes=_total(moved),
@@ -138,12 +138,12 @@ def _total(parts: Sequence[float | None]) -> float | None:
     return sum(known) if len(known) == len(parts) else None
 
 
-def _kernel(name: str, calls: Sequence[tuple[int | None, float | None]]) -> Kernel:
+def _kernel(name: str, calls: Sequence[tuple[int | None, float | None]]) -> KernelCalls:
     times = _total([times for times, _ in calls])
-    return Kernel(name, None if times is None else int(times), _total([_times(f, t) for t, f in calls]))
+    return KernelCalls(name, None if times is None else int(times), _total([_times(f, t) for t, f in calls]))
 
 
-def _most_runs_first(kernel: Kernel) -> tuple[int, str]:
+def _most_runs_first(kernel: KernelCalls) -> tuple[int, str]:
     return -(kernel.times or 0), kernel.name
 
 
@@ -195,7 +195,7 @@ _WINDOW = ("size", "stride", "lhs_dilate", "rhs_dilate")
 def _valid_products(
     lhs_size: int, out_size: int, *, size: int, stride: int, low: int, lhs_dilate: int, rhs_dilate: int
 ) -> int:
-    """Pairs (output position o, kernel position k) of one dim that meet an element: o stride + k rhs_dilate - low is a
+    """Pairs (output position o, kernel position k) of one dim that hit an element: o stride + k rhs_dilate - low is a
     multiple of lhs_dilate and within the dilated input."""
     last = (lhs_size - 1) * lhs_dilate
     common = math.gcd(stride, lhs_dilate)

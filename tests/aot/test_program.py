@@ -83,7 +83,7 @@ TABLES_OF = {
 
 
 def table(rows):
-    return {(row.kind, "+".join(row.axes)): (row.times, row.payload_bytes) for row in rows}
+    return {(row.kind, "+".join(row.axes)): (row.times, row.bytes) for row in rows}
 
 
 @pytest.mark.parametrize("name", REFERENCES)
@@ -99,7 +99,7 @@ def test_what_a_device_sends_on_rings_follows_from_what_it_holds_afterwards():
     assert sums.sent_bytes == 2 * (PARAMETERS - TABLE + 120) * 7 / 8
     assert tokens.sent_bytes == 2 * STREAM // 4 * 7 / 8
     assert program().sent_bytes == gathers.sent_bytes + sums.sent_bytes + tokens.sent_bytes
-    assert gathers.payload == {"f32": 2 * LAYERS + TABLE, "s32": IDS}
+    assert gathers.bytes_by_dtype == {"f32": 2 * LAYERS + TABLE, "s32": IDS}
     assert (gathers.async_times, sums.async_times) == (0, 0)  # a CPU waits for each
 
 
@@ -117,13 +117,13 @@ def test_of_a_cpu_the_work_is_known_and_the_time_is_not():
     assert set(it.versions) == {"jax", "jaxlib"}
 
 
-def test_only_local_updates_meet_and_they_send_their_parameters_once():
+def test_only_local_updates_synchronize_and_they_send_their_parameters_once():
     overrides, num_devices = REFERENCES["data 2 x fsdp 2 x tensor 2, local updates"]
     local = program(*overrides, num_devices=num_devices)
-    assert {key: size for key, (_, size) in table(local.meeting).items()} == {
+    assert {key: size for key, (_, size) in table(local.synchronization).items()} == {
         ("all-reduce", "data"): (LAYERS + TABLES) // 4 + NORMS
     }
-    assert program().meeting is None
+    assert program().synchronization is None
 
 
 def test_what_is_exchanged_in_the_loop_counts_once_for_each_micro_batch_though_its_bound_be_traced():

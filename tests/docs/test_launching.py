@@ -8,7 +8,7 @@ import yaml
 
 from maxtext_lite.batching import make_plan
 from maxtext_lite.config import load_config
-from maxtext_lite.parallel.cluster import place
+from maxtext_lite.parallel.cluster import process_info
 from tests.docs.test_readme import blocks, environment
 from tests.source_tree import REPOSITORY
 
@@ -62,7 +62,7 @@ def test_the_pods_of_the_job_are_told_their_places():
     assert variables["JAX_NUM_PROCESSES"] == str(spec["parallelism"]) == str(spec["completions"])
     name, subdomain = job["metadata"]["name"], spec["template"]["spec"]["subdomain"]
     assert variables["JAX_COORDINATOR_ADDRESS"].startswith(f"{name}-0.{subdomain}:")
-    found = place({**variables, "JAX_PROCESS_ID": "3"}, on_tpu=False)
+    found = process_info({**variables, "JAX_PROCESS_ID": "3"}, on_tpu=False)
     assert (found.num_processes, found.process_id) == (4, 3)
 
 

@@ -1,5 +1,6 @@
 """Sampling from a run: the cache, stop tokens, and independence of prompts from each other."""
 
+import dataclasses
 import json
 
 import jax
@@ -7,12 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext_lite.config import load_config
-from maxtext_lite.convert import hf_config
-from maxtext_lite.generation.sampler import Sampler, load_on_mesh
+from maxtext_lite.config import Mla, load_config
+from maxtext_lite.config.hf.model_directory import hf_config
+from maxtext_lite.generation.sampler import Sampler, load_on_mesh, mesh_problems
 from maxtext_lite.generation.scoring import Scorer, Span
+from maxtext_lite.models import Decoder, DecoderShape, Sampling
+from maxtext_lite.parallel import MESH_AXES, make_mesh, tree_shardings
 from maxtext_lite.training import train
-from tests.training.conftest import TINY
+from tests.models.in_place import rewritten
+from tests.training.conftest import TINY, make_setup
 
 PROMPTS = [[5, 6, 7, 8, 9], [40], [17, 3, 99]]
 
@@ -37,7 +41,7 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def sampler(run):
-    return Sampler.from_run(run.run_directory, load_config(run.run_directory / "config.yml"))
+    return Sampler(*load_on_mesh(run.run_directory, load_config(run.run_directory / "config.yml"), {}))
 
 
 def _texts(sampler, prompts, **how):
@@ -84,9 +88,9 @@ def test_dynamic_rotation_goes_on_as_transformers_does_with_its_cache(factor, tm
         assert scorer.score([Span(tokens, 1)])[0].log_likelihood == pytest.approx(likelihood, abs=1e-3)
 
 
-def test_greedy_tokens_are_the_argmax_of_the_whole_sequence(run, sampler, setup):
+def test_greedy_tokens_are_the_argmax_of_the_whole_sequence(run, sampler):
     texts = _texts(sampler, PROMPTS, max_new_tokens=6, temperature=0)
-    decoder, params = setup().decoder, jax.device_get(run.state.params)
+    decoder, params = make_setup().decoder, jax.device_get(run.state.params)
     for prompt, text in zip(PROMPTS, texts, strict=True):
         tokens = list(prompt)
         for token, log_probability in text:
@@ -120,6 +124,49 @@ def test_a_stop_token_ends_its_own_text_only(sampler):
 
 def test_tensor_parallel_sampling_gives_the_same_text(run, sampler):
     config = load_config(run.run_directory / "config.yml")
-    on_two = Sampler.from_run(run.run_directory, config, tensor_parallelism=2)
+    on_two = Sampler(*load_on_mesh(run.run_directory, config, {"tensor": 2}))
     one, two = (_texts(s, PROMPTS, max_new_tokens=5, temperature=0) for s in (sampler, on_two))
     assert json.dumps([[t for t, _ in text] for text in one]) == json.dumps([[t for t, _ in text] for text in two])
+
+
+def test_a_mesh_that_a_model_cannot_lie_on_is_named_by_each_of_its_keys():
+    config = load_config(None, list(TINY))
+    assert mesh_problems(config, 8, {"tensor": 2, "fsdp": 4}) == []
+    tensor, fsdp = mesh_problems(config, 8, {"tensor": 4, "fsdp": 3})
+    assert tensor.startswith("ici_tensor_parallelism=4 does not divide the model's heads, mlp and vocabulary over 8")
+    assert fsdp == (
+        "ici_fsdp_parallelism=3 does not divide the model's embedding over 8 devices. Nearest that works: 2."
+    )
+
+
+PLAIN = DecoderShape(vocab_size=32, emb_dim=16, num_query_heads=4, num_kv_heads=2, head_dim=4, mlp_dim=24, num_layers=4)
+
+
+@pytest.mark.parametrize("shape", [
+    PLAIN,
+    dataclasses.replace(PLAIN, num_layers=7, pattern=("local", "local", "global"), window=3),
+    dataclasses.replace(
+        PLAIN, head_dim=6, rotary_dim=2,
+        latent=Mla(q_lora_rank=0, kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=5),
+    ),
+], ids=["plain", "windows", "latent"])  # fmt: skip
+def test_a_token_changes_the_cache_in_place_wherever_it_lies(shape):
+    decoder, ones = Decoder(shape), dict.fromkeys(MESH_AXES, 1)
+    mesh = make_mesh(ones | {"fsdp": 2, "tensor": 2}, ones, jax.devices()[:4])
+    params = jax.device_put(jax.jit(decoder.init)(jax.random.key(0)), tree_shardings(mesh, decoder.axes))
+    sampler, sampling = Sampler(decoder, params, mesh), Sampling(temperature=1)
+    with jax.set_mesh(mesh):
+        length_B, key_B = jnp.full(4, 5), jax.vmap(jax.random.key)(jnp.arange(4))
+        token_B, _, cache = sampler._prefill(
+            sampler._params, np.zeros((4, 64), np.int32), length_B, key_B, num_positions=512, sampling=sampling
+        )
+        arguments = (sampler._params, token_B, cache, length_B, key_B)
+        extend = sampler._extend.lower(*arguments, sampling=sampling).compile()
+        parts = [jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype) for x in jax.tree.leaves(cache)]
+        # What one layer's attention reads is the most that is taken out of the cache, once each for keys and values.
+        assert not rewritten(extend.as_text(), 2 * min(part.size for part in parts) // shape.num_layers)
+        assert extend.memory_analysis().alias_size_in_bytes >= sum(part.size * 4 for part in parts)
+        after = sampler._extend(*arguments, sampling=sampling)[2]
+    assert cache.key.is_deleted()
+    assert after.key.sharding == cache.key.sharding
+    assert cache.key.sharding.shard_shape(cache.key.shape)[1] == 2, "sequences are split over fsdp from the start"

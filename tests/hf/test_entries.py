@@ -1,26 +1,32 @@
 """A table laid over a tree: which lines are meant, in which layers, and what is missing."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from maxtext_lite.config import UserError
+from maxtext_lite.config.weights import ExpertSizes, ModelShape
 from maxtext_lite.hf.entries import entries_of, flat
 from maxtext_lite.hf.names import Name, Table
 
-SIZES = {"D": 4, "F": 6, "I": 3, "E": 2}
-TABLE = Table("m.", (Name(("norm",), "m.norm", "D -> D"),), (
-    Name(("mlp/up",), "m.{layer}.up", "F D -> D F"),
-    Name(("mlp/up",), "m.{layer}.{expert}.up", "I D -> D I"),
-    Name(("scale",), "m.{layer}.scale", "D -> D"),
+MODEL = ModelShape(
+    vocab_size=5, emb_dim=4, num_query_heads=2, num_kv_heads=2, head_dim=2, mlp_dim=6, num_layers=3,
+    experts=ExpertSizes(2, 1, 3), num_dense_layers=1,
+)  # fmt: skip
+TABLE = Table("m.", (Name(("final_norm/scale",), "m.norm"),), (
+    Name(("mlp/up",), "m.{layer}.up"),
+    Name(("mlp/up",), "m.{layer}.{expert}.up"),
+    Name(("mlp_norm/scale",), "m.{layer}.scale"),
 ))  # fmt: skip
 SHAPES = {
-    "norm": (4,), "dense_layers/scale": (1, 4), "dense_layers/mlp/up": (1, 4, 6),
-    "layers/scale": (2, 4), "layers/mlp/up": (2, 2, 4, 3),
+    "final_norm/scale": (4,), "dense_layers/mlp_norm/scale": (1, 4), "dense_layers/mlp/up": (1, 4, 6),
+    "layers/mlp_norm/scale": (2, 4), "layers/mlp/up": (2, 2, 4, 3),
 }  # fmt: skip
 
 
-def test_a_line_is_that_of_the_rank_and_layers_count_on_from_the_dense_ones():
-    entries = {entry.paths: entry for entry in entries_of(TABLE, SHAPES, SIZES, "there")}
+def test_a_line_is_that_of_the_layers_kind_and_layers_count_on_from_the_dense_ones():
+    entries = {entry.paths: entry for entry in entries_of(TABLE, SHAPES, MODEL, "there")}
     assert entries.keys() == {(path,) for path in SHAPES}
     dense, experts = entries["dense_layers/mlp/up",], entries["layers/mlp/up",]
     assert [name for name, _, _ in dense.tensor_names()] == ["m.0.up"]
@@ -30,18 +36,20 @@ def test_a_line_is_that_of_the_rank_and_layers_count_on_from_the_dense_ones():
 
 
 def test_layers_of_a_pipeline_have_two_dims():
-    shapes = {"layers/scale": (3, 2, 4), "layers/mlp/up": (3, 2, 4, 6)}
-    entries = entries_of(TABLE, shapes, SIZES, "there")
+    model = dataclasses.replace(MODEL, experts=None, num_layers=6, num_dense_layers=0)
+    shapes = {"layers/mlp_norm/scale": (3, 2, 4), "layers/mlp/up": (3, 2, 4, 6)}
+    entries = entries_of(TABLE, shapes, model, "there")
     assert {entry.layer_dims for entry in entries} == {(3, 2)}
     assert [name for name, _, _ in entries[0].tensor_names()] == [f"m.{layer}.up" for layer in range(6)]
 
 
 def test_shapes_that_differ_and_parameters_without_a_name_are_refused():
+    shapes = SHAPES | {"layers/mlp/up": (2, 2, 4, 5), "layers/attention/sinks": (2, 4)}
     with pytest.raises(UserError) as refusal:
-        entries_of(TABLE, SHAPES | {"layers/mlp/up": (2, 2, 4, 5), "layers/sinks": (2, 4)}, SIZES, "there")
+        entries_of(TABLE, shapes, MODEL, "there")
     assert refusal.value.problems == (
         "there: parameter layers/mlp/up is (2, 2, 4, 3) there and (2, 2, 4, 5) here.",
-        "there: its family has no tensor for parameter layers/sinks.",
+        "there: its family has no tensor for parameter layers/attention/sinks.",
     )
 
 

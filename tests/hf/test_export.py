@@ -8,10 +8,10 @@ import pytest
 import safetensors.numpy
 
 from maxtext_lite.config.hf.config import config_json, model_keys
+from maxtext_lite.config.hf.model_directory import hf_config
 from maxtext_lite.config.json_file import read_object
-from maxtext_lite.convert import hf_config
 from maxtext_lite.hf import export_parameters
-from tests.hf.test_loading import TOKENS, load
+from tests.hf.test_importing import TOKENS, load
 from tests.hf_models import MODELS, logits, model, save
 
 torch = pytest.importorskip("torch")

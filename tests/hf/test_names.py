@@ -1,41 +1,99 @@
-"""Patterns by hand, and every table in both directions."""
+"""How tensors lie, by hand, and every line of every table in both directions."""
+
+import dataclasses
 
 import numpy as np
 import pytest
 
+from maxtext_lite.config import Mla
 from maxtext_lite.config.hf.config import FAMILIES
+from maxtext_lite.config.weights import ExpertSizes, ModelShape, stacks_of
 from maxtext_lite.hf.names import TABLES, Name
 
-SIZES = {"V": 11, "D": 6, "T": 7, "N": 4, "K": 2, "H": 6, "F": 5, "E": 3, "I": 4, "S": 8, "Q": 5, "R": 3, "P": 2,
-         "O": 4, "C": 7, "W": 3}  # fmt: skip
+PLAIN = ModelShape(
+    vocab_size=11, emb_dim=6, num_query_heads=4, num_kv_heads=2, head_dim=6, mlp_dim=5, num_layers=2, num_positions=7,
+    norm="layer_norm", norm_placement="both", mlp_bias=True, attention_bias="all", qk_norm="head", sinks=True,
+)  # fmt: skip
+EXPERTS = ExpertSizes(3, 2, 4, num_shared=2, biased=True, with_bias=True)
+LATENT = dataclasses.replace(PLAIN, latent=Mla(5, 3, 2, 4, 3), experts=EXPERTS, num_layers=3, num_dense_layers=1)
+MODELS = (PLAIN, dataclasses.replace(PLAIN, qk_norm="all_heads"), dataclasses.replace(PLAIN, experts=EXPERTS))
+LATENT_MODELS = (LATENT, dataclasses.replace(LATENT, latent=Mla(0, 3, 2, 4, 3)))
+SIZES = LATENT.sizes
 
 
 def test_every_family_has_a_table():
     assert TABLES.keys() == FAMILIES.keys()
 
 
+def laid(line, in_layers, models):
+    """The line in each model that has its parameters, with their weights."""
+    for model in models:
+        for stack, (_, weights) in stacks_of(model).items():
+            if bool(stack) == in_layers and weights.keys() >= {*line.ours}:
+                held = [weights[path] for path in line.ours]
+                if (name := line.laid(held)) is not None:
+                    yield name, held, model.sizes
+
+
 @pytest.mark.parametrize("kind", TABLES)
 def test_what_is_imported_is_exported(kind):
-    table = TABLES[kind]
-    for name in (*table.root, *table.layer):
-        tensor = np.arange(np.prod(name.their_shape(SIZES))).reshape(name.their_shape(SIZES))
-        ours = [name.to_ours(tensor, part, SIZES) for part in range(len(name.ours))]
-        for part, x in enumerate(ours):
-            assert x.shape == name.our_shape(part, SIZES)[name.per_expert :], name
-        assert sum(x.size for x in ours) == tensor.size, name
-        np.testing.assert_array_equal(name.to_theirs(ours, SIZES), tensor)
+    table, models = TABLES[kind], LATENT_MODELS if kind.startswith("deepseek") else MODELS
+    for line in (*table.root, *table.layer):
+        found = list(laid(line, line in table.layer, models))
+        assert found, line
+        for name, weights, sizes in found:
+            tensor = np.arange(np.prod(name.their_shape(sizes))).reshape(name.their_shape(sizes))
+            ours = [name.to_ours(tensor, part, sizes) for part in range(len(name.ours))]
+            for part, (x, weight) in enumerate(zip(ours, weights, strict=True)):
+                assert x.shape == name.our_shape(part, sizes) == weight.sizes[name.per_expert :], name
+            assert sum(x.size for x in ours) == tensor.size, name
+            np.testing.assert_array_equal(name.to_theirs(ours, sizes), tensor)
+
+
+QUERY = PLAIN.weight("D N H", "embed heads head_dim")
+KEY = PLAIN.weight("D K H", "embed kv_heads head_dim")
 
 
 def test_a_linear_layer_is_transposed_and_cut_into_heads():
-    name = Name(("query",), "q", "(N H) D -> D N H")
+    name = Name(("query",), "q").laid([QUERY])
     tensor = np.arange(24 * 6).reshape(24, 6)
     ours = name.to_ours(tensor, 0, SIZES)
     assert ours.base is not None, "a view"
     assert ours[2, 3, 1] == tensor[3 * 6 + 1, 2]
 
 
+def test_a_pattern_says_what_is_otherwise():
+    name = Name(("query",), "q", "D (N H)").laid([QUERY])
+    tensor = np.arange(24 * 6).reshape(6, 24)
+    assert name.to_ours(tensor, 0, SIZES)[2, 3, 1] == tensor[2, 3 * 6 + 1]
+
+
+def test_the_output_of_heads_is_transposed_tables_and_vectors_are_not():
+    out = Name(("out",), "o").laid([PLAIN.weight("N H D", "heads head_dim embed")])
+    tensor = np.arange(6 * 24).reshape(6, 24)
+    assert out.to_ours(tensor, 0, SIZES)[3, 1, 2] == tensor[2, 3 * 6 + 1]
+    for weight, shape in (
+        (PLAIN.weight("V D", "vocab embed"), (11, 6)),
+        (PLAIN.weight("T D", "positions embed"), (7, 6)),
+        (PLAIN.weight("N H", "heads head_dim", "zeros"), (24,)),
+    ):
+        name = Name(("x",), "x").laid([weight])
+        assert name.their_shape(SIZES) == shape
+        tensor = np.arange(np.prod(shape)).reshape(shape)
+        np.testing.assert_array_equal(name.to_ours(tensor, 0, SIZES), tensor.reshape(weight.sizes))
+
+
+def test_a_line_is_about_experts_or_it_is_not():
+    """Of experts with a tensor each, one of them; of experts that share one, all."""
+    weight = LATENT.weight("E D I", "experts expert_embed mlp")
+    assert Name(("up",), "up").laid([weight]) is None
+    assert Name(("up",), "{expert}.up").laid([QUERY]) is None
+    assert Name(("up",), "{expert}.up").laid([weight]).their_shape(SIZES) == (4, 6)
+    assert Name(("up",), "up", "E D I").laid([weight]).their_shape(SIZES) == (3, 6, 4)
+
+
 def test_parts_stand_one_after_another():
-    name = Name(("query", "key", "value"), "qkv", "(Z H) D -> D Z H", ("N", "K", "K"))
+    name = Name(("query", "key", "value"), "qkv", parts=("N", "K", "K")).laid([QUERY, KEY, KEY])
     tensor = np.arange(48 * 6).reshape(48, 6)
     assert name.to_ours(tensor, 0, SIZES)[5, 3, 2] == tensor[3 * 6 + 2, 5]
     assert name.to_ours(tensor, 1, SIZES)[5, 1, 2] == tensor[(4 + 1) * 6 + 2, 5]
@@ -43,14 +101,15 @@ def test_parts_stand_one_after_another():
 
 
 def test_parts_take_turns():
-    name = Name(("gate", "up"), "gate_up", "E D (I Z) -> E D I", ("1", "1"))
+    weight = LATENT.weight("E D I", "experts expert_embed mlp")
+    name = Name(("gate", "up"), "gate_up", "E D (I Z)", ("1", "1")).laid([weight, weight])
     tensor = np.arange(3 * 6 * 8).reshape(3, 6, 8)
     np.testing.assert_array_equal(name.to_ours(tensor, 0, SIZES), tensor[..., ::2])
     np.testing.assert_array_equal(name.to_ours(tensor, 1, SIZES), tensor[..., 1::2])
 
 
 def test_pairs_become_halves_behind_the_dims_that_are_not_rotated():
-    name = Name(("kv_down",), "kv", "C D -> D C", pairs="C")
+    name = Name(("kv_down",), "kv", pairs="C").laid([LATENT.weight("D C", "embed latent")])
     tensor = np.arange(7 * 6).reshape(7, 6)
     order = name.to_ours(tensor, 0, SIZES)[0] // 6
     assert order.tolist() == [0, 1, 2, 3, 5, 4, 6]

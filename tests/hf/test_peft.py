@@ -13,7 +13,7 @@ from maxtext_lite.config.json_file import read_object
 from maxtext_lite.hf import export_adapters, flat
 from maxtext_lite.models import Decoder, Lora, merged
 from maxtext_lite.models.decoder import DecoderShape
-from tests.hf.test_loading import TOKENS, load, logits_of
+from tests.hf.test_importing import TOKENS, load, logits_of
 from tests.hf_models import logits, model, save
 
 torch = pytest.importorskip("torch")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from maxtext_lite.config import UserError, load_config
-from maxtext_lite.convert import hf_config
+from maxtext_lite.config.hf.model_directory import hf_config
 from maxtext_lite.data.chat import ChatTemplate
 from maxtext_lite.data.prompts import open_prompts
 from maxtext_lite.data.sources import open_sources

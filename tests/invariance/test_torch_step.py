@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext_lite.convert import hf_config
+from maxtext_lite.config.hf.model_directory import hf_config
 from maxtext_lite.hf import load_hf_parameters
 from maxtext_lite.models import Decoder
 from maxtext_lite.parallel import MESH_AXES, make_mesh, sharding, tree_shardings

@@ -3,11 +3,11 @@
 import pytest
 
 from maxtext_lite.config import UserError
-from maxtext_lite.parallel.cluster import Place, place
+from maxtext_lite.parallel.cluster import ProcessInfo, process_info
 
 
 def told(environment, **options):
-    return place(environment, **{"on_tpu": False, **options})
+    return process_info(environment, **{"on_tpu": False, **options})
 
 
 STATED = {"JAX_COORDINATOR_ADDRESS": "10.0.0.1:1234", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"}
@@ -48,14 +48,14 @@ def test_a_process_alone_starts_nothing(environment):
 
 def test_the_three_variables_come_first():
     found = told({**SLURM, **STATED})
-    assert found == Place("JAX_COORDINATOR_ADDRESS=10.0.0.1:1234", 4, 3, "10.0.0.1:1234")
+    assert found == ProcessInfo("JAX_COORDINATOR_ADDRESS=10.0.0.1:1234", 4, 3, "10.0.0.1:1234")
 
 
 def test_slurm_meets_at_the_first_node_on_a_port_of_the_job():
     found = told(SLURM)
     assert (found.num_processes, found.process_id) == (8, 5)
     assert found.address == f"gpu-007:{61440 + 4242 % 4096}"
-    assert found.told_by == f"{found.address} (SLURM_STEP_NODELIST=gpu-[007-008])"
+    assert found.stated_by == f"{found.address} (SLURM_STEP_NODELIST=gpu-[007-008])"
     assert found.method is None
 
 
@@ -100,7 +100,7 @@ def test_open_mpi_meets_where_its_launcher_runs():
 def test_gke_counts_the_hosts_of_all_slices():
     found = told(GKE, on_tpu=True)
     assert (found.num_processes, found.process_id, found.method) == (8, 5, "gketpu")
-    assert found.told_by == "MEGASCALE_COORDINATOR_ADDRESS=slice-0-0.job"
+    assert found.stated_by == "MEGASCALE_COORDINATOR_ADDRESS=slice-0-0.job"
     one = {key: value for key, value in GKE.items() if not key.startswith("MEGASCALE")}
     assert told(one, on_tpu=True).num_processes == 4
     assert told({**one, "TPU_SKIP_MDS_QUERY": "true"}, on_tpu=True).num_processes == 4  # as GKE sets it

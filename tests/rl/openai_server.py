@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from maxtext_lite.config import UserError
-from maxtext_lite.convert import hf_config
+from maxtext_lite.config.hf.model_directory import hf_config
 from maxtext_lite.generation.sampler import load_on_mesh
 from maxtext_lite.models import Sampling
 from maxtext_lite.rl.rollout import LocalEngine, Request

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from maxtext_lite.data import Prompt
-from maxtext_lite.rl.pairs import Chunk, batch_record, responses_hash
+from maxtext_lite.rl.pairs import Chunk, Sampled, batch_record, responses_hash
 from maxtext_lite.rl.rewards import Scores
 from maxtext_lite.rl.rollout import Response
 
@@ -20,7 +20,7 @@ RESPONSES = (
 def chunk(total=(1.0, 0.0, 0.5, 0.5), scale="none"):
     prompts = [PROMPTS[0], PROMPTS[0], PROMPTS[1], PROMPTS[1]]
     scores = Scores(np.array(total), {"a": np.array(total), "b": np.arange(4.0)}, 3, ("a said no",))
-    return Chunk.judged(prompts, RESPONSES, list("wxyz"), scores, num_generations=2, scale_rewards=scale)
+    return Chunk.judged(Sampled(prompts, RESPONSES, "wxyz"), scores, num_generations=2, scale_rewards=scale)
 
 
 def test_a_row_is_the_prompt_and_the_response_and_only_the_response_has_weight():

@@ -14,7 +14,9 @@ def test_devices_are_shared_out_and_slots_fit_those_that_sample(tmp_path, config
     with contextlib.closing(open_rl_run(config_of(tmp_path, *words))) as rl:
         assert list(rl.run.mesh.devices.flat) == jax.devices()[:2]
         assert list(rl.engine._mesh.devices.flat) == jax.devices()[2:]
-        assert rl.engine._num_slots == 12  # a chunk has 8 pairs, and there are 6 shards
+        assert (
+            rl.engine._slots_per_replica * rl.engine._num_replicas == 12
+        )  # a chunk has 8 pairs, and there are 6 shards
         assert rl.run.plan.num_devices == 2
 
 

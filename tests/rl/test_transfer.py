@@ -8,10 +8,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from maxtext_lite.config import UserError
 from maxtext_lite.models import Adapted, Decoder, Lora
 from maxtext_lite.parallel import MESH_AXES, Pipeline, make_mesh, tree_shardings
-from maxtext_lite.rl.transfer import Transfer, refuse_uneven, sampling_mesh
+from maxtext_lite.rl.transfer import Transfer, sampling_mesh
 from tests.rl.test_rollout import LLAMA, parameters
 
 LORA = Lora(rank=2, alpha=6.0, targets=("query", "down"))
@@ -54,10 +53,3 @@ def test_parameters_come_from_adapters_and_pipelines_of_any_devices(sampling_dev
         assert x.shape == want.shape, name
         want = want if "norm" in name else want.astype(ml_dtypes.bfloat16)
         np.testing.assert_allclose(np.asarray(x, np.float64), np.asarray(want, np.float64), rtol=1e-2, err_msg=name)
-
-
-def test_a_mesh_that_does_not_suit_is_refused():
-    mesh = sampling_mesh(jax.devices()[:4], {"data": 1, "fsdp": 1, "tensor": 4})
-    with pytest.raises(UserError, match=r"parameter .*key.* cannot be split evenly over rollout_tensor_parallelism=4"):
-        refuse_uneven(Decoder(LLAMA), mesh)
-    refuse_uneven(Decoder(LLAMA), sampling_mesh(jax.devices()[:8], {"data": 2, "fsdp": 2, "tensor": 2}))

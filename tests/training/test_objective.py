@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from maxtext_lite.config import load_config
-from maxtext_lite.convert import hf_config
+from maxtext_lite.config.hf.model_directory import hf_config
 from maxtext_lite.data import open_sources
 from maxtext_lite.hf import load_hf_parameters
 from maxtext_lite.parallel import MESH_AXES, make_mesh, tree_shardings

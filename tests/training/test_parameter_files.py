@@ -7,7 +7,15 @@ import numpy as np
 import pytest
 
 from maxtext_lite.config import UserError
-from maxtext_lite.training.parameter_files import checkpoints_in, load_parameters, save_parameters, whole_checkpoint
+from maxtext_lite.models import Decoder, DecoderShape
+from maxtext_lite.parallel import MESH_AXES, make_mesh
+from maxtext_lite.training.parameter_files import (
+    abstract_on_mesh,
+    checkpoints_in,
+    load_parameters,
+    save_parameters,
+    whole_checkpoint,
+)
 from maxtext_lite.training.state import abstract_state
 
 
@@ -71,3 +79,18 @@ def test_parameters_alone_are_written_with_checksums_and_written_over(saved, tmp
     (tmp_path / "checkpoints" / "0" / "params" / "_METADATA").write_text("{}")
     with pytest.raises(UserError, match=r"params/_METADATA is not as it was written; there is none before it\."):
         load_parameters(tmp_path, it.abstract.params, "key")
+
+
+def test_parameters_that_a_mesh_does_not_split_evenly_are_refused_by_name():
+    decoder = Decoder(
+        DecoderShape(vocab_size=64, emb_dim=16, num_query_heads=4, num_kv_heads=2, head_dim=4, mlp_dim=24, num_layers=2)
+    )
+    ones = dict.fromkeys(MESH_AXES, 1)
+
+    def on_mesh(**sizes):
+        return abstract_on_mesh(decoder, make_mesh(ones | sizes, ones), "tensor=4. Nearest that works: 2.")
+
+    with pytest.raises(UserError, match=r"parameter .*key.* cannot be split evenly over tensor=4. Nearest that works"):
+        on_mesh(tensor=4, fsdp=2)
+    abstract = on_mesh(data=2, fsdp=2, tensor=2)
+    assert abstract["embedding"]["table"].sharding.shard_shape((64, 16)) == (32, 8)

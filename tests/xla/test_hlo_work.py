@@ -1,4 +1,4 @@
-"""Work is counted right: programs whose FLOPs are known, and texts as accelerators write them."""
+"""ProgramWork is counted right: programs whose FLOPs are known, and texts as accelerators write them."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from maxtext_lite.xla.hlo_text import parse
-from maxtext_lite.xla.hlo_work import Kernel, LargeArray, work
+from maxtext_lite.xla.hlo_work import KernelCalls, LargeArray, work
 
 TRIPS = 5
 ONE = 2 * 8 * 16 * 16  # of [8, 16] times [16, 16]
@@ -120,7 +120,7 @@ def test_a_tpus_kernels_are_named_and_its_batched_matmuls_counted():
     found = work(parse(TPU))
     # [4, 20, 10] by the weights of 8 heads, [10, 8, 6]: the window's second dim is the heads, and comes first in them.
     assert found.matmul_flops == {"bf16": 3 * 2 * 4 * 8 * 32 * 16, "f32": 2 * 4 * 20 * 10 * 8 * 6}
-    assert found.kernels == (Kernel("splash_mha_fwd", 6, 4500.0), Kernel("gmm", 3, None))
+    assert found.kernels == (KernelCalls("splash_mha_fwd", 6, 4500.0), KernelCalls("gmm", 3, None))
     assert (found.kernel_flops, found.silent_kernels) == (4500.0, ("gmm",))
     assert found.cycles == 70
 

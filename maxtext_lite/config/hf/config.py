@@ -9,10 +9,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from maxtext_lite.config.errors import UserError, any_of, value_text
-from maxtext_lite.config.hf.fields import DEFAULTS, WITHOUT_EFFECT, Fields, same_architecture
+from maxtext_lite.config.hf.fields import DEFAULTS, WITHOUT_EFFECT, Fields, JsonObject, Keys, same_architecture
 from maxtext_lite.config.hf.parts import (
     Activation,
     Bias,
@@ -21,7 +20,7 @@ from maxtext_lite.config.hf.parts import (
     ExpertGroups,
     Fixed,
     Heads,
-    LatentAttention,
+    LatentWidths,
     LearnedPositions,
     Only,
     Part,
@@ -29,7 +28,7 @@ from maxtext_lite.config.hf.parts import (
     Rename,
     SoftCaps,
 )
-from maxtext_lite.config.hf.positions import LayerTypes, Rope, RopeByLayerType, WithoutRotation
+from maxtext_lite.config.hf.positions import LayerTypes, RopeByLayerType, RopeFields, WithoutRotation
 from maxtext_lite.config.hf.weight_files import weight_files
 from maxtext_lite.config.json_file import check_file, is_there, read_object
 from maxtext_lite.config.schema import ModelConfig
@@ -90,12 +89,12 @@ def _deepseek(architecture: str, *parts: Part) -> Family:
         _tied(False),
         # The norms of the latent vectors have this epsilon whatever config.json says of the others.
         Only("rms_norm_eps", 1e-6, key="normalization_layer_epsilon"),
-        LatentAttention(),
+        LatentWidths(),
         _SILU,
         Only("attention_bias", False),
         Only("mlp_bias", False),
         Only("moe_layer_freq", 1),
-        Rope(10_000.0),
+        RopeFields(10_000.0),
         Rename(n_routed_experts="num_experts"),
         _EXPERTS_PER_TOKEN,
         _EXPERT_WIDTH,
@@ -105,23 +104,23 @@ def _deepseek(architecture: str, *parts: Part) -> Family:
 
 FAMILIES: Mapping[str, Family] = {
     "llama": _family(
-        "LlamaForCausalLM", Heads(), _SILU, _LLAMA_BIASES, _MLP_BIAS, Rope(10_000.0),
+        "LlamaForCausalLM", Heads(), _SILU, _LLAMA_BIASES, _MLP_BIAS, RopeFields(10_000.0),
         Only("rope_interleaved", False),
     ),
     "mistral": _family(
-        "MistralForCausalLM", Heads(kv_heads=8), _SILU, Rope(10_000.0), LayerTypes("window", 4096)
+        "MistralForCausalLM", Heads(kv_heads=8), _SILU, RopeFields(10_000.0), LayerTypes("window", 4096)
     ),
     "qwen2": _family(
-        "Qwen2ForCausalLM", Heads(kv_heads=32), _SILU, Fixed(attention_bias="qkv"), Rope(10_000.0),
+        "Qwen2ForCausalLM", Heads(kv_heads=32), _SILU, Fixed(attention_bias="qkv"), RopeFields(10_000.0),
         LayerTypes("switched", 4096),
     ),
     "qwen3": _family(
         "Qwen3ForCausalLM", Heads(kv_heads=32, head_dim=128), _SILU, _LLAMA_BIASES, _NORMED_HEADS,
-        Rope(10_000.0), LayerTypes("switched", 4096),
+        RopeFields(10_000.0), LayerTypes("switched", 4096),
     ),
     "gemma2": _family(
         "Gemma2ForCausalLM", Heads(kv_heads=4, head_dim=256), _GEMMA_ACTIVATION, _LLAMA_BIASES, _GEMMA_NORMS,
-        SoftCaps(50.0, 30.0), QueryScalar(), Rope(10_000.0), LayerTypes("alternating", 4096),
+        SoftCaps(50.0, 30.0), QueryScalar(), RopeFields(10_000.0), LayerTypes("alternating", 4096),
         _NOT_BIDIRECTIONAL, tied=True,
     ),
     "gemma3_text": _family(
@@ -130,15 +129,15 @@ FAMILIES: Mapping[str, Family] = {
         _NOT_BIDIRECTIONAL, tied=True,
     ),
     "phi3": _family(
-        "Phi3ForCausalLM", Heads(), _SILU, Rope(10_000.0, partial=True),
+        "Phi3ForCausalLM", Heads(), _SILU, RopeFields(10_000.0, partial=True),
         LayerTypes("window", 0), epsilon=1e-5,
     ),
     "smollm3": _family(
         "SmolLM3ForCausalLM", Heads(kv_heads=4), _SILU, _LLAMA_BIASES, _MLP_BIAS,
-        Rope(2_000_000.0), WithoutRotation(), tied=True,
+        RopeFields(2_000_000.0), WithoutRotation(), tied=True,
     ),
     "olmo2": _family(
-        "Olmo2ForCausalLM", Heads(), _SILU, _LLAMA_BIASES, Rope(10_000.0),
+        "Olmo2ForCausalLM", Heads(), _SILU, _LLAMA_BIASES, RopeFields(10_000.0),
         Fixed(norm_placement="post", qk_norm="all_heads"), epsilon=1e-5,
     ),
     "gpt2": Family("GPT2LMHeadModel", (
@@ -151,13 +150,13 @@ FAMILIES: Mapping[str, Family] = {
         Only("reorder_and_upcast_attn", False),
     )),
     "mixtral": _family(
-        "MixtralForCausalLM", Heads(kv_heads=8), _SILU, Rope(1_000_000.0),
+        "MixtralForCausalLM", Heads(kv_heads=8), _SILU, RopeFields(1_000_000.0),
         LayerTypes("window", 0), Rename(num_local_experts="num_experts"), _EXPERTS_PER_TOKEN, _MIXTURE,
         Only("router_jitter_noise", 0.0), epsilon=1e-5,
     ),
     "qwen3_moe": _family(
         "Qwen3MoeForCausalLM", Heads(kv_heads=4), _SILU, _LLAMA_BIASES, _NORMED_HEADS,
-        Rope(10_000.0), LayerTypes("switched window", 4096),
+        RopeFields(10_000.0), LayerTypes("switched window", 4096),
         Every("num_experts", "num_local_experts", key="num_experts"), _EXPERTS_PER_TOKEN, _EXPERT_WIDTH,
         Fixed(routed_score_func="softmax"), Defaulted("norm_topk_prob", "norm_topk_prob", False),
         Only("decoder_sparse_step", 1), Only("mlp_only_layers", []),
@@ -165,7 +164,7 @@ FAMILIES: Mapping[str, Family] = {
     "gpt_oss": _family(
         "GptOssForCausalLM", Heads(kv_heads=8, head_dim=64), Fixed(mlp_activation="clamped_silu", attention_sinks=True,
         expert_bias=True), Only("hidden_act", "silu"), Bias("attention_bias", "all", default=True),
-        Rope(150_000.0, scaling=_GPT_OSS_SCALING),
+        RopeFields(150_000.0, scaling=_GPT_OSS_SCALING),
         LayerTypes("alternating", 128), Every("num_local_experts", "num_experts", key="num_experts"),
         Every("num_experts_per_tok", "experts_per_token", key="num_experts_per_tok"), _MIXTURE,
         Only("swiglu_alpha", 1.702), Only("swiglu_limit", 7.0), epsilon=1e-5,
@@ -194,7 +193,7 @@ _ALSO_WITHOUT_EFFECT: Mapping[str, frozenset[str]] = {
 }
 
 
-def family_of(fields: Mapping[str, Any], where: str) -> str:
+def family_of(fields: JsonObject, where: str) -> str:
     """The model_type, which is one of FAMILIES.
 
     Raises:
@@ -219,7 +218,7 @@ def _misspelled(kind: object) -> str:
     return f" Did you mean '{meant[0]}'?" if meant else ""
 
 
-def model_keys(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
+def model_keys(fields: JsonObject, where: str) -> Keys:
     """Every key of the Model section that decides parameters or logits, as a config.json states it.
 
     Args:
@@ -234,12 +233,12 @@ def model_keys(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
     return keys
 
 
-def field_names(fields: Mapping[str, Any]) -> dict[str, str]:
+def field_names(fields: JsonObject) -> dict[str, str]:
     """For each key that a config.json decides by a field of its own, that field's name."""
     return _read(fields, "")[0].names
 
 
-def _read(fields: Mapping[str, Any], where: str) -> tuple[Fields, dict[str, Any]]:
+def _read(fields: JsonObject, where: str) -> tuple[Fields, Keys]:
     """What is left of the fields, with what is wrong with the others, and the keys that those decide."""
     kind = family_of(fields, where)
     left, keys = Fields(fields), dict(DEFAULTS)
@@ -256,9 +255,9 @@ def config_json(
     *,
     max_position_embeddings: int,
     dtype: str,
-    original: Mapping[str, Any],
+    original: JsonObject,
     end_of_text_id: int | None = None,
-) -> dict[str, Any]:
+) -> JsonObject:
     """The config.json of a model with these keys, which transformers 4 and 5 read alike.
 
     Args:
@@ -272,7 +271,7 @@ def config_json(
     nearest: list[str] | None = None
     for kind in kinds:
         family = FAMILIES[kind]
-        written: dict[str, Any] = {}
+        written: JsonObject = {}
         for part in family.parts:
             written |= part.write(config)
         positions = {"max_position_embeddings": max_position_embeddings} if "n_positions" not in written else {}
@@ -293,7 +292,7 @@ def config_json(
 
 def run_config_json(
     directory: Path, config: ModelConfig, *, num_positions: int, dtype: str, end_of_text_id: int | None = None
-) -> dict[str, Any]:
+) -> JsonObject:
     """`config_json` of the model of a run or imported directory, which keeps what it came with, where it came with it.
 
     Args:
@@ -312,11 +311,11 @@ def run_config_json(
     )
 
 
-def _of_old_versions(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _of_old_versions(fields: JsonObject) -> JsonObject:
     return {name: fields[name] for name in ("rope_theta", "rope_scaling") if name in fields}
 
 
-def _differing(fields: Mapping[str, Any], config: ModelConfig) -> list[str]:
+def _differing(fields: JsonObject, config: ModelConfig) -> list[str]:
     """The keys that do not survive being written and read."""
     try:
         keys = model_keys(fields, "config.json")
@@ -375,7 +374,7 @@ def has_hf_weights(path: str | Path) -> bool:
     raise UserError(f"{root} has a config.json, but no .safetensors file with weights.")
 
 
-def stored_dtype(fields: Mapping[str, Any]) -> str:
+def stored_dtype(fields: JsonObject) -> str:
     """The number format that config.json names for the weights, "float32" where it names none."""
     return str(fields.get("dtype") or fields.get("torch_dtype") or "float32").removeprefix("torch.")
 

@@ -10,7 +10,13 @@ from maxtext_lite.config.errors import any_of, value_text
 from maxtext_lite.config.model_parts import RopeScaling
 from maxtext_lite.config.schema import ModelConfig
 
-DEFAULTS: Mapping[str, Any] = MappingProxyType({
+JsonObject = dict[str, Any]
+"""An object of JSON, such as a config.json's fields by name."""
+
+Keys = Mapping[str, Any]
+"""Keys of the Model section, with values of their fields' types."""
+
+DEFAULTS: Keys = MappingProxyType({
     "normalization": "rms_norm", "norm_placement": "pre", "mlp_activation": "silu", "gated_mlp": True,
     "mlp_bias": False, "attention_bias": "none", "qk_norm": "none", "layer_pattern": "global",
     "sliding_window_size": 0, "attn_logits_soft_cap": 0.0, "attention_sinks": False, "query_pre_attn_scalar": 0.0,
@@ -69,18 +75,18 @@ class Fields:
       names: for each key that has been read, the field that decides it.
     """
 
-    def __init__(self, fields: Mapping[str, Any]) -> None:
+    def __init__(self, fields: JsonObject) -> None:
         self._all = dict(fields)
         self._left = {name: value for name, value in fields.items() if value is not None}
         self.problems: list[str] = []
         self.names: dict[str, str] = {}
         self.has_local_layers = False
 
-    def take(self, name: str, default: Any = None) -> Any:
+    def take(self, name: str, default: object = None) -> Any:
         """The field's value, which is then read; `default` where it is not there."""
         return self._left.pop(name, default)
 
-    def peek(self, name: str, default: Any) -> Any:
+    def peek(self, name: str, default: object) -> Any:
         """The field's value, whether it has been read or not."""
         value = self._all.get(name)
         return default if value is None else value
@@ -94,7 +100,7 @@ class Fields:
         """The layers, 0 where their number is wrong."""
         return self.size("num_hidden_layers", 0, most=MOST_LAYERS)
 
-    def check_layer_types(self, kinds: Sequence[Any], layers: int, window: int, known: Sequence[str]) -> None:
+    def check_layer_types(self, kinds: Sequence[object], layers: int, window: int, known: Sequence[str]) -> None:
         """Notes what is wrong with a list of the layers' kinds."""
         if layers and len(kinds) != layers:
             self.refuse("layer_types", len(kinds), f"kinds do not name the {layers} layers.")
@@ -140,7 +146,7 @@ class Fields:
         self.refuse(name, value, "is not a list.")
         return None
 
-    def mapping(self, name: str) -> dict[str, Any]:
+    def mapping(self, name: str) -> JsonObject:
         """The field's entries, but for those that are null; a problem, and {}, where it is something else."""
         value = self.take(name)
         if isinstance(value, dict):
@@ -158,7 +164,7 @@ class Fields:
         for name in names:
             self._left.pop(name, None)
 
-    def check_keys(self, keys: Mapping[str, Any]) -> None:
+    def check_keys(self, keys: Keys) -> None:
         """Notes what is wrong with the kinds of values, in the words of the config's schema and with the fields' names.
 
         Fields that are wrong already are not named again.
@@ -226,7 +232,7 @@ def is_whole(value: object, least: int, most: int = _LARGEST) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
-def same_architecture(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+def same_architecture(one: Keys, other: Keys) -> list[str]:
     """The keys in which two models differ, but for those that say the same in two ways.
 
     Args:
@@ -237,7 +243,7 @@ def same_architecture(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[
     return [key for key in plain_one if key != "initializer_range" and plain_one[key] != plain_other[key]]
 
 
-def _plain(keys: Mapping[str, Any]) -> dict[str, Any]:
+def _plain(keys: Keys) -> Keys:
     """The keys in one way of saying them."""
     plain = dict(keys)
     layers = plain["base_num_decoder_layers"]
@@ -257,7 +263,7 @@ def _plain(keys: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def _entries(part: Any) -> dict[str, Any]:
+def _entries(part: Any) -> JsonObject:
     return part.to_mapping()
 
 
@@ -266,7 +272,7 @@ _OF_EXPERTS = (
     "routed_scaling_factor", "n_routing_groups", "topk_routing_group", "routed_bias", "expert_bias",
     "first_num_dense_layers",
 )  # fmt: skip
-_USUAL: Mapping[str, Any] = {"beta_fast": 32, "beta_slow": 1, "truncate": True}
+_USUAL: JsonObject = {"beta_fast": 32, "beta_slow": 1, "truncate": True}
 """Entries of a rope_scaling that may as well be left out."""
 
 assert set(_USUAL) <= set(RopeScaling.__dataclass_fields__)

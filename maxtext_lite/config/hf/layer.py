@@ -9,7 +9,7 @@ from typing import Any
 from maxtext_lite.config.errors import Refusal, UserError, value_text
 from maxtext_lite.config.hf.config import field_names, has_hf_weights, hf_directory, model_keys, stored_dtype
 from maxtext_lite.config.hf.config import tokenizer_keys as tokenizer_keys_of
-from maxtext_lite.config.hf.fields import same_architecture
+from maxtext_lite.config.hf.fields import Keys, same_architecture
 from maxtext_lite.config.json_file import read_object
 
 TOKENIZER_KEYS = ("tokenizer_type", "tokenizer_path")
@@ -95,7 +95,7 @@ def in_its_fields(path: str, refusals: list[Refusal], origins: Mapping[str, str]
     ]
 
 
-def _agrees(key: str, value: object, keys: Mapping[str, Any]) -> bool:
+def _agrees(key: str, value: object, keys: Keys) -> bool:
     if key == "initializer_range" or value == keys[key]:  # nothing is initialised
         return True
     if value is None and keys[key] == {}:  # two ways of saying that there is none

@@ -1,111 +1,104 @@
 """The parts of which families of config.json are made: each owns some fields and some keys, in both directions."""
 
-from typing import Any, Protocol
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from maxtext_lite.config.errors import any_of, value_text
-from maxtext_lite.config.hf.fields import Fields
+from maxtext_lite.config.hf.fields import Fields, JsonObject, Keys
 from maxtext_lite.config.schema import ModelConfig
 
 
-class Part(Protocol):
-    """Some fields and what they mean."""
+class Part:
+    """Some fields and what they mean.
 
-    def read(self, fields: Fields) -> dict[str, Any]:
+    Attributes:
+      keys: the keys that are fields under other names, by these.
+    """
+
+    keys: Mapping[str, str] = MappingProxyType({})
+
+    def read(self, fields: Fields) -> Keys:
         """The keys that the fields decide; `fields` notes which field decides which, and what is wrong with them."""
-        ...
+        raise NotImplementedError
 
-    def write(self, config: ModelConfig) -> dict[str, Any]:
+    def write(self, config: ModelConfig) -> JsonObject:
         """The fields that say what the keys do."""
-        ...
+        return {name: getattr(config, key) for name, key in self.keys.items()}
+
+    def _note_names(self, fields: Fields) -> None:
+        fields.names |= {key: name for name, key in self.keys.items()}
 
 
 class Rename(Part):
     """Fields that must be there and are keys under another name."""
 
     def __init__(self, **keys: str) -> None:
-        self._keys = keys
+        self.keys = keys
 
-    def read(self, fields: Fields) -> dict[str, Any]:
+    def read(self, fields: Fields) -> Keys:
         """See Part."""
-        fields.names |= {key: name for name, key in self._keys.items()}
-        return {key: fields.need(name) for name, key in self._keys.items()}
-
-    def write(self, config: ModelConfig) -> dict[str, Any]:
-        """See Part."""
-        return {name: getattr(config, key) for name, key in self._keys.items()}
+        self._note_names(fields)
+        return {key: fields.need(name) for name, key in self.keys.items()}
 
 
 class Defaulted(Part):
     """A field that is a key under another name, and has a default."""
 
-    def __init__(self, name: str, key: str, default: Any) -> None:
-        self._name, self._key, self._default = name, key, default
+    def __init__(self, name: str, key: str, default: object) -> None:
+        self.keys, self._default = {name: key}, default
 
-    def read(self, fields: Fields) -> dict[str, Any]:
+    def read(self, fields: Fields) -> Keys:
         """See Part."""
-        fields.names[self._key] = self._name
-        return {self._key: fields.take(self._name, self._default)}
-
-    def write(self, config: ModelConfig) -> dict[str, Any]:
-        """See Part."""
-        return {self._name: getattr(config, self._key)}
+        self._note_names(fields)
+        return {key: fields.take(name, self._default) for name, key in self.keys.items()}
 
 
 class Every(Part):
     """One key under several names; all that are there agree."""
 
     def __init__(self, *names: str, key: str) -> None:
-        self._names, self._key = names, key
+        self.keys, self._key = dict.fromkeys(names, key), key
 
-    def read(self, fields: Fields) -> dict[str, Any]:
+    def read(self, fields: Fields) -> Keys:
         """See Part."""
-        values = {name: fields.take(name) for name in self._names}
+        values = {name: fields.take(name) for name in self.keys}
         there = {name: value for name, value in values.items() if value is not None}
-        fields.names[self._key] = next(iter(there), self._names[0])
+        name = fields.names[self._key] = next(iter(there), next(iter(self.keys)))
         if not there:
-            return {self._key: fields.need(self._names[0])}
+            return {self._key: fields.need(name)}
         first = next(iter(there.values()))
         for name, value in there.items():
             if value != first:
                 fields.refuse(name, value, f"contradicts {next(iter(there))}={value_text(first)}.")
         return {self._key: first}
 
-    def write(self, config: ModelConfig) -> dict[str, Any]:
-        """See Part."""
-        return {name: getattr(config, self._key) for name in self._names}
-
 
 class Fixed(Part):
     """Keys that are the same for every model of the family."""
 
-    def __init__(self, **values: Any) -> None:
+    def __init__(self, **values: object) -> None:
         self._values = values
 
-    def read(self, fields: Fields) -> dict[str, Any]:
+    def read(self, fields: Fields) -> Keys:
         """See Part."""
         del fields
-        return dict(self._values)
-
-    def write(self, config: ModelConfig) -> dict[str, Any]:
-        """See Part."""
-        del config
-        return {}
+        return self._values
 
 
 class Only(Part):
     """A field whose one value is what maxtext_lite computes; where `key` is given, it is that key too."""
 
-    def __init__(self, name: str, value: Any, *, key: str | None = None) -> None:
+    def __init__(self, name: str, value: object, *, key: str | None = None) -> None:
         self._name, self._value, self._key = name, value, key
 
-    def read(self, fields: Fields) -> dict[str, Any]:
+    def read(self, fields: Fields) -> Keys:
         """See Part."""
         value = fields.take(self._name, self._value)
         if value != self._value or isinstance(value, bool) != isinstance(self._value, bool):
             fields.refuse(self._name, value, f"cannot be expressed: it must be {value_text(self._value)}.")
         return {} if self._key is None else {self._key: self._value}
 
-    def write(self, config: ModelConfig) -> dict[str, Any]:
+    def write(self, config: ModelConfig) -> JsonObject:
         """See Part."""
         del config
         return {self._name: self._value}
@@ -114,21 +107,26 @@ class Only(Part):
 class ExpertGroups(Part):
     """DeepSeek-V2's choice of experts: `greedy` among all of them whatever groups are named, or in the best groups."""
 
-    def read(self, fields: Fields) -> dict[str, Any]:
+    keys = MappingProxyType({"n_group": "n_routing_groups", "topk_group": "topk_routing_group"})
+
+    def read(self, fields: Fields) -> Keys:
         """See Part."""
         method = fields.take("topk_method", "greedy")
         groups, chosen = fields.whole("n_group", 1), fields.whole("topk_group", 1)
-        fields.names |= {"n_routing_groups": "n_group", "topk_routing_group": "topk_group"}
+        self._note_names(fields)
         if method == "greedy":
             return {"n_routing_groups": 1, "topk_routing_group": 1}
         if method != "group_limited_greedy":
             fields.refuse("topk_method", method, "cannot be expressed: it must be greedy or group_limited_greedy.")
         return {"n_routing_groups": groups, "topk_routing_group": chosen}
 
-    def write(self, config: ModelConfig) -> dict[str, Any]:
+    def write(self, config: ModelConfig) -> JsonObject:
         """See Part."""
-        groups = {"n_group": config.n_routing_groups, "topk_group": config.topk_routing_group}
-        return {"topk_method": "greedy" if config.n_routing_groups == 1 else "group_limited_greedy", **groups}
+        method = "greedy" if config.n_routing_groups == 1 else "group_limited_greedy"
+        return {"topk_method": method, **super().write(config)}
+
+
+_HEADS = {"num_attention_heads": "base_num_query_heads", "num_key_value_heads": "base_num_kv_heads"}
 
 
 class Heads(Part):
@@ -139,10 +137,12 @@ class Heads(Part):
       head_dim: the same of `head_dim`; None: the queries' share of the stream.
     """
 
+    keys = MappingProxyType({**_HEADS, "head_dim": "head_dim"})
+
     def __init__(self, *, kv_heads: int | None = None, head_dim: int | None = None) -> None:
         self._kv_heads, self._head_dim = kv_heads, head_dim
 
-    def read(self, fields: Fields) -> dict[str, Any]:
+    def read(self, fields: Fields) -> Keys:
         """See Part."""
         heads = fields.whole("num_attention_heads")
         width = fields.take("head_dim", self._head_dim)
@@ -151,10 +151,7 @@ class Heads(Part):
             if stream < heads:
                 fields.refuse("num_attention_heads", heads, f"is more than hidden_size={stream}.")
             width = max(stream // heads, 1)
-        fields.names |= {
-            "base_num_query_heads": "num_attention_heads", "base_num_kv_heads": "num_key_value_heads",
-            "head_dim": "head_dim",
-        }  # fmt: skip
+        self._note_names(fields)
         unsaid = heads if self._kv_heads is None or fields.is_null("num_key_value_heads") else self._kv_heads
         return {
             "base_num_query_heads": heads,
@@ -162,19 +159,11 @@ class Heads(Part):
             "head_dim": width,
         }
 
-    def write(self, config: ModelConfig) -> dict[str, Any]:
-        """See Part."""
-        return {
-            "num_attention_heads": config.base_num_query_heads,
-            "num_key_value_heads": config.base_num_kv_heads,
-            "head_dim": config.head_dim,
-        }
-
 
 class LearnedPositions(Part):
     """GPT-2's sizes: heads share the stream out, `n_positions` are learned, the mlp has `n_inner` or four times."""
 
-    def read(self, fields: Fields) -> dict[str, Any]:
+    def read(self, fields: Fields) -> Keys:
         """See Part."""
         heads, width = fields.whole("n_head"), fields.size("n_embd", 0)
         fields.names |= {
@@ -191,7 +180,7 @@ class LearnedPositions(Part):
             "trainable_position_size": fields.whole("n_positions", fields.take("n_ctx")),
         }
 
-    def write(self, config: ModelConfig) -> dict[str, Any]:
+    def write(self, config: ModelConfig) -> JsonObject:
         """See Part."""
         return {
             "n_head": config.base_num_query_heads,
@@ -210,7 +199,7 @@ class Activation(Part):
     def __init__(self, name: str, default: str) -> None:
         self._name, self._default = name, default
 
-    def read(self, fields: Fields) -> dict[str, Any]:
+    def read(self, fields: Fields) -> Keys:
         """See Part."""
         value = fields.take(self._name, self._default)
         if self._name == "hidden_activation":
@@ -220,7 +209,7 @@ class Activation(Part):
             value = self._default
         return {"mlp_activation": _ACTIVATIONS[value]}
 
-    def write(self, config: ModelConfig) -> dict[str, Any]:
+    def write(self, config: ModelConfig) -> JsonObject:
         """See Part."""
         if _ACTIVATIONS[self._default] == config.mlp_activation:
             return {self._name: self._default}
@@ -234,11 +223,11 @@ class Bias(Part):
     def __init__(self, name: str, which: str, *, default: bool = False) -> None:
         self._name, self._which, self._default = name, which, default
 
-    def read(self, fields: Fields) -> dict[str, Any]:
+    def read(self, fields: Fields) -> Keys:
         """See Part."""
         return {"attention_bias": self._which if fields.flag(self._name, self._default) else "none"}
 
-    def write(self, config: ModelConfig) -> dict[str, Any]:
+    def write(self, config: ModelConfig) -> JsonObject:
         """See Part."""
         return {self._name: config.attention_bias == self._which}
 
@@ -250,45 +239,47 @@ class SoftCaps(Part):
       scores, logits: what they are where the fields are not there.
     """
 
-    _FIELDS = ("attn_logit_softcapping", "final_logit_softcapping")
-    _KEYS = ("attn_logits_soft_cap", "final_logits_soft_cap")
+    keys = MappingProxyType({
+        "attn_logit_softcapping": "attn_logits_soft_cap", "final_logit_softcapping": "final_logits_soft_cap",
+    })  # fmt: skip
 
     def __init__(self, scores: float, logits: float) -> None:
         self._defaults = (scores, logits)
 
-    def read(self, fields: Fields) -> dict[str, Any]:
+    def read(self, fields: Fields) -> Keys:
         """See Part."""
-        fields.names |= dict(zip(self._KEYS, self._FIELDS, strict=True))
+        self._note_names(fields)
         return {
             key: fields.take(name, 0.0 if fields.is_null(name) else default)
-            for name, key, default in zip(self._FIELDS, self._KEYS, self._defaults, strict=True)
+            for (name, key), default in zip(self.keys.items(), self._defaults, strict=True)
         }
 
-    def write(self, config: ModelConfig) -> dict[str, Any]:
+    def write(self, config: ModelConfig) -> JsonObject:
         """See Part."""
-        return {name: getattr(config, key) or None for name, key in zip(self._FIELDS, self._KEYS, strict=True)}
+        return {name: value or None for name, value in super().write(config).items()}
 
 
 class QueryScalar(Part):
     """What scores are divided by the root of, in Gemma."""
 
-    def read(self, fields: Fields) -> dict[str, Any]:
+    def read(self, fields: Fields) -> Keys:
         """See Part."""
         fields.names["query_pre_attn_scalar"] = "query_pre_attn_scalar"
         return {"query_pre_attn_scalar": fields.take("query_pre_attn_scalar", 256)}
 
-    def write(self, config: ModelConfig) -> dict[str, Any]:
+    def write(self, config: ModelConfig) -> JsonObject:
         """See Part."""
         scalar = config.query_pre_attn_scalar or config.head_dim
         return {"query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar}
 
 
-class LatentAttention(Part):
+class LatentWidths(Part):
     """DeepSeek's attention; a head is its dims that are not rotated and those that are."""
 
+    keys = MappingProxyType(_HEADS)
     _WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
-    def read(self, fields: Fields) -> dict[str, Any]:
+    def read(self, fields: Fields) -> Keys:
         """See Part."""
         heads = fields.whole("num_attention_heads")
         widths = {name: fields.whole(name) for name in self._WIDTHS}
@@ -296,10 +287,8 @@ class LatentAttention(Part):
         for name, known in (("head_dim", (rotated, whole)), ("qk_head_dim", (whole,))):
             if (stated := fields.whole(name, whole)) not in known:
                 fields.refuse(name, stated, f"contradicts the other widths of a head, by which it is {whole}.")
-        fields.names |= {
-            "base_num_query_heads": "num_attention_heads", "base_num_kv_heads": "num_key_value_heads",
-            "mla": "qk_rope_head_dim",
-        }  # fmt: skip
+        self._note_names(fields)
+        fields.names["mla"] = "qk_rope_head_dim"
         without = 0 if fields.is_null("q_lora_rank") else 1536
         return {
             "base_num_query_heads": heads,
@@ -308,11 +297,9 @@ class LatentAttention(Part):
             "mla": {"q_lora_rank": fields.whole("q_lora_rank", without, least=0)} | widths,
         }
 
-    def write(self, config: ModelConfig) -> dict[str, Any]:
+    def write(self, config: ModelConfig) -> JsonObject:
         """See Part."""
-        fields: dict[str, Any] = {
-            "num_attention_heads": config.base_num_query_heads, "num_key_value_heads": config.base_num_kv_heads,
-        }  # fmt: skip
+        fields = super().write(config)
         if config.mla is None:
             return fields
         widths = config.mla.to_mapping()

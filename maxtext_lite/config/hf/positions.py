@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from maxtext_lite.config.errors import any_of, value_text
-from maxtext_lite.config.hf.fields import Fields, is_whole
+from maxtext_lite.config.hf.fields import Fields, JsonObject, Keys, is_whole
 from maxtext_lite.config.hf.parts import Part
 from maxtext_lite.config.schema import ModelConfig
 
 
-class Rope(Part):
+class RopeFields(Part):
     """Rotary positions: `rope_parameters` of transformers 5, or `rope_theta` and `rope_scaling` of version 4.
 
     Args:
@@ -18,10 +18,10 @@ class Rope(Part):
       scaling: what there is where neither field is there.
     """
 
-    def __init__(self, theta: float, *, partial: bool = False, scaling: dict[str, Any] | None = None) -> None:
+    def __init__(self, theta: float, *, partial: bool = False, scaling: JsonObject | None = None) -> None:
         self._theta, self._partial, self._scaling = theta, partial, scaling or {}
 
-    def read(self, fields: Fields) -> dict[str, Any]:
+    def read(self, fields: Fields) -> Keys:
         """See Part."""
         new, old = fields.mapping("rope_parameters"), fields.mapping("rope_scaling")
         name = "rope_scaling" if old else "rope_parameters"
@@ -42,13 +42,13 @@ class Rope(Part):
         scaling = _scaling(name, parameters, fields)
         return {"rope_max_timescale": theta, "rope_scaling": scaling, "partial_rotary_factor": share}
 
-    def write(self, config: ModelConfig) -> dict[str, Any]:
+    def write(self, config: ModelConfig) -> JsonObject:
         """See Part."""
         share = {"partial_rotary_factor": config.partial_rotary_factor} if self._partial else {}
         return _rope_fields(config.rope_max_timescale, config, share) | share
 
 
-def _stated(fields: Fields, name: str, mapping: str, parameters: dict[str, Any], default: Any) -> Any:
+def _stated(fields: Fields, name: str, mapping: str, parameters: JsonObject, default: Any) -> Any:
     """What a field says, or the entry of that name in a field that is a mapping: both, where both are there."""
     value, entry = fields.take(name), parameters.pop(name, None)
     if value is not None and entry is not None and value != entry:
@@ -57,9 +57,9 @@ def _stated(fields: Fields, name: str, mapping: str, parameters: dict[str, Any],
     return default if stated is None else stated
 
 
-def _rope_fields(theta: float, config: ModelConfig, more: dict[str, Any]) -> dict[str, Any]:
+def _rope_fields(theta: float, config: ModelConfig, more: JsonObject) -> JsonObject:
     scaling = None if config.rope_scaling is None else config.rope_scaling.to_mapping()
-    kind: dict[str, Any] = scaling or {"rope_type": "default"}
+    kind: JsonObject = scaling or {"rope_type": "default"}
     length = {}
     if kind["rope_type"] == "dynamic":  # transformers takes the original length from here
         length = {"max_position_embeddings": kind["original_max_position_embeddings"]}
@@ -78,7 +78,7 @@ _SCALINGS = {
 }  # fmt: skip
 
 
-def _scaling(name: str, parameters: dict[str, Any], fields: Fields) -> dict[str, Any]:
+def _scaling(name: str, parameters: JsonObject, fields: Fields) -> JsonObject:
     """A rope_scaling mapping from what is left of rotary parameters without their base."""
     given = {entry: value for entry, value in parameters.items() if value is not None}
     old_name = given.pop("type", None)
@@ -114,7 +114,7 @@ def _scaling(name: str, parameters: dict[str, Any], fields: Fields) -> dict[str,
 class RopeByLayerType(Part):
     """Gemma 3's rotary positions: local layers have a base of their own, without scaling."""
 
-    def read(self, fields: Fields) -> dict[str, Any]:
+    def read(self, fields: Fields) -> Keys:
         """See Part."""
         new, old = fields.mapping("rope_parameters"), fields.mapping("rope_scaling")
         parts = {kind: new.pop(kind, {}) for kind in (_GLOBAL, _LOCAL)}
@@ -144,7 +144,7 @@ class RopeByLayerType(Part):
             "rope_scaling": _scaling(fields.names["rope_scaling"], whole, fields),
         }
 
-    def write(self, config: ModelConfig) -> dict[str, Any]:
+    def write(self, config: ModelConfig) -> JsonObject:
         """See Part."""
         whole = _rope_fields(config.rope_max_timescale, config, {})
         local = config.rope_local_max_timescale or config.rope_max_timescale
@@ -193,7 +193,7 @@ class LayerTypes(Part):
     ) -> None:
         self._style, self._window = style, window
 
-    def read(self, fields: Fields) -> dict[str, Any]:
+    def read(self, fields: Fields) -> Keys:
         """See Part."""
         layers = fields.num_layers
         default = None if fields.is_null("sliding_window") else self._window
@@ -219,7 +219,7 @@ class LayerTypes(Part):
             "sliding_window_size": window if fields.has_local_layers else 0,
         }
 
-    def write(self, config: ModelConfig) -> dict[str, Any]:
+    def write(self, config: ModelConfig) -> JsonObject:
         """See Part."""
         window, kinds = config.sliding_window_size or None, _layer_kinds(config)
         if self._style in ("window", "switched window"):
@@ -237,7 +237,7 @@ class LayerTypes(Part):
 class WithoutRotation(Part):
     """SmolLM3's layers that are not rotated: every fourth, or as `no_rope_layers` says (1: rotated)."""
 
-    def read(self, fields: Fields) -> dict[str, Any]:
+    def read(self, fields: Fields) -> Keys:
         """See Part."""
         layers = fields.num_layers
         every = fields.whole("no_rope_layer_interval", 4)
@@ -259,7 +259,7 @@ class WithoutRotation(Part):
         kinds = [_GLOBAL if turned else "nope" for turned in rotated]
         return {"layer_pattern": _pattern(kinds)}
 
-    def write(self, config: ModelConfig) -> dict[str, Any]:
+    def write(self, config: ModelConfig) -> JsonObject:
         """See Part."""
         kinds = _layer_kinds(config)
         return {

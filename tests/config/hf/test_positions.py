@@ -4,7 +4,7 @@ import pytest
 
 from maxtext_lite.config import load_config
 from maxtext_lite.config.hf.fields import Fields
-from maxtext_lite.config.hf.positions import LayerTypes, Rope, RopeByLayerType, WithoutRotation
+from maxtext_lite.config.hf.positions import LayerTypes, RopeByLayerType, RopeFields, WithoutRotation
 
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 
@@ -71,16 +71,16 @@ def test_layers_that_are_not_rotated():
      (10000.0, {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32})),
 ])  # fmt: skip
 def test_rotary_positions(fields, expected):
-    keys = Rope(10000.0).read(Fields(fields))
+    keys = RopeFields(10000.0).read(Fields(fields))
     assert (keys["rope_max_timescale"], keys["rope_scaling"], keys["partial_rotary_factor"]) == (*expected, 1.0)
 
 
 def test_a_share_of_the_head_is_rotated_where_the_family_does_so():
-    assert read(Rope(1e4, partial=True), partial_rotary_factor=0.75)["partial_rotary_factor"] == 0.75
+    assert read(RopeFields(1e4, partial=True), partial_rotary_factor=0.75)["partial_rotary_factor"] == 0.75
     inside = {"rope_parameters": {"partial_rotary_factor": 0.5, "rope_type": "default"}}
-    assert read(Rope(1e4, partial=True), **inside)["partial_rotary_factor"] == 0.5
-    assert problems(Rope(1e4), partial_rotary_factor=0.75)
-    written = Rope(1e4, partial=True).write(load_config(None, ["partial_rotary_factor=0.5"]))
+    assert read(RopeFields(1e4, partial=True), **inside)["partial_rotary_factor"] == 0.5
+    assert problems(RopeFields(1e4), partial_rotary_factor=0.75)
+    written = RopeFields(1e4, partial=True).write(load_config(None, ["partial_rotary_factor=0.5"]))
     assert written["rope_parameters"]["partial_rotary_factor"] == 0.5
 
 

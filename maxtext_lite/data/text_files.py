@@ -120,7 +120,7 @@ def _opened(name: str, file: pathlib.Path) -> Iterator[Iterator[bytes]]:
         raise UserError(f"{name}: cannot be read ({error}).") from error
 
 
-def _expanded(name: str, opened: Any, most: int) -> Iterator[bytes]:
+def _expanded(name: str, opened: gzip.GzipFile, most: int) -> Iterator[bytes]:
     size = 0
     while piece := opened.read(_PIECE):
         size += len(piece)
@@ -153,6 +153,18 @@ def json_lines(name: str, file: pathlib.Path, *, wanted: str) -> Iterator[tuple[
         if not isinstance(value, dict):
             raise UserError(f"{where}: not a JSON object with {wanted}.")
         yield where, value
+
+
+def json_objects(key: str, path: str, *, reads: str, wanted: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """`json_lines` of all files of a path (`find_files`), of which none may be plain text.
+
+    Args:
+      reads: what reads them, for messages: "x reads .jsonl files".
+    """
+    for name, file in find_files(key, path):
+        if name.endswith((".txt", ".txt.gz")):
+            raise UserError(f"{key}={path!r}: {reads}, not {name!r}.")
+        yield from json_lines(name, file, wanted=wanted)
 
 
 def check_unicode(where: str, key: str, text: str) -> None:

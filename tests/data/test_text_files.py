@@ -6,7 +6,7 @@ import os
 import pytest
 
 from maxtext_lite.config import UserError
-from maxtext_lite.data.files import check_unicode, find_files, json_lines, read_text
+from maxtext_lite.data.text_files import check_unicode, find_files, json_lines, read_text
 
 
 def lines(tmp_path, content, name="d.jsonl", wanted="anything"):
@@ -16,7 +16,7 @@ def lines(tmp_path, content, name="d.jsonl", wanted="anything"):
 
 @pytest.mark.parametrize("piece", [1, 3, 2**20])
 def test_lines_are_objects_with_their_places(piece, tmp_path, monkeypatch):
-    monkeypatch.setattr("maxtext_lite.data.files._PIECE", piece)
+    monkeypatch.setattr("maxtext_lite.data.text_files._PIECE", piece)
     text = '\ufeff{"a": 1}\n\n{"a": "x\u2028y"}\r\n  \n{"a": null}'
     expected = [("d.jsonl:1", {"a": 1}), ("d.jsonl:3", {"a": "x\u2028y"}), ("d.jsonl:5", {"a": None})]
     assert lines(tmp_path, text) == expected
@@ -43,7 +43,7 @@ def test_a_line_that_is_no_object_is_named(line, reason, tmp_path):
 
 
 def test_a_line_that_does_not_end_is_not_read_to_its_end(tmp_path, monkeypatch):
-    monkeypatch.setattr("maxtext_lite.data.files._LONGEST_LINE", 2**20)
+    monkeypatch.setattr("maxtext_lite.data.text_files._LONGEST_LINE", 2**20)
     assert len(lines(tmp_path, '{"a": "' + "x" * 2**19 + '"}\n{}')) == 2
     with pytest.raises(UserError, match=r"d\.jsonl:2: the line has more than 1 MiB\."):
         lines(tmp_path, '{}\n{"a": "' + "x" * 2**22 + '"}')
@@ -51,7 +51,7 @@ def test_a_line_that_does_not_end_is_not_read_to_its_end(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["d.txt.gz", "d.jsonl.gz"])
 def test_a_small_file_that_is_a_large_one_is_not_decompressed(name, tmp_path, monkeypatch):
-    monkeypatch.setattr("maxtext_lite.data.files._SMALL", 2**20)
+    monkeypatch.setattr("maxtext_lite.data.text_files._SMALL", 2**20)
     content = gzip.compress(b'{"a": "' + b"x" * 2**23 + b'"}')
     with pytest.raises(UserError, match=rf"{name}: grows to more than 1 MiB, 100 times what it is, as no text does"):
         lines(tmp_path, content, name) if "json" in name else read_text(name, file(tmp_path, name, content))

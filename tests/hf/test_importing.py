@@ -12,8 +12,8 @@ import safetensors.numpy
 from maxtext_lite.config import UserError
 from maxtext_lite.config.hf.config import model_keys
 from maxtext_lite.config.hf.fields import same_architecture
+from maxtext_lite.config.hf.model_directory import hf_config
 from maxtext_lite.config.json_file import read_object
-from maxtext_lite.convert import hf_config
 from maxtext_lite.hf import load_hf_parameters
 from maxtext_lite.parallel import MESH_AXES, make_mesh, sharding, tree_shardings
 from maxtext_lite.training.state import make_decoder
@@ -237,7 +237,7 @@ def test_what_one_host_refuses_all_refuse(llama, monkeypatch):
         told.append(problems)
         return [problems, ["there/model.safetensors: x holds NaN or infinite numbers."]]
 
-    monkeypatch.setattr("maxtext_lite.hf.loading.exchange", exchange)
+    monkeypatch.setattr("maxtext_lite.hf.importing.exchange", exchange)
     with pytest.raises(UserError, match=r"^there/model"):
         load(llama)
     (llama / "model.safetensors").write_bytes(b"")

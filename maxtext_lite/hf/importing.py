@@ -4,7 +4,7 @@ import dataclasses
 import math
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +14,19 @@ import numpy as np
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import value_text
 from maxtext_lite.config.hf.config import family_of, has_hf_weights, model_keys
+from maxtext_lite.config.hf.fields import Keys
 from maxtext_lite.config.json_file import read_object
 from maxtext_lite.hf.copying import as_bits, assign_cast, is_finite
 from maxtext_lite.hf.entries import Entry, entries_of, flat
-from maxtext_lite.hf.names import TABLES, Sizes, Table, sizes_of
+from maxtext_lite.hf.names import TABLES, Sizes, Table, model_of
 from maxtext_lite.hf.safetensors_dir import DTYPES, SafetensorsDir
+from maxtext_lite.models.decoder import Params
 from maxtext_lite.parallel import exchange
 
 _NAMED_AT_MOST = 10  # of the tensors with one kind of problem
 
 
-def load_hf_parameters(path: str | Path, abstract_params: Any, key: str) -> Any:
+def load_hf_parameters(path: str | Path, abstract_params: Params, key: str) -> Params:
     """The parameters of a Hugging Face directory, laid out as `abstract_params` says.
 
     No parameter is ever whole on the host, unless a device has it whole: a device's part of a stack of layers is
@@ -50,14 +52,15 @@ def load_hf_parameters(path: str | Path, abstract_params: Any, key: str) -> Any:
     return params
 
 
-def _load(root: Path, abstract_params: Any, where: str) -> Any:
+def _load(root: Path, abstract_params: Params, where: str) -> Params:
     has_hf_weights(root)
     fields = read_object(root / "config.json")
     kind, keys = family_of(fields, where), model_keys(fields, f"{root / 'config.json'}")
     files = SafetensorsDir(root)
     table = _as_named(TABLES[kind], files)
-    sizes, leaves = sizes_of(keys), flat(abstract_params)
-    entries = entries_of(table, {path: tuple(leaf.shape) for path, leaf in leaves.items()}, sizes, where)
+    model, leaves = model_of(keys), flat(abstract_params)
+    sizes = model.sizes
+    entries = entries_of(table, {path: tuple(leaf.shape) for path, leaf in leaves.items()}, model, where)
     if keys["logits_via_embedding"]:
         entries = [_under_another_name(entry, files) for entry in entries]
     _refuse_other_tensors(files, entries, table, sizes, keys, where)
@@ -91,7 +94,7 @@ def _as_named(table: Table, files: SafetensorsDir) -> Table:
 
 
 def _refuse_other_tensors(
-    files: SafetensorsDir, entries: list[Entry], table: Table, sizes: Sizes, keys: Mapping[str, Any], where: str
+    files: SafetensorsDir, entries: list[Entry], table: Table, sizes: Sizes, keys: Keys, where: str
 ) -> None:
     there = files.tensors
     count = sum(math.prod(entry.layer_dims) * entry.num_experts for entry in entries)
@@ -131,7 +134,7 @@ def _refuse_other_tensors(
         raise UserError(problems)
 
 
-def _of_later_layers(name: str, keys: Mapping[str, Any]) -> bool:
+def _of_later_layers(name: str, keys: Keys) -> bool:
     """DeepSeek-V3 stores its heads for further tokens as layers after the last; the model itself does not use them."""
     layer = re.match(r"(model\.)?layers\.(\d+)\.", name)
     return keys["routed_bias"] and layer is not None and int(layer[2]) >= keys["base_num_decoder_layers"]

@@ -1,0 +1,49 @@
+"""The config with which the model of a directory is used, whether a run has made it or it came from elsewhere."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from maxtext_lite.config.errors import UserError
+from maxtext_lite.config.hf.config import has_hf_weights, hf_directory, stored_dtype, tokenizer_keys
+from maxtext_lite.config.json_file import read_object
+from maxtext_lite.config.load import load_config
+from maxtext_lite.config.schema import Config
+
+
+def hf_config(directory: Path, overrides: Sequence[str] = ()) -> Config:
+    """The config with which a Hugging Face directory's model is used: its architecture, tokenizer and number formats.
+
+    Raises:
+      UserError: it is not such a directory, or its model cannot be expressed.
+    """
+    if not has_hf_weights(directory):
+        raise UserError(f"{directory} is not a Hugging Face directory: it has no config.json.")
+    stored = stored_dtype(read_object(directory / "config.json"))
+    formats = [f"weight_dtype={'bfloat16' if stored == 'bfloat16' else 'float32'}"]
+    # Without a tokenizer there is no text; the model still takes tokens.
+    tokens = [] if tokenizer_keys(directory) else ["dataset_type=synthetic", "tokenizer_type=byte"]
+    return load_config(None, [f"load_parameters_path={directory}", *tokens, *formats, *overrides])
+
+
+def directory_config(directory: Path, dtype: str) -> Config:
+    """The config of a run or of a Hugging Face directory.
+
+    Args:
+      dtype: of activations; "": as the directory says.
+    Raises:
+      UserError: it is neither.
+    """
+    overrides = [f"dtype={dtype}"] if dtype else []
+    if (directory / "config.yml").is_file():
+        config = load_config(directory / "config.yml", overrides)
+    elif (directory / "config.json").is_file():
+        config = hf_config(directory, overrides)
+    else:
+        raise UserError(
+            f"{directory} is not a run directory: it has no config.yml. Nor is it a Hugging Face directory: "
+            "it has no config.json."
+        )
+    carried = hf_directory(directory)
+    if carried is None or not config.tokenizer_path or Path(config.tokenizer_path).exists():
+        return config
+    return config.model_copy(update=tokenizer_keys(carried))  # the directory has been moved

@@ -1,0 +1,381 @@
+"""Every weight of a model, declared once: its path, dims, logical axes and first values. Imports no jax.
+
+The plan counts elements and shards from these tables, `models` makes its parameters from them, and `hf` adds the names
+of each family's tensors. The sharding rules of weights stand here too, because the plan needs them without jax.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from maxtext_lite.config.model_parts import Mla
+from maxtext_lite.config.schema import ModelConfig
+
+MESH_AXES_OF_WEIGHTS: dict[str, tuple[str, ...]] = {
+    "repeats": (),
+    "layers": ("stage",),
+    "dense_layers": (),
+    "latent": (),
+    "lora_rank": (),
+    "positions": (),
+    "embed": ("expert", "context", "fsdp"),  # every axis that splits tokens, but for replicas
+    "expert_embed": ("context", "fsdp"),
+    "vocab": ("tensor",),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "head_dim": (),
+    "mlp": ("tensor",),
+    "norm": (),
+    "experts": ("expert",),
+    "router": (),
+    "router_bias": (),
+}
+"""The sharding rules of parameters: mesh axes over which each logical axis is split."""
+
+Start = Literal["normal", "ones", "zeros"]
+"""The values that a parameter begins with."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """One parameter, of the model or of one of its layers.
+
+    Attributes:
+      dims: letters of ModelShape.sizes.
+      sizes: how long they are.
+      axes: their logical axes.
+      start: the values that it begins with; normal ones are matrices and tables, all others norms, biases and sinks.
+    """
+
+    dims: tuple[str, ...]
+    sizes: tuple[int, ...]
+    axes: tuple[str, ...]
+    start: Start
+
+    @property
+    def is_normal(self) -> bool:
+        """Whether it is a matrix or a table."""
+        return self.start == "normal"
+
+    def adapters(self, rank: int) -> "tuple[Weight, Weight]":
+        """LoRA's matrices beside it, [.., in, rank] and [.., rank, out], split as it is."""
+        of_each = ((self.dims, "r"), (self.sizes, rank), (self.axes, "lora_rank"))
+        a, b = zip(*(halves(self.axes, dims, between) for dims, between in of_each), strict=True)
+        return Weight(*a, start="normal"), Weight(*b, start="zeros")
+
+
+WeightTable = dict[str, Weight]
+"""Weights by path, in the order in which normal values are drawn."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertSizes:
+    """What decides the weights of a layer's experts.
+
+    Attributes:
+      num_experts: routed experts, E.
+      num_per_token: experts that a token goes to, J.
+      mlp_dim: width of one expert.
+      num_shared: experts that every token goes to, as one of so many times the width.
+      biased: a bias per expert is added to the scores for choosing, and for nothing else.
+      with_bias: their projections have biases.
+    """
+
+    num_experts: int
+    num_per_token: int
+    mlp_dim: int
+    num_shared: int = 0
+    biased: bool = False
+    with_bias: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelShape:
+    """What decides a model's weights; the defaults make it a Llama.
+
+    Attributes:
+      norm: of the root mean square, times scale or 1 + scale; or LayerNorm, with mean and bias.
+      norm_placement: norms stand before each block, after it, or both.
+      gated: the mlp multiplies what it activates by another projection.
+      attention_bias: which of attention's projections have a bias.
+      qk_norm: norm of queries and keys, of each head by itself or of all together.
+      sinks: each query head has a learned score that takes its share of the softmax and gives nothing.
+      latent: widths of latent attention; None: ordinary attention.
+      num_positions: rows of the table of learned positions; 0: rotation.
+      tied: the output projection is the embedding table.
+      experts: in place of each layer's mlp; None: the mlp.
+      num_dense_layers: first layers that have an mlp all the same.
+    """
+
+    vocab_size: int
+    emb_dim: int
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
+    mlp_dim: int
+    num_layers: int
+    norm: Literal["rms_norm", "rms_norm_plus_one", "layer_norm"] = "rms_norm"
+    norm_placement: Literal["pre", "post", "both"] = "pre"
+    gated: bool = True
+    mlp_bias: bool = False
+    attention_bias: Literal["none", "qkv", "all"] = "none"
+    qk_norm: Literal["none", "head", "all_heads"] = "none"
+    sinks: bool = False
+    latent: Mla | None = None
+    num_positions: int = 0
+    tied: bool = False
+    experts: ExpertSizes | None = None
+    num_dense_layers: int = 0
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a head's values."""
+        return self.head_dim if self.latent is None else self.latent.v_head_dim
+
+    @property
+    def num_expert_layers(self) -> int:
+        """Layers after the dense ones: those that are stacked, and dealt to pipeline stages."""
+        return self.num_layers - self.num_dense_layers
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """How long each dim of a weight is.
+
+        V vocabulary   D embedding      T learned positions   N query heads    K kv heads      H head width
+        F mlp          E experts        I one expert          S shared expert  Q latent query  R latent keys and values
+        P dims of a head that are not rotated    O those that are    C R + O    W width of a value
+        """
+        experts = self.experts or ExpertSizes(1, 1, 0)
+        sizes = {
+            "V": self.vocab_size, "D": self.emb_dim, "T": self.num_positions, "N": self.num_query_heads,
+            "K": self.num_kv_heads, "H": self.head_dim, "F": self.mlp_dim, "W": self.value_dim,
+            "E": experts.num_experts, "I": experts.mlp_dim, "S": experts.num_shared * experts.mlp_dim,
+        }  # fmt: skip
+        if (mla := self.latent) is not None:
+            sizes |= {"Q": mla.q_lora_rank, "R": mla.kv_lora_rank, "P": mla.qk_nope_head_dim, "O": mla.qk_rope_head_dim}
+            sizes["C"] = mla.kv_lora_rank + mla.qk_rope_head_dim
+        return sizes
+
+    def weight(self, dims: str, axes: str, start: Start = "normal") -> Weight:
+        """A weight of these dims and logical axes, each a word."""
+        sizes = self.sizes
+        return Weight(tuple(dims.split()), tuple(sizes[letter] for letter in dims.split()), tuple(axes.split()), start)
+
+
+def model_shape(config: ModelConfig) -> ModelShape:
+    """What decides the weights of the model that a config describes."""
+    experts = ExpertSizes(
+        num_experts=config.num_experts,
+        num_per_token=config.num_experts_per_tok,
+        mlp_dim=config.moe_mlp_dim,
+        num_shared=config.shared_experts,
+        biased=config.routed_bias,
+        with_bias=config.expert_bias,
+    )
+    return ModelShape(
+        vocab_size=config.vocab_size,
+        emb_dim=config.base_emb_dim,
+        num_query_heads=config.base_num_query_heads,
+        num_kv_heads=config.base_num_kv_heads,
+        head_dim=config.head_dim,
+        mlp_dim=config.base_mlp_dim,
+        num_layers=config.base_num_decoder_layers,
+        norm=config.normalization,
+        norm_placement=config.norm_placement,
+        gated=config.gated_mlp,
+        mlp_bias=config.mlp_bias,
+        attention_bias=config.attention_bias,
+        qk_norm=config.qk_norm,
+        sinks=config.attention_sinks,
+        latent=config.mla,
+        num_positions=config.trainable_position_size,
+        tied=config.logits_via_embedding,
+        experts=None if config.num_experts == 1 else experts,
+        num_dense_layers=config.first_num_dense_layers,
+    )
+
+
+# ---- The tables ---------------------------------------------------------------------------------------------------
+
+
+def norm_weights(shape: ModelShape, dims: str = "D", axes: str = "norm") -> WeightTable:
+    """Those of one norm."""
+    table = {"scale": shape.weight(dims, axes, "zeros" if shape.norm == "rms_norm_plus_one" else "ones")}
+    return table | ({"bias": shape.weight(dims, axes, "zeros")} if shape.norm == "layer_norm" else {})
+
+
+def attention_weights(shape: ModelShape) -> WeightTable:
+    """Those of a layer's attention."""
+    if shape.latent is not None:
+        return _latent_attention_weights(shape, shape.latent)
+    weight = shape.weight
+    table = {
+        "query": weight("D N H", "embed heads head_dim"),
+        "key": weight("D K H", "embed kv_heads head_dim"),
+        "value": weight("D K H", "embed kv_heads head_dim"),
+        "out": weight("N H D", "heads head_dim embed"),
+    }
+    if shape.attention_bias != "none":
+        table["query_bias"] = weight("N H", "heads head_dim", "zeros")
+        table |= {name: weight("K H", "kv_heads head_dim", "zeros") for name in ("key_bias", "value_bias")}
+    if shape.attention_bias == "all":
+        table["out_bias"] = weight("D", "norm", "zeros")
+    if shape.qk_norm == "head":
+        table |= within("query_norm", norm_weights(shape, "H")) | within("key_norm", norm_weights(shape, "H"))
+    if shape.qk_norm == "all_heads":
+        table |= within("query_norm", norm_weights(shape, "N H", "heads head_dim"))
+        table |= within("key_norm", norm_weights(shape, "K H", "kv_heads head_dim"))
+    if shape.sinks:
+        table["sinks"] = weight("N", "heads", "zeros")
+    return table
+
+
+def _latent_attention_weights(shape: ModelShape, widths: Mla) -> WeightTable:
+    weight = shape.weight
+    query = {"query": weight("D N H", "embed heads head_dim")}
+    if widths.q_lora_rank:
+        query = {
+            "query_down": weight("D Q", "embed latent"),
+            "query_down_norm/scale": weight("Q", "norm", "ones"),
+            "query_up": weight("Q N H", "latent heads head_dim"),
+        }
+    return query | {
+        "kv_down": weight("D C", "embed latent"),
+        "kv_down_norm/scale": weight("R", "norm", "ones"),
+        "key_up": weight("R N P", "latent heads head_dim"),
+        "value_up": weight("R N W", "latent heads head_dim"),
+        "out": weight("N W D", "heads head_dim embed"),
+    }
+
+
+def mlp_weights(shape: ModelShape, width: str = "F") -> WeightTable:
+    """Those of an mlp, or of the shared expert."""
+    projections = ("gate", "up") if shape.gated else ("up",)
+    table = {name: shape.weight(f"D {width}", "embed mlp") for name in projections}
+    table["down"] = shape.weight(f"{width} D", "mlp embed")
+    if shape.mlp_bias:
+        table |= {f"{name}_bias": shape.weight(width, "mlp", "zeros") for name in projections}
+        table["down_bias"] = shape.weight("D", "norm", "zeros")
+    return table
+
+
+EXPERT_WEIGHTS = {
+    "gate": ("E D I", "experts expert_embed mlp"),
+    "up": ("E D I", "experts expert_embed mlp"),
+    "down": ("E I D", "experts mlp expert_embed"),
+}
+EXPERT_BIASES = {
+    "gate_bias": ("E I", "experts mlp"),
+    "up_bias": ("E I", "experts mlp"),
+    "down_bias": ("E D", "experts norm"),
+}
+"""Dims and logical axes of the experts' projections and their biases."""
+
+
+def expert_weights(shape: ModelShape) -> WeightTable:
+    """Those of a layer's experts, their router and the shared one."""
+    experts, weight = shape.experts, shape.weight
+    assert experts is not None
+    table = {"router": weight("D E", "embed router")}
+    table |= {name: weight(*line) for name, line in EXPERT_WEIGHTS.items()}
+    if experts.biased:
+        table["router_bias"] = weight("E", "router_bias", "zeros")
+    if experts.with_bias:
+        table["router_logit_bias"] = weight("E", "norm", "zeros")
+        table |= {name: weight(*line, "zeros") for name, line in EXPERT_BIASES.items()}
+    return table | (within("shared", mlp_weights(shape, "S")) if experts.num_shared else {})
+
+
+def layer_weights(shape: ModelShape) -> WeightTable:
+    """Those of one layer, with experts where the shape has any."""
+    norm = norm_weights(shape)
+    before, after = norm if shape.norm_placement != "post" else {}, norm if shape.norm_placement != "pre" else {}
+    return {
+        **within("attention_norm", before),
+        **within("attention", attention_weights(shape)),
+        **within("attention_post_norm", after),
+        **within("mlp_norm", before),
+        **within("mlp", mlp_weights(shape) if shape.experts is None else expert_weights(shape)),
+        **within("mlp_post_norm", after),
+    }
+
+
+def end_weights(shape: ModelShape) -> WeightTable:
+    """Those outside the layers: tables, the last norm and the output projection."""
+    table = {"embedding/table": shape.weight("V D", "vocab embed")}
+    if shape.num_positions:
+        table["embedding/positions"] = shape.weight("T D", "positions embed")
+    table |= within("final_norm", norm_weights(shape))
+    return table if shape.tied else {**table, "head/projection": shape.weight("D V", "embed vocab")}
+
+
+@functools.lru_cache(maxsize=64)  # a plan counts the same model again and again
+def stacks_of(shape: ModelShape) -> dict[str, tuple[int, WeightTable]]:
+    """All weights: by the name of each stack of layers that are alike, how many they are and the weights of one; and by
+    "" those outside."""
+    stacks = {"": (1, end_weights(shape))}
+    if shape.num_dense_layers:
+        stacks["dense_layers"] = (shape.num_dense_layers, layer_weights(dataclasses.replace(shape, experts=None)))
+    return {**stacks, "layers": (shape.num_expert_layers, layer_weights(shape))}
+
+
+def within(name: str, table: WeightTable) -> WeightTable:
+    """A table as part of another."""
+    return {f"{name}/{path}": weight for path, weight in table.items()}
+
+
+def part_of(table: WeightTable, name: str) -> WeightTable:
+    """What a table has below a name; {} where that is nothing."""
+    return {path.removeprefix(f"{name}/"): each for path, each in table.items() if path.startswith(f"{name}/")}
+
+
+# ---- What logical axes say ----------------------------------------------------------------------------------------
+
+
+def num_parts(axis: str, mesh: Mapping[str, int]) -> int:
+    """The parts into which a mesh splits a weight along a logical axis.
+
+    Args:
+      mesh: size of each mesh axis; 1 of those that are not named.
+    """
+    return math.prod(mesh.get(mesh_axis, 1) for mesh_axis in MESH_AXES_OF_WEIGHTS[axis])
+
+
+def unstacked(axes: tuple[str, ...]) -> tuple[str, ...]:
+    """The logical axes of one layer's parameter, from those of a stack of layers; any others as they are."""
+    return tuple(axis for axis in axes if axis not in ("repeats", "layers", "dense_layers"))
+
+
+def of_one(axes: tuple[str, ...]) -> tuple[str, ...]:
+    """The logical axes of one tensor, from those of a stack: of one layer's, and of experts' weights of one expert's.
+
+    Dims of stacks stand before all others.
+    """
+    return tuple(axis for axis in unstacked(axes) if axis != "experts")
+
+
+def is_matrix(axes: tuple[str, ...]) -> bool:
+    """Whether a parameter multiplies vectors: not one of a norm, a bias or a table that is looked up in."""
+    axes = unstacked(axes)
+    contracted = {"embed", "expert_embed", "latent", "lora_rank"}
+    return not contracted.isdisjoint(axes) and len(axes) > 1 and axes[0] not in ("vocab", "positions")
+
+
+def num_inputs(axes: tuple[str, ...]) -> int:
+    """How many of a matrix's dims, its first, it sums over; the others are its result's.
+
+    Args:
+      axes: of one layer's matrix, or of one expert's.
+    """
+    # Outputs of the others are one dim.
+    return 1 if axes[0] in ("embed", "expert_embed", "latent", "lora_rank") else len(axes) - 1
+
+
+def halves(axes: tuple[str, ...], dims: tuple[Any, ...], between: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """What `dims` has for a weight's dims, as LoRA's a [..., *in, r] has it and as its b [..., r, *out] does."""
+    matrix = of_one(axes)
+    first = len(axes) - len(matrix)
+    cut = first + num_inputs(matrix)
+    return (*dims[:cut], between), (*dims[:first], between, *dims[cut:])

@@ -1,0 +1,32 @@
+"""What all sources of examples or prompts share: how many are held out, and which ids there are."""
+
+import fractions
+
+from maxtext_lite.config import UserError
+
+
+def num_held_out(eval_fraction: float, count: int, what: str, *, more: str = "data, a smaller") -> int:
+    """The last floor(eval_fraction x count) examples, at least one; 0 where the fraction is.
+
+    Args:
+      what: is counted, for messages.
+      more: what to use more of, and else.
+    Raises:
+      UserError: nothing is left to train on.
+    """
+    if eval_fraction == 0:
+        return 0
+    # The fraction as it was written: 0.29 of 100 is 29, where binary floating point says 28.
+    held_out = max(1, int(fractions.Fraction(repr(float(eval_fraction))) * count))
+    if held_out >= count:
+        raise UserError(
+            f"eval_fraction={eval_fraction} holds out {held_out} of {count} {what} and leaves none to train on. "
+            f"Use more {more} eval_fraction, or eval_fraction=0 for no evaluation."
+        )
+    return held_out
+
+
+def check_id(number: int, count: int, what: str = "example") -> None:
+    """Raises IndexError outside [0, count)."""
+    if not 0 <= number < count:
+        raise IndexError(f"{what} {number} of {count}")

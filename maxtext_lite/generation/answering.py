@@ -1,0 +1,199 @@
+"""What a model writes after prompts: streamed to the terminal, as JSON, or as its part of a conversation."""
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from maxtext_lite.config import Config, UserError
+from maxtext_lite.data import ChatTemplate
+from maxtext_lite.generation.requests import GenerateConfig
+from maxtext_lite.generation.sampler import Sampler, load_on_mesh, mesh_problems
+from maxtext_lite.generation.stream_text import TimedTokens, WrittenText
+from maxtext_lite.generation.text_tokens import TextTokens
+from maxtext_lite.parallel import start_devices
+
+Turns = list[dict[str, str]]
+
+
+@dataclass(frozen=True)
+class _Prompter:
+    """What makes prompts of texts, and texts of what a model writes.
+
+    Attributes:
+      template: with chat, what makes a prompt of turns.
+    """
+
+    asked: GenerateConfig
+    tokens: TextTokens
+    template: ChatTemplate | None
+
+    @classmethod
+    def of(cls, directory: Path, config: Config, asked: GenerateConfig) -> "_Prompter":
+        tokens = TextTokens.of(directory, config)
+        if not asked.chat:
+            return cls(asked, tokens, None)
+        file = Path(config.chat_template) if config.chat_template else None
+        if tokens.carried is None and file is None:
+            raise UserError(f"{directory} has no chat template: it did not come from a Hugging Face directory.")
+        return cls(asked, tokens, ChatTemplate(tokens.carried, file=file))
+
+    @property
+    def stop_token_ids(self) -> Sequence[int]:
+        """Tokens after which a text ends."""
+        asked = self.asked.stop_token_ids
+        return self.tokens.stop_token_ids if asked is None else asked
+
+    @property
+    def first_turns(self) -> Turns:
+        """What is said before the user says anything."""
+        return [{"role": "system", "content": self.asked.system}] if self.asked.system else []
+
+    def prompt(self, text: str) -> list[int]:
+        """The tokens of a text; with chat, of the turns before the model's answer to it."""
+        if self.template:
+            return self.after([*self.first_turns, {"role": "user", "content": text}])
+        return self._or_end_of_text(self.tokens.encode(text))
+
+    def after(self, turns: Turns) -> list[int]:
+        """The tokens that a model goes on from when it answers these turns."""
+        assert self.template is not None, "turns are those of a chat"
+        return self._or_end_of_text(self.tokens.encode(self.template.render(turns), plain=True))
+
+    def _or_end_of_text(self, token_ids: list[int]) -> list[int]:
+        """Of no tokens, end-of-text: a new document begins after the end of another."""
+        return token_ids or [self.tokens.tokenizer.end_of_text_id]
+
+    def begin(self) -> WrittenText:
+        """A text that has not begun."""
+        return self.tokens.begin(self.asked.stop_strings, self.stop_token_ids)
+
+
+def generate(directory: Path, config: Config, asked: GenerateConfig, *, as_json: bool) -> None:
+    """Prints what the model of a directory writes after the prompts, to stderr how fast; with chat and no prompt,
+    answers each line of the input.
+
+    Raises:
+      UserError: the model cannot be asked that, or has no parameters, tokenizer or chat template where it needs one;
+        with every problem of the prompts and the mesh.
+    """
+    prompter = None if asked.prompt_ids is not None else _Prompter.of(directory, config, asked)
+    texts = [asked.prompt] if asked.prompts is None else asked.prompts
+    prompts = [prompter.prompt(text) for text in texts] if prompter else asked.prompt_ids or []
+    if problems := [
+        *_prompt_problems(prompts, asked, config),
+        *mesh_problems(config, len(start_devices()), asked.mesh),
+    ]:
+        raise UserError(problems)
+    with jax.default_matmul_precision(config.matmul_precision):
+        sampler = Sampler(*load_on_mesh(directory, config, asked.mesh))
+
+        def stream(prompts: list[list[int]]) -> TimedTokens:
+            return TimedTokens(
+                sampler.stream(
+                    prompts,
+                    max_new_tokens=asked.max_new_tokens,
+                    temperature=asked.temperature,
+                    top_k=asked.top_k,
+                    top_p=asked.top_p,
+                    stop_token_ids=prompter.stop_token_ids if prompter else asked.stop_token_ids or [],
+                    seed=asked.seed,
+                )
+            )
+
+        if prompter and asked.chat and not asked.model_fields_set & {"prompt", "prompts"}:
+            _converse(stream, prompter)
+            return
+        tokens = stream(prompts)
+        if as_json or prompter is None:
+            print(json.dumps(_answers(tokens, len(prompts), prompter)))
+        else:
+            # A prompt is part of the text that goes on from it, but not of an answer.
+            _print_texts(tokens, prompter, ["" if asked.chat else text for text in texts])
+    print(tokens, file=sys.stderr)
+
+
+def _converse(stream: Callable[[list[list[int]]], TimedTokens], prompter: _Prompter) -> None:
+    """Answers each line of the input, with all that was said before it in mind."""
+    turns = prompter.first_turns
+    while True:
+        if sys.stdin.isatty():
+            print("> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        turns.append({"role": "user", "content": line.rstrip("\n")})
+        answer = prompter.begin()
+        for _, token, _ in stream([prompter.after(turns)]):
+            print(answer.push(token), end="", flush=True)
+            if answer.ended:
+                break
+        print(answer.end(), flush=True)
+        turns.append({"role": "assistant", "content": answer.text})
+
+
+def _answers(tokens: TimedTokens, count: int, prompter: _Prompter | None) -> list[dict[str, Any]]:
+    """For each prompt its new tokens, their log-probabilities and, where there is a tokenizer, their text."""
+    answers: list[dict[str, Any]] = [{"tokens": [], "log_probabilities": []} for _ in range(count)]
+    written = [prompter.begin() for _ in range(count)] if prompter else []
+    for index, token, log_probability in tokens:
+        if written and written[index].ended:
+            continue
+        answers[index]["tokens"].append(token)
+        answers[index]["log_probabilities"].append(log_probability)
+        if written:
+            written[index].push(token)
+            if all(text.ended for text in written):
+                break
+    for answer, text in zip(answers, written, strict=False):
+        text.end()
+        answer["text"] = text.text
+    return answers
+
+
+def _print_texts(tokens: TimedTokens, prompter: _Prompter, shown: list[str]) -> None:
+    """Streams one text; of several, prints each when all are done, a line before each.
+
+    Args:
+      shown: what stands before each.
+    """
+    written = [prompter.begin() for _ in shown]
+    alone = len(written) == 1
+    if alone:
+        print(shown[0], end="", flush=True)
+    for index, token, _ in tokens:
+        piece = written[index].push(token)
+        if alone:
+            print(piece, end="", flush=True)
+        if all(text.ended for text in written):
+            break
+    for number, text in enumerate(written):
+        rest = text.end()
+        if alone:
+            print(rest, flush=True)
+        else:
+            print(f"---- {number}\n{shown[number]}{text.text}")
+
+
+def _prompt_problems(prompts: list[list[int]], asked: GenerateConfig, config: Config) -> list[str]:
+    problems = [
+        f"{key}: token {token} is not in 0..{config.vocab_size - 1} (vocab_size). Nearest that works: "
+        f"{min(max(token, 0), config.vocab_size - 1)}."
+        for key, tokens in (
+            ("prompt_ids", [t for prompt in prompts for t in prompt]),
+            ("stop_token_ids", asked.stop_token_ids or []),
+        )
+        for token in tokens
+        if not 0 <= token < config.vocab_size
+    ]
+    positions, longest = config.trainable_position_size, max(map(len, prompts))
+    if positions and longest + asked.max_new_tokens > positions:
+        problems.append(
+            f"max_new_tokens={asked.max_new_tokens} after a prompt of {longest} tokens goes past the model's "
+            f"{positions} learned positions. Nearest that works: {max(positions - longest, 1)}."
+        )
+    return problems

@@ -1,0 +1,157 @@
+"""Texts and questions that a model is evaluated with, and what its log-likelihoods make of them."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from maxtext_lite.config import UserError
+from maxtext_lite.config.json_file import user_path
+
+
+class Likelihood(Protocol):
+    """See `scoring.Scored`."""
+
+    @property
+    def log_likelihood(self) -> float:
+        """In nats."""
+        ...
+
+    @property
+    def is_greedy(self) -> bool:
+        """Each token is the likeliest."""
+        ...
+
+    @property
+    def num_tokens(self) -> int:
+        """That were scored."""
+        ...
+
+
+class Question(BaseModel):
+    """A context and what may follow it.
+
+    Attributes:
+      answer: number of the right choice.
+    """
+
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    context: str
+    choices: list[str] = Field(min_length=2)
+    answer: int = Field(ge=0)
+
+    @model_validator(mode="after")
+    def _has_its_answer(self) -> Self:
+        if self.answer >= len(self.choices):
+            raise ValueError(f"answer must be in 0..{len(self.choices) - 1}")
+        if not all(text.strip() for text in self.choices):
+            raise ValueError("choices must not be empty")
+        return self
+
+
+class Cloze(BaseModel):
+    """A context and the only thing that ought to follow it."""
+
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    context: str
+    target: str = Field(pattern=r"\S")
+
+    @property
+    def choices(self) -> list[str]:
+        """The target alone."""
+        return [self.target]
+
+    @property
+    def answer(self) -> int:
+        """Its number."""
+        return 0
+
+
+def read_text(key: str, path: str) -> str:
+    """The text of a file.
+
+    Raises:
+      UserError: it cannot be read; names `key`.
+    """
+    try:
+        return user_path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{key}={path}: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{key}={path} is not UTF-8 text.") from None
+
+
+def read_questions(path: str, kind: Literal["choices", "cloze"]) -> list[Question | Cloze]:
+    """The questions of a JSONL file.
+
+    Raises:
+      UserError: the file is missing or empty, or a line is not such a question; names it.
+    """
+    model = Question if kind == "choices" else Cloze
+    questions: list[Question | Cloze] = []
+    for number, line in enumerate(read_text(kind, path).splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            questions.append(model.model_validate_json(line))
+        except ValidationError as error:
+            detail = error.errors()[0]
+            about = ".".join(map(str, detail["loc"]))
+            where = f"{kind}={path}, line {number}"
+            raise UserError(f"{where}: {about + ': ' if about else ''}{detail['msg']}.") from None
+    if not questions:
+        raise UserError(f"{kind}={path} has no question in it.")
+    return questions
+
+
+def continued(encode: Callable[[str], Sequence[int]], context: str, continuation: str) -> tuple[list[int], int]:
+    """Tokens of a context with its continuation, and how many of them are the context's.
+
+    The two are tokenized together, as they would be read; blanks between them belong to the continuation.
+    """
+    stripped = context.rstrip()
+    whole = [int(token) for token in encode(context + continuation)]
+    return whole, min(len(encode(stripped)), len(whole) - 1)
+
+
+def with_blank(context: str, continuation: str) -> str:
+    """The continuation, with a blank before it where there is none between it and the context."""
+    parted = not context or context[-1].isspace() or continuation[:1].isspace()
+    return continuation if parted else f" {continuation}"
+
+
+def perplexity(scored: Sequence[Likelihood], text: str) -> dict[str, float]:
+    """Of a text, by all its parts."""
+    nll, tokens = -sum(part.log_likelihood for part in scored), sum(part.num_tokens for part in scored)
+    return {
+        "loss": nll / tokens,
+        "perplexity": math.exp(nll / tokens),
+        "bits_per_byte": nll / math.log(2) / len(text.encode()),
+        "tokens": tokens,
+    }
+
+
+def accuracy(questions: Sequence[Question | Cloze], scored: Sequence[Likelihood]) -> dict[str, float]:
+    """Accuracy by log-likelihood and by that divided by a continuation's bytes; of cloze, how often it is greedy."""
+    rest = list(scored)
+    right = right_by_byte = greedy = nll = tokens = 0.0
+    for question in questions:
+        count = len(question.choices)
+        of_question, rest = rest[:count], rest[count:]
+        likelihoods: list[float] = [part.log_likelihood for part in of_question]
+        by_byte = [
+            likelihood / len(text.encode()) for likelihood, text in zip(likelihoods, question.choices, strict=True)
+        ]
+        right += max(range(count), key=likelihoods.__getitem__) == question.answer
+        right_by_byte += max(range(count), key=by_byte.__getitem__) == question.answer
+        answer = of_question[question.answer]
+        greedy += answer.is_greedy
+        nll, tokens = nll - answer.log_likelihood, tokens + answer.num_tokens
+    number = len(questions)
+    about = {"answer_perplexity": math.exp(nll / tokens), "questions": number}
+    if all(len(question.choices) == 1 for question in questions):
+        return {"accuracy": greedy / number, **about}
+    return {"accuracy": right / number, "accuracy_per_byte": right_by_byte / number, **about}

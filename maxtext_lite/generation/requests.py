@@ -1,0 +1,89 @@
+"""What `generate` and `evaluate` may be asked for, as key=value."""
+
+import math
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from maxtext_lite.config.field_types import PathText
+
+
+class GenerateConfig(BaseModel):
+    """What `generate` takes as key=value.
+
+    Attributes:
+      prompt: text to go on from; "" starts a new document.
+      prompts: several of them, at once.
+      prompt_ids: prompts as lists of tokens, instead of `prompt`; needs no tokenizer.
+      chat: a prompt is what a user says, and the model's chat template makes of it what the model answers; without
+        a prompt, a conversation in which each line of the input is what the user says.
+      system: with chat, what is said to the model first.
+      max_new_tokens: tokens to add.
+      temperature: divides the logits; 0: always the likeliest token.
+      top_k: draw among the k likeliest tokens; 0: all.
+      top_p: draw among the fewest tokens whose probabilities reach p; 1: all.
+      stop_token_ids: tokens after which a text ends; of text, by default end-of-text and what the model names.
+      stop_strings: texts before which a text ends.
+      seed: of the draws.
+      dtype: of activations; "": as the directory's config says.
+      ici_tensor_parallelism: devices that share heads, mlp and vocabulary.
+      ici_fsdp_parallelism: devices that share the rest of the parameters, and the prompts.
+      ici_data_parallelism: devices that each have a copy of the model.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    prompt: str = ""
+    prompts: list[str] | None = None
+    prompt_ids: list[list[int]] | None = None
+    chat: bool = False
+    system: str = ""
+    max_new_tokens: int = Field(200, ge=1, lt=2**31)
+    temperature: float = Field(0.8, ge=0, lt=math.inf)
+    top_k: int = Field(0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    stop_token_ids: list[int] | None = None
+    stop_strings: list[str] = []
+    seed: int = Field(0, ge=0, lt=2**32)
+    dtype: Literal["", "float32", "bfloat16", "float16"] = ""
+    ici_tensor_parallelism: int = Field(1, ge=1)
+    ici_fsdp_parallelism: int = Field(1, ge=1)
+    ici_data_parallelism: int = Field(1, ge=1)
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Sizes of mesh axes."""
+        return {axis: getattr(self, f"ici_{axis}_parallelism") for axis in ("tensor", "fsdp", "data")}
+
+
+class EvaluateConfig(BaseModel):
+    """What `evaluate` takes as key=value; one of the first three.
+
+    Attributes:
+      text: a file, as one text: its perplexity.
+      choices: a JSONL file of {"context": text, "choices": [text, ...], "answer": number of the right one}.
+      cloze: a JSONL file of {"context": text, "target": text}.
+      max_length: tokens that a forward pass sees.
+      stride: text: tokens by which the window moves on; the others of it are context. 0: max_length.
+      rows_at_once: sequences of one forward pass.
+      dtype: of activations; "": as the directory's config says.
+      ici_tensor_parallelism: devices that share heads, mlp and vocabulary.
+      ici_fsdp_parallelism: devices that share the rest of the parameters, and the rows.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    text: PathText = ""
+    choices: PathText = ""
+    cloze: PathText = ""
+    max_length: int = Field(1024, ge=2)
+    stride: int = Field(0, ge=0)
+    rows_at_once: int = Field(4, ge=1, lt=2**31)
+    dtype: Literal["", "float32", "bfloat16", "float16"] = ""
+    ici_tensor_parallelism: int = Field(1, ge=1)
+    ici_fsdp_parallelism: int = Field(1, ge=1)
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Sizes of mesh axes."""
+        return {axis: getattr(self, f"ici_{axis}_parallelism") for axis in ("tensor", "fsdp")}

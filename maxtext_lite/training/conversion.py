@@ -1,0 +1,131 @@
+"""A Hugging Face directory as one like a run's, and a run's model, or its adapters, as a Hugging Face directory."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+from maxtext_lite.batching.topology import resolve_mesh
+from maxtext_lite.config import Config, UserError, load_config, write_resolved
+from maxtext_lite.config.errors import writing
+from maxtext_lite.config.hf.config import hf_directory, model_keys, run_config_json, tokenizer_keys
+from maxtext_lite.config.hf.fields import JsonObject
+from maxtext_lite.config.hf.model_directory import hf_config
+from maxtext_lite.config.schema import MeshConfig
+from maxtext_lite.config.violation import Violation
+from maxtext_lite.data import load_tokenizer
+from maxtext_lite.hf import carry_files, export_adapters, export_model, flat
+from maxtext_lite.hf.carried import carry_tokenizer, tokenizer_file
+from maxtext_lite.models.decoder import Params
+from maxtext_lite.parallel import make_mesh, start_devices
+from maxtext_lite.training.parameter_files import (
+    PARAMETERS,
+    abstract_on_mesh,
+    load_adapters,
+    load_parameters,
+    save_parameters,
+    whole_checkpoint,
+)
+from maxtext_lite.training.state import make_plain_decoder
+
+MESH_KEYS = tuple(key for key in MeshConfig.model_fields if key.startswith(("ici_", "dcn_")))
+"""The keys of the mesh that parameters pass through."""
+
+
+def import_directory(source: Path, out: Path, overrides: Sequence[str]) -> str:
+    """Makes of a Hugging Face directory one like that of a run; returns what it did, in words.
+
+    Raises:
+      UserError: the directory, its model or the mesh is wrong, or `out` cannot be written.
+    """
+    config = hf_config(source, overrides)
+    params = load_parameters(source, _abstract_params(config), "HF_DIR")
+    if jax.process_index() == 0:
+        with writing(out):
+            carry_files(source, out / "hf")
+            _write_config(out, config)
+    save_parameters(out, params)
+    return f"{_count(params):,} parameters in {out}, in {config.weight_dtype}"
+
+
+def _write_config(out: Path, config: Config) -> None:
+    """Writes config.yml, as that of a run whose directory this is."""
+    tokenizer = {key: str(Path(value).absolute()) if key == "tokenizer_path" else value
+                 for key, value in tokenizer_keys(out / "hf").items()}  # fmt: skip
+    changed = {"load_parameters_path": "", "run_name": out.name or "imported", **tokenizer}
+    changed["base_output_directory"] = str(out.parent)
+    origins = dict(config.origins) | dict.fromkeys(changed, "convert import")
+    write_resolved(config.model_copy(update=changed).with_origins(origins), out / "config.yml")
+
+
+def export_directory(source: Path, out: Path, overrides: Sequence[str], *, merge_lora: bool | None) -> str:
+    """Makes of a run directory, or an imported one, a Hugging Face directory; returns what it did, in words.
+
+    Args:
+      merge_lora: of a run with LoRA, the model with its adapters merged; otherwise its adapters, as PEFT has them.
+    Raises:
+      UserError: the directory or the mesh is wrong, no family expresses its model, or `out` cannot be written.
+    """
+    if not (source / "config.yml").is_file():
+        raise UserError(f"{source} is neither a run directory nor an imported one: it has no config.yml.")
+    # The mesh is that of this machine, not of the one that trained.
+    mesh = [f"{key}={-1 if key == 'ici_fsdp_parallelism' else 1}" for key in MESH_KEYS]
+    config = load_config(source / "config.yml", [*mesh, *overrides])
+    if merge_lora is not None and not config.lora_rank:
+        merge = f"merge_lora={str(merge_lora).lower()}"
+        raise UserError(f"{merge} has no use with {source}, whose lora_rank is 0. Remove it.")
+    fields = run_config_json(
+        source,
+        config,
+        num_positions=config.max_target_length,
+        dtype=config.weight_dtype,
+        end_of_text_id=_end_of_text_id(config),
+    )
+    abstract = _abstract_params(config)
+    if config.lora_rank and not merge_lora:
+        return _export_adapters(source, out, abstract, fields, config)
+    params = load_parameters(source, abstract, "RUN_DIR")
+    with writing(out):
+        export_model(out, params, fields, dtype=config.weight_dtype)
+        if jax.process_index() == 0:
+            carry_tokenizer(out, hf_directory(source), config)
+    return f"{_count(params):,} parameters in {out}, as {fields['model_type']} in {config.weight_dtype}"
+
+
+def _export_adapters(source: Path, out: Path, abstract: Params, fields: JsonObject, config: Config) -> str:
+    kind, keys = fields["model_type"], model_keys(fields, "config.json")
+    mesh = jax.tree.leaves(abstract)[0].sharding.mesh
+    found = load_adapters(whole_checkpoint(source, "RUN_DIR", PARAMETERS), mesh)
+    if found is None:
+        raise UserError(f"{source} has lora_rank={config.lora_rank} in its config.yml, but no adapters.")
+    lora, adapters = found
+    shapes = {path: tuple(leaf.shape) for path, leaf in flat(abstract).items()}
+    with writing(out):
+        export_adapters(out, adapters, lora, kind, keys, shapes=shapes, base=config.load_parameters_path)
+    return f"{_count(adapters):,} parameters of adapters in {out}, for {kind} in PEFT's layout, in float32"
+
+
+def _end_of_text_id(config: Config) -> int | None:
+    there = config.tokenizer_type == "byte" or tokenizer_file(config)
+    end = load_tokenizer(config).end_of_text_id if there else None
+    return end if end is not None and end < config.vocab_size else None
+
+
+def _abstract_params(config: Config) -> Params:
+    """Shapes and places of a model's parameters on this machine's devices.
+
+    Raises:
+      UserError: the mesh does not cover them.
+    """
+    start_devices()
+    sizes = resolve_mesh(config, jax.device_count())
+    if isinstance(sizes, Violation):
+        raise UserError(sizes.message)
+    mesh = make_mesh(sizes.ici, sizes.dcn)
+    uneven = f"the mesh of {mesh.size} devices. Set ici_fsdp_parallelism=1 and ici_data_parallelism=-1: a copy on each."
+    return abstract_on_mesh(make_plain_decoder(config), mesh, uneven)
+
+
+def _count(params: Params) -> int:
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))

@@ -1,0 +1,49 @@
+"""A directory's config is that of its run, or what its config.json and tokenizer say."""
+
+import json
+
+import pytest
+
+from maxtext_lite.config import UserError, load_config, write_resolved
+from maxtext_lite.config.hf.model_directory import directory_config, hf_config
+
+LLAMA = {
+    "model_type": "llama", "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def hf_directory(path, **fields):
+    path.mkdir(parents=True)
+    (path / "config.json").write_text(json.dumps({**LLAMA, **fields}))
+    (path / "model.safetensors").write_bytes(b"")
+    return path
+
+
+def test_a_hugging_face_directory_has_its_architecture_and_the_format_of_its_weights(tmp_path):
+    config = hf_config(hf_directory(tmp_path / "one", torch_dtype="bfloat16"), ["dtype=float32"])
+    assert (config.base_emb_dim, config.weight_dtype, config.dtype) == (32, "bfloat16", "float32")
+    assert (config.dataset_type, config.tokenizer_type) == ("synthetic", "byte"), "it has no tokenizer"
+    assert hf_config(hf_directory(tmp_path / "two", torch_dtype="float16")).weight_dtype == "float32"
+
+
+def test_a_run_directory_has_its_own_config_and_where_it_was_moved_its_tokenizer(tmp_path):
+    gone = tmp_path / "gone" / "tokenizer.json"
+    run = tmp_path / "run"
+    hf_directory(run / "hf")
+    keys = ["vocab_size=96", "tokenizer_type=huggingface", f"tokenizer_path={gone}", "base_emb_dim=64"]
+    write_resolved(load_config(None, keys), run / "config.yml")
+    assert directory_config(run, "").tokenizer_path == str(gone)
+    (run / "hf" / "tokenizer.json").write_text("{}")
+    config = directory_config(run, "float16")
+    assert (config.tokenizer_path, config.dtype) == (str(run / "hf" / "tokenizer.json"), "float16")
+    gone.parent.mkdir()
+    gone.write_text("{}")
+    assert directory_config(run, "").tokenizer_path == str(gone)
+
+
+def test_a_directory_that_is_neither_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"is not a run directory: it has no config\.yml\. Nor is it a Hugging Face"):
+        directory_config(tmp_path, "")
+    with pytest.raises(UserError, match=r"is not a Hugging Face directory: it has no config\.json"):
+        hf_config(tmp_path)

@@ -1,0 +1,60 @@
+"""Several texts are printed when all are done; a conversation keeps in mind what was said."""
+
+import io
+import json
+
+import pytest
+
+from maxtext_lite.config import UserError, load_config
+from maxtext_lite.generation.answering import generate
+from maxtext_lite.generation.requests import GenerateConfig
+from maxtext_lite.training import train
+from tests.training.conftest import TINY
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("runs")
+    keys = ["steps=2", "eval_interval=-1", "per_device_batch_size=1", f"base_output_directory={directory}"]
+    run = train(load_config(None, [*TINY, *keys])).run_directory
+    return run, load_config(run / "config.yml")
+
+
+def ask(run, capsys, *, as_json=False, config=None, **asked):
+    generate(run[0], config or run[1], GenerateConfig(temperature=0, **asked), as_json=as_json)
+    return capsys.readouterr()
+
+
+def test_several_texts_are_printed_when_all_are_done_and_each_is_what_it_is_alone(run, capsys):
+    together = ask(run, capsys, prompts=["To be", "or"], max_new_tokens=5)
+    alone = [ask(run, capsys, prompt=prompt, max_new_tokens=5).out for prompt in ("To be", "or")]
+    assert together.out == "".join(f"---- {number}\n{text}" for number, text in enumerate(alone))
+    assert together.err.startswith("10 tokens in ")
+
+
+def test_text_is_left_out_of_json_where_tokens_are_asked_for(run, capsys):
+    of_text, of_ids = (
+        json.loads(ask(run, capsys, as_json=True, max_new_tokens=3, **prompt).out)[0]
+        for prompt in ({"prompt": "AB"}, {"prompt_ids": [[65, 66]]})
+    )
+    assert of_text.keys() - of_ids.keys() == {"text"}
+    assert of_text["tokens"] == of_ids["tokens"]
+
+
+def test_each_line_of_a_conversation_is_answered_after_all_before_it(run, capsys, monkeypatch, tmp_path):
+    (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}")
+    config = run[1].model_copy(update={"chat_template": str(tmp_path / "t.jinja")})
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n"))
+    said = ask(run, capsys, config=config, chat=True, system="S", max_new_tokens=4, stop_token_ids=[]).out
+    first = ask(run, capsys, prompt="s:S;u:one;", max_new_tokens=4, stop_token_ids=[]).out
+    answer = first.removeprefix("s:S;u:one;").removesuffix("\n")
+    second = ask(run, capsys, prompt=f"s:S;u:one;a:{answer};u:two;", max_new_tokens=4, stop_token_ids=[]).out
+    assert said == f"{answer}\n" + second.removeprefix(f"s:S;u:one;a:{answer};u:two;")
+
+
+def test_what_is_wrong_with_prompts_and_mesh_is_said_at_once(run, capsys):
+    with pytest.raises(UserError) as refusal:
+        ask(run, capsys, prompt_ids=[[1, 264]], stop_token_ids=[-1], ici_tensor_parallelism=3)
+    assert [problem.split(" ")[0] for problem in refusal.value.problems] == [
+        "prompt_ids:", "stop_token_ids:", "ici_tensor_parallelism=3",
+    ]  # fmt: skip

@@ -1,0 +1,38 @@
+"""Continuations are tokenized with their contexts; a wrong question is refused by its line."""
+
+import pytest
+
+from maxtext_lite.config import UserError
+from maxtext_lite.generation.questions import continued, read_questions, with_blank
+
+
+def test_a_continuation_is_read_with_its_context():
+    letters = lambda text: [ord(letter) for letter in text]  # noqa: E731
+    assert continued(letters, "ab", " c") == (letters("ab c"), 2)
+    assert continued(letters, "ab \n", "c") == (letters("ab \nc"), 2)
+    assert continued(letters, "", "c") == (letters("c"), 0)
+    merged = lambda text: [1] if text == "ab c" else letters(text)  # noqa: E731
+    assert continued(merged, "ab", " c") == ([1], 0)  # a tokenizer that joins them
+
+
+@pytest.mark.parametrize(("context", "continuation", "want"), [
+    ("ab", "c", " c"), ("ab ", "c", "c"), ("ab", " c", " c"), ("ab", "\nc", "\nc"), ("", "c", "c"),
+])  # fmt: skip
+def test_words_are_parted_by_one_blank(context, continuation, want):
+    assert with_blank(context, continuation) == want
+
+
+@pytest.mark.parametrize(("kind", "line", "message"), [
+    ("choices", "{", "line 2: Invalid JSON"),
+    ("choices", '{"context": "a", "choices": ["b"], "answer": 0}', "line 2: choices: List should have at least 2"),
+    ("choices", '{"context": "a", "choices": ["b", "c"], "answer": 2}', "line 2: Value error, answer must be in 0..1"),
+    ("choices", '{"context": "a", "choices": ["b", " "], "answer": 1}', "choices must not be empty"),
+    ("cloze", '{"context": "a"}', "line 2: target: Field required"),
+])  # fmt: skip
+def test_wrong_questions_are_refused_by_line(kind, line, message, tmp_path):
+    (tmp_path / "q.jsonl").write_text("\n" + line)
+    with pytest.raises(UserError) as refusal:
+        read_questions(str(tmp_path / "q.jsonl"), kind)
+    assert message in str(refusal.value)
+    with pytest.raises(UserError, match="No such file"):
+        read_questions(str(tmp_path / "none.jsonl"), kind)
