@@ -13,7 +13,7 @@ from typing import Annotated, Self, cast, get_args
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from maxtext_lite.config.errors import Refusal, setting_text
+from maxtext_lite.config.errors import Refusal, number_text, setting_text
 from maxtext_lite.config.rules import rule_violations
 from maxtext_lite.config.schema import Config, ModelConfig
 from maxtext_lite.config.violation import Change, Violation
@@ -63,7 +63,10 @@ class Request:
         """Whether the values are of their keys' types, where they are of keys."""
         try:
             for key in change.keys() & type(self.config).model_fields.keys():
-                _type_of(type(self.config), key).validate_python(change[key])
+                value = change[key]
+                if isinstance(value, Fraction) and "/" in (ratio := number_text(value)):
+                    value = ratio  # of as many digits as a config may hold
+                _type_of(type(self.config), key).validate_python(value)
         except ValidationError:
             return False
         return True

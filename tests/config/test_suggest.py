@@ -1,6 +1,7 @@
 """What finds values that work, on a request of three numbers."""
 
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 from maxtext_lite.config import load_config
 from maxtext_lite.config.load import defaults_of
@@ -104,6 +105,8 @@ def test_only_values_of_a_keys_type_are_allowed():
     assert not request().allows({"base_num_decoder_layers": 10_001})
     assert not request().allows({"steps": 0})
     assert not request().allows({"optimizer": "adam"})
+    assert request().allows({"num_epochs": Fraction(7, 3)})
+    assert not request().allows({"num_epochs": Fraction(10**18 + 1, 10**18 + 3)})  # no ratio that a config may hold
 
 
 def test_the_keys_of_a_rule_are_those_that_its_message_names():
