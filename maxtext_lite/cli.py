@@ -12,9 +12,9 @@ from pydantic import BaseModel, ValidationError
 
 from maxtext_lite import __version__
 from maxtext_lite.config import RLRunConfig, UserError, parse_value
-from maxtext_lite.config.errors import WrongKind, did_you_mean, echoed, value_text
+from maxtext_lite.config.errors import WrongType, did_you_mean, echoed, value_text
+from maxtext_lite.config.field_types import path_problem
 from maxtext_lite.config.hints import key_hint, words_hint, words_meant
-from maxtext_lite.config.kinds import path_problem
 from maxtext_lite.process.output import StdoutLost, complain, log_real_warnings, watch_stdout
 from maxtext_lite.process.signals import command_signals
 
@@ -192,7 +192,7 @@ def parse_keys(
         for detail in error.errors():
             key = ".".join(str(part) for part in detail["loc"])
             own = detail.get("ctx", {}).get("error")
-            said = f" {own}" if isinstance(own, WrongKind) else f": {detail['msg']}."
+            said = f" {own}" if isinstance(own, WrongType) else f": {detail['msg']}."
             problems.append(f"{key}={value_text(detail['input'])}{said}")
         raise UserError(problems) from None
 

@@ -68,3 +68,46 @@ def _usual(rng, key):
     if choices and all(isinstance(choice, str) for choice in choices):
         return rng.choice(choices)
     return rng.choice(["1", "2", "3", "6", "8", "12", "64", "100", "1000", "-1", "0", "0.5"])
+
+
+def draw(rng):
+    """Values of keys about batch size, a machine, and a number of examples."""
+    values = {"num_experts": 24}  # for an expert axis to divide
+
+    def maybe(key, choices, share=0.3):
+        if rng.random() < share:
+            values[key] = rng.choice(choices)
+
+    maybe("per_device_batch_size", ["0.1", "0.25", "0.29", "0.3", "0.5", "1", "1.3", "2", "12", "1/3", "-1"], 0.7)
+    maybe("gradient_accumulation_steps", [1, 2, 3, 4, 7, 8, -1])
+    maybe("global_batch_size", [0, 1, 8, 60, 64, 100, 128, 256])
+    maybe("eval_per_device_batch_size", ["0", "0.3", "1", "2"], 0.2)
+    maybe("expansion_factor_real_data", ["-1", "1", "2", "3", "4", "0.5", "0.25", "0.3", "1.5"])
+    for scope, share in (("ici", 0.15), ("dcn", 0.05)):
+        for axis in ("data", "fsdp", "tensor", "context", "expert", "pipeline"):
+            maybe(f"{scope}_{axis}_parallelism", [1, 2, 3, 4, 8, -1], share)
+    maybe("num_pipeline_microbatches", [-1, 1, 2, 3, 4, 8], 0.2)
+    maybe("num_pipeline_repeats", [-1, 1, 2, 3], 0.1)
+    maybe("pipeline_schedule", ["1f1b"], 0.5 if "ici_pipeline_parallelism" in values else 0.01)
+    maybe("max_target_length", [250, 254], 0.03)
+    maybe("num_layers_per_pipeline_stage", [1, 2, 3], 0.1)
+    maybe("enable_rampup_batch_size", ["true"])
+    maybe("num_epochs", ["1", "0.5", "0.3", "1/7", "0.01", "20"], 0.4)
+    if "num_epochs" in values:
+        values["steps"] = -1
+        maybe("last_batch", ["drop", "train"])
+    else:
+        maybe("steps", [-1, 30, 1000], 0.1)
+    maybe("learning_rate_scaling", ["linear", "sqrt", "sqrt"])
+    maybe("base_global_batch_size", [0, 1, 16, 100, 4096], 0.8 if "learning_rate_scaling" in values else 0.1)
+    if values.get("learning_rate_scaling") == "sqrt":
+        maybe("scale_adam_with_batch", ["true"], 0.6)
+    maybe("adam_b1", ["0", "0.5", "0.9", "0.999"])
+    maybe("enable_diloco", ["true"], 0.2)
+    maybe("diloco_num_replicas", [-1, 1, 2, 3, 4, 6], 0.5)
+    maybe("rampup_mode", ["gradient_accumulation_steps", "per_device_batch_size"])
+    maybe("per_device_batch_size_start", ["0.4", "1", "2", "0.5"])
+    maybe("per_device_batch_size_increment", ["0.2", "1", "0.5", "3"])
+    num_devices = rng.choice([1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 64, 100, 256, 4096])
+    hosts = rng.choice([1, 1, 1, 2, 3, 4, 8])
+    return values, {"num_devices": num_devices, "num_hosts": hosts}, rng.choice([1, 7, 100, 1000, 2**31 - 1])

@@ -14,7 +14,7 @@ from maxtext_lite.batching.parameters import (
     flops_per_example,
 )
 from maxtext_lite.batching.plan import BatchPlan, row_slots
-from maxtext_lite.batching.planning import load_plan, make_plan, scaled_optimizer
+from maxtext_lite.batching.planning import batch_sizes, load_plan, make_plan, scaled_optimizer
 from maxtext_lite.batching.rampup import BatchStage, RampupBatchManager
 from maxtext_lite.batching.rl import RLBatch
 from maxtext_lite.batching.scaling import OptimizerScaling
@@ -34,6 +34,7 @@ __all__ = [
     "Topology",
     "active_parameters",
     "batch_size_advice",
+    "batch_sizes",
     "count_parameters",
     "flops_per_example",
     "format_plan",

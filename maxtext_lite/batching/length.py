@@ -1,16 +1,16 @@
 """How long a run is: stated steps, or passes over the data that end in a whole or a short batch."""
 
 import itertools
-from collections.abc import Iterator
+import math
 from dataclasses import dataclass
 from fractions import Fraction
 
-from maxtext_lite.batching.batch import Batch, smaller_batches
-from maxtext_lite.batching.rampup import BatchStage, earlier_starts, samples_before, stage_at
+from maxtext_lite.batching.batch import SmallerBatch
+from maxtext_lite.batching.rampup import BatchStage, samples_before, stage_at
 from maxtext_lite.config import Config
 from maxtext_lite.config.errors import number_text
-from maxtext_lite.config.problem import Edit, Problem, multiples
 from maxtext_lite.config.rules import NOTHING_STATES_THE_LENGTH
+from maxtext_lite.config.violation import Violation, multiples
 
 
 @dataclass(frozen=True)
@@ -91,34 +91,31 @@ class RunLength:
         return steps + fitting, seen + fitting * batch
 
 
-def epochs_problem(config: Config, num_examples: int | None) -> Problem | None:
+def epochs_violation(config: Config, num_examples: int | None) -> Violation | None:
     """Refuses a length that nothing states, and epochs that are no whole number of examples."""
     key, epochs = "num_epochs", config.num_epochs
     if epochs == 0:
         if config.steps != -1:
             return None
-        return Problem("steps", NOTHING_STATES_THE_LENGTH, above=[{"steps": max(config.warmup_steps, 1)}])
+        return Violation("steps", NOTHING_STATES_THE_LENGTH, (max(config.warmup_steps, 1),))
     if num_examples is None or (epochs * num_examples).denominator == 1:
         return None
-    below, above = multiples(key, Fraction(1, num_examples), epochs)
-    return Problem(
+    return Violation(
         key,
         f"{key}={number_text(epochs)} x {num_examples} examples in the data = {float(epochs * num_examples):.6g} "
         "examples, not a whole number.",
-        below,
-        above,
-        ({key: epochs.__ceil__()},),
+        (multiples(key, Fraction(1, num_examples), epochs), Fraction(math.ceil(epochs))),
         rule=f"{key} is whole",
     )
 
 
 def derive_length(
-    config: Config, batch: Batch, stages: tuple[BatchStage, ...], num_devices: int, num_examples: int | None
-) -> RunLength | Problem | None:
+    config: Config, stages: tuple[BatchStage, ...], num_examples: int | None
+) -> RunLength | Violation | None:
     """The length of a run; None where num_epochs states it and the number of examples is not known.
 
     Args:
-      config: one without an `epochs_problem`.
+      config: one without an `epochs_violation`.
     """
     trains_short = config.last_batch == "train"
     if config.num_epochs == 0:
@@ -126,25 +123,15 @@ def derive_length(
     if num_examples is None:
         return None
     length = RunLength(stages, None, int(config.num_epochs * num_examples), trains_short)
-    return length if length.steps else _no_step(config, batch, stages[0], num_devices, num_examples)
+    return length if length.steps else _no_step(config, stages[0], num_examples)
 
 
-def _no_step(config: Config, batch: Batch, first: BatchStage, num_devices: int, num_examples: int) -> Problem:
+def _no_step(config: Config, first: BatchStage, num_examples: int) -> Violation:
     total, wanted = int(config.num_epochs * num_examples), first.global_batch_to_train
-
-    def smaller() -> Iterator[Edit]:
-        if config.enable_rampup_batch_size:
-            yield from earlier_starts(config, batch, num_devices, total)
-        else:
-            yield from smaller_batches(config, batch, num_devices, total)
-
-    enough: Edit = {"num_epochs": Fraction(wanted, num_examples)}
-    return Problem(
+    return Violation(
         "num_epochs",
         f"num_epochs={number_text(config.num_epochs)} is {total} example{'' if total == 1 else 's'}, fewer than the "
         f"{wanted} of one batch, and last_batch=drop trains whole batches only: no step.",
-        list(smaller()),
-        [enough],
-        ({"last_batch": "train"}, {"last_batch": "train", **enough}),
+        (SmallerBatch(total), {"num_epochs": Fraction(wanted, num_examples)}),
         rule="a step",
     )

@@ -5,7 +5,7 @@ from fractions import Fraction
 
 from maxtext_lite.config import BatchConfig
 from maxtext_lite.config.errors import number_text
-from maxtext_lite.config.problem import Problem, divisors, single_edits
+from maxtext_lite.config.violation import Violation, divisors_of
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Loading:
         return Fraction(global_batch_to_train, len(self.loading_hosts) * self.loads_per_step)
 
 
-def loading_hosts(config: BatchConfig, num_hosts: int) -> Loading | Problem:
+def loading_hosts(config: BatchConfig, num_hosts: int) -> Loading | Violation:
     """The loading hosts, or why the factor does not suit this many hosts."""
     key, stated = "expansion_factor_real_data", config.expansion_factor_real_data
     factor = Fraction(1) if stated == -1 else stated
@@ -39,23 +39,17 @@ def loading_hosts(config: BatchConfig, num_hosts: int) -> Loading | Problem:
         if factor.numerator == 1:
             return Loading(factor, tuple(range(num_hosts)), factor.denominator)
         loads = 1 / factor
-        near = [Fraction(1, int(loads) + 1), Fraction(1, int(loads))]
-        below, above = single_edits(key, near, factor)
-        return Problem(
+        return Violation(
             key,
             f"{key}={number_text(factor)} is 1/x = {float(loads):.4g} loads per step, not a whole number.",
-            below,
-            above,
-            ({key: Fraction(1)},),
+            (Fraction(1, int(loads) + 1), Fraction(1, int(loads))),
         )
     hosts = num_hosts / factor
     if hosts.denominator == 1:
         return Loading(factor, tuple(range(int(hosts))), 1)
-    below, above = single_edits(key, [Fraction(number) for number in divisors(num_hosts)], factor)
-    return Problem(
+    return Violation(
         key,
         f"{key}={number_text(factor)}: {num_hosts} hosts / {number_text(factor)} = "
         f"{float(hosts):.4g} loading hosts, not a whole number.",
-        below,
-        above,
+        (divisors_of(key, num_hosts, factor),),
     )

@@ -23,7 +23,7 @@ from maxtext_lite.batching.parameters import (
 from maxtext_lite.batching.pipeline_shape import Schedule
 from maxtext_lite.config import Config
 from maxtext_lite.config.kernels import Accelerator
-from maxtext_lite.config.problem import divisors
+from maxtext_lite.config.violation import divisors
 
 _GPU = Accelerator.planned("gpu")
 

@@ -31,10 +31,15 @@ class PipelineShape:
         With gpipe (S - 1) / (R M + S - 1) of each micro-batch, forwards as backwards; with 1f1b, whose ticks run a
         piece forwards and one backwards, 2 (S - 1) / (A M + 2 (S - 1)) of the step.
         """
+        idle = (self.num_stages - 1) * (1 if schedule == "gpipe" else 2)
+        return Fraction(idle, self.num_ticks(schedule))
+
+    def num_ticks(self, schedule: Schedule) -> int:
+        """Times that all stages run: with gpipe for one micro-batch, forwards as backwards; with 1f1b in a step."""
         idle = self.num_stages - 1
         if schedule == "gpipe":
-            return Fraction(idle, self.num_repeats * self.num_microbatches + idle)
-        return Fraction(2 * idle, self.gradient_accumulation_steps * self.num_microbatches + 2 * idle)
+            return self.num_repeats * self.num_microbatches + idle
+        return self.gradient_accumulation_steps * self.num_microbatches + 2 * idle
 
     def timetable(self, schedule: Schedule) -> list[list["Work"]]:
         """For each stage what it does in each tick of one step."""
@@ -48,7 +53,7 @@ class PipelineShape:
             ticks: list[Work] = []
             for micro_batch in range(self.gradient_accumulation_steps):
                 forward: list[Work] = []
-                for tick in range(passes + S - 1):
+                for tick in range(self.num_ticks("gpipe")):
                     number = tick - stage
                     working = 0 <= number < passes
                     piece = Piece(micro_batch * M + number % M, number // M) if working else None
@@ -65,7 +70,7 @@ class PipelineShape:
             return Piece(number, 0) if 0 <= number < pieces else None
 
         return [
-            [Work(piece(tick - stage), piece(tick - 2 * turn + stage)) for tick in range(pieces + 2 * turn)]
+            [Work(piece(tick - stage), piece(tick - 2 * turn + stage)) for tick in range(self.num_ticks("1f1b"))]
             for stage in range(self.num_stages)
         ]
 

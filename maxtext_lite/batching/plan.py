@@ -174,6 +174,11 @@ class BatchPlan:
         return self.length.total_examples
 
     @property
+    def steps_at_target(self) -> float:
+        """Steps of the target batch that consume as many examples as the whole run."""
+        return self.total_examples / self.global_batch_to_train
+
+    @property
     def last_batch_examples(self) -> int | None:
         """Examples of the last step where it is a short one (last_batch=train); None where all batches are whole."""
         return (self.length.short_batch_examples or None) if self.length.trains_short_batch else None

@@ -1,7 +1,7 @@
 """From a config and a machine to a plan: every batch size and what follows from it, and all that is wrong at once."""
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
 from pathlib import Path
 
@@ -9,14 +9,14 @@ from maxtext_lite.batching.activations import splits_residual
 from maxtext_lite.batching.ledger import MemoryEstimate, bytes_text
 from maxtext_lite.batching.length import RunLength
 from maxtext_lite.batching.memory import estimate_activations, estimate_memory, master_bytes
-from maxtext_lite.batching.mend import refusals, resolve
 from maxtext_lite.batching.pipeline_shape import SCHEDULES, PipelineShape, Schedule
 from maxtext_lite.batching.plan import BatchPlan, ScheduleCost, layout_shards, row_slots
-from maxtext_lite.batching.rl import RLBatch, trained_config
+from maxtext_lite.batching.rl import RLBatch
 from maxtext_lite.batching.scaling import scaling_warnings
 from maxtext_lite.batching.sizes import Sizes
+from maxtext_lite.batching.solve import refusals, resolve
 from maxtext_lite.batching.topology import Topology
-from maxtext_lite.config import Config, RLRunConfig, UserError
+from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.errors import number_text, value_text
 from maxtext_lite.config.kernels import Accelerator, Platform, planned_kernel
 from maxtext_lite.config.load import read_config
@@ -47,15 +47,32 @@ def make_plan(
       UserError: with every broken rule, each naming values that work.
     """
     _check_data_and_memory(num_examples, device_memory_gb)
+    sizes, rl = batch_sizes(
+        config, num_devices=num_devices, num_hosts=num_hosts, num_examples=num_examples, platform=platform
+    )
+    if rl is not None:
+        return _rl_plan(_plan(config, sizes, None, device_memory_gb), rl, num_examples)
+    return _plan(config, sizes, num_examples, device_memory_gb)
+
+
+def batch_sizes(
+    config: Config,
+    *,
+    num_devices: int,
+    num_hosts: int = 1,
+    num_examples: int | None = None,
+    platform: Platform | Accelerator = "gpu",
+) -> tuple[Sizes, RLBatch | None]:
+    """What `make_plan` works out first, and all that it refuses: also before data are opened, of num_epochs too.
+
+    Raises:
+      UserError: with every broken rule, each naming values that work.
+    """
     topology = Topology(num_devices, num_hosts, Accelerator.planned(platform))
     resolved = resolve(config, topology, num_examples)
     if isinstance(resolved, list):
         raise UserError(str(refusal) for refusal in refusals(config, topology, num_examples))
-    sizes, rl = resolved
-    if rl is not None:
-        assert isinstance(config, RLRunConfig)
-        return _rl_plan(_plan(trained_config(config, rl), sizes, None, device_memory_gb), rl, num_examples)
-    return _plan(config, sizes, num_examples, device_memory_gb)
+    return resolved
 
 
 def _check_data_and_memory(num_examples: int | None, device_memory_gb: float | None) -> None:
@@ -73,63 +90,46 @@ def _check_data_and_memory(num_examples: int | None, device_memory_gb: float | N
 
 
 def _plan(config: Config, sizes: Sizes, num_examples: int | None, device_memory_gb: float | None) -> BatchPlan:
-    num_devices, num_hosts = sizes.topology.num_devices, sizes.topology.num_hosts
-    accelerator = sizes.topology.accelerator
     if sizes.length is None:
         raise UserError(
             f"num_epochs={number_text(config.num_epochs)} gives no steps without the number of training examples. "
             "Give num_examples to make_plan, or --examples N to the command plan."
         )
-    batch, mesh = sizes.batch, sizes.mesh
-    pieces, stages = sizes.num_pipeline_microbatches, sizes.num_pipeline_stages
-    replicas = sizes.diloco_num_replicas
-    slots = row_slots(batch.micro_batch_to_train, layout_shards(mesh.total, replicas), num_hosts, pieces)
-    rows = slots * config.rows_per_example
+    topology, batch, mesh, loading = sizes.topology, sizes.batch, sizes.mesh, sizes.loading
+    pieces, replicas = sizes.num_pipeline_microbatches, sizes.diloco_num_replicas
+    shards = layout_shards(mesh.total, replicas)
+    slots = row_slots(batch.micro_batch_to_train, shards, topology.num_hosts, pieces)
+    rows, accelerator = slots * config.rows_per_example, topology.accelerator
+    accumulation, total = batch.gradient_accumulation_steps, batch.global_batch_to_train
     memory = estimate_memory(
-        config,
-        mesh.total,
-        rows,
-        batch.gradient_accumulation_steps,
-        pieces,
-        device_memory_gb,
-        replicas,
-        accelerator=accelerator,
+        config, mesh.total, rows, accumulation, pieces, device_memory_gb, replicas, accelerator=accelerator
     )
-    shape = PipelineShape(stages, pieces, sizes.num_pipeline_repeats, batch.gradient_accumulation_steps)
-    schedules: dict[Schedule, ScheduleCost] = {
-        schedule: ScheduleCost(
-            shape.bubble_fraction(schedule),
-            estimate_activations(config, mesh.total, rows, pieces, schedule, accelerator),
-        )
-        for schedule in SCHEDULES
-        if stages > 1 and (schedule == "gpipe" or sizes.num_pipeline_repeats == 1)
-    }
-    total = batch.global_batch_to_train
+    shape = PipelineShape(sizes.num_pipeline_stages, pieces, sizes.num_pipeline_repeats, accumulation)
     return BatchPlan(
-        num_devices=num_devices,
-        num_hosts=num_hosts,
+        num_devices=topology.num_devices,
+        num_hosts=topology.num_hosts,
         mesh=mesh.total,
         ici_mesh=mesh.ici,
         dcn_mesh=mesh.dcn,
         per_device_batch_size=batch.per_device_batch_size,
         micro_batch_to_train=batch.micro_batch_to_train,
         empty_slots_per_micro_batch=slots - batch.micro_batch_to_train,
-        gradient_accumulation_steps=batch.gradient_accumulation_steps,
+        gradient_accumulation_steps=accumulation,
         global_batch_to_train=total,
-        global_batch_to_load=sizes.loading.global_batch_to_load(total),
-        loads_per_step=sizes.loading.loads_per_step,
-        loading_hosts=sizes.loading.loading_hosts,
-        examples_per_loading_host=sizes.loading.examples_per_loading_host(total),
+        global_batch_to_load=loading.global_batch_to_load(total),
+        loads_per_step=loading.loads_per_step,
+        loading_hosts=loading.loading_hosts,
+        examples_per_loading_host=loading.examples_per_loading_host(total),
         tokens_per_step=total * config.rows_per_example * config.max_target_length,
         eval_per_device_batch_size=sizes.eval_per_device_batch_size,
         eval_batch_examples=sizes.eval_batch_examples,
-        num_pipeline_stages=stages,
+        num_pipeline_stages=shape.num_stages,
         num_pipeline_microbatches=pieces,
-        num_pipeline_repeats=sizes.num_pipeline_repeats,
+        num_pipeline_repeats=shape.num_repeats,
         pipeline_schedule=config.pipeline_schedule,
         pipeline_microbatch_size=-(-batch.micro_batch_to_train // pieces),
         pipeline_bubble_fraction=shape.bubble_fraction(config.pipeline_schedule),
-        pipeline_schedules=schedules,
+        pipeline_schedules=_schedule_costs(config, mesh.total, rows, shape, accelerator),
         steps=sizes.length.steps,
         num_examples=num_examples,
         epochs=None if num_examples is None else Fraction(sizes.length.total_examples, num_examples),
@@ -140,12 +140,26 @@ def _plan(config: Config, sizes: Sizes, num_examples: int | None, device_memory_
         diloco_sync_period=None if replicas is None else config.diloco_sync_period,
         max_target_length=config.max_target_length,
         rows_per_example=config.rows_per_example,
-        expansion_factor_real_data=sizes.loading.factor,
+        expansion_factor_real_data=loading.factor,
         rampup=sizes.rampup,
         memory=memory,
         attention_kernel=planned_kernel(config, accelerator, mesh.total["context"]),
         warnings=tuple(_warnings(config, sizes, sizes.length, slots, memory)),
     )
+
+
+def _schedule_costs(
+    config: Config, mesh: Mapping[str, int], rows: int, shape: PipelineShape, accelerator: Accelerator
+) -> dict[Schedule, ScheduleCost]:
+    """What each schedule that suits the pipeline costs; nothing without one."""
+    return {
+        schedule: ScheduleCost(
+            shape.bubble_fraction(schedule),
+            estimate_activations(config, mesh, rows, shape.num_microbatches, schedule, accelerator),
+        )
+        for schedule in SCHEDULES
+        if shape.num_stages > 1 and (schedule == "gpipe" or shape.num_repeats == 1)
+    }
 
 
 def _rl_plan(plan: BatchPlan, rl: RLBatch, num_prompts: int | None) -> BatchPlan:

@@ -2,9 +2,8 @@
 
 import bisect
 import functools
-import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
@@ -12,7 +11,7 @@ from typing import Literal
 from maxtext_lite.batching.batch import Batch
 from maxtext_lite.config import BatchConfig
 from maxtext_lite.config.errors import number_text
-from maxtext_lite.config.problem import Edit, Later, Problem, divisors, multiples, single_edits
+from maxtext_lite.config.violation import Violation, multiples, one_of
 
 RampupMode = Literal["per_device_batch_size", "gradient_accumulation_steps"]
 _MOST_INCREMENTS = 1_000  # each is a stage of the plan
@@ -219,13 +218,12 @@ def _stages(ramp: RampupBatchManager) -> tuple[BatchStage, ...]:
 
 def make_rampup(
     config: BatchConfig, batch: Batch | None, num_devices: int
-) -> RampupBatchManager | list[Problem] | None:
+) -> RampupBatchManager | list[Violation] | None:
     """The ramp of a config, None where it is off or its target unknown, or every rule that it breaks."""
     if batch is None or not config.enable_rampup_batch_size:
         return None
-    problems = _order_problems(config, batch.per_device_batch_size) or _whole_problems(config, batch, num_devices)
-    if problems:
-        return problems
+    if broken := _no_way_up(config, batch.per_device_batch_size) or _not_whole_stages(config, batch, num_devices):
+        return broken
     return RampupBatchManager(
         num_devices,
         config.per_device_batch_size_start,
@@ -237,65 +235,34 @@ def make_rampup(
     )
 
 
-def earlier_starts(config: BatchConfig, batch: Batch, num_devices: int, most: int) -> list[Edit]:
-    """Changes of the start of a ramp to a first batch of at most `most` examples, the largest first."""
-    target, increment = batch.per_device_batch_size, config.per_device_batch_size_increment
-    largest = Fraction(most, num_devices * batch.gradient_accumulation_steps)
-    fewest = math.ceil((target - largest) / increment)
-    starts = [target - number * increment for number in range(fewest, fewest + 64)]
-    return [{_START: start} for start in starts if start > 0]
-
-
-def _single_stage(start: Fraction, target: Fraction) -> Edit:
-    return {_START: start, _INCREMENT: target - start}
-
-
-def _order_problems(config: BatchConfig, target: Fraction) -> list[Problem]:
+def _no_way_up(config: BatchConfig, target: Fraction) -> list[Violation]:
     """Refuses a ramp that does not lead up to the target in whole increments."""
     start, increment = config.per_device_batch_size_start, config.per_device_batch_size_increment
-    off: Edit = {"enable_rampup_batch_size": False}
     if start >= target:
         starts = [target - number * increment for number in range(1, 65) if target > number * increment]
-        return [
-            Problem(
-                _START,
-                f"{_START}={number_text(start)} is not below the target per_device_batch_size={number_text(target)}.",
-                [{_START: near} for near in starts],
-                otherwise=(_single_stage(target / 2, target), off),
-                rule="ramp goes up",
-            )
-        ]
+        message = f"{_START}={number_text(start)} is not below the target per_device_batch_size={number_text(target)}."
+        return [Violation(_START, message, (one_of(_START, starts, start),), rule="ramp goes up")]
     steps = (target - start) / increment
+    if steps.denominator == 1 and steps <= _MOST_INCREMENTS:
+        return []
+    near = range(max(int(steps) - 32, 1), min(int(steps) + 33, _MOST_INCREMENTS + 1))
+    shares = [(target - start) / number for number in (near or (_MOST_INCREMENTS, 500, 100, 10, 5, 2, 1))]
     if steps > _MOST_INCREMENTS:
         message = (
             f"{_INCREMENT}={number_text(increment)} takes {math.ceil(steps):,} increments from {_START}="
             f"{number_text(start)} to per_device_batch_size={number_text(target)}, more than {_MOST_INCREMENTS:,}."
         )
-        larger = [{_INCREMENT: (target - start) / number} for number in (_MOST_INCREMENTS, 500, 100, 10, 5, 2, 1)]
-        return [Problem(_INCREMENT, message, above=larger, otherwise=(off,), rule="few increments")]
-    if steps.denominator == 1:
-        return []
-    near = [(target - start) / number for number in range(max(int(steps) - 32, 1), int(steps) + 33)]
-    below, above = single_edits(_INCREMENT, near, increment)
-    starts = [target - number * increment for number in range(1, 65) if target > number * increment]
-    other = [edit for group in single_edits(_START, starts, start) for edit in group]
-    return [
-        Problem(
-            _INCREMENT,
-            f"from {_START}={number_text(start)} to per_device_batch_size={number_text(target)} by "
-            f"{_INCREMENT}={number_text(increment)} is {float(steps):.4g} increments, not a whole number.",
-            below,
-            above,
-            (*other, _single_stage(target / 2, target), off),
-            rule="whole increments",
-        )
-    ]
+        return [Violation(_INCREMENT, message, (one_of(_INCREMENT, shares, increment),), rule="few increments")]
+    message = (
+        f"from {_START}={number_text(start)} to per_device_batch_size={number_text(target)} by "
+        f"{_INCREMENT}={number_text(increment)} is {float(steps):.4g} increments, not a whole number."
+    )
+    return [Violation(_INCREMENT, message, (one_of(_INCREMENT, shares, increment),), rule="whole increments")]
 
 
-def _whole_problems(config: BatchConfig, batch: Batch, num_devices: int) -> list[Problem]:
+def _not_whole_stages(config: BatchConfig, batch: Batch, num_devices: int) -> list[Violation]:
     """Refuses stages that have no whole number of examples, or of accumulation steps."""
     target, accumulation = batch.per_device_batch_size, batch.gradient_accumulation_steps
-    start, increment = config.per_device_batch_size_start, config.per_device_batch_size_increment
     by_device = config.rampup_mode == "per_device_batch_size"
     unit = Fraction(1, num_devices) if by_device else target / accumulation
     times = (
@@ -304,33 +271,13 @@ def _whole_problems(config: BatchConfig, batch: Batch, num_devices: int) -> list
         else (f"x gradient_accumulation_steps={accumulation} / per_device_batch_size={number_text(target)}")
     )
     what = "examples" if by_device else "accumulation steps"
-    # A start and an increment that are both legal: a number of equal stages of whole units.
-    total = int(target / unit)
-
-    def mends() -> Iterator[Edit]:
-        if not by_device:
-            yield from (
-                {"gradient_accumulation_steps": number} for number in range(accumulation + 1, accumulation + 33)
-            )
-        wanted = int(increment / unit)
-        for stride in heapq.nsmallest(16, divisors(total), key=lambda stride: abs(stride - wanted)):
-            if stride < total:
-                yield {_START: stride * unit, _INCREMENT: stride * unit}
-        yield from ({"rampup_mode": "per_device_batch_size"}, {"enable_rampup_batch_size": False})
-
-    problems: list[Problem] = []
-    for key, value in ((_START, start), (_INCREMENT, increment)):
-        if (value / unit).denominator == 1:
-            continue
-        below, above = multiples(key, unit, value)
-        problems.append(
-            Problem(
-                key,
-                f"{key}={number_text(value)} {times} = {float(value / unit):.4g} {what}, not a whole number.",
-                below,
-                above,
-                Later(mends),
-                rule=f"{key} is whole",
-            )
+    return [
+        Violation(
+            key,
+            f"{key}={number_text(value)} {times} = {float(value / unit):.4g} {what}, not a whole number.",
+            (multiples(key, unit, value),),
+            rule=f"{key} is whole",
         )
-    return problems
+        for key in (_START, _INCREMENT)
+        if ((value := getattr(config, key)) / unit).denominator != 1
+    ]

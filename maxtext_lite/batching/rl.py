@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
+from maxtext_lite.batching.batch import Batch
 from maxtext_lite.batching.rollout_sizes import Rollout, rollout_of
 from maxtext_lite.batching.topology import Topology
-from maxtext_lite.config import Config, RLRunConfig, UserError
+from maxtext_lite.config import RLRunConfig, UserError
 from maxtext_lite.config.errors import number_text
 from maxtext_lite.config.hf.config import run_config_json
-from maxtext_lite.config.problem import Edit, Problem, multiples
+from maxtext_lite.config.violation import Violation, multiples
 
 _FRACTIONS: tuple[str, ...] = ("trainer_devices_fraction", "sampler_devices_fraction")
 
@@ -49,6 +50,12 @@ class RLBatch:
     rollout: Rollout | None
 
     @property
+    def trained(self) -> Batch:
+        """What the trainer's devices make of it: a chunk is a micro-batch, a pair an example."""
+        per_device = Fraction(self.pairs_per_micro_batch, self.trainer_devices)
+        return Batch(per_device, self.micro_batches, self.pairs_per_micro_batch)
+
+    @property
     def prompts_per_micro_batch(self) -> int:
         """Of a chunk."""
         return self.pairs_per_micro_batch // self.num_generations
@@ -78,28 +85,28 @@ class RLBatch:
         return {**fields, **of_rollout, "overlap_fraction": float(self.overlap_fraction)}
 
 
-def rl_batch(config: RLRunConfig, topology: Topology) -> RLBatch | list[Problem]:
+def rl_batch(config: RLRunConfig, topology: Topology) -> RLBatch | list[Violation]:
     """The batch that the config states on a machine, or every rule that is broken."""
     pairs = config.batch_size * config.num_generations
     chunk = pairs if config.micro_batch_size == -1 else config.micro_batch_size
     num_devices, num_hosts = topology.num_devices, topology.num_hosts
     takes_turns = config.trainer_devices_fraction == config.sampler_devices_fraction == 1
-    problems: list[Problem] = []
+    broken: list[Violation] = []
     if num_hosts > 1 and not takes_turns:
         stated = " and ".join(f"{key}={number_text(getattr(config, key))}" for key in _FRACTIONS)
         message = f"{stated} need all devices on one host, not {num_hosts}."
-        turns: Edit = dict.fromkeys(_FRACTIONS, Fraction(1))
-        problems.append(Problem("num_hosts", message, [turns], [{"num_hosts": 1}], rule="devices of one host"))
+        turns = dict.fromkeys(_FRACTIONS, Fraction(1))
+        broken.append(Violation("num_hosts", message, (turns, 1), rule="devices of one host"))
     if config.rollout_engine == "http" and (wrong := _inexpressible(config)):
         message = f"rollout_engine=http hands the model over as a Hugging Face directory, but {wrong}"
-        problems.append(Problem("rollout_engine", message, [{"rollout_engine": "local", "rollout_url": ""}]))
-    problems += [
+        broken.append(Violation("rollout_engine", message, ({"rollout_engine": "local", "rollout_url": ""},)))
+    broken += [
         _not_whole(key, getattr(config, key), num_devices)
         for key in _FRACTIONS
         if (getattr(config, key) * num_devices).denominator != 1
     ]
-    if problems:
-        return problems
+    if broken:
+        return broken
     trainer, sampler = (int(getattr(config, key) * num_devices) for key in _FRACTIONS)
     rollout = rollout_of(config, sampler, chunk) if config.rollout_engine == "local" else None
     if isinstance(rollout, list):
@@ -131,24 +138,11 @@ def _inexpressible(config: RLRunConfig) -> str | None:
     return None
 
 
-def _not_whole(key: str, fraction: Fraction, num_devices: int) -> Problem:
-    below, above = multiples(key, Fraction(1, num_devices), fraction)
-    return Problem(
+def _not_whole(key: str, fraction: Fraction, num_devices: int) -> Violation:
+    return Violation(
         key,
         f"{key}={number_text(fraction)} x {num_devices} devices = {number_text(fraction * num_devices)} devices, not a "
         "whole number.",
-        below,
-        above,
-        (dict.fromkeys(_FRACTIONS, Fraction(1)),),
+        (multiples(key, Fraction(1, num_devices), fraction), dict.fromkeys(_FRACTIONS, Fraction(1))),
         rule=f"{key} is whole",
     )
-
-
-def trained_config(config: RLRunConfig, batch: RLBatch) -> Config:
-    """What `make_plan` plans: a chunk is a micro-batch over the devices that train, a pair an example."""
-    keys = {
-        "per_device_batch_size": Fraction(batch.pairs_per_micro_batch, batch.trainer_devices),
-        "gradient_accumulation_steps": batch.micro_batches,
-    }
-    plain = {name: getattr(config, name) for name in Config.model_fields}
-    return Config.model_construct(**plain | keys).with_origins(config.origins)  # type: ignore[arg-type]

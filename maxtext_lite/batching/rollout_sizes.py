@@ -8,7 +8,7 @@ from maxtext_lite.batching.ledger import bytes_text
 from maxtext_lite.batching.parameters import count_parameters
 from maxtext_lite.batching.topology import model_dimensions
 from maxtext_lite.config import RLRunConfig
-from maxtext_lite.config.problem import Edit, Problem, divisors, multiples, single_edits
+from maxtext_lite.config.violation import Violation, divisors, multiples, one_of
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -36,11 +36,10 @@ class Rollout:
         )
 
 
-def rollout_of(config: RLRunConfig, num_devices: int, pairs: int) -> Rollout | list[Problem]:
+def rollout_of(config: RLRunConfig, num_devices: int, pairs: int) -> Rollout | list[Violation]:
     """How so many devices generate chunks of so many pairs, or every rule that is broken."""
-    problems = _mesh_problems(config, num_devices)
-    if problems:
-        return problems
+    if broken := _mesh_violations(config, num_devices):
+        return broken
     tensor, fsdp = config.rollout_tensor_parallelism, config.rollout_fsdp_parallelism
     mesh = {"data": num_devices // (tensor * fsdp), "fsdp": fsdp, "tensor": tensor}
     shards = mesh["data"] * mesh["fsdp"]
@@ -50,7 +49,7 @@ def rollout_of(config: RLRunConfig, num_devices: int, pairs: int) -> Rollout | l
     elif slots % shards:
         key = "rollout_slots"
         message = f"{key}={slots} is not a multiple of the {shards} parts that the devices that generate cut them into."
-        return [Problem(key, message, *multiples(key, shards, slots), ({key: -1},))]
+        return [Violation(key, message, (multiples(key, shards, slots), -1))]
     width = config.base_num_kv_heads * (config.head_dim + config.value_dim) // mesh["tensor"]
     if config.mla is not None:  # one head's keys, which its values are part of, on every device of a tensor group
         width = config.mla.kv_lora_rank + config.mla.qk_rope_head_dim
@@ -60,25 +59,25 @@ def rollout_of(config: RLRunConfig, num_devices: int, pairs: int) -> Rollout | l
     return Rollout(mesh, slots, bytes_each * params, bytes_each * cache)
 
 
-def _mesh_problems(config: RLRunConfig, devices: int) -> list[Problem]:
-    split = {axis: model_dimensions(config, axis).values() for axis in ("tensor", "fsdp")}
+def _mesh_violations(config: RLRunConfig, devices: int) -> list[Violation]:
+    stated = {"rollout_tensor_parallelism": "tensor", "rollout_fsdp_parallelism": "fsdp"}
+    split = {"tensor": "heads, mlp and vocabulary", "fsdp": "embedding"}
+    works = {axis: divisors(math.gcd(*model_dimensions(config, axis).values(), devices)) for axis in split}
     tensor, fsdp = config.rollout_tensor_parallelism, config.rollout_fsdp_parallelism
-    tensor_works = divisors(math.gcd(*split["tensor"], devices))
-    fsdp_works = divisors(math.gcd(*split["fsdp"], devices))
-    alone: Edit = {"rollout_tensor_parallelism": 1, "rollout_fsdp_parallelism": 1}
-    problems: list[Problem] = []
-    for key, value, works, what in (
-        ("rollout_tensor_parallelism", tensor, tensor_works, "heads, mlp and vocabulary"),
-        ("rollout_fsdp_parallelism", fsdp, fsdp_works, "embedding"),
-    ):
-        if value not in works:
-            message = f"{key}={value} does not divide both the model's {what} and the {devices} devices that generate."
-            problems.append(Problem(key, message, *single_edits(key, works, value), (alone,)))
-    if not problems and devices % (tensor * fsdp):
-        message = (
-            f"rollout_tensor_parallelism={tensor} x rollout_fsdp_parallelism={fsdp} does not divide the {devices} "
-            "devices that generate."
+    broken = [
+        Violation(
+            key,
+            f"{key}={value} does not divide both the model's {split[axis]} and the {devices} devices that generate.",
+            (one_of(key, works[axis], value),),
         )
-        near = single_edits("rollout_tensor_parallelism", tensor_works, tensor)
-        problems.append(Problem("rollout_fsdp_parallelism", message, *near, (alone,), rule="rollout mesh"))
-    return problems
+        for key, axis in stated.items()
+        if (value := getattr(config, key)) not in works[axis]
+    ]
+    if broken or devices % (tensor * fsdp) == 0:
+        return broken
+    message = (
+        f"rollout_tensor_parallelism={tensor} x rollout_fsdp_parallelism={fsdp} does not divide the {devices} "
+        "devices that generate."
+    )
+    near = one_of("rollout_tensor_parallelism", works["tensor"], tensor)
+    return [Violation("rollout_fsdp_parallelism", message, (near,), rule="rollout mesh")]

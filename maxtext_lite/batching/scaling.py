@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
-from maxtext_lite.batching.batch import Batch, smaller_batches
+from maxtext_lite.batching.batch import Batch, SmallerBatch
 from maxtext_lite.config import Config
 from maxtext_lite.config.errors import number_text
-from maxtext_lite.config.problem import Problem
+from maxtext_lite.config.violation import Violation
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class OptimizerScaling:
     scaled: Mapping[str, float]
 
 
-def scaling_problems(config: Config, batch: Batch | None, num_devices: int) -> list[Problem]:
+def scaling_violations(config: Config, batch: Batch | None) -> list[Violation]:
     """Refuses a scaling from no batch, and scaled decays outside [0, 1). `batch` is None where it is not known."""
     if config.learning_rate_scaling == "none":
         return []
@@ -41,18 +41,17 @@ def scaling_problems(config: Config, batch: Batch | None, num_devices: int) -> l
     if base == 0:
         key = "base_global_batch_size"
         return [
-            Problem(
+            Violation(
                 key,
                 f"{key}=0 does not state the batch that learning_rate was tuned for, from which "
                 f"learning_rate_scaling={config.learning_rate_scaling} scales.",
-                above=[] if batch is None else [{key: batch.global_batch_to_train}],
-                otherwise=({"learning_rate_scaling": "none", "scale_adam_with_batch": False},),
+                () if batch is None else (batch.global_batch_to_train,),
             )
         ]
     if batch is None or not config.scale_adam_with_batch:
         return []
     ratio = Fraction(batch.global_batch_to_train, base)
-    problems: list[Problem] = []
+    broken: list[Violation] = []
     for key, decay in (("adam_b1", config.adam_b1), ("adam_b2", config.adam_b2)):
         forgotten = 1 - _exact(decay)
         if ratio * forgotten <= 1:
@@ -61,23 +60,21 @@ def scaling_problems(config: Config, batch: Batch | None, num_devices: int) -> l
         # The smallest decay that works, rounded up to digits enough to stay below 1.
         digits: int = 10 ** (2 + len(str(math.ceil(ratio))))
         smallest = float(Fraction(math.ceil((1 - 1 / ratio) * digits), digits))
-        problems.append(
-            Problem(
+        broken.append(
+            Violation(
                 key,
                 f"{key}={number_text(decay)} becomes 1 - {_short(ratio)} x (1 - {number_text(decay)}) = "
                 f"{_short(1 - ratio * forgotten)} with scale_adam_with_batch=true (m = global batch "
                 f"{batch.global_batch_to_train} / base_global_batch_size={base}), not in [0, 1); the largest batch "
                 f"that works is {largest}.",
-                smaller_batches(config, batch, num_devices, largest),
-                [{key: smallest}],
-                ({"scale_adam_with_batch": False},),
+                (SmallerBatch(largest), smallest, {"scale_adam_with_batch": False}),
             )
         )
-    return problems
+    return broken
 
 
 def scale_optimizer(config: Config, global_batch_to_train: int) -> OptimizerScaling:
-    """The optimizer's settings for this batch, of a config without `scaling_problems`."""
+    """The optimizer's settings for this batch, of a config without `scaling_violations`."""
     rule = config.learning_rate_scaling
     ratio = Fraction(1) if rule == "none" else Fraction(global_batch_to_train, config.base_global_batch_size)
     multiplier = math.sqrt(ratio) if rule == "sqrt" else float(ratio)

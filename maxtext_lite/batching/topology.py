@@ -1,19 +1,19 @@
 """The machine and how the six mesh axes divide it."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from maxtext_lite.config import Config, MeshConfig
 from maxtext_lite.config.errors import value_text
 from maxtext_lite.config.kernels import Accelerator
-from maxtext_lite.config.problem import Edit, Later, Problem, divisors, single_edits
+from maxtext_lite.config.violation import Change, Violation, divisors_of
 
-_MOST_DEVICES = 1_000_000
-_ONE_DEVICE: Edit = {"num_devices": 1, "num_hosts": 1}
+MOST_DEVICES = 1_000_000
+"""Devices or hosts of a machine."""
 MESH_AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
-"""Names of the mesh axes, slowest first."""
+"""Names of the mesh axes, slowest first: neighbours in `tensor` are neighbours in the machine."""
 
 _WORD = {"stage": "pipeline"}  # the key of an axis carries its own name, but for this one
 Scope = Literal["ici", "dcn"]
@@ -62,29 +62,26 @@ MESH_KEYS: tuple[str, ...] = (
 )
 """The twelve keys whose product is num_devices."""
 
-DATA_PARALLEL: Edit = dict.fromkeys(MESH_KEYS, 1) | {mesh_key("ici", "data"): -1}
+DATA_PARALLEL: Change = dict.fromkeys(MESH_KEYS, 1) | {mesh_key("ici", "data"): -1}
 """The mesh that suits any machine and any model: copies of the model, one per device."""
 
 
-def topology_problems(topology: Topology) -> list[Problem]:
+def topology_violations(topology: Topology) -> list[Violation]:
     """What is wrong with the machine itself."""
     devices, hosts = topology.num_devices, topology.num_hosts
-    problems: list[Problem] = []
+    broken: list[Violation] = []
     for key, number in (("num_devices", devices), ("num_hosts", hosts)):
-        if not 1 <= number <= _MOST_DEVICES:
-            nearest, bound = (1, "at least 1") if number < 1 else (_MOST_DEVICES, f"at most {_MOST_DEVICES}")
+        if not 1 <= number <= MOST_DEVICES:
+            nearest, bound = (1, "at least 1") if number < 1 else (MOST_DEVICES, f"at most {MOST_DEVICES}")
             message = f"{key}={value_text(number)} must be {bound}."
-            problems.append(
-                Problem(key, message, otherwise=({key: nearest}, {key: 1}, _ONE_DEVICE), rule=f"{key} of a machine")
-            )
-    if not problems and devices % hosts:
-        below, above = single_edits("num_hosts", divisors(devices), hosts)
+            broken.append(Violation(key, message, (nearest,), rule=f"{key} of a machine"))
+    if not broken and devices % hosts:
         message = f"num_hosts={hosts} does not divide num_devices={devices}: every host has as many devices."
-        problems.append(Problem("num_hosts", message, below, above, ({"num_hosts": 1},)))
-    return problems
+        broken.append(Violation("num_hosts", message, (divisors_of("num_hosts", devices, hosts),)))
+    return broken
 
 
-def resolve_mesh(config: MeshConfig, num_devices: int) -> MeshSizes | Problem:
+def resolve_mesh(config: MeshConfig, num_devices: int) -> MeshSizes | Violation:
     """The axis sizes with -1 filled in, or why there are none."""
     sizes: dict[str, int] = {key: getattr(config, key) for key in MESH_KEYS}
     open_keys = [key for key, size in sizes.items() if size == -1]
@@ -104,7 +101,7 @@ def resolve_mesh(config: MeshConfig, num_devices: int) -> MeshSizes | Problem:
 
 
 def stated_axes(config: MeshConfig) -> MeshSizes:
-    """The axes as far as the config states them, for finding further problems of a mesh that is wrong; -1 counts 1."""
+    """The axes as far as the config states them, for finding what else is wrong; -1 counts 1."""
 
     def sizes(scope: Scope) -> dict[str, int]:
         return {axis: max(int(getattr(config, mesh_key(scope, axis))), 1) for axis in MESH_AXES}
@@ -128,64 +125,30 @@ def model_dimensions(config: Config, axis: str) -> dict[str, int]:
     return {key: int(getattr(config, key)) for key in _SPLIT[axis] if key != unused}
 
 
-def mesh_edits(key: str, value: int, num_devices: int) -> Iterator[Edit]:
-    """Changes of several mesh keys, near ones first: `key` at a divisor of the devices, and another takes the rest."""
-    near = sorted(divisors(num_devices), key=lambda size: (abs(size - value), size))
-    for size in near[:12]:
-        for rest in ("ici_data_parallelism", "ici_fsdp_parallelism"):
-            if rest != key:
-                yield {key: size, rest: -1}
-    yield DATA_PARALLEL
-
-
 def _product_text(fixed: Mapping[str, int]) -> str:
     return " x ".join(f"{key}={size}" for key, size in fixed.items())
 
 
-def _too_many_open(open_keys: list[str], num_devices: int) -> Problem:
+def _too_many_open(open_keys: list[str], num_devices: int) -> Violation:
     last = open_keys[-1]
     scopes = {key[:3] for key in open_keys}
     why = f"one {open_keys[0][:3]} key" if len(scopes) == 1 else "the number of slices is then open, so one of them"
     named = " and ".join(f"{key}=-1" for key in open_keys)
-    _, above = single_edits(last, divisors(num_devices), 0)
-    return Problem(
-        last, f"{named}: {why} may be -1.", above=above, otherwise=(dict.fromkeys(open_keys[1:], 1), DATA_PARALLEL)
-    )
+    return Violation(last, f"{named}: {why} may be -1.", (divisors_of(last, num_devices, 0),))
 
 
-def _not_dividing(fixed: Mapping[str, int], product: int, open_key: str, num_devices: int) -> Problem:
+def _not_dividing(fixed: Mapping[str, int], product: int, open_key: str, num_devices: int) -> Violation:
     key, size = max(fixed.items(), key=lambda item: num_devices % item[1] != 0)
     total = "" if len(fixed) == 1 else f" = {product}"
-    below, above = single_edits(key, divisors(num_devices), size)
-
-    def others() -> Iterator[Edit]:
-        for other, value in fixed.items():
-            if other != key:
-                for near in single_edits(other, divisors(num_devices), value):
-                    yield from near
-        yield from mesh_edits(key, size, num_devices)
-
     message = f"{_product_text(fixed)}{total} does not divide the {num_devices} devices, so {open_key}=-1 is no number."
-    return Problem(key, message, below, above, Later(others), "mesh")
+    return Violation(key, message, (divisors_of(key, num_devices, size),), "mesh")
 
 
-def _wrong_product(fixed: Mapping[str, int], product: int, num_devices: int) -> Problem:
+def _wrong_product(fixed: Mapping[str, int], product: int, num_devices: int) -> Violation:
     last = list(fixed)[-1] if fixed else "ici_fsdp_parallelism"
-    size = fixed.get(last, 1)
-    below, above = single_edits(last, divisors(num_devices), size)
-
-    def others() -> Iterator[Edit]:
-        for other in (*fixed, "ici_fsdp_parallelism", "ici_data_parallelism"):
-            if other != last:
-                present = fixed.get(other, 1)
-                yield from (
-                    {other: near} for near in sorted(divisors(num_devices), key=lambda near: abs(near - present))
-                )
-        yield from mesh_edits(last, size, num_devices)
-
     message = (
         f"{_product_text(fixed)} = {product} devices, but there are {num_devices}."
         if fixed
         else f"{last}=1, as all mesh axes are, covers 1 device, but there are {num_devices}."
     )
-    return Problem(last, message, below, above, Later(others), "mesh")
+    return Violation(last, message, (divisors_of(last, num_devices, fixed.get(last, 1)),), "mesh")

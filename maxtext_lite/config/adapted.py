@@ -2,8 +2,9 @@
 
 from difflib import get_close_matches
 
-from maxtext_lite.config.errors import Refusal, value_text
+from maxtext_lite.config.errors import value_text
 from maxtext_lite.config.schema import Config, ModelConfig
+from maxtext_lite.config.violation import Violation, unused
 from maxtext_lite.config.weights import model_shape, stacks_of
 
 ALL_TARGETS = "all"
@@ -32,7 +33,7 @@ def _named(config: ModelConfig) -> list[str]:
     return [name.strip() for name in config.lora_targets.split(",")]
 
 
-def targets_problem(config: Config) -> Refusal | None:
+def unknown_targets(config: Config) -> Violation | None:
     """Refuses names of weights that the model does not have, or that have no adapters."""
     if config.lora_rank == 0 or _named(config) == [ALL_TARGETS]:
         return None
@@ -45,21 +46,16 @@ def targets_problem(config: Config) -> Refusal | None:
         unknown[0], known, n=1, cutoff=0.8
     )
     alike = [name for name in alike[:1] if name not in kept]
-    mended = ",".join(kept + alike) or ALL_TARGETS
+    legal = ",".join(kept + alike) or ALL_TARGETS
     message = (
         f"lora_targets={value_text(config.lora_targets)} names '{value_text(unknown[0], 40)}'; this model has "
         f"{', '.join(known)}, or all."
     )
-    return Refusal("lora_targets", message, (mended,))
+    return Violation("lora_targets", message, (legal,))
 
 
-def unused_problem(config: Config, defaults: Config) -> Refusal | None:
+def unused_adapters(config: Config, defaults: Config) -> Violation | None:
     """Refuses keys that say something about adapters where there are none."""
-    if config.lora_rank:
-        return None
-    for key in ("lora_alpha", "lora_targets"):
-        value, usual = getattr(config, key), getattr(defaults, key)
-        if value != usual:
-            message = f"{key}={value_text(value)} has no use with lora_rank=0, which trains all weights."
-            return Refusal(key, message, (usual, {"lora_rank": 8}))
-    return None
+    usual = {key: getattr(defaults, key) for key in ("lora_alpha", "lora_targets")}
+    reason = "has no use with lora_rank=0, which trains all weights"
+    return None if config.lora_rank else unused(config, usual, reason, {"lora_rank": 8})

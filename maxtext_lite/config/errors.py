@@ -13,7 +13,7 @@ from typing import cast
 
 _MOST_BITS = 256
 _LONGEST_NAME = 100
-_AMBIGUOUS = re.compile(r"^['\"]|, | or |\s#|\s\w+=")
+_AMBIGUOUS = re.compile(r"^['\"]|, | or |\s#|(^|\s)\w+=")
 
 
 class UserError(Exception):
@@ -143,8 +143,8 @@ class Refusal:
         return self.message + nearest_clause(self.nearest)
 
 
-class WrongKind(ValueError):
-    """A value is not of its key's kind; `nearest` holds values that are. The message lacks key and value."""
+class WrongType(ValueError):
+    """A value is not of its key's type; `nearest` holds values that are. The message lacks key and value."""
 
     def __init__(self, rule: str, nearest: Sequence[object] = ()) -> None:
         self.nearest = tuple(nearest)

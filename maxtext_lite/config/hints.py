@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from maxtext_lite.config.errors import did_you_mean, value_text
-from maxtext_lite.config.kinds import path_problem
+from maxtext_lite.config.field_types import path_problem
 
 _ELSEWHERE = {
     "batch_size": "per_device_batch_size",

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
-from maxtext_lite.config.errors import Refusal, any_of
+from maxtext_lite.config.errors import any_of
 from maxtext_lite.config.schema import Config
+from maxtext_lite.config.violation import Violation
 
 Platform = Literal["cpu", "gpu", "tpu"]
 SPLASH_BLOCK = 128
@@ -280,7 +281,7 @@ def _obstacles(kernel: str, config: Config, accelerator: Accelerator, num_contex
     return reasons
 
 
-def kernel_problem(config: Config) -> Refusal | None:
+def unknown_to_kernel(config: Config) -> Violation | None:
     """Refuses a kernel that is named and that no platform can run with this config."""
     name = config.attention
     if name == "auto":
@@ -288,13 +289,13 @@ def kernel_problem(config: Config) -> Refusal | None:
     facts, others = KERNELS[name], tuple[object, ...](("dot_product",))
     if config.dtype not in facts.dtypes:
         message = f"attention={name} does not compute in dtype={config.dtype}."
-        return Refusal("attention", message, ({"dtype": "bfloat16"}, *others))
+        return Violation("attention", message, ({"dtype": "bfloat16"}, *others))
     multiple, length = facts.token_multiple, config.max_target_length
     if length % multiple:
         message = f"attention={name} needs max_target_length={length} to be a multiple of {multiple}."
-        return Refusal("attention", message, others)
+        return Violation("attention", message, others)
     if lacks := lacking(name, needs := needs_of(config)):
         if not lacking(name, dataclasses.replace(needs, documents=False)):
             others = ("cudnn_masked", {"packing": False})
-        return Refusal("attention", f"attention={name} does not know {' or '.join(lacks)}.", others)
+        return Violation("attention", f"attention={name} does not know {' or '.join(lacks)}.", others)
     return None

@@ -2,7 +2,7 @@
 
 import functools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from pathlib import Path
@@ -11,7 +11,8 @@ from typing import Literal, get_args, get_origin
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from maxtext_lite.config.errors import Refusal, UserError, WrongKind, did_you_mean, full_text, value_text
+from maxtext_lite.config.errors import Refusal, UserError, WrongType, did_you_mean, full_text, value_text
+from maxtext_lite.config.field_types import path_problem
 from maxtext_lite.config.files import (
     RL_FILE,
     ROOT_FILE,
@@ -25,11 +26,8 @@ from maxtext_lite.config.files import (
 )
 from maxtext_lite.config.hf.layer import directory_origin, directory_values, in_its_fields
 from maxtext_lite.config.hints import key_hint, words_meant
-from maxtext_lite.config.kinds import path_problem
-from maxtext_lite.config.mend import WrongValue, mend
-from maxtext_lite.config.problem import Edit, Problem
-from maxtext_lite.config.rules import rule_problems
 from maxtext_lite.config.schema import RL_KEYS, Config, ModelConfig, RLRunConfig, keys_of
+from maxtext_lite.config.suggest import Request, WrongValue, suggest
 from maxtext_lite.config.yaml_text import YamlValue, parse_value
 
 _COMMAND_LINE = "command line"
@@ -50,18 +48,7 @@ OF_NO_USE_IN_RL = {
 
 
 class ConfigError(UserError):
-    """A config is wrong.
-
-    Attributes:
-      refusals: what is wrong with it.
-      mended: a config with legal values in place of the wrong ones, whose other problems can then be found;
-        None where files are missing or unreadable.
-    """
-
-    def __init__(self, refusals: Sequence[Refusal], mended: Config | None) -> None:
-        self.refusals = tuple(refusals)
-        self.mended = mended
-        super().__init__(str(refusal) for refusal in refusals)
+    """A config is wrong."""
 
 
 def _refuse(problems: list[Refusal], message: str) -> None:
@@ -87,25 +74,6 @@ class Reading:
         return in_its_fields(self.config.load_parameters_path, [*self.refusals, *refusals], self.config.origins)
 
 
-@dataclass(frozen=True)
-class ConfigAlone:
-    """A config to be mended, on whatever machine."""
-
-    config: Config
-
-    def edited(self, edit: Edit) -> "ConfigAlone":
-        """The same with new values of some keys."""
-        return ConfigAlone(self.config.model_copy(update=edit))
-
-    def value(self, key: str) -> object:
-        """The value of a key."""
-        return getattr(self.config, key)
-
-    def problems(self) -> Iterator[Problem]:
-        """Every rule that is broken."""
-        return rule_problems(self.config, defaults_of(type(self.config)))
-
-
 def load_config(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Config:
     """The resolved config of a file and `key=value` overrides.
 
@@ -120,9 +88,9 @@ def load_config(path: str | Path | None = None, overrides: Iterable[str] = ()) -
       ConfigError: (a UserError) with every problem of the config.
     """
     reading = read_config(path, overrides)
-    refusals, mended = mend(ConfigAlone(reading.config), reading.wrong)
+    refusals = suggest(Request(reading.config, defaults_of(type(reading.config))), reading.wrong)
     if refused := reading.refused(refusals):
-        raise ConfigError(refused, mended.config)
+        raise ConfigError(str(refusal) for refusal in refused)
     return reading.config
 
 
@@ -147,7 +115,7 @@ def read_config(path: str | Path | None = None, overrides: Iterable[str] = ()) -
         defaults = defaults_of(kind)
     except (KeyError, ValidationError) as error:
         broken = Refusal("", f"{ROOT_FILE} or {RL_FILE} of maxtext_lite is damaged: {value_text(str(error))}.")
-        raise ConfigError(problems or [broken], None) from None
+        raise ConfigError(str(problem) for problem in problems or [broken]) from None
     config, wrong = _validate(kind, layers, defaults)
     wrong.extend(
         WrongValue(key, message, (getattr(config, key),))
@@ -349,7 +317,7 @@ def _wrong_kind(key: str, detail: ErrorDetails) -> tuple[str, Sequence[object]]:
         near = max(choices, key=lambda choice: _likeness(value, choice))
         return f"{key}={value} is not one of {', '.join(choices)}.", (near,)
     cause = detail.get("ctx", {}).get("error")
-    nearest = cause.nearest if isinstance(cause, WrongKind) else ()
+    nearest = cause.nearest if isinstance(cause, WrongType) else ()
     return f"{key}={value} {detail['msg'].removeprefix('Value error, ')}", nearest
 
 

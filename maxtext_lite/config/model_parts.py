@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import BeforeValidator, PlainSerializer
 
-from maxtext_lite.config.errors import WrongKind, any_of, did_you_mean, value_text
+from maxtext_lite.config.errors import WrongType, any_of, did_you_mean, value_text
 
 _LARGEST, _LARGEST_COUNT = 1e30, 2**31 - 1
 
@@ -31,7 +31,7 @@ class _Part:
         """The part with these entries.
 
         Raises:
-          WrongKind: an entry is unknown, missing or not a number in its range.
+          WrongType: an entry is unknown, missing or not a number in its range.
         """
         raise NotImplementedError
 
@@ -71,22 +71,22 @@ class RopeScaling(_Part):
         """See _Part."""
         kind = values.get("rope_type")
         if kind not in ROPE_ENTRIES:
-            raise WrongKind(f"needs a rope_type: {any_of(list(ROPE_ENTRIES))}.")
+            raise WrongType(f"needs a rope_type: {any_of(list(ROPE_ENTRIES))}.")
         needed, optional = ROPE_ENTRIES[str(kind)]
         _refuse_entries(f"rope_type={kind}", values, {"rope_type", *needed, *optional}, needed)
         for name, value in values.items():
             if name == "truncate":
                 if not isinstance(value, bool):
-                    raise WrongKind("has a truncate that is not true or false.")
+                    raise WrongType("has a truncate that is not true or false.")
             elif name == "original_max_position_embeddings":
                 _whole_entry(name, value, 1)
             elif name != "rope_type":
                 _number_entry(name, value, 1.0 if name == "factor" else 0.0)
                 if name.startswith("beta") and value == 0:
-                    raise WrongKind(f"has {name}=0; it must be above 0.")
+                    raise WrongType(f"has {name}=0; it must be above 0.")
         entries: dict[str, Any] = {name: float(value) if _is_real(name) else value for name, value in values.items()}
         if kind == "llama3" and not entries["low_freq_factor"] < entries["high_freq_factor"]:
-            raise WrongKind("has a low_freq_factor that is not below its high_freq_factor.")
+            raise WrongType("has a low_freq_factor that is not below its high_freq_factor.")
         return cls(**entries)
 
 
@@ -133,7 +133,7 @@ class Mla(_Part):
         for name, value in values.items():
             _whole_entry(name, value, 0 if name == "q_lora_rank" else 1)
         if values["qk_rope_head_dim"] % 2:
-            raise WrongKind("has a qk_rope_head_dim that is odd; it must be even for rotary positions.")
+            raise WrongType("has a qk_rope_head_dim that is odd; it must be even for rotary positions.")
         return cls(**values)
 
 
@@ -142,25 +142,25 @@ def _refuse_entries(what: str, values: Mapping[str, Any], known: set[str], neede
         if name not in known:
             others = ", ".join(sorted(known))
             shown = value_text(name, 40)
-            raise WrongKind(f"has {shown}, which {what} does not; it has {others}.{did_you_mean(name, known)}")
+            raise WrongType(f"has {shown}, which {what} does not; it has {others}.{did_you_mean(name, known)}")
     for name in needed:
         if name not in values:
-            raise WrongKind(f"lacks {name}, which {what} needs.")
+            raise WrongType(f"lacks {name}, which {what} needs.")
 
 
 def _number_entry(name: str, value: object, minimum: float) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or (value != value or abs(value) == math.inf):
-        raise WrongKind(f"has {name}={value_text(value)}, which is not a finite number.")
+        raise WrongType(f"has {name}={value_text(value)}, which is not a finite number.")
     if not minimum <= value <= _LARGEST:
         bound = f"at least {value_text(minimum)}" if value < minimum else f"at most {value_text(_LARGEST)}"
-        raise WrongKind(f"has {name}={value_text(value)}; it must be {bound}.")
+        raise WrongType(f"has {name}={value_text(value)}; it must be {bound}.")
 
 
 def _whole_entry(name: str, value: object, minimum: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise WrongKind(f"has {name}={value_text(value)}; it must be an integer of at least {minimum}.")
+        raise WrongType(f"has {name}={value_text(value)}; it must be an integer of at least {minimum}.")
     if value > _LARGEST_COUNT:
-        raise WrongKind(f"has {name}={value_text(value)}; it must be at most {_LARGEST_COUNT}.")
+        raise WrongType(f"has {name}={value_text(value)}; it must be at most {_LARGEST_COUNT}.")
 
 
 def _mapping_of(kind: type[_Part]) -> Callable[[object], object]:
@@ -168,12 +168,12 @@ def _mapping_of(kind: type[_Part]) -> Callable[[object], object]:
         if isinstance(value, kind) or value is None:
             return value
         if not isinstance(value, dict):
-            raise WrongKind("is not a mapping, as {name: value}.", ({},))
+            raise WrongType("is not a mapping, as {name: value}.", ({},))
         entries = cast("dict[str, Any]", value)
         try:
             return kind.checked(entries) if entries else None
-        except WrongKind as error:
-            raise WrongKind(str(error), error.nearest or ({},)) from None
+        except WrongType as error:
+            raise WrongType(str(error), error.nearest or ({},)) from None
 
     return check
 

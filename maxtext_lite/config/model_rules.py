@@ -1,49 +1,49 @@
 """Rules between the keys of the architecture."""
 
+from collections.abc import Callable
 from typing import get_args
 
-from maxtext_lite.config.adapted import targets_problem
-from maxtext_lite.config.errors import Refusal, value_text
+from maxtext_lite.config.adapted import unknown_targets
+from maxtext_lite.config.errors import value_text
 from maxtext_lite.config.model_parts import LayerKind
-from maxtext_lite.config.problem import divisors, next_to
-from maxtext_lite.config.rule import Rule
 from maxtext_lite.config.schema import Config
+from maxtext_lite.config.violation import Violation, divisors, divisors_of, one_of, unused
 
 
-def _kv_heads(config: Config) -> Refusal | None:
+def _kv_heads(config: Config) -> Violation | None:
     heads, kv_heads = config.base_num_query_heads, config.base_num_kv_heads
     if heads % kv_heads == 0:
         return None
-    return Refusal(
+    return Violation(
         "base_num_kv_heads",
         f"base_num_kv_heads={kv_heads} does not divide base_num_query_heads={heads}.",
-        next_to(kv_heads, divisors(heads)),
+        (divisors_of("base_num_kv_heads", heads, kv_heads),),
     )
 
 
-def _head_dim(config: Config) -> Refusal | None:
+def _head_dim(config: Config) -> Violation | None:
     width, mla = config.head_dim, config.mla
     if mla is not None:
         whole = mla.qk_nope_head_dim + mla.qk_rope_head_dim
         message = f"head_dim={width} is not the {whole} of mla's qk_nope_head_dim + qk_rope_head_dim."
-        return None if width == whole else Refusal("head_dim", message, (whole,))
+        return None if width == whole else Violation("head_dim", message, (whole,))
     if width % 2 == 0 or config.trainable_position_size:
         return None
     near = tuple(even for even in (width - 1, width + 1) if even > 0)
-    return Refusal("head_dim", f"head_dim={width} must be even for rotary positions.", near)
+    return Violation("head_dim", f"head_dim={width} must be even for rotary positions.", near)
 
 
-def _rotary_share(config: Config) -> Refusal | None:
+def _rotary_share(config: Config) -> Violation | None:
     share, width = config.partial_rotary_factor, config.head_dim
     if share == 1:
         return None
     if config.mla is not None or config.trainable_position_size:
         other = "trainable_position_size" if config.mla is None else "mla"
-        return Refusal("partial_rotary_factor", f"partial_rotary_factor={share:g} has no use with {other}.", (1,))
+        return Violation("partial_rotary_factor", f"partial_rotary_factor={share:g} has no use with {other}.", (1,))
     if config.rotary_dim % 2 == 0 and config.rotary_dim:
         return None
     near = [even / width for even in (config.rotary_dim - 1, config.rotary_dim + 1) if 0 < even <= width]
-    return Refusal(
+    return Violation(
         "partial_rotary_factor",
         f"partial_rotary_factor={share:g} x head_dim={width} rotates {config.rotary_dim} dims, not an even number.",
         tuple(near),
@@ -53,17 +53,17 @@ def _rotary_share(config: Config) -> Refusal | None:
 _LAYER_KINDS = get_args(LayerKind)
 
 
-def _layer_pattern(config: Config) -> Refusal | None:
+def _layer_pattern(config: Config) -> Violation | None:
     unknown = [kind for kind in config.pattern if kind not in _LAYER_KINDS]
     if unknown:
-        mended = ",".join("global" if kind in unknown else kind for kind in config.pattern)
+        legal = ",".join("global" if kind in unknown else kind for kind in config.pattern)
         message = (
             f"layer_pattern={value_text(config.layer_pattern)} names '{value_text(unknown[0], 40)}', which is none of "
             "global, local, nope."
         )
-        return Refusal("layer_pattern", message, (mended,))
+        return Violation("layer_pattern", message, (legal,))
     if "nope" in config.pattern and (config.trainable_position_size or config.mla is not None):
-        return Refusal(
+        return Violation(
             "layer_pattern",
             f"layer_pattern={value_text(config.layer_pattern)} has layers without rotation beside "
             f"{'mla' if config.mla is not None else 'trainable_position_size'}.",
@@ -72,106 +72,82 @@ def _layer_pattern(config: Config) -> Refusal | None:
     return None
 
 
-def _window(config: Config) -> Refusal | None:
+def _window(config: Config) -> Violation | None:
     """A window and layers that have one ask for each other."""
-    window, is_local = config.sliding_window_size, "local" in config.pattern
-    if is_local and window == 0:
-        return Refusal(
-            "sliding_window_size",
-            f"sliding_window_size=0 with layer_pattern={value_text(config.layer_pattern)}: local layers see no token.",
-            (config.max_target_length,),
-        )
-    if window and not is_local:
-        return Refusal(
-            "sliding_window_size",
-            f"sliding_window_size={window} has no use with layer_pattern={value_text(config.layer_pattern)}.",
-            (0, {"layer_pattern": "local"}),
-        )
-    if config.rope_local_max_timescale and not is_local:
-        return Refusal(
-            "rope_local_max_timescale",
-            f"rope_local_max_timescale={config.rope_local_max_timescale:g} has no use with "
-            f"layer_pattern={value_text(config.layer_pattern)}.",
-            (0,),
-        )
-    return None
+    pattern = f"layer_pattern={value_text(config.layer_pattern)}"
+    if "local" not in config.pattern:
+        reason = f"has no use with {pattern}"
+        window = unused(config, {"sliding_window_size": 0}, reason, {"layer_pattern": "local"})
+        return window or unused(config, {"rope_local_max_timescale": 0}, reason)
+    if config.sliding_window_size:
+        return None
+    message = f"sliding_window_size=0 with {pattern}: local layers see no token."
+    return Violation("sliding_window_size", message, (config.max_target_length,))
 
 
-def _learned_positions(config: Config) -> Refusal | None:
+def _learned_positions(config: Config) -> Violation | None:
     """A table of positions covers an example, and leaves nothing to rotate."""
     rows, tokens = config.trainable_position_size, config.max_target_length
     if rows == 0:
         return None
     if rows < tokens:
         message = f"trainable_position_size={rows} is less than max_target_length={tokens}."
-        return Refusal("trainable_position_size", message, (tokens,))
-    for key, unused in (("rope_scaling", None), ("rope_local_max_timescale", 0.0), ("mla", None)):
-        if getattr(config, key) != unused:
-            value = value_text(getattr(config, key))
-            message = f"trainable_position_size={rows} contradicts {key}={value}, which is about rotation."
-            return Refusal("trainable_position_size", message, (0,))
+        return Violation("trainable_position_size", message, (tokens,))
+    for key, plain in (("rope_scaling", None), ("rope_local_max_timescale", 0.0), ("mla", None)):
+        if (value := getattr(config, key)) != plain:
+            message = f"trainable_position_size={rows} contradicts {key}={value_text(value)}, which is about rotation."
+            return Violation("trainable_position_size", message, (0,))
     return None
 
 
-def _latent_attention(config: Config) -> Refusal | None:
+def _latent_attention(config: Config) -> Violation | None:
     """What mla has no place for."""
-    if config.mla is None:
-        return None
-    heads = config.base_num_query_heads
-    for key, value, needed in (
-        ("base_num_kv_heads", config.base_num_kv_heads, heads),
-        ("attention_bias", config.attention_bias, "none"),
-        ("qk_norm", config.qk_norm, "none"),
-        ("attention_sinks", config.attention_sinks, False),
-    ):
-        if value != needed:
-            return Refusal(
-                key, f"{key}={value_text(value)} with mla={config.mla}: latent attention has its own.", (needed,)
-            )
-    return None
+    heads = {"base_num_kv_heads": config.base_num_query_heads}
+    plain = {**heads, "attention_bias": "none", "qk_norm": "none", "attention_sinks": False}
+    return unused(config, plain, f"with mla={config.mla}: latent attention has its own") if config.mla else None
 
 
-def _gated_activation(config: Config) -> Refusal | None:
+def _gated_activation(config: Config) -> Violation | None:
     if config.gated_mlp or (config.mlp_activation != "clamped_silu" and config.num_experts == 1):
         return None
     reason = "it clamps the gate too" if config.num_experts == 1 else "experts have gates"
     subject = f"mlp_activation={config.mlp_activation}" if config.num_experts == 1 else "num_experts > 1"
-    return Refusal("gated_mlp", f"gated_mlp=false with {subject}: {reason}.", (True,))
+    return Violation("gated_mlp", f"gated_mlp=false with {subject}: {reason}.", (True,))
 
 
-def _dense_layers(config: Config) -> Refusal | None:
+def _dense_layers(config: Config) -> Violation | None:
     first, layers = config.first_num_dense_layers, config.base_num_decoder_layers
     if first < layers:
         return None
     message = f"first_num_dense_layers={first} leaves none of base_num_decoder_layers={layers} for experts."
-    return Refusal("first_num_dense_layers", message, (layers - 1,))
+    return Violation("first_num_dense_layers", message, (layers - 1,))
 
 
-def _experts_per_token(config: Config) -> Refusal | None:
+def _experts_per_token(config: Config) -> Violation | None:
     experts, chosen = config.num_experts, config.num_experts_per_tok
     if chosen <= experts:
         return None
-    return Refusal(
+    return Violation(
         "num_experts_per_tok", f"num_experts_per_tok={chosen} is more than num_experts={experts}.", (experts,)
     )
 
 
-def _routing_groups(config: Config) -> Refusal | None:
+def _routing_groups(config: Config) -> Violation | None:
     groups, experts = config.n_routing_groups, config.num_experts
     if groups == 1 or (experts % groups == 0 and experts // groups >= 2):
         return None
     legal = [number for number in divisors(experts) if 2 * number <= experts] or [1]
-    return Refusal(
+    return Violation(
         "n_routing_groups",
         f"n_routing_groups={groups} does not cut num_experts={experts} into equal groups of at least 2.",
-        next_to(groups, legal),
+        (one_of("n_routing_groups", legal, groups),),
     )
 
 
-def _chosen_groups(config: Config) -> Refusal | None:
+def _chosen_groups(config: Config) -> Violation | None:
     groups, chosen, experts = config.n_routing_groups, config.topk_routing_group, config.num_experts
     if chosen > groups:
-        return Refusal(
+        return Violation(
             "topk_routing_group", f"topk_routing_group={chosen} is more than n_routing_groups={groups}.", (groups,)
         )
     if experts % groups or chosen * experts // groups >= config.num_experts_per_tok:
@@ -179,7 +155,7 @@ def _chosen_groups(config: Config) -> Refusal | None:
     enough = -(-config.num_experts_per_tok * groups // experts)
     if enough > groups:  # more experts a token than there are: another rule's
         return None
-    return Refusal(
+    return Violation(
         "topk_routing_group",
         f"topk_routing_group={chosen} x {experts // groups} experts of a group are fewer than "
         f"num_experts_per_tok={config.num_experts_per_tok}.",
@@ -187,60 +163,35 @@ def _chosen_groups(config: Config) -> Refusal | None:
     )
 
 
-def _experts_that_are_not(config: Config) -> Refusal | None:
+def _experts_that_are_not(config: Config) -> Violation | None:
     """Of the keys that say something about experts, the first that does where there are none."""
-    if config.num_experts > 1:
-        return None
-    for key, value, unused in (
-        ("base_moe_mlp_dim", config.base_moe_mlp_dim, -1),
-        ("shared_experts", config.shared_experts, 0),
-        ("capacity_factor", config.capacity_factor, -1),
-        ("routed_bias", config.routed_bias, False),
-        ("expert_bias", config.expert_bias, False),
-        ("first_num_dense_layers", config.first_num_dense_layers, 0),
-        ("router_z_loss_multiplier", config.router_z_loss_multiplier, 0),
-    ):
-        if value != unused:
-            return Refusal(
-                key,
-                f"{key}={value_text(value)} has no use with num_experts=1, a model without experts.",
-                (unused,),
-            )
-    return None
+    plain = {
+        "base_moe_mlp_dim": -1,
+        "shared_experts": 0,
+        "capacity_factor": -1,
+        "routed_bias": False,
+        "expert_bias": False,
+        "first_num_dense_layers": 0,
+        "router_z_loss_multiplier": 0,
+    }
+    reason = "has no use with num_experts=1, a model without experts"
+    return None if config.num_experts > 1 else unused(config, plain, reason)
 
 
-MODEL_RULES: tuple[Rule, ...] = (
-    Rule(("base_num_kv_heads", "base_num_query_heads"), _kv_heads),
-    Rule(("head_dim", "mla", "trainable_position_size"), _head_dim),
-    Rule(("partial_rotary_factor", "head_dim", "mla", "trainable_position_size"), _rotary_share),
-    Rule(("layer_pattern", "mla", "trainable_position_size"), _layer_pattern),
-    Rule(("sliding_window_size", "layer_pattern", "rope_local_max_timescale", "max_target_length"), _window),
-    Rule(
-        ("trainable_position_size", "max_target_length", "rope_scaling", "rope_local_max_timescale", "mla"),
-        _learned_positions,
-    ),
-    Rule(
-        ("mla", "base_num_query_heads", "base_num_kv_heads", "attention_bias", "qk_norm", "attention_sinks"),
-        _latent_attention,
-    ),
-    Rule(("gated_mlp", "mlp_activation", "num_experts"), _gated_activation),
-    Rule(("first_num_dense_layers", "base_num_decoder_layers"), _dense_layers),
-    Rule(("lora_rank", "lora_targets", "mla", "gated_mlp"), targets_problem),
-    Rule(("num_experts_per_tok", "num_experts"), _experts_per_token),
-    Rule(("n_routing_groups", "num_experts"), _routing_groups),
-    Rule(("topk_routing_group", "n_routing_groups", "num_experts", "num_experts_per_tok"), _chosen_groups),
-    Rule(
-        (
-            "num_experts",
-            "base_moe_mlp_dim",
-            "shared_experts",
-            "capacity_factor",
-            "routed_bias",
-            "expert_bias",
-            "first_num_dense_layers",
-            "router_z_loss_multiplier",
-        ),
-        _experts_that_are_not,
-    ),
+MODEL_RULES: tuple[Callable[[Config], Violation | None], ...] = (
+    _kv_heads,
+    _head_dim,
+    _rotary_share,
+    _layer_pattern,
+    _window,
+    _learned_positions,
+    _latent_attention,
+    _gated_activation,
+    _dense_layers,
+    unknown_targets,
+    _experts_per_token,
+    _routing_groups,
+    _chosen_groups,
+    _experts_that_are_not,
 )
 """Every rule about the architecture."""

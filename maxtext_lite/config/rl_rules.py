@@ -5,14 +5,14 @@ import math
 import re
 import urllib.parse
 import warnings
+from collections.abc import Callable
 from difflib import get_close_matches
 from fractions import Fraction
 
-from maxtext_lite.config.errors import Refusal, number_text, value_text
-from maxtext_lite.config.problem import divisors, next_to
+from maxtext_lite.config.errors import number_text, value_text
 from maxtext_lite.config.remat import listed
-from maxtext_lite.config.rule import Rule
 from maxtext_lite.config.schema import Config, RewardConfig, RLRunConfig
+from maxtext_lite.config.violation import Violation, divisors, one_of, unused
 
 RL_DATASETS = ("prompts", "arithmetic")
 """Values of dataset_type that reinforcement learning has, and nothing else."""
@@ -42,20 +42,17 @@ def reward_weights(config: RewardConfig) -> tuple[float, ...]:
     return tuple(float(text) for text in config.reward_weights.split(","))
 
 
-def unused_arithmetic(config: Config, defaults: Config) -> Refusal | None:
+def unused_arithmetic(config: RLRunConfig, defaults: Config) -> Violation | None:
     """Refuses keys that say something about generated problems where prompts are read from files."""
-    if not isinstance(config, RLRunConfig) or config.dataset_type != "prompts":
+    if config.dataset_type != "prompts":
         return None
-    for key in ("arithmetic_operations", "arithmetic_largest"):
-        value, usual = getattr(config, key), getattr(defaults, key)
-        if value != usual:
-            message = f"{key}={value_text(value)} has no use with dataset_type=prompts, which reads files."
-            return Refusal(key, message, (usual, {"dataset_type": "arithmetic"}))
-    return None
+    usual = {key: getattr(defaults, key) for key in ("arithmetic_operations", "arithmetic_largest")}
+    reason = "has no use with dataset_type=prompts, which reads files"
+    return unused(config, usual, reason, {"dataset_type": "arithmetic"})
 
 
-def _micro_batch(config: Config) -> Refusal | None:
-    if not isinstance(config, RLRunConfig) or config.micro_batch_size == -1:
+def _micro_batch(config: RLRunConfig) -> Violation | None:
+    if config.micro_batch_size == -1:
         return None
     prompts, group, pairs = config.batch_size, config.num_generations, config.micro_batch_size
     whole = prompts * group
@@ -66,14 +63,15 @@ def _micro_batch(config: Config) -> Refusal | None:
         if pairs % group
         else f"does not divide the {whole} pairs of batch_size={prompts} x num_generations={group}"
     )
-    legal = [group * count for count in divisors(prompts) if group * count <= 2**31 - 1]
-    return Refusal("micro_batch_size", f"micro_batch_size={pairs} {wrong}.", next_to(pairs, legal))
+    legal = [group * count for count in divisors(prompts)]
+    key = "micro_batch_size"
+    return Violation(key, f"{key}={pairs} {wrong}.", (one_of(key, legal, pairs),))
 
 
-def _lengths(config: Config) -> Refusal | None:
-    if not isinstance(config, RLRunConfig) or config.max_prefill_predict_length < config.max_target_length:
+def _lengths(config: RLRunConfig) -> Violation | None:
+    if config.max_prefill_predict_length < config.max_target_length:
         return None
-    return Refusal(
+    return Violation(
         "max_prefill_predict_length",
         f"max_prefill_predict_length={config.max_prefill_predict_length} leaves no token of "
         f"max_target_length={config.max_target_length} for a response.",
@@ -81,82 +79,70 @@ def _lengths(config: Config) -> Refusal | None:
     )
 
 
-def _steps(config: Config) -> Refusal | None:
-    if not isinstance(config, RLRunConfig) or config.steps % config.num_iterations == 0:
+def _steps(config: RLRunConfig) -> Violation | None:
+    if config.steps % config.num_iterations == 0:
         return None
     steps, each = config.steps, config.num_iterations
     near = tuple(count * each for count in (steps // each, steps // each + 1) if count)
     message = f"steps={steps} ends amid the num_iterations={each} steps on a batch."
-    return Refusal("steps", message, near)
+    return Violation("steps", message, near)
 
 
-def _devices(config: Config) -> Refusal | None:
+def _devices(config: RLRunConfig) -> Violation | None:
     """Devices either take turns, all of them, or have one of the two tasks."""
-    if not isinstance(config, RLRunConfig):
-        return None
     trainer, sampler = config.trainer_devices_fraction, config.sampler_devices_fraction
     if trainer == sampler == 1 or trainer + sampler <= 1:
         return None
     fraction = f"sampler_devices_fraction={value_text(sampler)}"
     rest = 1 - trainer
     near = {"sampler_devices_fraction": rest} if rest > 0 else dict.fromkeys(_FRACTIONS, Fraction(1))
-    return Refusal(
+    return Violation(
         "trainer_devices_fraction",
         f"trainer_devices_fraction={value_text(trainer)} and {fraction} are more than all devices, and not both 1.",
         (near,),
     )
 
 
-def _dataset(config: Config) -> Refusal | None:
+def dataset_of_objective(config: Config) -> Violation | None:
     """Prompts are for reinforcement learning, and it has nothing else."""
     kind, is_rl = config.dataset_type, isinstance(config, RLRunConfig)
     if (kind in RL_DATASETS) == is_rl:
         return None
     if is_rl:
         message = f"dataset_type={kind} has no prompts for RL."
-        return Refusal("dataset_type", message, RL_DATASETS)
+        return Violation("dataset_type", message, RL_DATASETS)
     near = "sft" if config.objective == "auto" else {"dataset_type": "sft", "objective": "auto"}
     message = (
         f"dataset_type={kind} is for RL, and post_train/rl.yml is not among the files of this config: give that file, "
         "or one whose base it is."
     )
-    return Refusal("dataset_type", message, (near,))
+    return Violation("dataset_type", message, (near,))
 
 
-def _long_prompts(config: Config) -> Refusal | None:
-    if not isinstance(config, RLRunConfig) or config.long_examples != "truncate":
+def _long_prompts(config: RLRunConfig) -> Violation | None:
+    if config.long_examples != "truncate":
         return None
     message = "long_examples=truncate has no use in RL: a question that is cut short has another answer."
-    return Refusal("long_examples", message, ("drop", "refuse"))
+    return Violation("long_examples", message, ("drop", "refuse"))
 
 
-def _packing(config: Config) -> Refusal | None:
-    if not isinstance(config, RLRunConfig) or not config.packing:
-        return None
-    message = "packing=true has no use in RL: a prompt with its response is a row by itself."
-    return Refusal("packing", message, (False,))
+def _packing(config: RLRunConfig) -> Violation | None:
+    reason = "has no use in RL: a prompt with its response is a row by itself"
+    return unused(config, {"packing": False}, reason)
 
 
-def _z_loss(config: Config) -> Refusal | None:
-    if not isinstance(config, RLRunConfig) or config.z_loss_multiplier == 0:
-        return None
-    message = (
-        f"z_loss_multiplier={number_text(config.z_loss_multiplier)} has no use in RL, whose loss is of ratios, not of "
-        "logits."
-    )
-    return Refusal("z_loss_multiplier", message, (0,))
+def _z_loss(config: RLRunConfig) -> Violation | None:
+    return unused(config, {"z_loss_multiplier": 0}, "has no use in RL, whose loss is of ratios, not of logits")
 
 
-def _schedule_unit(config: Config) -> Refusal | None:
-    if not isinstance(config, RLRunConfig) or config.schedule_unit != "tokens":
+def _schedule_unit(config: RLRunConfig) -> Violation | None:
+    if config.schedule_unit != "tokens":
         return None
     message = "schedule_unit=tokens cannot be in RL, where nobody knows how many tokens the responses will have."
-    return Refusal("schedule_unit", message, ("steps", "examples"))
+    return Violation("schedule_unit", message, ("steps", "examples"))
 
 
-def _template(config: Config) -> Refusal | None:
-    if not isinstance(config, RLRunConfig):
-        return None
+def _template(config: RLRunConfig) -> Violation | None:
     template, count = config.prompt_template, config.prompt_template.count("{prompt}")
     if count == 1:
         return None
@@ -166,35 +152,31 @@ def _template(config: Config) -> Refusal | None:
         near = before + "{prompt}" + after.replace("{prompt}", "")
     times = "nowhere" if count == 0 else f"{count} times"
     message = f"prompt_template={value_text(template)} holds {{prompt}} {times}: each prompt stands in it once."
-    return Refusal("prompt_template", message, (near,))
+    return Violation("prompt_template", message, (near,))
 
 
-def _operations(config: Config) -> Refusal | None:
-    if not isinstance(config, RLRunConfig):
-        return None
+def _operations(config: RLRunConfig) -> Violation | None:
     operations = config.arithmetic_operations
     known = "".join(dict.fromkeys(each for each in operations if each in _OPERATIONS))
     if known == operations:
         return None
     unknown = [each for each in operations if each not in _OPERATIONS]
     wrong = f"holds '{unknown[0]}', which is none of +, - and *" if unknown else "holds an operation twice"
-    return Refusal(
+    return Violation(
         "arithmetic_operations", f"arithmetic_operations={value_text(operations)} {wrong}.", (known or "+-",)
     )
 
 
-def _problems(config: Config) -> Refusal | None:
-    if not isinstance(config, RLRunConfig):
-        return None
+def _problems(config: RLRunConfig) -> Violation | None:
     operations, largest = len(config.arithmetic_operations), config.arithmetic_largest
     most = math.isqrt(_MOST_PROBLEMS // operations) - 1
     if largest <= most:
         return None
     message = f"arithmetic_largest={largest} gives more than 2**62 problems, which have no numbers."
-    return Refusal("arithmetic_largest", message, (most,))
+    return Violation("arithmetic_largest", message, (most,))
 
 
-def endless_evaluation(config: RLRunConfig, held_out: int) -> Refusal | None:
+def endless_evaluation(config: RLRunConfig, held_out: int) -> Violation | None:
     """Refuses an evaluation of all held-out prompts where they are as many as problems that are made may be."""
     if config.eval_steps != -1 or config.eval_interval == -1 or held_out <= _MOST_HELD_OUT:
         return None
@@ -202,12 +184,12 @@ def endless_evaluation(config: RLRunConfig, held_out: int) -> Refusal | None:
         f"eval_steps=-1 would ask for responses to all {held_out:,} held-out prompts at each evaluation, more than "
         f"{_MOST_HELD_OUT:,}."
     )
-    return Refusal("eval_steps", message, (max(1, 1000 // config.batch_size),))
+    return Violation("eval_steps", message, (max(1, 1000 // config.batch_size),))
 
 
-def _held_out_problems(config: Config) -> Refusal | None:
+def _held_out_problems(config: RLRunConfig) -> Violation | None:
     """Of problems that are made, some are trained on, and not too many held out."""
-    if not isinstance(config, RLRunConfig) or config.dataset_type != "arithmetic":
+    if config.dataset_type != "arithmetic":
         return None
     if config.eval_dataset_path or config.eval_fraction in (0, 1):  # 1 is refused of all data
         return None
@@ -220,34 +202,30 @@ def _held_out_problems(config: Config) -> Refusal | None:
     message = (
         f"eval_fraction={value_text(config.eval_fraction)} holds out {held_out} of {total} problems and leaves none."
     )
-    return Refusal("eval_fraction", message, (0.5,))
+    return Violation("eval_fraction", message, (0.5,))
 
 
-def _reward_names(config: Config) -> Refusal | None:
-    if not isinstance(config, RLRunConfig):
-        return None
+def _reward_names(config: RLRunConfig) -> Violation | None:
     text, names = value_text(config.reward_functions), reward_names(config)
     if not names:
-        return Refusal("reward_functions", f"reward_functions={text} names no function.", ("exact_answer",))
+        return Violation("reward_functions", f"reward_functions={text} names no function.", ("exact_answer",))
     unknown = [name for name in names if ":" not in name and name not in SHIPPED_REWARDS]
     if unknown:
         alike = get_close_matches(unknown[0], SHIPPED_REWARDS, n=1, cutoff=0)[0]
-        mended = dict.fromkeys(alike if name == unknown[0] else name for name in names)
+        legal = dict.fromkeys(alike if name == unknown[0] else name for name in names)
         message = (
             f"reward_functions={text} names '{value_text(unknown[0], 40)}', which is none of "
             f"{', '.join(SHIPPED_REWARDS)}, nor of the form module:function."
         )
-        return Refusal("reward_functions", message, (",".join(mended),))
+        return Violation("reward_functions", message, (",".join(legal),))
     if len(set(names)) < len(names):
         again = next(name for name in names if names.count(name) > 1)
         message = f"reward_functions={text} names {value_text(again, 40)} twice."
-        return Refusal("reward_functions", message, (",".join(dict.fromkeys(names)),))
+        return Violation("reward_functions", message, (",".join(dict.fromkeys(names)),))
     return None
 
 
-def _reward_weights(config: Config) -> Refusal | None:
-    if not isinstance(config, RLRunConfig):
-        return None
+def _reward_weights(config: RLRunConfig) -> Violation | None:
     text, count = value_text(config.reward_weights), len(reward_names(config))
     try:
         weights = reward_weights(config)
@@ -256,29 +234,27 @@ def _reward_weights(config: Config) -> Refusal | None:
     plain = ",".join(["1"] * count)
     if not all(math.isfinite(weight) for weight in weights):
         message = f"reward_weights={text} holds something that is not a finite number."
-        return Refusal("reward_weights", message, (plain,))
+        return Violation("reward_weights", message, (plain,))
     if len(weights) == count:
         return None
     near = ",".join(number_text(weight) for weight in (*weights, *[1.0] * count)[:count])
     functions = value_text(config.reward_functions)
     message = f"reward_weights={text} are {len(weights)} for the {count} of reward_functions={functions}."
-    return Refusal("reward_weights", message, (near, ""))
+    return Violation("reward_weights", message, (near, ""))
 
 
-def _reward_format(config: Config) -> Refusal | None:
-    if not isinstance(config, RLRunConfig):
-        return None
+def _reward_format(config: RLRunConfig) -> Violation | None:
     pattern, is_used = config.reward_format, "format" in reward_names(config)
     shown = value_text(pattern)
     if not pattern and is_used:
         message = "reward_format is empty, but reward_functions names format, which compares responses with it."
-        return Refusal("reward_format", message, (".*",))
+        return Violation("reward_format", message, (".*",))
     if pattern and not is_used:
         message = f"reward_format={shown} has no use with reward_functions={value_text(config.reward_functions)}."
         used = ",".join((*reward_names(config), "format"))
-        return Refusal("reward_format", message, ("", {"reward_functions": used}))
+        return Violation("reward_format", message, ("", {"reward_functions": used}))
     if wrong := _wrong_pattern(pattern):
-        return Refusal(
+        return Violation(
             "reward_format", f"reward_format={shown} is not a regular expression ({wrong}).", (re.escape(pattern),)
         )
     return None
@@ -296,27 +272,25 @@ def _wrong_pattern(pattern: str) -> str | None:
     return None
 
 
-def _sampling(config: Config) -> Refusal | None:
+def _sampling(config: RLRunConfig) -> Violation | None:
     """Responses to one prompt that are all the same teach nothing."""
-    if not isinstance(config, RLRunConfig):
-        return None
     reason = f"the num_generations={config.num_generations} responses to a prompt would all be the same"
     if config.decode_sampling_temperature == 0:
         message = f"decode_sampling_temperature=0 always draws the likeliest token: {reason}."
-        return Refusal("decode_sampling_temperature", message, (1,))
+        return Violation("decode_sampling_temperature", message, (1,))
     if config.decode_sampling_top_k == 1:
         message = f"decode_sampling_top_k=1 always draws the likeliest token: {reason}."
-        return Refusal("decode_sampling_top_k", message, (0, 2))
+        return Violation("decode_sampling_top_k", message, (0, 2))
     if config.decode_sampling_top_k > config.vocab_size:
         message = f"decode_sampling_top_k={config.decode_sampling_top_k} is more than vocab_size={config.vocab_size}."
-        return Refusal("decode_sampling_top_k", message, (config.vocab_size, 0))
+        return Violation("decode_sampling_top_k", message, (config.vocab_size, 0))
     return None
 
 
-def _eval_sampling(config: Config) -> Refusal | None:
-    if not isinstance(config, RLRunConfig) or config.eval_sampling_temperature or config.eval_num_generations == 1:
+def _eval_sampling(config: RLRunConfig) -> Violation | None:
+    if config.eval_sampling_temperature or config.eval_num_generations == 1:
         return None
-    return Refusal(
+    return Violation(
         "eval_num_generations",
         f"eval_num_generations={config.eval_num_generations} with eval_sampling_temperature=0: all responses to a "
         "prompt would be the same.",
@@ -332,50 +306,43 @@ def _is_address(url: str) -> bool:
         return False
 
 
-def _rollout(config: Config) -> Refusal | None:
+def _rollout(config: RLRunConfig) -> Violation | None:
     """An engine and what it needs ask for each other."""
-    if not isinstance(config, RLRunConfig):
-        return None
     engine, url = config.rollout_engine, config.rollout_url
     example, shown = {"rollout_url": "http://127.0.0.1:8000/v1"}, value_text(url)
     if engine == "local":
-        message = f"rollout_url={shown} has no use with rollout_engine=local, which samples in this process."
-        return Refusal("rollout_url", message, ("",)) if url else None
+        return unused(
+            config, {"rollout_url": ""}, "has no use with rollout_engine=local, which samples in this process"
+        )
     if not url:
         message = "rollout_url is empty, but rollout_engine=http asks a server."
-        return Refusal("rollout_url", message, (example, {"rollout_engine": "local"}))
+        return Violation("rollout_url", message, (example, {"rollout_engine": "local"}))
     if not re.match(r"https?://[^/\s]", url) or not _is_address(url):
-        return Refusal(
+        return Violation(
             "rollout_url", f"rollout_url={shown} does not begin with http:// or https:// and a host.", (example,)
         )
-    for key in ("rollout_tensor_parallelism", "rollout_fsdp_parallelism"):
-        value = getattr(config, key)
-        if value != 1:
-            message = f"{key}={value} has no use with rollout_engine=http, whose server has devices of its own."
-            return Refusal(key, message, (1,))
-    return None
+    reason = "has no use with rollout_engine=http, whose server has devices of its own"
+    return unused(config, {"rollout_tensor_parallelism": 1, "rollout_fsdp_parallelism": 1}, reason)
 
 
-RL_RULES: tuple[Rule, ...] = (
-    Rule(("batch_size", "num_generations", "micro_batch_size"), _micro_batch),
-    Rule(("max_prefill_predict_length", "max_target_length"), _lengths),
-    Rule(("steps", "num_iterations"), _steps),
-    Rule(("trainer_devices_fraction", "sampler_devices_fraction"), _devices),
-    Rule(("dataset_type", "objective"), _dataset),
-    # Of base.yml's keys alone, so that they are asked in every config; they answer for RL.
-    Rule(("long_examples",), _long_prompts),
-    Rule(("packing",), _packing),
-    Rule(("z_loss_multiplier",), _z_loss),
-    Rule(("schedule_unit",), _schedule_unit),
-    Rule(("prompt_template",), _template),
-    Rule(("arithmetic_operations",), _operations),
-    Rule(("arithmetic_operations", "arithmetic_largest"), _problems),
-    Rule(("arithmetic_operations", "arithmetic_largest", "eval_fraction", "eval_steps"), _held_out_problems),
-    Rule(("reward_functions",), _reward_names),
-    Rule(("reward_functions", "reward_weights"), _reward_weights),
-    Rule(("reward_functions", "reward_format"), _reward_format),
-    Rule(("decode_sampling_temperature", "decode_sampling_top_k", "num_generations", "vocab_size"), _sampling),
-    Rule(("eval_num_generations", "eval_sampling_temperature"), _eval_sampling),
-    Rule(("rollout_engine", "rollout_url", "rollout_tensor_parallelism", "rollout_fsdp_parallelism"), _rollout),
+RL_RULES: tuple[Callable[[RLRunConfig], Violation | None], ...] = (
+    _micro_batch,
+    _lengths,
+    _steps,
+    _devices,
+    _long_prompts,
+    _packing,
+    _z_loss,
+    _schedule_unit,
+    _template,
+    _operations,
+    _problems,
+    _held_out_problems,
+    _reward_names,
+    _reward_weights,
+    _reward_format,
+    _sampling,
+    _eval_sampling,
+    _rollout,
 )
-"""The rules of reinforcement learning, part of `rules.RULES`."""
+"""The rules of reinforcement learning alone; `unused_arithmetic` too."""

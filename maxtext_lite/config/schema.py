@@ -4,10 +4,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Literal, cast
 
-from pydantic import BaseModel, ConfigDict, PrivateAttr
+from pydantic import PrivateAttr
 
-from maxtext_lite.config.kinds import (
-    AtLeastTwo,
+from maxtext_lite.config.field_types import (
     BelowHalf,
     Count,
     CountOrMinusOne,
@@ -22,31 +21,23 @@ from maxtext_lite.config.kinds import (
     ExactOrZero,
     Flag,
     Layers,
-    Lines,
     Name,
     NotNegative,
     PathName,
     PathText,
     Positive,
     PositiveShare,
-    Seconds,
+    Section,
     Seed,
     SeedOrMinusOne,
     Share,
-    Temperature,
     Text,
 )
 from maxtext_lite.config.model_parts import LayerKind, MlaOrNone, RopeScalingOrNone
+from maxtext_lite.config.rl_sections import PolicyConfig, RewardConfig, RLConfig, RolloutConfig, TaskConfig
 
 Quantization = Literal["none", "int8", "fp8", "fp8_full"]
 """What matmuls of layers' weights are made in: the activations' dtype, or eight bits (models/eight_bits.py)."""
-
-
-class Section(BaseModel):
-    """Some of the keys; a function asks for the section that it needs. Immutable."""
-
-    # Built when first used: only Config ever is, and `plan` is to answer at once.
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=(), defer_build=True)
 
 
 class RunConfig(Section):
@@ -282,63 +273,6 @@ class PreferenceConfig(Section):
 
     dpo_beta: Positive
     dpo_label_smoothing: BelowHalf
-
-
-class RLConfig(Section):
-    """Reinforcement learning's batches."""
-
-    batch_size: Count
-    num_generations: AtLeastTwo
-    micro_batch_size: CountOrMinusOne
-    num_iterations: Count
-    max_prefill_predict_length: Count
-    trainer_devices_fraction: Exact
-    sampler_devices_fraction: Exact
-
-
-class TaskConfig(Section):
-    """What reinforcement learning asks the model."""
-
-    prompt_template: Lines
-    apply_chat_template: Flag
-    arithmetic_operations: Name
-    arithmetic_largest: Count
-
-
-class RewardConfig(Section):
-    """How responses are judged."""
-
-    reward_functions: Name
-    reward_weights: Text
-    reward_format: Text
-    reward_error: Literal["zero", "stop"]
-    reward_timeout_seconds: Seconds
-
-
-class PolicyConfig(Section):
-    """What reinforcement learning minimises."""
-
-    loss_algo: Literal["grpo", "gspo"]
-    grpo_beta: NotNegative
-    grpo_epsilon: PositiveShare
-    grpo_epsilon_high: NotNegative
-    loss_aggregation: Literal["seq_mean_token_mean", "token_mean", "seq_mean_token_sum_norm"]
-    scale_rewards: Literal["group", "none"]
-
-
-class RolloutConfig(Section):
-    """How responses are drawn."""
-
-    decode_sampling_temperature: Temperature
-    decode_sampling_top_k: CountOrZero
-    decode_sampling_nucleus_p: PositiveShare
-    eval_num_generations: Count
-    eval_sampling_temperature: Temperature
-    rollout_slots: CountOrMinusOne
-    rollout_tensor_parallelism: Count
-    rollout_fsdp_parallelism: Count
-    rollout_engine: Literal["local", "http"]
-    rollout_url: Text
 
 
 class Config(

@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from maxtext_lite.config.kinds import PathText
+from maxtext_lite.config.field_types import PathText
 
 
 class GenerateConfig(BaseModel):

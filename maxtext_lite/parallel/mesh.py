@@ -8,11 +8,8 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from maxtext_lite.batching.topology import mesh_key
+from maxtext_lite.batching.topology import MESH_AXES, mesh_key
 from maxtext_lite.config import UserError
-
-MESH_AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
-"""Names of the mesh axes, slowest first: neighbours in `tensor` are neighbours in the machine."""
 
 
 def make_mesh(ici: Mapping[str, int], dcn: Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:

@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from maxtext_lite.batching.pipeline_shape import PipelineShape
 from maxtext_lite.parallel.axes import constrain, num_shards, over_stages
 
 StageFunction = Callable[[Any, Any], Any]
@@ -51,11 +52,11 @@ class Pipeline:
     @property
     def num_ticks(self) -> int:
         """Times that all stages run forwards for one micro-batch; of each stage's, P - 1 are idle."""
-        return self.num_repeats * self.num_microbatches + self.num_stages - 1
+        return PipelineShape(self.num_stages, self.num_microbatches, self.num_repeats, 1).num_ticks("gpipe")
 
     def num_ticks_1f1b(self, num_micro_batches: Any) -> Any:
         """Times that all stages run forwards and backwards in a step; of each stage's, 2 (P - 1) are idle."""
-        return num_micro_batches * self.num_microbatches + 2 * (self.num_stages - 1)
+        return PipelineShape(self.num_stages, self.num_microbatches, 1, num_micro_batches).num_ticks("1f1b")
 
     def dealt(self, stack: jax.Array) -> jax.Array:
         """A parameter of all layers, [L, ...], as it is stored: [repeats, L / repeats, ...] where there are several.

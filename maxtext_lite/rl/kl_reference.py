@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from maxtext_lite.config import RLRunConfig, UserError
+from maxtext_lite.data import PromptSource
 from maxtext_lite.models import Decoder
 from maxtext_lite.models.decoder import Params
 from maxtext_lite.parallel import accelerator_of, tree_shardings
@@ -34,7 +35,7 @@ class Reference:
       UserError: a resumed run's reference is gone, or it began without one.
     """
 
-    def __init__(self, run: TrainingRun, config: RLRunConfig, state: TrainState, step: int):
+    def __init__(self, run: TrainingRun[PromptSource], config: RLRunConfig, state: TrainState, step: int):
         decoder = _without_adapters(run, config)
         where = run.directory / DIRECTORY
         if state.frozen is not None:
@@ -67,7 +68,7 @@ def _cast_copy(decoder: Decoder, params: Params) -> Params:
     return jax.tree.map(jnp.copy, decoder.cast(params))
 
 
-def _without_adapters(run: TrainingRun, config: RLRunConfig) -> Decoder:
+def _without_adapters(run: TrainingRun[PromptSource], config: RLRunConfig) -> Decoder:
     if not config.lora_rank:
         return run.decoder
     return make_decoder(

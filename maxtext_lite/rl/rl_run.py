@@ -1,13 +1,12 @@
 """What a run of reinforcement learning is made of before its first step: a trainer, a sampler and a judge."""
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 
-from maxtext_lite.batching import RLBatch, make_plan
+from maxtext_lite.batching import RLBatch, batch_sizes, make_plan
 from maxtext_lite.config import RLRunConfig, UserError
 from maxtext_lite.config.rl_rules import endless_evaluation
 from maxtext_lite.data import Prompt, PromptSource, Tokenizer, check_vocabulary, load_tokenizer, open_prompts
@@ -110,17 +109,16 @@ def open_rl_run(config: RLRunConfig) -> RLRun:
         directory.
     """
     devices = start_devices()
-    planned = functools.partial(make_plan, config, **machine_of(devices))
-    plan = planned()
-    assert plan.rl is not None, "a config of reinforcement learning has a plan of it"
+    machine = machine_of(devices)
+    batch_sizes(config, **machine)  # so that what is wrong is refused before data are opened
     tokenizer = load_tokenizer(config)
     check_vocabulary(tokenizer, config.vocab_size)
     prompts = open_prompts(config, vocab_size=config.vocab_size, begins_as_elsewhere=comes_from_elsewhere(config))
     source, eval_source = prompts
     if eval_source is not None and (refusal := endless_evaluation(config, len(eval_source))):
         raise UserError(str(refusal))
-    plan = planned(num_examples=len(source))
-    assert plan.rl is not None
+    plan = make_plan(config, **machine, num_examples=len(source))
+    assert plan.rl is not None, "a config of reinforcement learning has a plan of it"
     stop_token_ids = stop_tokens(config.load_parameters_path, tokenizer)
     rewards = Rewards(config)
     try:

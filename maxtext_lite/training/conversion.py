@@ -1,5 +1,8 @@
 """A Hugging Face directory as one like a run's, and a run's model, or its adapters, as a Hugging Face directory."""
 
+# pyright: reportUnknownMemberType=false
+# jax declares some of its functions in part.
+
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,8 +15,8 @@ from maxtext_lite.config.errors import writing
 from maxtext_lite.config.hf.config import hf_directory, model_keys, run_config_json, tokenizer_keys
 from maxtext_lite.config.hf.fields import JsonObject
 from maxtext_lite.config.hf.model_directory import hf_config
-from maxtext_lite.config.problem import Problem
 from maxtext_lite.config.schema import MeshConfig
+from maxtext_lite.config.violation import Violation
 from maxtext_lite.data import load_tokenizer
 from maxtext_lite.hf import carry_files, export_adapters, export_model, flat
 from maxtext_lite.hf.carried import carry_tokenizer, tokenizer_file
@@ -120,7 +123,7 @@ def _abstract_params(config: Config) -> Params:
     """
     start_devices()
     sizes = resolve_mesh(config, jax.device_count())
-    if isinstance(sizes, Problem):
+    if isinstance(sizes, Violation):
         raise UserError(sizes.message)
     mesh = make_mesh(sizes.ici, sizes.dcn)
     uneven = f"the mesh of {mesh.size} devices. Set ici_fsdp_parallelism=1 and ici_data_parallelism=-1: a copy on each."

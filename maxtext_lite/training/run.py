@@ -5,10 +5,8 @@
 
 import contextlib
 import dataclasses
-import functools
 import json
 from collections.abc import Callable, Generator, Sequence
-from fractions import Fraction
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar, cast
 
@@ -17,6 +15,7 @@ import optax
 
 from maxtext_lite.batching import (
     BatchPlan,
+    batch_sizes,
     flops_per_example,
     format_plan,
     make_plan,
@@ -208,7 +207,7 @@ class TrainingRun(Generic[Data]):
         if config.schedule_unit == "steps":
             return learning_rate_schedule(config, last=plan.steps)
         # Positions are counted in steps at the target batch size, of which the run has this many.
-        last = plan.total_examples / plan.global_batch_to_train
+        last = plan.steps_at_target
         total = plan.total_examples
         if config.schedule_unit == "tokens":
             total = target_tokens_of_run(
@@ -305,15 +304,15 @@ def open_run(config: Config, sources: Sources | None = None, own: OwnParts = CON
     Raises:
       UserError: the config cannot be trained on these devices or this data, or contradicts the run directory.
     """
-    planned = functools.partial(make_plan, **machine_of(start_devices()))
-    plan = planned(_before_data(config))
+    machine = machine_of(start_devices())
+    sizes, _ = batch_sizes(config, **machine)  # so that what is wrong is refused before data are opened
     source, eval_source = sources or open_sources_on_hosts(
         config,
         vocab_size=config.vocab_size,
-        loading_hosts=plan.loading_hosts,
+        loading_hosts=sizes.loading.loading_hosts,
         begins_as_elsewhere=comes_from_elsewhere(config),
     )
-    plan = planned(config, num_examples=len(source))
+    plan = make_plan(config, **machine, num_examples=len(source))
     return TrainingRun(config, plan, source=source, eval_source=eval_source, own=own)
 
 
@@ -325,14 +324,6 @@ def machine_of(devices: Sequence[Device]) -> dict[str, Any]:
 def comes_from_elsewhere(config: Config) -> bool:
     """Whether the run begins with a model that was imported, or that began with one."""
     return bool(config.load_parameters_path) and hf_directory(config.load_parameters_path) is not None
-
-
-def _before_data(config: Config) -> Config:
-    """The config with a length that does not depend on the data, for what can be refused before data are opened."""
-    if not config.num_epochs:
-        return config
-    steps = max(config.warmup_steps, 1)
-    return config.model_copy(update={"num_epochs": Fraction(0), "steps": steps, "last_batch": "drop"})
 
 
 def _peak_sentence(speed: Speed) -> str:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from maxtext_lite.batching.batch import Batch, derive_batch, not_whole, stated_batch
 from maxtext_lite.config import load_config
-from maxtext_lite.config.problem import Problem
+from maxtext_lite.config.violation import Violation
 
 BASE = load_config()
 
@@ -38,7 +38,7 @@ def test_a_fraction_times_devices_is_exact(per_device, num_devices, micro):
 )
 def test_what_is_not_a_whole_number_of_examples_is_refused(per_device, num_devices, examples):
     problem = derived(num_devices, per_device)
-    assert isinstance(problem, Problem)
+    assert isinstance(problem, Violation)
     assert problem.message == (
         f"per_device_batch_size={per_device} x {num_devices} devices = {examples} examples, not a whole number."
     )
@@ -73,7 +73,7 @@ def test_either_key_follows_from_the_global_batch(num_devices, accumulation, mic
 )  # fmt: skip
 def test_a_batch_that_does_not_follow_is_refused(arguments, message):
     problem = derived(*arguments)
-    assert isinstance(problem, Problem)
+    assert isinstance(problem, Violation)
     assert problem.message == message
 
 
@@ -85,5 +85,6 @@ def test_the_stated_part_of_a_wrong_batch_is_known():
 
 def test_neighbours_of_a_fraction_are_whole_over_all_devices():
     problem = not_whole("eval_per_device_batch_size", Fraction("0.3"), 8)
-    assert problem.below[0] == {"eval_per_device_batch_size": Fraction("0.25")}
-    assert problem.above[0] == {"eval_per_device_batch_size": Fraction("0.375")}
+    below, above = map(next, problem.nearest[0]())
+    assert below == {"eval_per_device_batch_size": Fraction("0.25")}
+    assert above == {"eval_per_device_batch_size": Fraction("0.375")}

@@ -4,7 +4,7 @@ import pytest
 
 from maxtext_lite.batching.loading import Loading, loading_hosts
 from maxtext_lite.config import load_config
-from maxtext_lite.config.problem import Problem
+from maxtext_lite.config.violation import Violation
 
 BASE = load_config()
 
@@ -59,7 +59,7 @@ def test_hosts_are_counted_in_integers(factor):
 )
 def test_a_factor_that_leaves_no_whole_number_is_refused(factor, num_hosts, message):
     problem = loading_of(factor, num_hosts)
-    assert isinstance(problem, Problem)
+    assert isinstance(problem, Violation)
     assert problem.message == message
 
 

@@ -56,6 +56,13 @@ def test_slots_of_training_and_evaluation():
     assert plan.slots_for(9) == 16
 
 
+def test_a_run_with_a_ramp_is_as_long_as_so_many_steps_of_the_target():
+    ramp = ("enable_rampup_batch_size=true", "per_device_batch_size_start=4", "per_device_batch_size_increment=4")
+    plan = plan_of("per_device_batch_size=16", *ramp, "global_rampup_samples=90", "steps=10", num_devices=1)
+    # 8 steps of 4, 4 of 8 would follow, of which two are left: 32 + 16 examples = 3 steps of 16.
+    assert (plan.total_examples, plan.steps_at_target) == (48, 3.0)
+
+
 def test_the_bubble_is_that_of_one_micro_batch():
     plan = plan_of("ici_pipeline_parallelism=4", "num_pipeline_microbatches=8", "gradient_accumulation_steps=4")
     assert plan.pipeline_bubble_fraction == Fraction(3, 1 * 8 + 3)

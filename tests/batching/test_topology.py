@@ -8,14 +8,13 @@ from maxtext_lite.batching.topology import (
     MESH_KEYS,
     MeshSizes,
     Topology,
-    mesh_edits,
     mesh_key,
     resolve_mesh,
     stated_axes,
-    topology_problems,
+    topology_violations,
 )
 from maxtext_lite.config import load_config
-from maxtext_lite.config.problem import Problem
+from maxtext_lite.config.violation import Violation
 
 BASE = load_config()
 
@@ -74,24 +73,19 @@ def test_a_mesh_covers_the_devices_exactly_or_is_refused(num_devices):
 )  # fmt: skip
 def test_a_mesh_that_does_not_fit_is_refused(axes, message):
     problem = mesh_of(8, **axes)
-    assert isinstance(problem, Problem)
+    assert isinstance(problem, Violation)
     assert problem.message == message
 
 
 def test_hosts_have_equally_many_devices():
-    assert topology_problems(Topology(8, 4)) == []
-    (problem,) = topology_problems(Topology(8, 3))
+    assert topology_violations(Topology(8, 4)) == []
+    (problem,) = topology_violations(Topology(8, 3))
     assert problem.message == "num_hosts=3 does not divide num_devices=8: every host has as many devices."
-    assert problem.below[0] == {"num_hosts": 2}
-    assert problem.above[0] == {"num_hosts": 4}
-    assert [problem.key for problem in topology_problems(Topology(0, 0))] == ["num_devices", "num_hosts"]
+    below, above = problem.nearest[0]()
+    assert (below[0], above[0]) == ({"num_hosts": 2}, {"num_hosts": 4})
+    assert [problem.key for problem in topology_violations(Topology(0, 0))] == ["num_devices", "num_hosts"]
 
 
 def test_stated_axes_count_open_ones_as_one():
     assert stated_axes(BASE.model_copy(update={"ici_tensor_parallelism": 4})).total["tensor"] == 4
     assert stated_axes(BASE).total["fsdp"] == 1
-
-
-def test_every_change_of_several_mesh_keys_leaves_one_open():
-    for edit in mesh_edits("ici_tensor_parallelism", 3, 12):
-        assert list(edit.values()).count(-1) == 1

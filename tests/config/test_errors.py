@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from maxtext_lite.config.errors import (
     Refusal,
     UserError,
-    WrongKind,
+    WrongType,
     did_you_mean,
     echoed,
     nearest_clause,
@@ -78,7 +78,7 @@ def test_a_user_error_holds_all_problems_and_pickles():
 
 
 def test_a_wrong_kind_says_what_would_be_right():
-    assert WrongKind("must be at least 1.", [1]).nearest == (1,)
+    assert WrongType("must be at least 1.", [1]).nearest == (1,)
 
 
 def test_a_message_is_one_line_without_control_characters_and_without_endless_words():

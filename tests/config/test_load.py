@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from maxtext_lite.config import ConfigError, UserError, load_config, packaged_directory, packaged_file
+from tests.refusals import changes
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -118,11 +119,12 @@ def test_all_problems_are_reported_at_once(here):
     )
 
 
-def test_an_error_carries_a_config_in_which_all_is_mended():
+def test_the_first_suggestions_of_all_lines_make_a_config():
     with pytest.raises(ConfigError) as refused:
         load_config(None, ["steps=0", "optimizer=adam", "base_num_kv_heads=3"])
-    mended = refused.value.mended
-    assert (mended.steps, mended.optimizer, mended.base_num_kv_heads) == (1, "adamw", 2)
+    suggested = [f"{key}={value}" for problem in refused.value.problems for key, value in changes(problem)[0].items()]
+    config = load_config(None, suggested)
+    assert (config.steps, config.optimizer, config.base_num_kv_heads) == (1, "adamw", 2)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from maxtext_lite.config import KEYS, describe, load_config, write_resolved
-from maxtext_lite.config.kinds import exact
+from maxtext_lite.config.field_types import exact
 
 
 def test_config_yml_says_where_each_value_came_from(tmp_path):

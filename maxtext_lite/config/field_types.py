@@ -1,4 +1,4 @@
-"""The kinds of value that a key may hold. Each refuses a wrong one in the words of style.md, without the key's name."""
+"""The types of value that a key may hold. Each refuses a wrong one in the words of style.md, without the key's name."""
 
 import math
 import re
@@ -6,9 +6,9 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Annotated
 
-from pydantic import BeforeValidator, PlainSerializer
+from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer
 
-from maxtext_lite.config.errors import WrongKind, number_text
+from maxtext_lite.config.errors import WrongType, number_text
 
 _LARGEST_COUNT = 2**31 - 1  # what jax's and optax's counters hold
 _LARGEST_SEED = 2**63 - 1
@@ -35,13 +35,13 @@ def _no_number(value: object) -> str:
 def _text(*, empty_allowed: bool, also: str = "", most: int = _LONGEST_TEXT) -> Callable[[object], object]:
     def check(value: object) -> object:
         if not isinstance(value, str):
-            raise WrongKind("is not text.")
+            raise WrongType("is not text.")
         if not empty_allowed and not value.strip():
-            raise WrongKind("must not be empty.")
+            raise WrongType("must not be empty.")
         if len(value) > most:
-            raise WrongKind(f"has {len(value):,} characters, more than {most:,}.")
+            raise WrongType(f"has {len(value):,} characters, more than {most:,}.")
         if not value.translate(dict.fromkeys(map(ord, also))).isprintable():
-            raise WrongKind("holds a character that cannot be printed.")
+            raise WrongType("holds a character that cannot be printed.")
         return value
 
     return check
@@ -53,13 +53,13 @@ def refuse_url(text: str) -> None:
     A local directory whose name ends in a colon can be written ./gs:/bucket.
 
     Raises:
-      WrongKind: the message lacks the key's name.
+      WrongType: the message lacks the key's name.
     """
     found = _URL.match(text)
     if found:
         scheme, rest = found[1], found[2].removeprefix("//")
         nearest = [rest or "/"] if scheme.lower() == "file" and found[2] != f"//{rest.lstrip('/')}" else []
-        raise WrongKind(f"is a URL ({scheme}:), and only local paths are read and written.", nearest)
+        raise WrongType(f"is a URL ({scheme}:), and only local paths are read and written.", nearest)
 
 
 def _path(*, empty_allowed: bool) -> Callable[[object], object]:
@@ -71,7 +71,7 @@ def _path(*, empty_allowed: bool) -> Callable[[object], object]:
         refuse_url(str(checked))
         longest = max(len(part.encode(errors="surrogatepass")) for part in str(checked).split("/"))
         if longest > _LONGEST_NAME:
-            raise WrongKind(f"names a file of {longest:,} bytes, more than the {_LONGEST_NAME} that a name may have.")
+            raise WrongType(f"names a file of {longest:,} bytes, more than the {_LONGEST_NAME} that a name may have.")
         return checked
 
     return check
@@ -81,14 +81,14 @@ def path_problem(text: str) -> str | None:
     """What makes a text no path, or None."""
     try:
         _path(empty_allowed=True)(text)
-    except WrongKind as wrong:
+    except WrongType as wrong:
         return str(wrong)
     return None
 
 
 def _flag(value: object) -> object:
     if not isinstance(value, bool):
-        raise WrongKind("is not true or false.", (True, False))
+        raise WrongType("is not true or false.", (True, False))
     return value
 
 
@@ -101,16 +101,16 @@ def _whole(minimum: int, special: int | None = None, *, maximum: int = _LARGEST_
 
     def check(value: object) -> object:
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise WrongKind(_no_number(value))
+            raise WrongType(_no_number(value))
         if isinstance(value, float) and not math.isfinite(value):
-            raise WrongKind("is not a finite number.")
+            raise WrongType("is not a finite number.")
         if value > maximum:
-            raise WrongKind(f"must be at most {maximum}.", [maximum])
+            raise WrongType(f"must be at most {maximum}.", [maximum])
         if isinstance(value, float):
             near = [number for number in dict.fromkeys((math.floor(value), math.ceil(value))) if legal(number)]
-            raise WrongKind("is not an integer.", near or [minimum])
+            raise WrongType("is not an integer.", near or [minimum])
         if not legal(value):
-            raise WrongKind(f"{rule}.", [minimum])
+            raise WrongType(f"{rule}.", [minimum])
         return value
 
     return check
@@ -131,21 +131,21 @@ def _real(
 
     def check(value: object) -> object:
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise WrongKind(_no_number(value))
+            raise WrongType(_no_number(value))
         if isinstance(value, float) and not math.isfinite(value):
-            raise WrongKind("is not a finite number.")
+            raise WrongType("is not a finite number.")
         if value > maximum == _LARGEST < below:
-            raise WrongKind(f"must be at most {number_text(_LARGEST)}.", [_LARGEST])
+            raise WrongType(f"must be at most {number_text(_LARGEST)}.", [_LARGEST])
         if not (minimum <= value <= maximum and above < value < below):
             bound = example
             if value < minimum and above < minimum:
                 bound = minimum
             elif value > maximum and maximum < below:
                 bound = maximum
-            raise WrongKind(f"must be {rule}.", [] if bound is None else [bound])
+            raise WrongType(f"must be {rule}.", [] if bound is None else [bound])
         if 0 < abs(value) < smallest:
             or_zero = "" if above >= 0 else ", or 0"
-            raise WrongKind(f"must be at least {number_text(smallest)}{or_zero}.", [smallest])
+            raise WrongType(f"must be at least {number_text(smallest)}{or_zero}.", [smallest])
         return float(value) + 0.0  # -0.0 is 0
 
     return check
@@ -155,22 +155,22 @@ def exact(value: object) -> Fraction:
     """The rational number that `value` writes down: 0.29 is 29/100, and the text "1/3" is a third.
 
     Raises:
-      WrongKind: not a finite number; the message lacks the key's name.
+      WrongType: not a finite number; the message lacks the key's name.
     """
     if isinstance(value, str):
         ratio = _RATIO.match(value)
         if ratio is None:
-            raise WrongKind(_no_number(value))
+            raise WrongType(_no_number(value))
         if max(len(ratio[1].lstrip("+-")), len(ratio[2])) > _LONGEST_RATIO:
-            raise WrongKind(f"has more than {_LONGEST_RATIO} digits in its numerator or denominator.")
+            raise WrongType(f"has more than {_LONGEST_RATIO} digits in its numerator or denominator.")
         if int(ratio[2]) == 0:
-            raise WrongKind("is divided by 0.")
+            raise WrongType("is divided by 0.")
         return Fraction(int(ratio[1]), int(ratio[2]))
     if isinstance(value, bool) or not isinstance(value, int | float | Fraction):
-        raise WrongKind(_no_number(value))
+        raise WrongType(_no_number(value))
     if isinstance(value, float):
         if not math.isfinite(value):
-            raise WrongKind("is not a finite number.")
+            raise WrongType("is not a finite number.")
         # The shortest decimal that reads as this float is what the user wrote; its binary value is not.
         return Fraction(repr(value))
     return Fraction(value)
@@ -183,11 +183,11 @@ def _positive(special: int | None = None, meaning: str = "") -> Callable[[object
     def check(value: object) -> object:
         number = exact(value)
         if number <= 0 and number != special:
-            raise WrongKind(f"{rule}.", [Fraction(1)])
+            raise WrongType(f"{rule}.", [Fraction(1)])
         if number > _LARGEST_EXACT:
-            raise WrongKind(f"must be at most {number_text(float(_LARGEST_EXACT))}.", [_LARGEST_EXACT])
+            raise WrongType(f"must be at most {number_text(float(_LARGEST_EXACT))}.", [_LARGEST_EXACT])
         if 0 < number < _SMALLEST_EXACT:
-            raise WrongKind(f"must be at least {number_text(float(_SMALLEST_EXACT))}.", [_SMALLEST_EXACT])
+            raise WrongType(f"must be at least {number_text(float(_SMALLEST_EXACT))}.", [_SMALLEST_EXACT])
         return number
 
     return check
@@ -257,3 +257,10 @@ ExactOrOne = Annotated[Fraction, BeforeValidator(_positive(-1, "which means 1"))
 """An exact rational above 0, or -1, which means 1."""
 ExactOrUnlimited = Annotated[Fraction, BeforeValidator(_positive(-1, "no limit")), _exactly]
 """An exact rational above 0, or -1: no limit."""
+
+
+class Section(BaseModel):
+    """Some of the keys; a function asks for the section that it needs. Immutable."""
+
+    # Built when first used: only Config ever is, and `plan` is to answer at once.
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=(), defer_build=True)

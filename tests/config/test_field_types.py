@@ -3,8 +3,8 @@ from fractions import Fraction
 import pytest
 
 from maxtext_lite.config import KEYS, ConfigError, UserError, load_config
-from maxtext_lite.config.errors import WrongKind
-from maxtext_lite.config.kinds import exact
+from maxtext_lite.config.errors import WrongType
+from maxtext_lite.config.field_types import exact
 
 REFUSED = {
     "steps=0": "steps=0 must be at least 1, or -1. Nearest that works: 1.",
@@ -73,7 +73,7 @@ def test_batch_numbers_are_what_the_user_wrote(value, fraction):
 
 @pytest.mark.parametrize("value", [True, None, "x", "0.5", [1], float("nan"), float("inf")])
 def test_what_is_no_number_is_no_batch_number(value):
-    with pytest.raises(WrongKind):
+    with pytest.raises(WrongType):
         exact(value)
 
 

@@ -1,0 +1,269 @@
+"""Which values would work: changes near what was asked for, tried until no rule is broken."""
+
+import functools
+import heapq
+import itertools
+import math
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import islice
+from typing import Annotated, Self, cast, get_args
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from maxtext_lite.config.errors import Refusal, number_text, setting_text
+from maxtext_lite.config.rules import rule_violations
+from maxtext_lite.config.schema import Config, ModelConfig
+from maxtext_lite.config.violation import Change, Violation
+
+_MOST_TRIED, _MOST_OF_ONE = 2000, 150  # changes near a request, and near what one violation leaves
+_MOST_OF_SIDE, _MOST_SECOND, _MOST_REPAIRED, _MOST_PASSES = 4, 16, 2, 2
+_LONGEST_CLAUSE = 600
+
+
+@dataclass(frozen=True)
+class WrongValue:
+    """A value that is not of its key's type, of which the request has the default.
+
+    Attributes:
+      values: legal ones that are near it; where they break more rules than the default does, that is named.
+    """
+
+    key: str
+    message: str
+    values: tuple[object, ...]
+
+
+@dataclass(frozen=True)
+class Request:
+    """A config that someone asked for, on whatever machine.
+
+    Attributes:
+      defaults: what base.yml (and post_train/rl.yml) has.
+    """
+
+    config: Config
+    defaults: Config
+
+    def changed(self, change: Change) -> Self:
+        """The same with new values of some keys."""
+        return replace(self, config=self.config.model_copy(update=change))
+
+    def value(self, key: str) -> object:
+        """The value of a key."""
+        return getattr(self.config, key)
+
+    def violations(self) -> Iterable[Violation]:
+        """Every rule that is broken."""
+        return rule_violations(self.config, self.defaults)
+
+    def allows(self, change: Change) -> bool:
+        """Whether the values are of their keys' types, where they are of keys."""
+        try:
+            for key in change.keys() & type(self.config).model_fields.keys():
+                value = change[key]
+                if isinstance(value, Fraction) and "/" in (ratio := number_text(value)):
+                    value = ratio  # of as many digits as a config may hold
+                _type_of(type(self.config), key).validate_python(value)
+        except ValidationError:
+            return False
+        return True
+
+    def sides(self, violation: Violation) -> list[Iterable[Change]]:
+        """What the rule itself allows: of each of these the first that works is worth naming, nearest first."""
+        found: list[Iterable[Change]] = []
+        for near in violation.nearest:
+            if callable(near):
+                found += cast("tuple[Iterable[Change], Iterable[Change]]", near())
+            else:
+                found.append([cast("Change", near) if isinstance(near, Mapping) else {violation.key: near}])
+        return found
+
+    def moves(self, violation: Violation) -> Iterator[Change]:
+        """Other changes of the keys that the violation names, in no order."""
+        named = self.named(violation)
+        usual = {key: getattr(self.defaults, key) for key in named}
+        yield usual
+        for key in named:
+            yield {key: usual[key]}
+            yield from ({key: choice} for choice in get_args(type(self.config).model_fields[key].annotation))
+
+    def resorts(self) -> Iterator[Change]:
+        """Ever larger changes, whatever is wrong; the last of them suits any config."""
+        yield {key: usual for key, usual in self.defaults if usual != self.value(key)}
+
+    def named(self, violation: Violation) -> list[str]:
+        """The keys that the violation names."""
+        known = type(self.config).model_fields
+        return [key for key in dict.fromkeys(re.findall(r"\w+", violation.message)) if key in known]
+
+    def present(self, key: str) -> object:
+        """The value that a change of the key moves away from."""
+        return self.value(key)
+
+    def distance(self, change: Change) -> tuple[bool, float]:
+        """How far a change leads: whether it is one of the model, then how many keys it takes, and how far each."""
+        keys = [key for key, value in change.items() if value != self.value(key)]
+        return any(key in ModelConfig.model_fields for key in keys), sum(
+            _apart(self.present(key), change[key]) for key in keys
+        )
+
+
+@functools.cache
+def _type_of(kind: type[Config], key: str) -> TypeAdapter[object]:
+    field = kind.model_fields[key]
+    of_type = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
+    return TypeAdapter(cast("type[object]", of_type), config=ConfigDict(strict=True))
+
+
+_ONE_KEY, _ANOTHER_TYPE = 4.0, 16.0
+
+
+def _apart(old: object, new: object) -> float:
+    """Doublings between two numbers above 0, and more for each key; much for what is not a number, or derived."""
+    if all(isinstance(value, int | float | Fraction) and value > 0 and value is not True for value in (old, new)):
+        return _ONE_KEY + 6 * abs(math.log2(cast("float", old)) - math.log2(cast("float", new)))
+    return _ANOTHER_TYPE
+
+
+@dataclass
+class _Line:
+    """A refusal in the making: the changes that are named, of which the first is made."""
+
+    key: str
+    message: str
+    changes: list[Change]
+
+
+def suggest(request: Request, wrong: Sequence[WrongValue]) -> list[Refusal]:
+    """One refusal for each wrong value and each violation.
+
+    The first changes of all refusals, taken together, leave nothing broken; each other change that is named leaves
+    nothing broken in place of the first of its refusal.
+    """
+    lines: list[_Line] = []
+    for each in wrong:
+        usual: Change = {each.key: request.value(each.key)}
+        tried = [(_count(request, change), change) for change in ({each.key: value} for value in each.values)]
+        tried.sort(key=lambda pair: pair[0])
+        works = tried and tried[0][0] <= _count(request, usual)
+        lines.append(_Line(each.key, each.message, [change for _, change in tried] if works else [usual]))
+        request = request.changed(lines[-1].changes[0])
+    start, tries = request, iter(range(_MOST_TRIED))
+    solved: dict[str, Change] = {}
+    for violation in start.violations():
+        if violation.name in solved:
+            changes = [solved[violation.name]]
+        elif changes := _changes(request, violation, tries):
+            changed = request.changed(changes[0])
+            solved |= dict.fromkeys(_broken(request) - _broken(changed), changes[0])
+            request = changed
+        lines.append(_Line(violation.key, violation.message, changes))
+    # A later change may have given a key of an earlier one another value: that is the one to name.
+    for line in lines:
+        line.changes[:1] = [{key: request.value(key) for key in change} for change in line.changes[:1]]
+    for line in lines:
+        line.changes[1:] = _alternatives(line, lines, start)
+    return [Refusal(line.key, line.message, tuple(_named(line))) for line in lines]
+
+
+def _changes(request: Request, violation: Violation, tries: Iterator[int]) -> list[Change]:
+    """Up to two changes that the rule allows, or else the nearest of any kind, that break nothing else."""
+    allowed = _broken(request) - {violation.name}
+    sides = request.sides(violation)
+    if found := [change for side in sides[:2] for change in islice(_working(request, side, allowed, tries), 1)]:
+        return found
+    change = _nearest(request, violation, allowed, islice(tries, _MOST_OF_ONE))
+    if change is None:
+        first: list[Change] = [*(change for side in sides for change in islice(side, 1)), {}]
+        larger = ({**change, **resort} for resort in request.resorts() for change in first)
+        change = next(_working(request, larger, allowed, itertools.repeat(0)), None)
+    return [] if change is None else [_fewest(request, change, allowed)]
+
+
+def _working(
+    request: Request, changes: Iterable[Change], allowed: Collection[str], tries: Iterable[int]
+) -> Iterator[Change]:
+    return (change for change, _ in zip(changes, tries, strict=False) if _breaks(request, change, allowed) == [])
+
+
+def _nearest(request: Request, violation: Violation, allowed: Collection[str], tries: Iterator[int]) -> Change | None:
+    """The nearest change that works: one, or one and another that repairs what it breaks."""
+    waiting: list[tuple[tuple[bool, float], int, Change, bool]] = []
+    order = itertools.count()
+
+    def add(changes: Iterable[Change], *, is_second: bool) -> None:
+        for change in changes:
+            heapq.heappush(waiting, (request.distance(change), next(order), change, is_second))
+
+    add(_candidates(request, violation), is_second=False)
+    while waiting and next(tries, None) is not None:
+        _, _, change, is_second = heapq.heappop(waiting)
+        broken = _breaks(request, change, allowed, 1 if is_second else _MOST_REPAIRED + 1)
+        if broken == []:
+            return change
+        if broken and not is_second and len(broken) <= _MOST_REPAIRED:
+            changed = request.changed(change)
+            more = heapq.nsmallest(_MOST_SECOND, _candidates(changed, broken[0]), key=changed.distance)
+            add(({**change, **each} for each in more), is_second=True)
+    return None
+
+
+def _candidates(request: Request, violation: Violation) -> Iterator[Change]:
+    for side in request.sides(violation):
+        yield from islice(side, _MOST_OF_SIDE)
+    yield from request.moves(violation)
+
+
+def _count(request: Request, change: Change) -> int:
+    return len(_broken(request.changed(change)))
+
+
+def _broken(request: Request) -> frozenset[str]:
+    return frozenset(violation.name for violation in request.violations())
+
+
+def _breaks(request: Request, change: Change, allowed: Collection[str], most: int = 1) -> list[Violation] | None:
+    """Up to `most` of what a change leaves broken; None where it changes nothing, or to what no key may be."""
+    changed = request.changed(change)
+    if changed == request or not request.allows(change):
+        return None
+    return list(islice((broken for broken in changed.violations() if broken.name not in allowed), most))
+
+
+def _fewest(request: Request, change: Change, allowed: Collection[str]) -> Change:
+    """As much of a change as it takes."""
+    changed = request.changed(change)
+    kept = {key: value for key in change if (value := changed.value(key)) != request.value(key)}
+    for _ in range(_MOST_PASSES):
+        for key in reversed(tuple(kept)):
+            rest = {other: value for other, value in kept.items() if other != key}
+            if rest and _breaks(request, rest, allowed) == []:
+                kept = rest
+    return kept
+
+
+def _alternatives(line: _Line, lines: Sequence[_Line], start: Request) -> list[Change]:
+    """The further changes of a line that leave nothing broken beside the first changes of the other lines."""
+    rest: dict[str, object] = {}
+    for other in lines:
+        if other is not line:
+            for change in other.changes[:1]:
+                rest |= change
+    return [
+        change
+        for change in line.changes[1:]
+        if rest.keys().isdisjoint({**change, **line.changes[0]}) and not _broken(start.changed({**rest, **change}))
+    ]
+
+
+def _named(line: _Line) -> Iterator[str]:
+    """The changes as the message names them; bare values are those of the key that it begins with."""
+    bare = line.message.startswith(f"{line.key}=") and all(list(change) == [line.key] for change in line.changes)
+    for change in line.changes:
+        texts = [setting_text(value) if bare else f"{key}={setting_text(value)}" for key, value in change.items()]
+        text = " ".join(texts)
+        if len(text) <= _LONGEST_CLAUSE:
+            yield text or f"{line.key}="
