@@ -24,7 +24,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class SmallerBatch:
-    """What a rule allows that is about a whole step's batch: at most so many examples, in whatever keys."""
+    """What a rule allows that is about a whole step's batch: at most this many examples, in whatever keys."""
 
     most: int
 

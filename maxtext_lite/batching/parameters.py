@@ -62,7 +62,7 @@ def count_factored(config: ModelConfig, **mesh: int) -> int:
 
 
 def active_parameters(config: ModelConfig) -> int:
-    """Parameters that a token meets: all but the experts that it does not go to."""
+    """Parameters that a token is multiplied by: all but the experts that it does not go to."""
     matrices = [(count, weight) for part, count, weight in _weights(config, {}) if part == "matrices"]
     unmet = sum(count * (1 - _met(config, weight)) * math.prod(weight.sizes) for count, weight in matrices)
     return count_parameters(config).total - int(unmet)
@@ -71,7 +71,7 @@ def active_parameters(config: ModelConfig) -> int:
 def flops_per_example(config: ModelConfig, num_tokens: int) -> float:
     """FLOPs of one forward and backward pass over an example of `num_tokens` tokens, without recomputation.
 
-    6 per matmul weight that a token meets, of the experts those that it goes to, the output projection among them, or 4
+    6 per matmul weight that a token goes through, of the experts those that it goes to, the output projection among them, or 4
     where it is frozen and has no gradient of its own; and causal attention's 6 per head, key that is seen, and dim of
     keys and of values: half of the full square in a global layer, less in a local one.
     Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.

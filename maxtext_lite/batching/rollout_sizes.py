@@ -37,7 +37,7 @@ class Rollout:
 
 
 def rollout_of(config: RLRunConfig, num_devices: int, pairs: int) -> Rollout | list[Violation]:
-    """How so many devices generate chunks of so many pairs, or every rule that is broken."""
+    """How these devices generate chunks of pairs, or every rule that is broken."""
     if broken := _mesh_violations(config, num_devices):
         return broken
     tensor, fsdp = config.rollout_tensor_parallelism, config.rollout_fsdp_parallelism

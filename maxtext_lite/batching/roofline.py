@@ -44,7 +44,7 @@ class Roofline:
         return None if self.bound is None else self.mfu_of(self.bound[1])
 
     def mfu_of(self, seconds: float) -> float | None:
-        """The MFU of a step of so many seconds, at most 1; None where the peak is not known."""
+        """The MFU of a step of this many seconds, at most 1; None where the peak is not known."""
         if self.peak_flops is None:
             return None
         return min(1.0, self.model_flops / self.peak_flops / seconds) if seconds else 1.0

@@ -180,7 +180,7 @@ def _context_violations(config: Config, num_shards: int) -> list[Violation]:
         near = multiples(length, unit, config.max_target_length)
         broken.append(Violation(key, message, (near, "auto"), rule="a kernel for shards"))
     if kernel != "auto" and not KERNELS[kernel].context_shards:
-        message = f"{key}={kernel} does not work on {num_shards} context shards, whose tokens are dealt in chunks."
+        message = f"{key}={kernel} does not work on {num_shards} context shards, whose tokens are laid out in chunks."
         broken.append(Violation(key, message, ("auto",), rule="a kernel for shards"))
     key, pieces = "num_vocab_tiling", config.num_vocab_tiling
     tokens, rest = divmod(config.max_target_length, num_shards)

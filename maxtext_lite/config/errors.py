@@ -1,4 +1,4 @@
-"""How the user is told what is wrong: key, value, rule, nearest legal value."""
+"""How refusals read: key, value, rule, nearest legal value."""
 
 import contextlib
 import difflib

@@ -84,7 +84,7 @@ def _steps(config: RLRunConfig) -> Violation | None:
         return None
     steps, each = config.steps, config.num_iterations
     near = tuple(count * each for count in (steps // each, steps // each + 1) if count)
-    message = f"steps={steps} ends amid the num_iterations={each} steps on a batch."
+    message = f"steps={steps} ends in the middle of the num_iterations={each} steps on a batch."
     return Violation("steps", message, near)
 
 

@@ -113,7 +113,7 @@ class LocalUpdatesConfig(Section):
 
 
 class MeshConfig(Section):
-    """The axes of the mesh, and how layers are dealt to pipeline stages."""
+    """The axes of the mesh, and how layers are split over pipeline stages."""
 
     dcn_data_parallelism: DevicesOrMinusOne
     dcn_fsdp_parallelism: DevicesOrMinusOne

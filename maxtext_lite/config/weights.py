@@ -78,7 +78,7 @@ class ExpertSizes:
       num_experts: routed experts, E.
       num_per_token: experts that a token goes to, J.
       mlp_dim: width of one expert.
-      num_shared: experts that every token goes to, as one of so many times the width.
+      num_shared: experts that every token goes to, as one of this many times the width.
       biased: a bias per expert is added to the scores for choosing, and for nothing else.
       with_bias: their projections have biases.
     """
@@ -136,7 +136,7 @@ class ModelShape:
 
     @property
     def num_expert_layers(self) -> int:
-        """Layers after the dense ones: those that are stacked, and dealt to pipeline stages."""
+        """Layers after the dense ones: those that are stacked, and split over pipeline stages."""
         return self.num_layers - self.num_dense_layers
 
     @property

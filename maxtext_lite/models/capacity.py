@@ -1,4 +1,4 @@
-"""Experts with a capacity: an example has so many slots with each, and what finds none is dropped.
+"""Experts with a capacity: an example has a number of slots with each, and what finds none is dropped.
 
 Slots go to their expert's device and back by two all-to-alls.
 """

@@ -111,7 +111,7 @@ class Decoder:
 
     Args:
       shape: decides parameters and arithmetic.
-      pipeline: how the layers are dealt to stages; None: every device has all of them.
+      pipeline: how the layers are split over stages; None: every device has all of them.
       block: makes a layer, (shape, rngs=) -> `Block`.
 
     Attributes:
@@ -132,12 +132,12 @@ class Decoder:
         )
         if pipeline:
             axes["layers"] = jax.tree.map(
-                pipeline.dealt_axes, axes["layers"], is_leaf=lambda node: isinstance(node, tuple)
+                pipeline.axes_in_stages, axes["layers"], is_leaf=lambda node: isinstance(node, tuple)
             )
         self._plain_axes = axes
         self.axes = axes if shape.lora is None else joined(shape.lora, adapter_axes(shape.lora, axes), axes)
         self.abstract_params: Params = jax.eval_shape(
-            lambda params, key: self.with_adapters(self._dealt(params), key),
+            lambda params, key: self.with_adapters(self._in_stages(params), key),
             nnx.to_pure_dict(state),
             jax.random.key(0),
         )
@@ -145,7 +145,7 @@ class Decoder:
     def init(self, key: jax.Array) -> Params:
         """New parameters, normal with standard deviation `initializer_range`, norms 1; the same for any sharding."""
         with nnx.use_eager_sharding(False):
-            params = self._dealt(
+            params = self._in_stages(
                 nnx.to_pure_dict(nnx.state(_Modules(self.shape, self.block, rngs=nnx.Rngs(params=key))))
             )
         return self.with_adapters(params, key)
@@ -169,11 +169,11 @@ class Decoder:
         """The tree like `params` of which these are the parts."""
         return trained if self.shape.lora is None else joined(self.shape.lora, trained, frozen)
 
-    def _dealt(self, params: Params) -> Params:
+    def _in_stages(self, params: Params) -> Params:
         """The parameters with the layers as the pipeline stores them."""
         if self.pipeline is None:
             return params
-        return params | {"layers": jax.tree.map(self.pipeline.dealt, params["layers"])}
+        return params | {"layers": jax.tree.map(self.pipeline.in_stages, params["layers"])}
 
     def cast(self, params: Params) -> Params:
         """The parameters as matmuls use them: in `dtype`, but norms, biases, routers and tables as they are.
@@ -248,7 +248,7 @@ class Decoder:
         return nnx.merge(self._graph, params).final_norm(x_BTD)
 
     def new_cache(self, num_sequences: int, num_positions: int) -> KVCache:
-        """An empty cache of all layers, in `dtype`, for sequences of at most so many tokens."""
+        """An empty cache of all layers, in `dtype`, for sequences of at most this many tokens."""
         shape = self.shape
         heads, key_dim, value_dim = shape.num_kv_heads, shape.head_dim, shape.head_dim
         if shape.latent is not None:

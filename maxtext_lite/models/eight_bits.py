@@ -51,7 +51,7 @@ FORMATS: dict[Quantization, Formats | None] = {
 }
 """What each value of the key `quantization` means."""
 
-_LEAST = 1e-30  # magnitudes that are still told from 0: their scales are normal numbers in float32
+_LEAST = 1e-30  # magnitudes that are still distinguished from 0: their scales are normal numbers in float32
 
 
 class Scaled(NamedTuple):
@@ -159,7 +159,7 @@ def weight_gradient(
     formats: Formats,
     grad_dtype: DTypeLike,
 ) -> jax.Array:
-    """x^T g [i, o], each device's sum over its rows and tokens in float32; devices' sums meet in `grad_dtype` where
+    """x^T g [i, o], each device's sum over its rows and tokens in float32; devices' sums are reduced in `grad_dtype` where
     `fsdp` splits weights, and are added up in float32.
 
     One row after another: a device never has the products of several, each as large as the weight.

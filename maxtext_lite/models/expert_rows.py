@@ -1,9 +1,9 @@
 """How tokens come to the devices of their experts as rows sorted by expert, and what is made of them back to tokens.
 
-Where the experts' axis splits them, tokens and experts meet in one of two ways, whichever moves fewer bytes
+Where the experts' axis splits them, tokens come to experts in one of two ways, whichever moves fewer bytes
 (`config.experts.exchanged_rows`). Gathered: the devices along the axis gather each other's tokens, run those that chose
 one of their own experts, and sum the results back to where the tokens came from. Exchanged: each choice is a row of an
-all-to-all with so many rows for each device; where more have chosen a device's experts than it has room for, which no
+all-to-all with a fixed number of rows for each device; where more have chosen a device's experts than it has room for, which no
 shape can know, another round follows.
 
 All of it is what one device does, inside `over_shards`.
@@ -214,7 +214,7 @@ def queue_up(expert_BTJ: jax.Array, num_here: int, num_rows: int) -> Queues:
 
 
 def rows_of_round(num_tokens: int, shape: ExpertShape, dtype: DTypeLike) -> int | None:
-    """`exchanged_rows` of a device with so many tokens; None where all tokens are gathered."""
+    """`exchanged_rows` of a device with this many tokens; None where all tokens are gathered."""
     return exchanged_rows(
         num_tokens=num_tokens,
         num_per_token=shape.num_per_token,

@@ -1,6 +1,6 @@
 """Mixture of experts: their shape, their weights, and which of them a token goes to.
 
-What they make of it is in `dropless`, where every choice is obeyed, and in `capacity`, where an expert takes so many
+What they make of it is in `dropless`, where every choice is obeyed, and in `capacity`, where an expert takes a number
 tokens of each example.
 """
 
@@ -35,7 +35,7 @@ class ExpertShape(ExpertSizes):
       capacity_factor: an expert takes ceil(factor x tokens of the example x J / E) tokens of each example, the first
         ones; None: all (dropless).
       num_groups: groups of neighbours into which the experts are cut.
-      groups_per_token: a token chooses among the experts of so many groups: those whose best expert (softmax) or best
+      groups_per_token: a token chooses among the experts of this many groups: those whose best expert (softmax) or best
         two together (sigmoid) score highest.
       activation: of the gated mlps that experts are.
       matmul: kernel of the grouped matmuls of `dropless`.

@@ -142,7 +142,7 @@ class Mosaic:
         return gradients["q"][:, :T], gradients["k"][:, :T], gradients["v"][:, :T]
 
     def _op(self, first_key_BT: jax.Array) -> tuple[Any, dict[str, Any]]:
-        """The op, and what it is told beside queries, keys and values."""
+        """The op, and its arguments beside queries, keys and values."""
         op, mask = flash_attention()
         T = first_key_BT.shape[1]
         # Queries that fill a block see the keys that do; where not all keys are seen anyway, none of these is.

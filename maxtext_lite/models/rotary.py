@@ -105,7 +105,7 @@ def _yarn(plain: np.ndarray, rope: Rope, scaling: RopeScaling) -> np.ndarray:
 def _dynamic_frequencies(position_BT: jax.Array, rope: Rope, segment_BT: jax.Array | None) -> jax.Array:
     """Frequencies [B, T, H], float32: the base grows with the last position of each document, once that is new.
 
-    Tokens may be in any order, as they are where the context axis deals them out.
+    Tokens may be in any order, as they are on context shards.
     """
     scaling = rope.scaling
     assert scaling is not None

@@ -11,7 +11,7 @@ from maxtext_lite.config.kernels import SPLASH_BLOCK
 
 @dataclass(frozen=True)
 class MostTokens:
-    """The most queries and keys of a block in each of splash's kernels; keys are multiplied `at_once` so many.
+    """The most queries and keys of a block in each of splash's kernels; keys are multiplied `at_once` this many.
 
     Attributes:
       head_dim: of the widest heads, of keys or values, that these suit.

@@ -73,7 +73,7 @@ class Layout:
 
     @classmethod
     def of(cls, num_tokens: int, window: int | None) -> "Layout":
-        """That of a device with so many tokens: the fewest tiles of at most 512, with little padding."""
+        """That of a device with this many tokens: the fewest tiles of at most 512, with little padding."""
         num_runs = 1 if context_shards() == 1 else CHUNKS_PER_SHARD
         run = num_tokens // num_runs
         num_tiles = math.ceil(run / _TILE)

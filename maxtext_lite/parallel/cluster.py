@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from maxtext_lite.config import UserError
 
 _ADDRESS, _NUM_PROCESSES, _PROCESS_ID = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
-_FIRST_PORT, _NUM_PORTS = 61440, 4096  # where jobs that know each other only by a number meet
+_FIRST_PORT, _NUM_PORTS = 61440, 4096  # for jobs that know each other only by a number
 _METADATA = "http://metadata.google.internal/computeMetadata/v1/instance/attributes/"
 
 Environment = Mapping[str, str]

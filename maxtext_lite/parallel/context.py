@@ -15,7 +15,7 @@ import numpy as np
 from maxtext_lite.parallel.axes import MESH_AXES_OF, LogicalAxes, constrain, num_shards
 
 CHUNKS_PER_SHARD = 2
-"""An early and a late chunk; a multiple of so many chunks divides the tokens of an example."""
+"""An early and a late chunk; a multiple of this many chunks divides the tokens of an example."""
 
 
 def context_order(num_tokens: int, shards: int) -> np.ndarray:

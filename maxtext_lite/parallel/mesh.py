@@ -32,7 +32,7 @@ def device_grid(ici: Mapping[str, int], dcn: Mapping[str, int], devices: Sequenc
     """The devices as an array with a dim for each axis, `dcn` outside `ici`.
 
     Where there are as many slices (TPU slices; GPU hosts or NVLink domains) as the `dcn` sizes say, jax arranges each
-    by its links. Otherwise devices are cut into so many equal parts in the order of slice, process and number.
+    by its links. Otherwise devices are split into that many equal parts in the order of slice, process and number.
     """
     devices = list(devices)
     ici_shape = [ici[axis] for axis in MESH_AXES]

@@ -1,4 +1,4 @@
-"""The pipeline: layers dealt to the devices of the `stage` axis, and one micro-batch flowing through them in pieces."""
+"""The pipeline: layers split over the devices of the `stage` axis, and one micro-batch flowing through them in pieces."""
 
 import dataclasses
 from collections.abc import Callable
@@ -30,7 +30,7 @@ class Flight(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """How layers are dealt to stages and a micro-batch to pipeline microbatches.
+    """How layers are split over stages and a micro-batch into pipeline microbatches.
 
     With several repeats, the stages are passed round so often (the circular schedule): stage p has a stack of layers
     for each. Layer l belongs to repeat, stage and place l = (repeat * P + stage) * layers per stack + place.
@@ -58,7 +58,7 @@ class Pipeline:
         """Times that all stages run forwards and backwards in a step; of each stage's, 2 (P - 1) are idle."""
         return PipelineShape(self.num_stages, self.num_microbatches, 1, num_micro_batches).num_ticks("1f1b")
 
-    def dealt(self, stack: jax.Array) -> jax.Array:
+    def in_stages(self, stack: jax.Array) -> jax.Array:
         """A parameter of all layers, [L, ...], as it is stored: [repeats, L / repeats, ...] where there are several.
 
         Contiguous parts of the dim of layers are then what the stages hold.
@@ -67,8 +67,8 @@ class Pipeline:
             return stack
         return stack.reshape(self.num_repeats, stack.shape[0] // self.num_repeats, *stack.shape[1:])
 
-    def dealt_axes(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """The logical axes of `dealt` parameters."""
+    def axes_in_stages(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """The logical axes of parameters `in_stages`."""
         return axes if self.num_repeats == 1 else ("repeats", *axes)
 
     def run(self, stage: StageFunction, params: Any, rows: Any, *, axes: Any) -> Any:

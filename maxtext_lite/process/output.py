@@ -1,4 +1,4 @@
-"""The standard streams of a command: closed ones are opened, and a stdout that fails is told from other errors."""
+"""The standard streams of a command: closed ones are opened, and a stdout that fails is distinguished from other errors."""
 
 import errno
 import io
@@ -93,7 +93,7 @@ def log_real_warnings() -> None:
 
 
 def complain(line: str) -> None:
-    """Prints a line on stderr, where that can be written: nobody could be told that it cannot."""
+    """Prints a line on stderr, where that can be written: nobody would see that it cannot."""
     try:
         print(line, file=sys.stderr, flush=True)
     except OSError:

@@ -99,7 +99,7 @@ def _line(metric: str, run: Run, buckets: Sequence[range]) -> Json:
     if any(high - low > _SEEN * height for low, high in pairs):
         line |= {"low": _rounded(lows, digits - 1), "high": _rounded(highs, digits - 1)}
     if low is not column:
-        line["interval"] = _BEYOND / 10  # so many times the line, an end is none
+        line["interval"] = _BEYOND / 10  # this many times the line, an end is none
     few = metric in EVALUATION_METRICS and len(buckets) <= _MOST_DOTS
     return line | {"noisy": metric not in EXACT, "stepped": metric in STEPPED, "dots": few}
 

@@ -199,7 +199,7 @@ class GradientAccumulation(optax.MultiSteps):
         return skip_state.scale if self.loss_scaling else None
 
     def has_ended(self, skipped_in_a_row: Scalar) -> jax.Array:
-        """Whether so many skipped steps in a row end the run, so that nothing is applied any more."""
+        """Whether this many skipped steps in a row end the run, so that nothing is applied any more."""
         return jnp.array(False) if self.max_skipped is None else jnp.asarray(skipped_in_a_row) >= self.max_skipped
 
     def skipped_after(self, skipped_in_a_row: jax.Array, finite: jax.Array, loss_scale: Tree) -> jax.Array:

@@ -5,7 +5,7 @@ from maxtext_lite.training.state import TrainState
 
 
 class Callback:
-    """Is told of what a run does; a subclass overrides what it wants to know. Here, all of it does nothing.
+    """Sees what a run does; a subclass overrides what it wants to know. Here, all of it does nothing.
 
     Every host of a run makes the same callbacks, and each is called on every host, in the same order. Where one returns
     True, on any host, the run ends as if its last step had come: after the step that is under way (with several hosts

@@ -98,7 +98,7 @@ class Checkpointer:
     All hosts call its methods, but for `close`.
 
     Args:
-      failures: are told what cannot be written.
+      failures: collects what cannot be written.
       say: takes sentences about checkpoints, some from a background thread; called on the first host.
       holds: see `Saver`.
     """
@@ -157,7 +157,7 @@ class Checkpointer:
             self.wait()
 
     def restore_unfinished(self, abstract: Any) -> Any:
-        """The batch that the newest checkpoint was saved amid, a tree like `abstract` and laid out as it says.
+        """The batch that the newest checkpoint was saved in the middle of, a tree like `abstract` and laid out as it says.
 
         Raises:
           UserError: the arrays have other shapes there.

@@ -76,8 +76,8 @@ class Failures:
         Raises:
           UserError: on all hosts, the problem of the first host that has one.
         """
-        told = exchange([is_busy, self._first])
-        problems = [problem for _, problem in told if problem is not None]
+        of_hosts = exchange([is_busy, self._first])
+        problems = [problem for _, problem in of_hosts if problem is not None]
         if problems:
             raise UserError(problems[0])
-        return any(busy for busy, _ in told)
+        return any(busy for busy, _ in of_hosts)

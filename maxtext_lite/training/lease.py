@@ -125,7 +125,7 @@ class Lease:
     """One process's hold on a run directory, or its attempts to get it.
 
     Args:
-      failures: are told when another process took the lease over.
+      failures: collects that another process took the lease over.
       renewal_seconds: between two renewals, of every holder.
     """
 
@@ -175,7 +175,7 @@ class Lease:
         return None
 
     def check(self) -> bool:
-        """Renews the lease; whether it is still ours. Where it is not, `failures` are told."""
+        """Renews the lease; whether it is still ours. Where it is not, `failures` has it."""
         assert self._path is not None, "check() of a lease that is not held"
         try:
             ours = self._path.read_bytes() == self._text

@@ -1,4 +1,4 @@
-"""Local updates: replicas train parameters of their own and are synchronised every so many steps.
+"""Local updates: replicas train parameters of their own and are synchronised every few steps.
 
 Source: Douillard et al. 2023, arXiv:2311.08105, algorithm 1. With outer learning rate 1 and momentum 0 it is local SGD:
 the plain mean of the replicas.

@@ -119,7 +119,7 @@ def train(
       source: the training examples; what is held out is then `eval_source`, or nothing.
       optimizer: is all of the update; it has a learning rate of its own, or is made with the config's schedule. It is
         given the sum over a step's micro-batches, and nothing of a step whose gradient is not finite.
-      callbacks: are told of steps, evaluations and checkpoints, and may end the run.
+      callbacks: see steps, evaluations and checkpoints, and may end the run.
     Raises:
       UserError: the config cannot be trained on these devices or this data, or contradicts the checkpoint; an object is
         not what its protocol promises.

@@ -33,7 +33,7 @@ class JsonLines:
 
     Args:
       after_step: the step the run goes on from; lines of later steps, and those that cannot be read, are removed.
-      failures: are told what cannot be written.
+      failures: collects what cannot be written.
     Attributes:
       notes: sentences on what was wrong with the lines that were there.
       steps: of the lines that were kept; lines of evaluations are none of them.
@@ -163,7 +163,7 @@ class Profile:
 
     Args:
       directory: of TensorBoard's files.
-      failures: are told of a trace that cannot be written.
+      failures: collects a trace that cannot be written.
     """
 
     def __init__(self, directory: Path, num_steps: int, failures: Failures):

@@ -210,7 +210,7 @@ class Dealing(NamedTuple):
     saved: tuple[int, ...]
 
     def as_saved(self, abstract: Any, before: int = 0) -> Any:
-        """A tree of shapes and shardings with the layers dealt as in the checkpoint.
+        """A tree of shapes and shardings with the checkpoint's stage layout.
 
         Args:
           before: dims that stand before those of the layers.

@@ -58,7 +58,7 @@ class Saver:
     """Writes one checkpoint at a time in the background. All hosts call its methods.
 
     Args:
-      failures: are told what could not be written; whoever waits for a save raises it.
+      failures: collects what could not be written; whoever waits for a save raises it.
       holds: whether this run still has the directory; asked on the first host, in the background.
     """
 
@@ -140,7 +140,7 @@ class Saver:
             self._take(unfinished, error)
 
     def _take(self, unfinished: Path, error: Exception) -> None:
-        """Keeps what went wrong, for `wait`: a failure of the file system is the user's to mend, another is our bug."""
+        """Keeps what went wrong, for `wait`: a failure of the file system is the user's to fix, another is our bug."""
         problem = _environments(unfinished, error)
         if problem is None:
             self._error = error

@@ -145,7 +145,7 @@ def make_decoder(
 
     Args:
       platform: "cpu", "gpu" or "tpu", or that with what more is known of the devices.
-      plan: deals layers to pipeline stages and tokens to context shards; None: every device has all of them.
+      plan: splits layers over pipeline stages and tokens over context shards; None: every device has all of them.
       model: makes the decoder.
     Raises:
       UserError: the attention kernel that the config names does not run there.

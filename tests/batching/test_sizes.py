@@ -74,7 +74,7 @@ NO_USE = "has no use with 1 pipeline stage (ici_pipeline_parallelism x dcn_pipel
          "attention=splash needs max_target_length=256 to be a multiple of 2048, 128 for each of 2 chunks on 8 context "
          "shards."),
         ({"ici_context_parallelism": 8, "attention": "cudnn_flash", "dtype": "bfloat16"},
-         "attention=cudnn_flash does not work on 8 context shards, whose tokens are dealt in chunks."),
+         "attention=cudnn_flash does not work on 8 context shards, whose tokens are laid out in chunks."),
         ({"ici_expert_parallelism": 4, "num_experts": 6}, "ici_expert_parallelism=4 does not divide num_experts=6."),
         ({"ici_expert_parallelism": 2}, "ici_expert_parallelism=2 does not divide num_experts=1."),
         ({"ici_tensor_parallelism": 2, "num_experts": 4, "base_moe_mlp_dim": 7, "base_mlp_dim": 9},

@@ -72,7 +72,7 @@ def test_experts_biases_stay_float32_in_a_model_in_bfloat16(tmp_path):
     assert set(formats.values()) == {"float32", "bfloat16"}
 
 
-def test_layers_dealt_to_pipeline_stages_are_exported_in_their_order(tmp_path):
+def test_layers_split_over_pipeline_stages_are_exported_in_their_order(tmp_path):
     source = save("llama", tmp_path / "source")
     _, params = load(source)
     dealt = params | {"layers": jax.tree.map(lambda x: x.reshape(3, 1, *x.shape[1:]), params["layers"])}

@@ -77,13 +77,13 @@ def test_the_mesh_does_not_change_a_parameter(name, tmp_path):
         np.testing.assert_array_equal(x, y)
 
 
-def test_layers_dealt_to_pipeline_stages_are_the_same_layers(tmp_path):
+def test_layers_split_over_pipeline_stages_are_the_same_layers(tmp_path):
     decoder, plain = load(save("deepseek_v3", tmp_path))  # a dense layer, and two with experts
     mesh = make_mesh(
         dict.fromkeys(MESH_AXES, 1) | {"stage": 2, "fsdp": 2}, dict.fromkeys(MESH_AXES, 1), jax.devices()[:4]
     )
 
-    def dealt(leaf, axes):
+    def in_stages(leaf, axes):
         return jax.ShapeDtypeStruct(
             (1, 2, *leaf.shape[1:]), leaf.dtype, sharding=sharding(mesh, ("repeats", "layers", *axes[1:]))
         )

@@ -41,7 +41,7 @@ def test_causal_work_is_equal(shards):
     assert np.all(np.diff(by_shard, axis=1) > 0)  # in order within a shard
 
 
-def test_tokens_that_cannot_be_dealt_are_refused():
+def test_tokens_that_cannot_be_split_are_refused():
     with pytest.raises(ValueError, match="12 tokens are not a multiple of 2 chunks x 4 shards"):
         context_order(12, 4)
 

@@ -58,7 +58,7 @@ def test_rows_and_gradients_are_those_of_all_layers_in_turn(pipeline, mesh, prob
 
         def piped(stack, rows, weight):
             run = over_replicas(lambda stack, rows: pipeline.run(layers, stack, rows, axes=AXES), replicas, rows=(1,))
-            dealt = pipeline.dealt(stack)
+            dealt = pipeline.in_stages(stack)
             out = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), run(dealt, rows))
             return jnp.sum(weight * out["x"]), out
 
@@ -68,17 +68,17 @@ def test_rows_and_gradients_are_those_of_all_layers_in_turn(pipeline, mesh, prob
     np.testing.assert_allclose(gradient, want, rtol=1e-4, atol=1e-5)
 
 
-def test_layers_are_dealt_round_after_round():
+def test_layers_are_assigned_round_after_round():
     """Layer l = (round x stages + stage) x layers per stack + place."""
     pipeline = Pipeline(2, 2, 2)
-    stored = pipeline.dealt(jnp.arange(8))
+    stored = pipeline.in_stages(jnp.arange(8))
     assert stored.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
     by_stage = pipeline._by_stage(stored)
     assert by_stage[0].tolist() == [[0, 1], [2, 3]]  # round 0: layers 0, 1 on stage 0, 2 and 3 on stage 1
     assert by_stage[1].tolist() == [[4, 5], [6, 7]]
-    assert pipeline.dealt_axes(("layers", "embed")) == ("repeats", "layers", "embed")
-    assert Pipeline(2, 2).dealt(stored) is stored
-    assert Pipeline(2, 2).dealt_axes(("layers", "embed")) == ("layers", "embed")
+    assert pipeline.axes_in_stages(("layers", "embed")) == ("repeats", "layers", "embed")
+    assert Pipeline(2, 2).in_stages(stored) is stored
+    assert Pipeline(2, 2).axes_in_stages(("layers", "embed")) == ("layers", "embed")
 
 
 def test_ticks():
