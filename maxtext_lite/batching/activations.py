@@ -103,7 +103,7 @@ def _stream_width(config: Config, mesh: Mapping[str, int]) -> int:
 
 
 def tensor_bytes(config: Config, mesh: Mapping[str, int], tokens: int) -> dict[str, int]:
-    """Bytes per token of the tensors of a layer that remat keys name, where a device has this many tokens at once; 0 for
+    """Bytes per token of the tensors of a layer that remat keys name, of a device's `tokens` at once; 0 for
     those that no backward pass asks for, and that are not kept whatever a policy says."""
     tensor, emb = mesh["tensor"], _stream_width(config, mesh)
     heads, kv_heads = config.base_num_query_heads // tensor, config.base_num_kv_heads // tensor

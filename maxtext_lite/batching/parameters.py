@@ -71,9 +71,9 @@ def active_parameters(config: ModelConfig) -> int:
 def flops_per_example(config: ModelConfig, num_tokens: int) -> float:
     """FLOPs of one forward and backward pass over an example of `num_tokens` tokens, without recomputation.
 
-    6 per matmul weight that a token goes through, of the experts those that it goes to, the output projection among them, or 4
-    where it is frozen and has no gradient of its own; and causal attention's 6 per head, key that is seen, and dim of
-    keys and of values: half of the full square in a global layer, less in a local one.
+    6 per matmul weight that a token goes through, of the experts those that it goes to, the output projection among
+    them, or 4 where it is frozen and has no gradient of its own; and causal attention's 6 per head, key that is seen,
+    and dim of keys and of values: half of the full square in a global layer, less in a local one.
     Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
     """
     met = Counter({"matrices": config.base_emb_dim * config.vocab_size})

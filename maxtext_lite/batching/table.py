@@ -285,7 +285,7 @@ def _rampup_rows(plan: BatchPlan) -> list[tuple[str, str]]:
 def _memory_rows(memory: MemoryEstimate) -> list[tuple[str, str]]:
     limit = "" if memory.limit is None else f" of {bytes_text(memory.limit)}"
     parts = [(name, memory.at_peak(part)) for part, name in PARTS.items()]
-    when = {"mlp": "while an mlp goes back", "attention": "while attention goes back"}.get(
+    when = {"mlp": "during an mlp's backward pass", "attention": "during attention's backward pass"}.get(
         memory.peak, f"at the {memory.peak}"
     )
     text = f"{bytes_text(memory.total)}{limit} = " + " + ".join(

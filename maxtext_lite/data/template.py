@@ -23,7 +23,7 @@ from maxtext_lite.data.causal import loop_over_turns
 
 _WORK = 5_000_000  # of any rendering; a turn of a conversation takes some hundreds
 _WORK_FOR_EACH = 1000  # for each character of the turns: loops over turns in loops over turns are no problem
-_FOR_EACH, _FOR_CALLS = 3, 30  # of elements that are looked at, and of calls, whose time is that of this many characters
+_FOR_EACH, _FOR_CALLS = 3, 30  # of elements that are looked at, and of calls: each counts as this many characters
 _MOST_BITS = 100_000  # of an integer
 _LONGEST = 2**20  # of a template, in characters
 

@@ -159,7 +159,7 @@ def weight_gradient(
     formats: Formats,
     grad_dtype: DTypeLike,
 ) -> jax.Array:
-    """x^T g [i, o], each device's sum over its rows and tokens in float32; devices' sums are reduced in `grad_dtype` where
+    """x^T g [i, o], each device's sum over its rows and tokens in float32; they are reduced in `grad_dtype` where
     `fsdp` splits weights, and are added up in float32.
 
     One row after another: a device never has the products of several, each as large as the weight.

@@ -3,8 +3,8 @@
 Where the experts' axis splits them, tokens come to experts in one of two ways, whichever moves fewer bytes
 (`config.experts.exchanged_rows`). Gathered: the devices along the axis gather each other's tokens, run those that chose
 one of their own experts, and sum the results back to where the tokens came from. Exchanged: each choice is a row of an
-all-to-all with a fixed number of rows for each device; where more have chosen a device's experts than it has room for, which no
-shape can know, another round follows.
+all-to-all with a fixed number of rows for each device; where more have chosen a device's experts than it has room for,
+which no shape can know, another round follows.
 
 All of it is what one device does, inside `over_shards`.
 """

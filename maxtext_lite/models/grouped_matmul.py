@@ -241,7 +241,7 @@ def _sum_over_blocks(x_Ui: jax.Array, g_Uo: jax.Array, size_E: jax.Array, rows_o
 def in_blocks(rows_of_block: int | None = None) -> _Kernel:
     """The kernel in plain jax: a loop over blocks of rows, each of one group and as many as the groups need.
 
-    Nothing is larger than what goes in and what comes out, and no row is multiplied by a weight that is not its own but those
+    Nothing is larger than what goes in and what comes out, and no row is multiplied by a weight not its own but those
     that a group's last block has too many.
 
     Args:

@@ -1,4 +1,4 @@
-"""The pipeline: layers split over the devices of the `stage` axis, and one micro-batch flowing through them in pieces."""
+"""The pipeline: layers split over the `stage` axis, and one micro-batch that flows through them in pieces."""
 
 import dataclasses
 from collections.abc import Callable

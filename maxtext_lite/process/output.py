@@ -1,4 +1,4 @@
-"""The standard streams of a command: closed ones are opened, and a stdout that fails is distinguished from other errors."""
+"""The standard streams of a command: closed ones are opened, and a failing stdout is not taken for other errors."""
 
 import errno
 import io

@@ -157,7 +157,7 @@ class Checkpointer:
             self.wait()
 
     def restore_unfinished(self, abstract: Any) -> Any:
-        """The batch that the newest checkpoint was saved in the middle of, a tree like `abstract` and laid out as it says.
+        """The batch during which the newest checkpoint was saved: a tree like `abstract`, laid out as it says.
 
         Raises:
           UserError: the arrays have other shapes there.

@@ -14,7 +14,8 @@ REFUSED = {
                           "together. Nearest that works: 8.",
     "max_prefill_predict_length=32": "max_prefill_predict_length=32 leaves no token of max_target_length=24 for a "
                                      "response. Nearest that works: 12.",
-    "num_iterations=7": "steps=120 ends in the middle of the num_iterations=7 steps on a batch. Nearest that work: 119 or 126.",
+    "num_iterations=7": "steps=120 ends in the middle of the num_iterations=7 steps on a batch. "
+                        "Nearest that work: 119 or 126.",
     "trainer_devices_fraction=0.5": "trainer_devices_fraction=0.5 and sampler_devices_fraction=1 are more than all "
                                     "devices, and not both 1. Nearest that works: sampler_devices_fraction=0.5.",
     "dataset_type=sft": "dataset_type=sft has no prompts for RL. Nearest that work: prompts or arithmetic.",

@@ -90,7 +90,7 @@ def test_layers_split_over_pipeline_stages_are_the_same_layers(tmp_path):
 
     whole = decoder.abstract_params
     abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding(mesh)), whole)
-    abstract["layers"] = jax.tree.map(dealt, whole["layers"], decoder.axes["layers"])
+    abstract["layers"] = jax.tree.map(in_stages, whole["layers"], decoder.axes["layers"])
     loaded = load_hf_parameters(tmp_path, abstract, "HF_DIR")
     gate = loaded["layers"]["mlp"]["gate"]
     assert {shard.data.shape for shard in gate.addressable_shards} == {(1, 1, 4, 16, 12)}
