@@ -4,6 +4,7 @@ No other package multiplies or divides batch sizes.
 """
 
 from maxtext_lite.batching.advice import batch_size_advice
+from maxtext_lite.batching.batch_plan import BatchPlan, row_slots
 from maxtext_lite.batching.ledger import MemoryEstimate
 from maxtext_lite.batching.length import RunLength
 from maxtext_lite.batching.memory import tiles_kept, vocab_tiles
@@ -13,7 +14,6 @@ from maxtext_lite.batching.parameters import (
     count_parameters,
     flops_per_example,
 )
-from maxtext_lite.batching.plan import BatchPlan, row_slots
 from maxtext_lite.batching.planning import batch_sizes, load_plan, make_plan, scaled_optimizer
 from maxtext_lite.batching.rampup import BatchStage, RampupBatchManager
 from maxtext_lite.batching.rl import RLBatch

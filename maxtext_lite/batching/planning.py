@@ -6,11 +6,11 @@ from fractions import Fraction
 from pathlib import Path
 
 from maxtext_lite.batching.activations import splits_residual
+from maxtext_lite.batching.batch_plan import BatchPlan, ScheduleCost, layout_shards, row_slots
 from maxtext_lite.batching.ledger import MemoryEstimate, bytes_text
 from maxtext_lite.batching.length import RunLength
 from maxtext_lite.batching.memory import estimate_activations, estimate_memory, master_bytes
 from maxtext_lite.batching.pipeline_shape import SCHEDULES, PipelineShape, Schedule
-from maxtext_lite.batching.plan import BatchPlan, ScheduleCost, layout_shards, row_slots
 from maxtext_lite.batching.rl import RLBatch
 from maxtext_lite.batching.scaling import scaling_warnings
 from maxtext_lite.batching.sizes import Sizes

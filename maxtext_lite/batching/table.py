@@ -3,8 +3,8 @@
 from dataclasses import replace
 from fractions import Fraction
 
+from maxtext_lite.batching.batch_plan import BatchPlan
 from maxtext_lite.batching.ledger import PARTS, MemoryEstimate, bytes_text
-from maxtext_lite.batching.plan import BatchPlan
 from maxtext_lite.batching.rl import RLBatch
 from maxtext_lite.config.errors import number_text
 

@@ -27,7 +27,7 @@ from maxtext_lite.config.files import (
 from maxtext_lite.config.hf.layer import directory_origin, directory_values, in_its_fields
 from maxtext_lite.config.hints import key_hint, words_meant
 from maxtext_lite.config.schema import RL_KEYS, Config, ModelConfig, RLRunConfig, keys_of
-from maxtext_lite.config.suggest import Request, WrongValue, suggest
+from maxtext_lite.config.suggest import ConfigRequest, WrongValue, suggest
 from maxtext_lite.config.yaml_text import YamlValue, parse_value
 
 _COMMAND_LINE = "command line"
@@ -88,7 +88,7 @@ def load_config(path: str | Path | None = None, overrides: Iterable[str] = ()) -
       ConfigError: (a UserError) with every problem of the config.
     """
     reading = read_config(path, overrides)
-    refusals = suggest(Request(reading.config, defaults_of(type(reading.config))), reading.wrong)
+    refusals = suggest(ConfigRequest(reading.config, defaults_of(type(reading.config))), reading.wrong)
     if refused := reading.refused(refusals):
         raise ConfigError(str(refusal) for refusal in refused)
     return reading.config

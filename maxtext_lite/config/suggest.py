@@ -37,7 +37,7 @@ class WrongValue:
 
 
 @dataclass(frozen=True)
-class Request:
+class ConfigRequest:
     """A config that someone asked for, on whatever machine.
 
     Attributes:
@@ -137,7 +137,7 @@ class _Line:
     changes: list[Change]
 
 
-def suggest(request: Request, wrong: Sequence[WrongValue]) -> list[Refusal]:
+def suggest(request: ConfigRequest, wrong: Sequence[WrongValue]) -> list[Refusal]:
     """One refusal for each wrong value and each violation.
 
     The first changes of all refusals, taken together, leave nothing broken; each other change that is named leaves
@@ -169,7 +169,7 @@ def suggest(request: Request, wrong: Sequence[WrongValue]) -> list[Refusal]:
     return [Refusal(line.key, line.message, tuple(_named(line))) for line in lines]
 
 
-def _changes(request: Request, violation: Violation, tries: Iterator[int]) -> list[Change]:
+def _changes(request: ConfigRequest, violation: Violation, tries: Iterator[int]) -> list[Change]:
     """Up to two changes that the rule allows, or else the nearest of any kind, that break nothing else."""
     allowed = _broken(request) - {violation.name}
     sides = request.sides(violation)
@@ -184,12 +184,14 @@ def _changes(request: Request, violation: Violation, tries: Iterator[int]) -> li
 
 
 def _working(
-    request: Request, changes: Iterable[Change], allowed: Collection[str], tries: Iterable[int]
+    request: ConfigRequest, changes: Iterable[Change], allowed: Collection[str], tries: Iterable[int]
 ) -> Iterator[Change]:
     return (change for change, _ in zip(changes, tries, strict=False) if _breaks(request, change, allowed) == [])
 
 
-def _nearest(request: Request, violation: Violation, allowed: Collection[str], tries: Iterator[int]) -> Change | None:
+def _nearest(
+    request: ConfigRequest, violation: Violation, allowed: Collection[str], tries: Iterator[int]
+) -> Change | None:
     """The nearest change that works: one, or one and another that repairs what it breaks."""
     waiting: list[tuple[tuple[bool, float], int, Change, bool]] = []
     order = itertools.count()
@@ -211,21 +213,21 @@ def _nearest(request: Request, violation: Violation, allowed: Collection[str], t
     return None
 
 
-def _candidates(request: Request, violation: Violation) -> Iterator[Change]:
+def _candidates(request: ConfigRequest, violation: Violation) -> Iterator[Change]:
     for side in request.sides(violation):
         yield from islice(side, _MOST_OF_SIDE)
     yield from request.moves(violation)
 
 
-def _count(request: Request, change: Change) -> int:
+def _count(request: ConfigRequest, change: Change) -> int:
     return len(_broken(request.changed(change)))
 
 
-def _broken(request: Request) -> frozenset[str]:
+def _broken(request: ConfigRequest) -> frozenset[str]:
     return frozenset(violation.name for violation in request.violations())
 
 
-def _breaks(request: Request, change: Change, allowed: Collection[str], most: int = 1) -> list[Violation] | None:
+def _breaks(request: ConfigRequest, change: Change, allowed: Collection[str], most: int = 1) -> list[Violation] | None:
     """Up to `most` of what a change leaves broken; None where it changes nothing, or to what no key may be."""
     changed = request.changed(change)
     if changed == request or not request.allows(change):
@@ -233,7 +235,7 @@ def _breaks(request: Request, change: Change, allowed: Collection[str], most: in
     return list(islice((broken for broken in changed.violations() if broken.name not in allowed), most))
 
 
-def _fewest(request: Request, change: Change, allowed: Collection[str]) -> Change:
+def _fewest(request: ConfigRequest, change: Change, allowed: Collection[str]) -> Change:
     """As much of a change as it takes."""
     changed = request.changed(change)
     kept = {key: value for key in change if (value := changed.value(key)) != request.value(key)}
@@ -245,7 +247,7 @@ def _fewest(request: Request, change: Change, allowed: Collection[str]) -> Chang
     return kept
 
 
-def _alternatives(line: _Line, lines: Sequence[_Line], start: Request) -> list[Change]:
+def _alternatives(line: _Line, lines: Sequence[_Line], start: ConfigRequest) -> list[Change]:
     """The further changes of a line that leave nothing broken beside the first changes of the other lines."""
     rest: dict[str, object] = {}
     for other in lines:

@@ -5,7 +5,7 @@ from fractions import Fraction
 
 from maxtext_lite.config import load_config
 from maxtext_lite.config.load import defaults_of
-from maxtext_lite.config.suggest import Request, WrongValue, suggest
+from maxtext_lite.config.suggest import ConfigRequest, WrongValue, suggest
 from maxtext_lite.config.violation import Violation, multiples
 
 BASE = load_config()
@@ -41,7 +41,7 @@ class Numbers:
         return found
 
     def sides(self, violation):
-        return Request.sides(self, violation)
+        return ConfigRequest.sides(self, violation)
 
     def moves(self, violation):
         return iter(() if self.silent else ({"b": 6}, {"b": 8, "c": 30}, {"c": 20}))
@@ -91,7 +91,7 @@ def test_larger_changes_are_named_as_far_as_they_are_needed():
 
 
 def request(**values):
-    return Request(BASE.model_copy(update=values), defaults_of(type(BASE)))
+    return ConfigRequest(BASE.model_copy(update=values), defaults_of(type(BASE)))
 
 
 def test_a_change_of_the_model_is_farther_than_any_other_and_a_number_nearer_than_a_choice():
