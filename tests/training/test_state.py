@@ -31,3 +31,10 @@ def test_parameters_are_created_on_their_devices(setup):
         state_shardings(it.parts),
     )
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), setup("optimizer=adamw").initial)
+
+
+def test_shapes_of_the_state_are_found_without_running_anything(setup):
+    """Where a step is compiled for devices that are not there, nothing can run on the default device."""
+    it = setup("optimizer=adamw", data=2, fsdp=2, tensor=2)
+    with jax.transfer_guard("disallow"):
+        abstract_state(it.parts)
