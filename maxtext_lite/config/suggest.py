@@ -194,10 +194,14 @@ def _nearest(
 ) -> Change | None:
     """The nearest change that works: one, or one and another that repairs what it breaks."""
     waiting: list[tuple[tuple[bool, float], int, Change, bool]] = []
-    order = itertools.count()
+    order, seen = itertools.count(), set[str]()
 
     def add(changes: Iterable[Change], *, is_second: bool) -> None:
         for change in changes:
+            name = repr(sorted(change.items(), key=lambda item: item[0]))
+            if name in seen:
+                continue
+            seen.add(name)
             heapq.heappush(waiting, (request.distance(change), next(order), change, is_second))
 
     add(_candidates(request, violation), is_second=False)

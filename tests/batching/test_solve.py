@@ -211,3 +211,13 @@ def test_what_can_be_planned_is_not_refused():
     assert refusals(BASE, Topology(1), []) == []
     assert isinstance(work_out(BASE, Topology(1)), Sizes)
     assert Fraction(16) == BASE.per_device_batch_size
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "stated", "nearest"),
+    [(6, 4, "ici_fsdp_parallelism=2 ici_data_parallelism=3"), (12, 8, "ici_fsdp_parallelism=4 ici_data_parallelism=3")],
+)
+def test_a_mesh_that_does_not_fit_keeps_as_many_weight_shards_as_it_can(num_devices, stated, nearest):
+    """The 128 dims of the model are not divisible by 3, 6 or 12, so that copies take the rest."""
+    with pytest.raises(UserError, match=f"Nearest that works: {nearest}"):
+        make_plan(configured({"ici_fsdp_parallelism": stated}), num_devices=num_devices)
