@@ -64,8 +64,11 @@ class ConfigRequest:
         try:
             for key in change.keys() & type(self.config).model_fields.keys():
                 value = change[key]
-                if isinstance(value, Fraction) and "/" in (ratio := number_text(value)):
-                    value = ratio  # of as many digits as a config may hold
+                if isinstance(value, Fraction):  # of as many digits as a config may hold
+                    text = number_text(value)
+                    if "." in text and Fraction(str(float(text))) != value:
+                        return False
+                    value = text if "/" in text else value
                 _type_of(type(self.config), key).validate_python(value)
         except ValidationError:
             return False

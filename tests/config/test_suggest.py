@@ -114,3 +114,9 @@ def test_the_keys_of_a_rule_are_those_that_its_message_names():
     assert request().named(violation) == ["steps", "num_epochs"]
     moves = list(request(steps=3, num_epochs=2).moves(violation))
     assert {"steps": BASE.steps, "num_epochs": BASE.num_epochs} in moves
+
+
+def test_a_decimal_that_a_config_file_would_round_is_not_named():
+    whole = request()
+    assert whole.allows({"eval_per_device_batch_size": Fraction("879609302220.7998")})
+    assert not whole.allows({"eval_per_device_batch_size": Fraction("879609302220.7998046875")})
