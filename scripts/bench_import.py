@@ -74,7 +74,8 @@ def _make_checkpoint(directory: Path, config: Any, abstract: Any) -> tuple[int, 
     """Writes config.json and sparse files of about 5 GB; returns the bytes of the largest tensor, and of all."""
     from maxtext_lite.config.hf.config import config_json, model_keys
     from maxtext_lite.hf.entries import entries_of, flat
-    from maxtext_lite.hf.names import TABLES, model_of
+    from maxtext_lite.hf.names import model_of
+    from maxtext_lite.hf.tables import TABLES
 
     fields = config_json(config, max_position_embeddings=8192, dtype="bfloat16", original={})
     (directory / "config.json").write_text(json.dumps(fields))

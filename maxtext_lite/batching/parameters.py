@@ -9,7 +9,8 @@ from itertools import permutations
 
 from maxtext_lite.batching.topology import MESH_AXES
 from maxtext_lite.config import ModelConfig, adapted_weights
-from maxtext_lite.config.weights import Weight, model_shape, num_parts, stacks_of
+from maxtext_lite.config.weight_axes import num_parts
+from maxtext_lite.config.weights import Weight, model_shape, stacks_of
 
 
 @dataclass(frozen=True)

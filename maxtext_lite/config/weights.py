@@ -1,38 +1,16 @@
 """Every weight of a model, declared once: its path, dims, logical axes and first values. Imports no jax.
 
 The plan counts elements and shards from these tables, `models` makes its parameters from them, and `hf` adds the names
-of each family's tensors. The sharding rules of weights stand here too, because the plan needs them without jax.
+of each family's tensors.
 """
 
 import dataclasses
 import functools
-import math
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from maxtext_lite.config.model_parts import Mla
 from maxtext_lite.config.schema import ModelConfig
-
-MESH_AXES_OF_WEIGHTS: dict[str, tuple[str, ...]] = {
-    "repeats": (),
-    "layers": ("stage",),
-    "dense_layers": (),
-    "latent": (),
-    "lora_rank": (),
-    "positions": (),
-    "embed": ("expert", "context", "fsdp"),  # every axis that splits tokens, but for replicas
-    "expert_embed": ("context", "fsdp"),
-    "vocab": ("tensor",),
-    "heads": ("tensor",),
-    "kv_heads": ("tensor",),
-    "head_dim": (),
-    "mlp": ("tensor",),
-    "norm": (),
-    "experts": ("expert",),
-    "router": (),
-    "router_bias": (),
-}
-"""The sharding rules of parameters: mesh axes over which each logical axis is split."""
+from maxtext_lite.config.weight_axes import halves
 
 Start = Literal["normal", "ones", "zeros"]
 """The values that a parameter begins with."""
@@ -329,53 +307,3 @@ def within(name: str, table: WeightTable) -> WeightTable:
 def part_of(table: WeightTable, name: str) -> WeightTable:
     """What a table has below a name; {} where that is nothing."""
     return {path.removeprefix(f"{name}/"): each for path, each in table.items() if path.startswith(f"{name}/")}
-
-
-# ---- What logical axes say ----------------------------------------------------------------------------------------
-
-
-def num_parts(axis: str, mesh: Mapping[str, int]) -> int:
-    """The parts into which a mesh splits a weight along a logical axis.
-
-    Args:
-      mesh: size of each mesh axis; 1 of those that are not named.
-    """
-    return math.prod(mesh.get(mesh_axis, 1) for mesh_axis in MESH_AXES_OF_WEIGHTS[axis])
-
-
-def unstacked(axes: tuple[str, ...]) -> tuple[str, ...]:
-    """The logical axes of one layer's parameter, from those of a stack of layers; any others as they are."""
-    return tuple(axis for axis in axes if axis not in ("repeats", "layers", "dense_layers"))
-
-
-def of_one(axes: tuple[str, ...]) -> tuple[str, ...]:
-    """The logical axes of one tensor, from those of a stack: of one layer's, and of experts' weights of one expert's.
-
-    Dims of stacks stand before all others.
-    """
-    return tuple(axis for axis in unstacked(axes) if axis != "experts")
-
-
-def is_matrix(axes: tuple[str, ...]) -> bool:
-    """Whether a parameter multiplies vectors: not one of a norm, a bias or a table that is looked up in."""
-    axes = unstacked(axes)
-    contracted = {"embed", "expert_embed", "latent", "lora_rank"}
-    return not contracted.isdisjoint(axes) and len(axes) > 1 and axes[0] not in ("vocab", "positions")
-
-
-def num_inputs(axes: tuple[str, ...]) -> int:
-    """How many of a matrix's dims, its first, it sums over; the others are its result's.
-
-    Args:
-      axes: of one layer's matrix, or of one expert's.
-    """
-    # Outputs of the others are one dim.
-    return 1 if axes[0] in ("embed", "expert_embed", "latent", "lora_rank") else len(axes) - 1
-
-
-def halves(axes: tuple[str, ...], dims: tuple[Any, ...], between: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """What `dims` has for a weight's dims, as LoRA's a [..., *in, r] has it and as its b [..., r, *out] does."""
-    matrix = of_one(axes)
-    first = len(axes) - len(matrix)
-    cut = first + num_inputs(matrix)
-    return (*dims[:cut], between), (*dims[:first], between, *dims[cut:])

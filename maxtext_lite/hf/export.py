@@ -12,8 +12,9 @@ from maxtext_lite.config.hf.config import model_keys
 from maxtext_lite.config.hf.fields import JsonObject, Keys
 from maxtext_lite.hf.copying import as_bits
 from maxtext_lite.hf.entries import Entry, entries_of, flat
-from maxtext_lite.hf.names import TABLES, Sizes, model_of
+from maxtext_lite.hf.names import Sizes, model_of
 from maxtext_lite.hf.safetensors_dir import Tensor, write_safetensors
+from maxtext_lite.hf.tables import TABLES
 from maxtext_lite.models.decoder import Params
 from maxtext_lite.parallel import sharding
 

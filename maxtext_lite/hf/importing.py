@@ -18,8 +18,9 @@ from maxtext_lite.config.hf.fields import Keys
 from maxtext_lite.config.json_file import read_object
 from maxtext_lite.hf.copying import as_bits, assign_cast, is_finite
 from maxtext_lite.hf.entries import Entry, entries_of, flat
-from maxtext_lite.hf.names import TABLES, Sizes, Table, model_of
+from maxtext_lite.hf.names import Sizes, Table, model_of
 from maxtext_lite.hf.safetensors_dir import DTYPES, SafetensorsDir
+from maxtext_lite.hf.tables import TABLES
 from maxtext_lite.models.decoder import Params
 from maxtext_lite.parallel import exchange
 

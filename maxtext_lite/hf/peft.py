@@ -17,8 +17,9 @@ import numpy as np
 from maxtext_lite.config import UserError
 from maxtext_lite.config.hf.fields import Keys
 from maxtext_lite.hf.entries import Entry, entries_of, flat
-from maxtext_lite.hf.names import TABLES, Name, Sizes, model_of
+from maxtext_lite.hf.names import Name, Sizes, model_of
 from maxtext_lite.hf.safetensors_dir import Tensor, write_file
+from maxtext_lite.hf.tables import TABLES
 from maxtext_lite.models import Lora
 from maxtext_lite.models.decoder import Params
 

@@ -11,11 +11,11 @@ Names of arrays of rank 2 and more end in one letter per dim (global sizes), her
     I ints of a request's key
 """
 
-from maxtext_lite.config.weights import is_matrix, num_inputs, of_one, unstacked
+from maxtext_lite.config.weight_axes import is_matrix, num_inputs, of_one, unstacked
 from maxtext_lite.models.attention import Scoring
-from maxtext_lite.models.decoder import Decoder, Stream, decoder_layer, stream_axes
+from maxtext_lite.models.block import Block, BlockFactory, DecoderLayer, decoder_layer
+from maxtext_lite.models.decoder import Decoder, Stream, stream_axes
 from maxtext_lite.models.decoding import KVCache, Sampling, sample_token
-from maxtext_lite.models.layers import Block, BlockFactory, DecoderLayer
 from maxtext_lite.models.lora import Adapted, Lora, joined, merged
 from maxtext_lite.models.moe import BALANCE, DROPPED, LOAD, ROUTER_Z, ExpertShape
 from maxtext_lite.models.ops import soft_capped

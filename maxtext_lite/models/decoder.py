@@ -10,17 +10,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxtext_lite.config import LayerKind
-from maxtext_lite.config.weights import end_weights, is_matrix, part_of
+from maxtext_lite.config.weight_axes import is_matrix
+from maxtext_lite.config.weights import end_weights, part_of
 from maxtext_lite.models.attention import attention
+from maxtext_lite.models.block import BlockFactory, decoder_layer
 from maxtext_lite.models.decoding import CachedAttend, KVCache
-from maxtext_lite.models.latent_attention import LatentAttention
 from maxtext_lite.models.layers import (
     RESIDUAL_AXES,
     Attend,
-    Attention,
-    Block,
-    BlockFactory,
-    DecoderLayer,
     Embedding,
     Head,
     Norm,
@@ -36,6 +33,7 @@ from maxtext_lite.models.lora import (
 from maxtext_lite.models.ops import Rotation, soft_capped
 from maxtext_lite.models.rotary import rotary_angles
 from maxtext_lite.models.shape import DecoderShape
+from maxtext_lite.models.stacks import graph_of, scan_pattern, stacked
 from maxtext_lite.parallel import Pipeline
 
 Params = Any
@@ -70,40 +68,16 @@ def stream_axes(shape: DecoderShape) -> Any:
 class _Modules(nnx.Module):
     def __init__(self, shape: DecoderShape, block: BlockFactory, *, rngs: nnx.Rngs):
         self.embedding = Embedding(shape, rngs=rngs)
-        self.layers = _stacked("layers", functools.partial(block, shape), shape.num_expert_layers, rngs)
+        self.layers = stacked("layers", functools.partial(block, shape), shape.num_expert_layers, rngs)
         first, dense = shape.num_dense_layers, functools.partial(block, _dense(shape))
-        self.dense_layers = _stacked("dense_layers", dense, first, rngs) if first else None
+        self.dense_layers = stacked("dense_layers", dense, first, rngs) if first else None
         self.final_norm = Norm(shape, part_of(end_weights(shape), "final_norm"))
         self.head = None if shape.tied else Head(shape, rngs=rngs)
-
-
-def decoder_layer(shape: DecoderShape, *, rngs: nnx.Rngs) -> DecoderLayer:
-    """The block of the families that a config describes."""
-    return DecoderLayer(shape, Attention if shape.latent is None else LatentAttention, rngs=rngs)
 
 
 def _dense(shape: DecoderShape) -> DecoderShape:
     """The shape as its first layers have it, without experts."""
     return dataclasses.replace(shape, experts=None)
-
-
-def _graph_of(layer: Callable[..., Block]) -> Any:
-    return nnx.graphdef(nnx.eval_shape(lambda: layer(rngs=nnx.Rngs(params=0))))
-
-
-def _stacked(axis: str, layer: Callable[..., Block], num_layers: int, rngs: nnx.Rngs) -> Any:
-    """A layer whose every parameter holds all layers' values, stacked on a leading dim."""
-
-    def create(key: jax.Array) -> Any:
-        return nnx.split(layer(rngs=nnx.Rngs(params=key)))[1]
-
-    stacked = jax.vmap(create)(jax.random.split(rngs.params(), num_layers))
-    stacked = jax.tree.map(
-        lambda param: param.replace(axes=(axis, *param.axes)),
-        stacked,
-        is_leaf=lambda node: isinstance(node, nnx.Param),
-    )
-    return nnx.merge(_graph_of(layer), stacked)
 
 
 class Decoder:
@@ -123,8 +97,8 @@ class Decoder:
         self.shape, self.pipeline, self.block = shape, pipeline, block
         with nnx.use_eager_sharding(False):
             self._graph, state = nnx.split(nnx.eval_shape(lambda: _Modules(shape, block, rngs=nnx.Rngs(params=0))))
-            self._layer_graph = _graph_of(functools.partial(block, shape))
-            self._dense_layer_graph = _graph_of(functools.partial(block, _dense(shape)))
+            self._layer_graph = graph_of(functools.partial(block, shape))
+            self._dense_layer_graph = graph_of(functools.partial(block, _dense(shape)))
         axes = nnx.to_pure_dict(
             jax.tree.map(
                 lambda param: param.replace(param.axes), state, is_leaf=lambda node: isinstance(node, nnx.Param)
@@ -349,33 +323,9 @@ class Decoder:
             )
             layer = jax.checkpoint(layer, policy=policy, prevent_cse=False, static_argnums=(0, 1))
         carry = (stream.x_BTD, stream.aux, cache)
-        x_BTD, aux, cache = _scan_pattern(layer, shape.kinds_from(first), carry, (layer_params, numbers))
+        x_BTD, aux, cache = scan_pattern(layer, shape.kinds_from(first), carry, (layer_params, numbers))
         return stream._replace(x_BTD=x_BTD, aux=aux), cache
 
     def _rotation(self, stream: Stream, kind: LayerKind) -> Rotation | None:
         rope = self.shape.rope(kind)
         return None if rope is None else rotary_angles(stream.position_BT, rope, stream.segment_BT)
-
-
-def _scan_pattern(
-    layer: Callable[[LayerKind, int | None, Any, Any], Any], kinds: tuple[LayerKind, ...], carry: Any, stack: Any
-) -> Any:
-    """What is carried through a stack of layers whose kinds take turns.
-
-    Args:
-      layer: (kind, place, carry, stack) -> carry, of the stack's entry at that place; None: the stack is the entry.
-      stack: leaves [L, ...]; the layers after the last whole round of kinds run by themselves.
-    """
-    period, num_layers = len(kinds), jax.tree.leaves(stack)[0].shape[0]
-    whole = num_layers - num_layers % period
-    if period == 1:
-        return jax.lax.scan(lambda carry, stack: (layer(kinds[0], None, carry, stack), None), carry, stack)[0]
-
-    def some(carry: Any, stack: Any, count: int) -> Any:
-        for place, kind in enumerate(kinds[:count]):
-            carry = layer(kind, place, carry, stack)
-        return carry
-
-    rounds = jax.tree.map(lambda x: x[:whole].reshape(whole // period, period, *x.shape[1:]), stack)
-    carry, _ = jax.lax.scan(lambda carry, stack: (some(carry, stack, period), None), carry, rounds)
-    return some(carry, jax.tree.map(lambda x: x[whole:], stack), num_layers - whole)

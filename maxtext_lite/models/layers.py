@@ -6,7 +6,7 @@ sharding follows.
 
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +19,9 @@ from maxtext_lite.config.weights import (
     WeightTable,
     attention_weights,
     end_weights,
-    expert_weights,
-    layer_weights,
     mlp_weights,
     part_of,
 )
-from maxtext_lite.models.capacity import with_capacity
-from maxtext_lite.models.dropless import dropless
-from maxtext_lite.models.moe import DROPPED, ExpertShape, ExpertWeights, Router, route
 from maxtext_lite.models.ops import Rotation, layer_norm, mlp_hidden, project, rms_norm, rotate
 from maxtext_lite.models.shape import DecoderShape
 from maxtext_lite.parallel import constrain
@@ -162,121 +157,6 @@ class Mlp(nnx.Module):
         hidden_BTF = constrain(hidden_BTF, ("batch", "length", "activation_mlp"))
         y_BTD = constrain(project(hidden_BTF, self.down), RESIDUAL_AXES)
         return checkpoint_name(_plus(y_BTD, self.down_bias), "mlpwo")
-
-
-class MixtureOfExperts(nnx.Module):
-    """Gated mlps of which each token uses a few, chosen by a router, and one that all share where there is such."""
-
-    router: nnx.Param
-    gate: nnx.Param
-    up: nnx.Param
-    down: nnx.Param
-    router_bias: nnx.Param | None = None
-    router_logit_bias: nnx.Param | None = None
-    gate_bias: nnx.Param | None = None
-    up_bias: nnx.Param | None = None
-    down_bias: nnx.Param | None = None
-
-    def __init__(self, shape: DecoderShape, experts: ExpertShape, *, rngs: nnx.Rngs):
-        self.experts = experts
-        declare(self, expert_weights(shape), shape, rngs)
-        self.shared = Mlp(shape, "S", rngs=rngs) if experts.num_shared else None
-
-    def __call__(self, x_BTD: jax.Array, real_BT: jax.Array, *, drop: bool) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The experts' output [B, T, D], in the dtype of x_BTD, and what the layer adds to the stream's `aux`.
-
-        Args:
-          real_BT: False for padding, which goes to no expert.
-          drop: obey the capacity, where there is one.
-        """
-        experts = self.experts
-        router = Router(self.router[...], *map(_array, (self.router_bias, self.router_logit_bias)))
-        routing = route(x_BTD, router, real_BT, experts)
-        biases = map(_array, (self.gate_bias, self.up_bias, self.down_bias))
-        weights = ExpertWeights(self.gate[...], self.up[...], self.down[...], *biases)
-        aux = routing.aux
-        if experts.capacity_factor is None or not drop:
-            y_BTD: Any = dropless(x_BTD, routing.expert_BTJ, routing.share_BTJ, weights, experts)
-        else:
-            y_BTD, dropped_B = with_capacity(x_BTD, routing, weights, experts)
-            aux = aux | {DROPPED: dropped_B}
-        y_BTD = checkpoint_name(constrain(y_BTD, RESIDUAL_AXES), "mlpwo")
-        return y_BTD if self.shared is None else y_BTD + self.shared(x_BTD), aux
-
-
-def _array(param: nnx.Param | None) -> jax.Array | None:
-    return None if param is None else param[...]
-
-
-class Block(Protocol):
-    """A layer of the decoder, an `nnx.Module`: from the stream to the stream, the same in training and decoding.
-
-    Its parameters are `nnx.Param` with the logical axes of their dims (`axes`, those of `parallel.axes`), from which
-    follows how they are sharded, decayed and rounded. Layers are stacked and scanned, whole or in pipeline stages: all
-    of a stack have the same parameters, and what differs from layer to layer is what the caller lends them.
-    """
-
-    def __call__(
-        self, x_BTD: jax.Array, rotation: Rotation | None, attend: Attend, real_BT: jax.Array, *, drop: bool = True
-    ) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
-        """The stream after the block, what `attend` keeps, and what the block adds to the stream's `aux`.
-
-        Args:
-          rotation: of queries and keys, of the layer's kind; None where it has none.
-          attend: the only way to other tokens, of the layer's kind. For kinds that attend it takes queries, keys,
-            values and sinks to the context; over a cache it also returns that. A kind with a state of its own beside
-            the KV cache, as in a hybrid, is lent a function that takes what this kind asks, and returns with the
-            result the cache in which the state is one more leaf: what a block passes on is any tree.
-          real_BT: False for padding.
-          drop: obey the experts' capacity, where there is one.
-        """
-        ...
-
-
-BlockFactory = Callable[..., Block]
-"""(shape, *, rngs) -> a block with new parameters."""
-
-
-class DecoderLayer(nnx.Module):
-    """One block: attention and then the mlp, each with a norm before it, after it or both, added to the stream.
-
-    Args:
-      attention: makes the layer's attention, from the shape.
-    """
-
-    def __init__(self, shape: DecoderShape, attention: Callable[..., nnx.Module] = Attention, *, rngs: nnx.Rngs):
-        table = layer_weights(shape)
-        self.attention_norm = norm_in(table, "attention_norm", shape)
-        self.attention = attention(shape, rngs=rngs)
-        self.attention_post_norm = norm_in(table, "attention_post_norm", shape)
-        self.mlp_norm = norm_in(table, "mlp_norm", shape)
-        if shape.experts is None:
-            self.mlp = Mlp(shape, rngs=rngs)
-        else:
-            self.mlp = MixtureOfExperts(shape, shape.experts, rngs=rngs)
-        self.mlp_post_norm = norm_in(table, "mlp_post_norm", shape)
-
-    def __call__(
-        self, x_BTD: jax.Array, rotation: Rotation | None, attend: Attend, real_BT: jax.Array, *, drop: bool = True
-    ) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
-        """The residual stream [B, T, D] after the layer, what `attend` keeps, and the experts' `aux`.
-
-        Args:
-          real_BT: False for padding; only experts look at it, as only they look at `drop` (`MixtureOfExperts`).
-        """
-        x_BTD = checkpoint_name(x_BTD, "decoder_layer_input")
-        attended_BTD, kept = self.attention(_normed(self.attention_norm, x_BTD), rotation, attend)
-        x_BTD = constrain(x_BTD + _normed(self.attention_post_norm, attended_BTD), RESIDUAL_AXES)
-        normed_BTD, aux = _normed(self.mlp_norm, x_BTD), {}
-        if isinstance(self.mlp, MixtureOfExperts):
-            y_BTD, aux = self.mlp(normed_BTD, real_BT, drop=drop)
-        else:
-            y_BTD = self.mlp(normed_BTD)
-        return constrain(x_BTD + _normed(self.mlp_post_norm, y_BTD), RESIDUAL_AXES), kept, aux
-
-
-def _normed(norm: Norm | None, x_BTD: jax.Array) -> jax.Array:
-    return x_BTD if norm is None else norm(x_BTD)
 
 
 class Embedding(nnx.Module):

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxtext_lite.config.weights import halves
+from maxtext_lite.config.weight_axes import halves
 
 _OWN_KEY = int.from_bytes(b"LoRA")  # parameters' own keys are of their number, from 0
 

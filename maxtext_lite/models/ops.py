@@ -16,7 +16,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from maxtext_lite.config import Quantization
-from maxtext_lite.config.weights import halves, num_inputs
+from maxtext_lite.config.weight_axes import halves, num_inputs
 from maxtext_lite.models import eight_bits
 from maxtext_lite.models.eight_bits import FORMATS, TokenAxes
 from maxtext_lite.models.lora import Adapted

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from maxtext_lite.config.weights import MESH_AXES_OF_WEIGHTS
+from maxtext_lite.config.weight_axes import MESH_AXES_OF_WEIGHTS
 
 LogicalAxes = Sequence[str | None]
 """Name of each dim of an array; None: not sharded; AS_IT_IS: as the compiler finds it."""

@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 from maxtext_lite.cli import run_command
-from maxtext_lite.config.hf.config import FAMILIES
+from maxtext_lite.config.hf.families import FAMILIES
 from tests.hf_models import save_with_tokenizer
 from tests.source_tree import REPOSITORY
 

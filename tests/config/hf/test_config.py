@@ -11,9 +11,7 @@ from huggingface_hub.errors import StrictDataclassError
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.config.hf.config import (
     CARRIED,
-    FAMILIES,
     config_json,
-    family_of,
     has_hf_weights,
     hf_directory,
     model_keys,
@@ -393,7 +391,3 @@ def test_directories_and_their_files(tmp_path):
 ])  # fmt: skip
 def test_the_number_format_of_the_weights(fields, expected):
     assert stored_dtype(fields) == expected
-
-
-def test_families_name_themselves():
-    assert all(family_of({"model_type": kind}, "x") == kind for kind in FAMILIES)

@@ -1,0 +1,177 @@
+"""The families of Hugging Face models that can be read and written, each as its parts of config.json."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from maxtext_lite.config.hf.parts import (
+    Activation,
+    Bias,
+    Defaulted,
+    Every,
+    ExpertGroups,
+    Fixed,
+    Heads,
+    LatentWidths,
+    LearnedPositions,
+    Only,
+    Part,
+    QueryScalar,
+    Rename,
+    SoftCaps,
+)
+from maxtext_lite.config.hf.positions import LayerTypes, RopeByLayerType, RopeFields, WithoutRotation
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a model_type is.
+
+    Attributes:
+      architecture: the class that transformers makes of it.
+      parts: the fields of config.json and what they mean; those of a later part win.
+    """
+
+    architecture: str
+    parts: tuple[Part, ...]
+
+
+_SIZES = Rename(
+    vocab_size="vocab_size", hidden_size="base_emb_dim", intermediate_size="base_mlp_dim",
+    num_hidden_layers="base_num_decoder_layers",
+)  # fmt: skip
+_RANGE = Defaulted("initializer_range", "initializer_range", 0.02)
+
+
+def _epsilon(default: float) -> Part:
+    return Defaulted("rms_norm_eps", "normalization_layer_epsilon", default)
+
+
+def _tied(default: bool) -> Part:
+    return Defaulted("tie_word_embeddings", "logits_via_embedding", default)
+
+
+def _family(architecture: str, *parts: Part, epsilon: float = 1e-6, tied: bool = False) -> Family:
+    return Family(architecture, (_SIZES, _RANGE, _epsilon(epsilon), _tied(tied), *parts))
+
+
+_LLAMA_BIASES = Bias("attention_bias", "all")
+_SILU = Activation("hidden_act", "silu")
+_GEMMA_ACTIVATION = Activation("hidden_activation", "gelu_pytorch_tanh")
+_GEMMA_NORMS = Fixed(normalization="rms_norm_plus_one", norm_placement="both", scale_embeddings=True)
+_NOT_BIDIRECTIONAL = Only("use_bidirectional_attention", False)
+_MIXTURE = Fixed(routed_score_func="softmax", norm_topk_prob=True)
+_MLP_BIAS = Defaulted("mlp_bias", "mlp_bias", False)
+_EXPERTS_PER_TOKEN = Rename(num_experts_per_tok="num_experts_per_tok")
+_EXPERT_WIDTH = Rename(moe_intermediate_size="base_moe_mlp_dim")
+_NORMED_HEADS = Fixed(qk_norm="head")
+_GPT_OSS_SCALING = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+def _deepseek(architecture: str, *parts: Part) -> Family:
+    return Family(architecture, (
+        _SIZES,
+        _RANGE,
+        _tied(False),
+        # The norms of the latent vectors have this epsilon whatever config.json says of the others.
+        Only("rms_norm_eps", 1e-6, key="normalization_layer_epsilon"),
+        LatentWidths(),
+        _SILU,
+        Only("attention_bias", False),
+        Only("mlp_bias", False),
+        Only("moe_layer_freq", 1),
+        RopeFields(10_000.0),
+        Rename(n_routed_experts="num_experts"),
+        _EXPERTS_PER_TOKEN,
+        _EXPERT_WIDTH,
+        *parts,
+    ))  # fmt: skip
+
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": _family(
+        "LlamaForCausalLM", Heads(), _SILU, _LLAMA_BIASES, _MLP_BIAS, RopeFields(10_000.0),
+        Only("rope_interleaved", False),
+    ),
+    "mistral": _family(
+        "MistralForCausalLM", Heads(kv_heads=8), _SILU, RopeFields(10_000.0), LayerTypes("window", 4096)
+    ),
+    "qwen2": _family(
+        "Qwen2ForCausalLM", Heads(kv_heads=32), _SILU, Fixed(attention_bias="qkv"), RopeFields(10_000.0),
+        LayerTypes("switched", 4096),
+    ),
+    "qwen3": _family(
+        "Qwen3ForCausalLM", Heads(kv_heads=32, head_dim=128), _SILU, _LLAMA_BIASES, _NORMED_HEADS,
+        RopeFields(10_000.0), LayerTypes("switched", 4096),
+    ),
+    "gemma2": _family(
+        "Gemma2ForCausalLM", Heads(kv_heads=4, head_dim=256), _GEMMA_ACTIVATION, _LLAMA_BIASES, _GEMMA_NORMS,
+        SoftCaps(50.0, 30.0), QueryScalar(), RopeFields(10_000.0), LayerTypes("alternating", 4096),
+        _NOT_BIDIRECTIONAL, tied=True,
+    ),
+    "gemma3_text": _family(
+        "Gemma3ForCausalLM", Heads(kv_heads=4, head_dim=256), _GEMMA_ACTIVATION, _LLAMA_BIASES, _GEMMA_NORMS,
+        _NORMED_HEADS, SoftCaps(0.0, 0.0), QueryScalar(), LayerTypes("sixth", 4096), RopeByLayerType(),
+        _NOT_BIDIRECTIONAL, tied=True,
+    ),
+    "phi3": _family(
+        "Phi3ForCausalLM", Heads(), _SILU, RopeFields(10_000.0, partial=True),
+        LayerTypes("window", 0), epsilon=1e-5,
+    ),
+    "smollm3": _family(
+        "SmolLM3ForCausalLM", Heads(kv_heads=4), _SILU, _LLAMA_BIASES, _MLP_BIAS,
+        RopeFields(2_000_000.0), WithoutRotation(), tied=True,
+    ),
+    "olmo2": _family(
+        "Olmo2ForCausalLM", Heads(), _SILU, _LLAMA_BIASES, RopeFields(10_000.0),
+        Fixed(norm_placement="post", qk_norm="all_heads"), epsilon=1e-5,
+    ),
+    "gpt2": Family("GPT2LMHeadModel", (
+        Rename(vocab_size="vocab_size", n_embd="base_emb_dim", n_layer="base_num_decoder_layers"),
+        LearnedPositions(),
+        Defaulted("layer_norm_epsilon", "normalization_layer_epsilon", 1e-5), _RANGE, _tied(True),
+        Activation("activation_function", "gelu_new"),
+        Fixed(normalization="layer_norm", gated_mlp=False, mlp_bias=True, attention_bias="all"),
+        Only("scale_attn_weights", True), Only("scale_attn_by_inverse_layer_idx", False),
+        Only("reorder_and_upcast_attn", False),
+    )),
+    "mixtral": _family(
+        "MixtralForCausalLM", Heads(kv_heads=8), _SILU, RopeFields(1_000_000.0),
+        LayerTypes("window", 0), Rename(num_local_experts="num_experts"), _EXPERTS_PER_TOKEN, _MIXTURE,
+        Only("router_jitter_noise", 0.0), epsilon=1e-5,
+    ),
+    "qwen3_moe": _family(
+        "Qwen3MoeForCausalLM", Heads(kv_heads=4), _SILU, _LLAMA_BIASES, _NORMED_HEADS,
+        RopeFields(10_000.0), LayerTypes("switched window", 4096),
+        Every("num_experts", "num_local_experts", key="num_experts"), _EXPERTS_PER_TOKEN, _EXPERT_WIDTH,
+        Fixed(routed_score_func="softmax"), Defaulted("norm_topk_prob", "norm_topk_prob", False),
+        Only("decoder_sparse_step", 1), Only("mlp_only_layers", []),
+    ),
+    "gpt_oss": _family(
+        "GptOssForCausalLM", Heads(kv_heads=8, head_dim=64), Fixed(mlp_activation="clamped_silu", attention_sinks=True,
+        expert_bias=True), Only("hidden_act", "silu"), Bias("attention_bias", "all", default=True),
+        RopeFields(150_000.0, scaling=_GPT_OSS_SCALING),
+        LayerTypes("alternating", 128), Every("num_local_experts", "num_experts", key="num_experts"),
+        Every("num_experts_per_tok", "experts_per_token", key="num_experts_per_tok"), _MIXTURE,
+        Only("swiglu_alpha", 1.702), Only("swiglu_limit", 7.0), epsilon=1e-5,
+    ),
+    "deepseek_v2": _deepseek(
+        "DeepseekV2ForCausalLM", Fixed(routed_score_func="softmax", norm_topk_prob=False),
+        ExpertGroups(), Only("scoring_func", "softmax"), Only("norm_topk_prob", False),
+        Defaulted("routed_scaling_factor", "routed_scaling_factor", 1.0),
+        Defaulted("n_shared_experts", "shared_experts", 2),
+        Defaulted("first_k_dense_replace", "first_num_dense_layers", 0),
+    ),
+    "deepseek_v3": _deepseek(
+        "DeepseekV3ForCausalLM", Fixed(routed_score_func="sigmoid", routed_bias=True),
+        Only("topk_method", "noaux_tc"), Only("scoring_func", "sigmoid"), Only("rope_interleave", True),
+        Defaulted("norm_topk_prob", "norm_topk_prob", True),
+        Defaulted("routed_scaling_factor", "routed_scaling_factor", 2.5),
+        Defaulted("n_shared_experts", "shared_experts", 1),
+        Defaulted("first_k_dense_replace", "first_num_dense_layers", 3),
+        Defaulted("n_group", "n_routing_groups", 8), Defaulted("topk_group", "topk_routing_group", 4),
+    ),
+}  # fmt: skip
+"""What can be read and written, by model_type. Where two would do for a model, the first is written."""

@@ -1,0 +1,131 @@
+"""The tensor names of each family of Hugging Face models."""
+
+from collections.abc import Mapping
+
+from maxtext_lite.hf.names import Name, Table
+
+_LAYER, _GPT2_LAYER = "model.layers.{layer}.", "transformer.h.{layer}."
+
+
+def _names(prefix: str, names: Mapping[str, str]) -> tuple[Name, ...]:
+    return tuple(Name((ours,), prefix + theirs) for ours, theirs in names.items())
+
+
+_ROOT = _names("", {
+    "embedding/table": "model.embed_tokens.weight",
+    "final_norm/scale": "model.norm.weight",
+    "head/projection": "lm_head.weight",
+})  # fmt: skip
+_NORMS = _names(_LAYER, {
+    "attention_norm/scale": "input_layernorm.weight",
+    "mlp_norm/scale": "post_attention_layernorm.weight",
+})  # fmt: skip
+_OUT = _names(_LAYER, {"attention/out": "self_attn.o_proj.weight", "attention/out_bias": "self_attn.o_proj.bias"})
+_ATTENTION = _OUT + _names(_LAYER, {
+    "attention/query": "self_attn.q_proj.weight",
+    "attention/key": "self_attn.k_proj.weight",
+    "attention/value": "self_attn.v_proj.weight",
+    "attention/query_bias": "self_attn.q_proj.bias",
+    "attention/key_bias": "self_attn.k_proj.bias",
+    "attention/value_bias": "self_attn.v_proj.bias",
+})  # fmt: skip
+_HEAD_NORMS = _names(_LAYER, {
+    "attention/query_norm/scale": "self_attn.q_norm.weight",
+    "attention/key_norm/scale": "self_attn.k_norm.weight",
+})  # fmt: skip
+_DOWN = _names(_LAYER, {"mlp/down": "mlp.down_proj.weight", "mlp/down_bias": "mlp.down_proj.bias"})
+_MLP = _DOWN + _names(_LAYER, {
+    "mlp/gate": "mlp.gate_proj.weight",
+    "mlp/up": "mlp.up_proj.weight",
+    "mlp/gate_bias": "mlp.gate_proj.bias",
+    "mlp/up_bias": "mlp.up_proj.bias",
+})  # fmt: skip
+
+
+def _experts(block: str, gate: str, up: str, down: str) -> tuple[Name, ...]:
+    of_experts = {"mlp/gate": gate, "mlp/up": up, "mlp/down": down}
+    names = {ours: f"{block}.experts.{{expert}}.{theirs}.weight" for ours, theirs in of_experts.items()}
+    return _names(_LAYER, {"mlp/router": f"{block}.gate.weight", **names})
+
+
+_LLAMA = Table("model.", _ROOT, _NORMS + _ATTENTION + _MLP)
+_QWEN3 = Table("model.", _ROOT, _NORMS + _ATTENTION + _HEAD_NORMS + _MLP)
+_POST_NORMS = _names(_LAYER, {
+    "attention_post_norm/scale": "post_attention_layernorm.weight",
+    "mlp_post_norm/scale": "post_feedforward_layernorm.weight",
+})  # fmt: skip
+_FOUR_NORMS = _POST_NORMS + _names(_LAYER, {
+    "attention_norm/scale": "input_layernorm.weight",
+    "mlp_norm/scale": "pre_feedforward_layernorm.weight",
+})  # fmt: skip
+_GEMMA2 = Table("model.", _ROOT, _FOUR_NORMS + _ATTENTION + _MLP)
+_GEMMA3 = Table("model.", _ROOT, _FOUR_NORMS + _ATTENTION + _HEAD_NORMS + _MLP)
+_OLMO2 = Table("model.", _ROOT, _ATTENTION + _MLP + _POST_NORMS + _HEAD_NORMS)
+_QUERY_KEY_VALUE = ("attention/query", "attention/key", "attention/value")
+_PHI3 = Table("model.", _ROOT, _NORMS + _OUT + _DOWN + (
+    Name(_QUERY_KEY_VALUE, _LAYER + "self_attn.qkv_proj.weight", parts=("N", "K", "K")),
+    Name(("mlp/gate", "mlp/up"), _LAYER + "mlp.gate_up_proj.weight", parts=("F", "F")),
+))  # fmt: skip
+_MIXTRAL = Table("model.", _ROOT, _NORMS + _ATTENTION + _experts("block_sparse_moe", "w1", "w3", "w2"))
+_QWEN3_MOE = Table(
+    "model.", _ROOT, _NORMS + _ATTENTION + _HEAD_NORMS + _experts("mlp", "gate_proj", "up_proj", "down_proj")
+)
+_GPT_OSS_EXPERTS = _LAYER + "mlp.experts."
+_GPT_OSS = Table("model.", _ROOT, _NORMS + _ATTENTION + _names(_LAYER, {
+    "attention/sinks": "self_attn.sinks",
+    "mlp/router": "mlp.router.weight",
+    "mlp/router_logit_bias": "mlp.router.bias",
+}) + (
+    Name(("mlp/gate", "mlp/up"), _GPT_OSS_EXPERTS + "gate_up_proj", "E D (I Z)", ("1", "1")),
+    Name(("mlp/gate_bias", "mlp/up_bias"), _GPT_OSS_EXPERTS + "gate_up_proj_bias", "E (I Z)", ("1", "1")),
+    Name(("mlp/down",), _GPT_OSS_EXPERTS + "down_proj", "E I D"),
+    Name(("mlp/down_bias",), _GPT_OSS_EXPERTS + "down_proj_bias", "E D"),
+))  # fmt: skip
+_DEEPSEEK = Table("model.", _ROOT, _NORMS + _MLP + _experts("mlp", "gate_proj", "up_proj", "down_proj") + (
+    Name(("attention/query",), _LAYER + "self_attn.q_proj.weight", pairs="H"),
+    Name(("attention/query_up",), _LAYER + "self_attn.q_b_proj.weight", pairs="H"),
+    Name(("attention/kv_down",), _LAYER + "self_attn.kv_a_proj_with_mqa.weight", pairs="C"),
+    Name(("attention/key_up", "attention/value_up"), _LAYER + "self_attn.kv_b_proj.weight", parts=("P", "W")),
+) + _names(_LAYER, {
+    "attention/query_down": "self_attn.q_a_proj.weight",
+    "attention/query_down_norm/scale": "self_attn.q_a_layernorm.weight",
+    "attention/kv_down_norm/scale": "self_attn.kv_a_layernorm.weight",
+    "attention/out": "self_attn.o_proj.weight",
+    "mlp/router_bias": "mlp.gate.e_score_correction_bias",
+    "mlp/shared/gate": "mlp.shared_experts.gate_proj.weight",
+    "mlp/shared/up": "mlp.shared_experts.up_proj.weight",
+    "mlp/shared/down": "mlp.shared_experts.down_proj.weight",
+}))  # fmt: skip
+_GPT2 = Table(
+    "transformer.",
+    _names("", {
+        "embedding/table": "transformer.wte.weight",
+        "embedding/positions": "transformer.wpe.weight",
+        "final_norm/scale": "transformer.ln_f.weight",
+        "final_norm/bias": "transformer.ln_f.bias",
+        "head/projection": "lm_head.weight",
+    }),
+    _names(_GPT2_LAYER, {
+        "attention_norm/scale": "ln_1.weight",
+        "attention_norm/bias": "ln_1.bias",
+        "attention/out_bias": "attn.c_proj.bias",
+        "mlp_norm/scale": "ln_2.weight",
+        "mlp_norm/bias": "ln_2.bias",
+        "mlp/up_bias": "mlp.c_fc.bias",
+        "mlp/down_bias": "mlp.c_proj.bias",
+    }) + (  # matrices are [in, out]
+        Name(_QUERY_KEY_VALUE, _GPT2_LAYER + "attn.c_attn.weight", "D (Z H)", ("N", "K", "K")),
+        Name(tuple(f"{path}_bias" for path in _QUERY_KEY_VALUE), _GPT2_LAYER + "attn.c_attn.bias", "", ("N", "K", "K")),
+        Name(("attention/out",), _GPT2_LAYER + "attn.c_proj.weight", "(N H) D"),
+        Name(("mlp/up",), _GPT2_LAYER + "mlp.c_fc.weight", "D F"),
+        Name(("mlp/down",), _GPT2_LAYER + "mlp.c_proj.weight", "F D"),
+    ),
+    passed_over=r"transformer\.h\.\d+\.attn\.(masked_)?bias",
+)  # fmt: skip
+
+TABLES: Mapping[str, Table] = {
+    "llama": _LLAMA, "mistral": _LLAMA, "qwen2": _LLAMA, "smollm3": _LLAMA, "qwen3": _QWEN3, "gemma2": _GEMMA2,
+    "gemma3_text": _GEMMA3, "olmo2": _OLMO2, "phi3": _PHI3, "gpt2": _GPT2, "mixtral": _MIXTRAL,
+    "qwen3_moe": _QWEN3_MOE, "gpt_oss": _GPT_OSS, "deepseek_v2": _DEEPSEEK, "deepseek_v3": _DEEPSEEK,
+}  # fmt: skip
+"""The table of each model_type of `config.hf.families.FAMILIES`."""

@@ -1,0 +1,92 @@
+"""A layer of the decoder: what any block must do, and the one of norms, attention and mlp or experts."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from maxtext_lite.config.weights import layer_weights
+from maxtext_lite.models.latent_attention import LatentAttention
+from maxtext_lite.models.layers import RESIDUAL_AXES, Attend, Attention, Mlp, Norm, norm_in
+from maxtext_lite.models.mixture import MixtureOfExperts
+from maxtext_lite.models.ops import Rotation
+from maxtext_lite.models.shape import DecoderShape
+from maxtext_lite.parallel import constrain
+
+
+class Block(Protocol):
+    """A layer of the decoder, an `nnx.Module`: from the stream to the stream, the same in training and decoding.
+
+    Its parameters are `nnx.Param` with the logical axes of their dims (`axes`, those of `parallel.axes`), from which
+    follows how they are sharded, decayed and rounded. Layers are stacked and scanned, whole or in pipeline stages: all
+    of a stack have the same parameters, and what differs from layer to layer is what the caller lends them.
+    """
+
+    def __call__(
+        self, x_BTD: jax.Array, rotation: Rotation | None, attend: Attend, real_BT: jax.Array, *, drop: bool = True
+    ) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
+        """The stream after the block, what `attend` keeps, and what the block adds to the stream's `aux`.
+
+        Args:
+          rotation: of queries and keys, of the layer's kind; None where it has none.
+          attend: the only way to other tokens, of the layer's kind. For kinds that attend it takes queries, keys,
+            values and sinks to the context; over a cache it also returns that. A kind with a state of its own beside
+            the KV cache, as in a hybrid, is lent a function that takes what this kind asks, and returns with the
+            result the cache in which the state is one more leaf: what a block passes on is any tree.
+          real_BT: False for padding.
+          drop: obey the experts' capacity, where there is one.
+        """
+        ...
+
+
+BlockFactory = Callable[..., Block]
+"""(shape, *, rngs) -> a block with new parameters."""
+
+
+class DecoderLayer(nnx.Module):
+    """One block: attention and then the mlp, each with a norm before it, after it or both, added to the stream.
+
+    Args:
+      attention: makes the layer's attention, from the shape.
+    """
+
+    def __init__(self, shape: DecoderShape, attention: Callable[..., nnx.Module] = Attention, *, rngs: nnx.Rngs):
+        table = layer_weights(shape)
+        self.attention_norm = norm_in(table, "attention_norm", shape)
+        self.attention = attention(shape, rngs=rngs)
+        self.attention_post_norm = norm_in(table, "attention_post_norm", shape)
+        self.mlp_norm = norm_in(table, "mlp_norm", shape)
+        if shape.experts is None:
+            self.mlp = Mlp(shape, rngs=rngs)
+        else:
+            self.mlp = MixtureOfExperts(shape, shape.experts, rngs=rngs)
+        self.mlp_post_norm = norm_in(table, "mlp_post_norm", shape)
+
+    def __call__(
+        self, x_BTD: jax.Array, rotation: Rotation | None, attend: Attend, real_BT: jax.Array, *, drop: bool = True
+    ) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
+        """The residual stream [B, T, D] after the layer, what `attend` keeps, and the experts' `aux`.
+
+        Args:
+          real_BT: False for padding; only experts look at it, as only they look at `drop` (`MixtureOfExperts`).
+        """
+        x_BTD = checkpoint_name(x_BTD, "decoder_layer_input")
+        attended_BTD, kept = self.attention(_normed(self.attention_norm, x_BTD), rotation, attend)
+        x_BTD = constrain(x_BTD + _normed(self.attention_post_norm, attended_BTD), RESIDUAL_AXES)
+        normed_BTD, aux = _normed(self.mlp_norm, x_BTD), {}
+        if isinstance(self.mlp, MixtureOfExperts):
+            y_BTD, aux = self.mlp(normed_BTD, real_BT, drop=drop)
+        else:
+            y_BTD = self.mlp(normed_BTD)
+        return constrain(x_BTD + _normed(self.mlp_post_norm, y_BTD), RESIDUAL_AXES), kept, aux
+
+
+def _normed(norm: Norm | None, x_BTD: jax.Array) -> jax.Array:
+    return x_BTD if norm is None else norm(x_BTD)
+
+
+def decoder_layer(shape: DecoderShape, *, rngs: nnx.Rngs) -> DecoderLayer:
+    """The block of the families that a config describes."""
+    return DecoderLayer(shape, Attention if shape.latent is None else LatentAttention, rngs=rngs)
