@@ -219,10 +219,9 @@ def compile_program(config: Config, plan: BatchPlan, devices: Sequence[Any]) -> 
     Raises:
       UserError: the config asks for a kernel that does not run on these devices.
     """
-    config = scaled_optimizer(config, plan)
     parts = make_parts(config, plan, devices)
     mesh, decoder, local = parts.mesh, parts.decoder, parts.local
-    step = make_train_step(parts, learning_rate_schedule(config, last=plan.steps))
+    step = make_train_step(parts, learning_rate_schedule(scaled_optimizer(config, plan), last=plan.steps))
     state = abstract_state(parts)
     stage = plan.stages[-1]
     with contextlib.closing(Executables(step, parts, plan, example=example_shape(config))) as executables:

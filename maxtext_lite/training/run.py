@@ -82,7 +82,7 @@ class TrainingRun(Generic[Data]):
     """One process's part in a run: everything that is made once, before the first step.
 
     Attributes:
-      config: as the plan scaled it; `stated_config` as the user wrote it.
+      config: as the user wrote it; the optimizer has what the plan scaled.
       source: the training examples; `eval_source` the held-out ones, or None.
       parts: what a step is made of; its mesh and its decoder are the run's.
       is_first: this process writes the run directory.
@@ -108,8 +108,7 @@ class TrainingRun(Generic[Data]):
         examples_of_entry: int = 1,
     ):
         self.plan, self.source, self.eval_source, self._own = plan, source, eval_source, own
-        self.stated_config = config
-        self.config = config = scaled_optimizer(config, plan)
+        self.config = config
         self.parts = make_parts(config, plan, devices, own)
         self.mesh, self.decoder = self.parts.mesh, self.parts.decoder
         self.examples_per_epoch = len(source) * examples_of_entry
@@ -201,7 +200,7 @@ class TrainingRun(Generic[Data]):
     @property
     def schedule(self) -> Schedule:
         """The learning rate over the whole run."""
-        config, plan = self.config, self.plan
+        config, plan = scaled_optimizer(self.config, self.plan), self.plan
         if isinstance(self._own.optimizer, optax.GradientTransformation):
             return UNKNOWN_RATE
         if config.schedule_unit == "steps":
@@ -242,7 +241,7 @@ class TrainingRun(Generic[Data]):
         self.failures.on_first_host(self.directory, self._write_about)
         if not self.is_first:
             return
-        terminal.say(describe(self.stated_config))
+        terminal.say(describe(self.config))
         terminal.say("")
         terminal.say(format_plan(self.plan))
         terminal.say("")
@@ -273,7 +272,7 @@ class TrainingRun(Generic[Data]):
     def _write_about(self) -> None:
         """Config, plan and environment, and what came with the parameters."""
         with writing(self.directory / "config.yml"):
-            write_resolved(self.stated_config, self.directory / "config.yml")
+            write_resolved(self.config, self.directory / "config.yml")
         path = self.config.load_parameters_path
         if carried := hf_directory(path) if path else None:  # so that the run can be exported and talked to
             own = self.config.tokenizer_path == tokenizer_keys(carried).get("tokenizer_path", "")

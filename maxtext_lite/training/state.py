@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
 
-from maxtext_lite.batching import BatchPlan
+from maxtext_lite.batching import BatchPlan, scaled_optimizer
 from maxtext_lite.config import Config, NumericsConfig, UserError, adapted_weights, remat_of
 from maxtext_lite.config.experts import grouped_matmul_kernel
 from maxtext_lite.config.kernels import Accelerator, attention_kernel
@@ -113,7 +113,7 @@ class TrainState:
 def make_parts(
     config: Config, plan: BatchPlan, devices: Sequence[Device] | None = None, own: OwnParts = CONFIGURED
 ) -> StepParts:
-    """What the steps of a config are made of, which `plan` has scaled, on these devices.
+    """What the steps of a config are made of on these devices; the optimizer's settings are those that `plan` scaled.
 
     Args:
       devices: they need not be attached; None: all that are.
@@ -123,11 +123,12 @@ def make_parts(
     mesh = make_mesh(plan.ici_mesh, plan.dcn_mesh, devices)
     decoder = make_decoder(config, accelerator_of(mesh.devices.flat[0]), plan, own.model)
     trained_axes, inner = decoder.trained(decoder.axes), None
+    scaled = scaled_optimizer(config, plan)
     if own.optimizer is not None:
-        inner = own_optimizer(own.optimizer, config, trained_axes, last=plan.steps)
+        inner = own_optimizer(own.optimizer, scaled, trained_axes, last=plan.steps)
     return StepParts(
         decoder,
-        make_optimizer(config, trained_axes, inner),
+        make_optimizer(scaled, trained_axes, inner),
         mesh,
         config,
         own.objective or objective_of(config),
