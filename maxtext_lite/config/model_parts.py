@@ -11,8 +11,11 @@ from maxtext_lite.config.errors import WrongType, any_of, did_you_mean, value_te
 
 _LARGEST, _LARGEST_COUNT = 1e30, 2**31 - 1
 
-LayerKind = Literal["global", "local", "nope"]
-"""What a layer's attention sees: all earlier tokens, those of a window, or all of them without rotation."""
+LayerKind = Literal["global", "local", "nope", "chunked"]
+"""What a layer's attention sees: all earlier tokens, those of a window, all of them without rotation, or those of its
+chunk."""
+MlpKind = Literal["moe", "dense"]
+"""Whether a layer of a model with experts has them, or an mlp in their place."""
 
 
 @dataclasses.dataclass(frozen=True)

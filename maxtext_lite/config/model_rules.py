@@ -5,7 +5,7 @@ from typing import get_args
 
 from maxtext_lite.config.adapted import unknown_targets
 from maxtext_lite.config.errors import value_text
-from maxtext_lite.config.model_parts import LayerKind
+from maxtext_lite.config.model_parts import LayerKind, MlpKind
 from maxtext_lite.config.schema import Config
 from maxtext_lite.config.violation import Violation, divisors, divisors_of, one_of, unused
 
@@ -51,6 +51,7 @@ def _rotary_share(config: Config) -> Violation | None:
 
 
 _LAYER_KINDS = get_args(LayerKind)
+_MLP_KINDS = get_args(MlpKind)
 
 
 def _layer_pattern(config: Config) -> Violation | None:
@@ -59,7 +60,7 @@ def _layer_pattern(config: Config) -> Violation | None:
         legal = ",".join("global" if kind in unknown else kind for kind in config.pattern)
         message = (
             f"layer_pattern={value_text(config.layer_pattern)} names '{value_text(unknown[0], 40)}', which is none of "
-            "global, local, nope."
+            "global, local, nope, chunked."
         )
         return Violation("layer_pattern", message, (legal,))
     if "nope" in config.pattern and (config.trainable_position_size or config.mla is not None):
@@ -83,6 +84,57 @@ def _window(config: Config) -> Violation | None:
         return None
     message = f"sliding_window_size=0 with {pattern}: local layers see no token."
     return Violation("sliding_window_size", message, (config.max_target_length,))
+
+
+def _chunk(config: Config) -> Violation | None:
+    """Chunks and layers that keep to them ask for each other."""
+    size, pattern = config.chunk_attn_window_size, f"layer_pattern={value_text(config.layer_pattern)}"
+    if "chunked" not in config.pattern:
+        reason = f"has no use with {pattern}"
+        return unused(config, {"chunk_attn_window_size": 0}, reason, {"layer_pattern": "chunked"})
+    if size:
+        return None
+    message = f"chunk_attn_window_size=0 with {pattern}: chunked layers see no token."
+    return Violation("chunk_attn_window_size", message, (config.max_target_length,))
+
+
+def _mlp_pattern(config: Config) -> Violation | None:
+    """Which layers have experts: known kinds, both of them among the layers, and nothing that says it another way."""
+    key, kinds, layers = "mlp_pattern", config.mlp_kinds, config.base_num_decoder_layers
+    shown = f"{key}={value_text(config.mlp_pattern)}"
+    unknown = [kind for kind in kinds if kind not in _MLP_KINDS]
+    if unknown:
+        legal = ",".join("moe" if kind in unknown else kind for kind in kinds)
+        return Violation(key, f"{shown} names '{value_text(unknown[0], 40)}', which is none of moe, dense.", (legal,))
+    if config.num_experts == 1 or set(kinds) == {"moe"}:  # which `_experts_that_are_not` knows of
+        return None
+    if "moe" not in kinds[:layers]:
+        message = f"{shown} leaves none of base_num_decoder_layers={layers} for experts."
+        return Violation(key, message, ("moe",))
+    if len({*kinds[:layers]}) == 1:
+        return Violation(key, f"{shown} has no dense layer among base_num_decoder_layers={layers}.", ("moe",))
+    if first := config.first_num_dense_layers:
+        both = ",".join(["dense"] * first + [kinds[layer % len(kinds)] for layer in range(first, layers)])
+        message = f"first_num_dense_layers={first} beside {shown}, which counts all layers."
+        return Violation("first_num_dense_layers", message, (0, {key: both, "first_num_dense_layers": 0}))
+    return None
+
+
+def _shared_expert(config: Config) -> Violation | None:
+    plain = {"base_shared_mlp_dim": -1, "shared_expert_gate": False}
+    reason = "has no use with shared_experts=0, which there is none of"
+    return None if config.shared_experts else unused(config, plain, reason, {"shared_experts": 1})
+
+
+def _shared_width(config: Config) -> Violation | None:
+    width = config.base_shared_mlp_dim
+    return None if width else Violation("base_shared_mlp_dim", "base_shared_mlp_dim=0 is no width.", (-1, 1))
+
+
+def _sparse_mixer(config: Config) -> Violation | None:
+    plain = {"norm_topk_prob": False, "routed_bias": False, "n_routing_groups": 1}
+    reason = "has no place with routed_score_func=sparsemixer, whose choices each have a softmax of their own"
+    return unused(config, plain, reason) if config.routed_score_func == "sparsemixer" else None
 
 
 def _learned_positions(config: Config) -> Violation | None:
@@ -172,6 +224,8 @@ def _experts_that_are_not(config: Config) -> Violation | None:
         "routed_bias": False,
         "expert_bias": False,
         "first_num_dense_layers": 0,
+        "mlp_pattern": "moe",
+        "apply_router_weight_on_input": False,
         "router_z_loss_multiplier": 0,
     }
     reason = "has no use with num_experts=1, a model without experts"
@@ -184,14 +238,19 @@ MODEL_RULES: tuple[Callable[[Config], Violation | None], ...] = (
     _rotary_share,
     _layer_pattern,
     _window,
+    _chunk,
     _learned_positions,
     _latent_attention,
     _gated_activation,
     _dense_layers,
+    _mlp_pattern,
     unknown_targets,
     _experts_per_token,
     _routing_groups,
     _chosen_groups,
+    _shared_expert,
+    _shared_width,
+    _sparse_mixer,
     _experts_that_are_not,
 )
 """Every rule about the architecture."""

@@ -33,7 +33,7 @@ from maxtext_lite.config.field_types import (
     Share,
     Text,
 )
-from maxtext_lite.config.model_parts import LayerKind, MlaOrNone, RopeScalingOrNone
+from maxtext_lite.config.model_parts import LayerKind, MlaOrNone, MlpKind, RopeScalingOrNone
 from maxtext_lite.config.rl_sections import PolicyConfig, RewardConfig, RLConfig, RolloutConfig, TaskConfig
 
 Quantization = Literal["none", "int8", "fp8", "fp8_full"]
@@ -152,9 +152,10 @@ class ModelConfig(Section):
     gated_mlp: Flag
     mlp_bias: Flag
     attention_bias: Literal["none", "qkv", "all"]
-    qk_norm: Literal["none", "head", "all_heads"]
+    qk_norm: Literal["none", "head", "all_heads", "l2_after_rope"]
     layer_pattern: Name
     sliding_window_size: CountOrZero
+    chunk_attn_window_size: CountOrZero
     attn_logits_soft_cap: NotNegative
     attention_sinks: Flag
     query_pre_attn_scalar: NotNegative
@@ -172,15 +173,19 @@ class ModelConfig(Section):
     num_experts_per_tok: Count
     base_moe_mlp_dim: CountOrMinusOne
     shared_experts: CountOrZero
-    routed_score_func: Literal["softmax", "sigmoid"]
+    base_shared_mlp_dim: CountOrMinusOne
+    shared_expert_gate: Flag
+    routed_score_func: Literal["softmax", "sigmoid", "sparsemixer"]
     norm_topk_prob: Flag
     routed_scaling_factor: Positive
+    apply_router_weight_on_input: Flag
     capacity_factor: ExactOrUnlimited
     n_routing_groups: Count
     topk_routing_group: Count
     routed_bias: Flag
     expert_bias: Flag
     first_num_dense_layers: CountOrZero
+    mlp_pattern: Name
     lora_rank: CountOrZero
     lora_alpha: Positive
     lora_targets: Name
@@ -189,6 +194,17 @@ class ModelConfig(Section):
     def moe_mlp_dim(self) -> int:
         """Width of one expert."""
         return self.base_mlp_dim if self.base_moe_mlp_dim == -1 else self.base_moe_mlp_dim
+
+    @property
+    def shared_mlp_dim(self) -> int:
+        """Width of the mlp that every token goes to beside its experts; 0: there is none."""
+        as_experts = self.base_shared_mlp_dim == -1 or not self.shared_experts
+        return self.shared_experts * self.moe_mlp_dim if as_experts else self.base_shared_mlp_dim
+
+    @property
+    def mlp_kinds(self) -> tuple[MlpKind, ...]:
+        """Which of the first layers have experts, as those after them repeat it."""
+        return cast("tuple[MlpKind, ...]", tuple(kind.strip() for kind in self.mlp_pattern.split(",")))
 
     @property
     def num_stacked_layers(self) -> int:

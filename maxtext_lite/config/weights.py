@@ -8,7 +8,7 @@ import dataclasses
 import functools
 from typing import Literal
 
-from maxtext_lite.config.model_parts import Mla
+from maxtext_lite.config.model_parts import Mla, MlpKind
 from maxtext_lite.config.schema import ModelConfig
 from maxtext_lite.config.weight_axes import halves
 
@@ -59,6 +59,8 @@ class ExpertSizes:
       num_shared: experts that every token goes to, as one of this many times the width.
       biased: a bias per expert is added to the scores for choosing, and for nothing else.
       with_bias: their projections have biases.
+      shared_dim: width of that one; -1: as said.
+      shared_gate: what it gives is multiplied by the sigmoid of a product with the token.
     """
 
     num_experts: int
@@ -67,6 +69,13 @@ class ExpertSizes:
     num_shared: int = 0
     biased: bool = False
     with_bias: bool = False
+    shared_dim: int = -1
+    shared_gate: bool = False
+
+    @property
+    def shared_width(self) -> int:
+        """Width of what every token goes to; 0: there is none."""
+        return self.num_shared * self.mlp_dim if self.shared_dim == -1 else self.shared_dim
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,13 +87,16 @@ class ModelShape:
       norm_placement: norms stand before each block, after it, or both.
       gated: the mlp multiplies what it activates by another projection.
       attention_bias: which of attention's projections have a bias.
-      qk_norm: norm of queries and keys, of each head by itself or of all together.
+      qk_norm: norm of queries and keys, of each head by itself or of all together; or of each head once it is rotated,
+        without weights.
       sinks: each query head has a learned score that takes its share of the softmax and gives nothing.
       latent: widths of latent attention; None: ordinary attention.
       num_positions: rows of the table of learned positions; 0: rotation.
       tied: the output projection is the embedding table.
       experts: in place of each layer's mlp; None: the mlp.
       num_dense_layers: first layers that have an mlp all the same.
+      mlp_kinds: which of the first layers have experts, as those after them repeat it; all, where there are dense ones
+        before them.
     """
 
     vocab_size: int
@@ -99,13 +111,14 @@ class ModelShape:
     gated: bool = True
     mlp_bias: bool = False
     attention_bias: Literal["none", "qkv", "all"] = "none"
-    qk_norm: Literal["none", "head", "all_heads"] = "none"
+    qk_norm: Literal["none", "head", "all_heads", "l2_after_rope"] = "none"
     sinks: bool = False
     latent: Mla | None = None
     num_positions: int = 0
     tied: bool = False
     experts: ExpertSizes | None = None
     num_dense_layers: int = 0
+    mlp_kinds: tuple[MlpKind, ...] = ("moe",)
 
     @property
     def value_dim(self) -> int:
@@ -113,9 +126,29 @@ class ModelShape:
         return self.head_dim if self.latent is None else self.latent.v_head_dim
 
     @property
+    def is_mixed(self) -> bool:
+        """Whether layers with experts and without take turns."""
+        return self.experts is not None and len({*self.mlp_kinds}) > 1
+
+    @property
+    def stacks(self) -> dict[str, tuple[int, ...]]:
+        """The stacks of layers that are alike, each as its layers' numbers, by their paths in the parameters.
+
+        Those of "layers" are split over pipeline stages.
+        """
+        rest = tuple(range(self.num_dense_layers, self.num_layers))
+        stacks = {"dense_layers": tuple(range(self.num_dense_layers))} if self.num_dense_layers else {}
+        if not self.is_mixed:
+            return {**stacks, "layers": rest}
+        kinds = self.mlp_kinds
+        for kind in ("dense", "moe"):
+            stacks[f"layers/{kind}"] = tuple(layer for layer in rest if kinds[layer % len(kinds)] == kind)
+        return stacks
+
+    @property
     def num_expert_layers(self) -> int:
-        """Layers after the dense ones: those that are stacked, and split over pipeline stages."""
-        return self.num_layers - self.num_dense_layers
+        """Layers that have experts, where any have."""
+        return len(self.stacks["layers/moe" if self.is_mixed else "layers"])
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -123,13 +156,14 @@ class ModelShape:
 
         V vocabulary   D embedding      T learned positions   N query heads    K kv heads      H head width
         F mlp          E experts        I one expert          S shared expert  Q latent query  R latent keys and values
+        U its gate, 1
         P dims of a head that are not rotated    O those that are    C R + O    W width of a value
         """
         experts = self.experts or ExpertSizes(1, 1, 0)
         sizes = {
             "V": self.vocab_size, "D": self.emb_dim, "T": self.num_positions, "N": self.num_query_heads,
             "K": self.num_kv_heads, "H": self.head_dim, "F": self.mlp_dim, "W": self.value_dim,
-            "E": experts.num_experts, "I": experts.mlp_dim, "S": experts.num_shared * experts.mlp_dim,
+            "E": experts.num_experts, "I": experts.mlp_dim, "S": experts.shared_width, "U": 1,
         }  # fmt: skip
         if (mla := self.latent) is not None:
             sizes |= {"Q": mla.q_lora_rank, "R": mla.kv_lora_rank, "P": mla.qk_nope_head_dim, "O": mla.qk_rope_head_dim}
@@ -151,6 +185,8 @@ def model_shape(config: ModelConfig) -> ModelShape:
         num_shared=config.shared_experts,
         biased=config.routed_bias,
         with_bias=config.expert_bias,
+        shared_dim=config.shared_mlp_dim,
+        shared_gate=config.shared_expert_gate,
     )
     return ModelShape(
         vocab_size=config.vocab_size,
@@ -172,6 +208,7 @@ def model_shape(config: ModelConfig) -> ModelShape:
         tied=config.logits_via_embedding,
         experts=None if config.num_experts == 1 else experts,
         num_dense_layers=config.first_num_dense_layers,
+        mlp_kinds=config.mlp_kinds,
     )
 
 
@@ -263,6 +300,8 @@ def expert_weights(shape: ModelShape) -> WeightTable:
     if experts.with_bias:
         table["router_logit_bias"] = weight("E", "norm", "zeros")
         table |= {name: weight(*line, "zeros") for name, line in EXPERT_BIASES.items()}
+    if experts.shared_gate:
+        table["shared_gate"] = weight("D U", "embed router")
     return table | (within("shared", mlp_weights(shape, "S")) if experts.num_shared else {})
 
 
@@ -293,10 +332,11 @@ def end_weights(shape: ModelShape) -> WeightTable:
 def stacks_of(shape: ModelShape) -> dict[str, tuple[int, WeightTable]]:
     """All weights: by the name of each stack of layers that are alike, how many they are and the weights of one; and by
     "" those outside."""
+    without = dataclasses.replace(shape, experts=None)
     stacks = {"": (1, end_weights(shape))}
-    if shape.num_dense_layers:
-        stacks["dense_layers"] = (shape.num_dense_layers, layer_weights(dataclasses.replace(shape, experts=None)))
-    return {**stacks, "layers": (shape.num_expert_layers, layer_weights(shape))}
+    for stack, layers in shape.stacks.items():
+        stacks[stack] = (len(layers), layer_weights(without if "dense" in stack else shape))
+    return stacks
 
 
 def within(name: str, table: WeightTable) -> WeightTable:

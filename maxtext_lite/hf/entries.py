@@ -20,14 +20,14 @@ class Entry:
       name: the line, laid.
       paths: the parameters, from the root of the tree.
       layer_dims: the leading dims that count layers: (), (L,), or (repeats, L / repeats).
-      first_layer: number of the first of those layers in the model.
+      layers: those layers' numbers in the model; (0,) of what is outside.
       num_experts: tensors of each layer; 1 where experts share one or there are none.
     """
 
     name: Name
     paths: tuple[str, ...]
     layer_dims: tuple[int, ...]
-    first_layer: int
+    layers: tuple[int, ...]
     num_experts: int
 
     def tensor_names(self) -> Iterator[tuple[str, int, int]]:
@@ -38,7 +38,7 @@ class Entry:
 
     def tensor_name(self, layer: int, expert: int) -> str:
         """The name of one layer's, and expert's, tensor."""
-        return self.name.theirs.format(layer=self.first_layer + layer, expert=expert)
+        return self.name.theirs.format(layer=self.layers[layer], expert=expert)
 
 
 def flat(params: Any) -> dict[str, Any]:
@@ -66,9 +66,8 @@ def entries_of(table: Table, shapes: Mapping[str, tuple[int, ...]], model: Model
             name = line.laid(held) if len(held) == len(paths) and shapes.keys() >= {*paths} else None
             if name is None:
                 continue
-            first_layer = model.num_dense_layers if stack == "layers" else 0
             experts = model.sizes["E"] if name.per_expert else 1
-            entries.append(Entry(name, tuple(paths), layer_dims, first_layer, experts))
+            entries.append(Entry(name, tuple(paths), layer_dims, model.stacks[stack] if stack else (0,), experts))
             for path, weight in zip(paths, held, strict=True):
                 named.add(path)
                 there = (*layer_dims, *weight.sizes)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxtext_lite.config import LayerKind
+from maxtext_lite.config import LayerKind, MlpKind
 from maxtext_lite.config.weight_axes import is_matrix
 from maxtext_lite.config.weights import end_weights, part_of
 from maxtext_lite.models.attention import attention
@@ -33,13 +33,14 @@ from maxtext_lite.models.lora import (
 from maxtext_lite.models.ops import Rotation, soft_capped
 from maxtext_lite.models.rotary import rotary_angles
 from maxtext_lite.models.shape import DecoderShape
-from maxtext_lite.models.stacks import graph_of, scan_pattern, stacked
+from maxtext_lite.models.stacks import Kinds, graph_of, scan_pattern, stacked
 from maxtext_lite.parallel import Pipeline
 
 Params = Any
 """A nested dict of arrays; every leaf under "layers" has a leading L, or [repeats, L / repeats] in a pipeline that
-goes round several times. The first layers of a model with experts that have none stand in "dense_layers". With LoRA, a
-weight that has adapters is an `Adapted`."""
+goes round several times. The first layers of a model with experts that have none stand in "dense_layers"; where layers
+with experts and without take turns, they stand in "layers" as "moe" and "dense". With LoRA, a weight that has adapters
+is an `Adapted`."""
 
 
 class Stream(NamedTuple):
@@ -68,11 +69,22 @@ def stream_axes(shape: DecoderShape) -> Any:
 class _Modules(nnx.Module):
     def __init__(self, shape: DecoderShape, block: BlockFactory, *, rngs: nnx.Rngs):
         self.embedding = Embedding(shape, rngs=rngs)
-        self.layers = stacked("layers", functools.partial(block, shape), shape.num_expert_layers, rngs)
+        self.layers = _layers(shape, block, rngs)
         first, dense = shape.num_dense_layers, functools.partial(block, _dense(shape))
         self.dense_layers = stacked("dense_layers", dense, first, rngs) if first else None
         self.final_norm = Norm(shape, part_of(end_weights(shape), "final_norm"))
         self.head = None if shape.tied else Head(shape, rngs=rngs)
+
+
+def _layers(shape: DecoderShape, block: BlockFactory, rngs: nnx.Rngs) -> nnx.Module:
+    """The layers after the first dense ones, those with experts and those without in stacks of their own."""
+    if not shape.is_mixed:
+        return stacked("layers", functools.partial(block, shape), shape.num_expert_layers, rngs)
+    mixed = nnx.Module()
+    for kind, of_kind in (("dense", _dense(shape)), ("moe", shape)):
+        num_layers = len(shape.stacks[f"layers/{kind}"])
+        setattr(mixed, kind, stacked("layers", functools.partial(block, of_kind), num_layers, rngs))
+    return mixed
 
 
 def _dense(shape: DecoderShape) -> DecoderShape:
@@ -208,12 +220,15 @@ class Decoder:
         """The attention of a layer of that kind over the stream's own tokens; keeps nothing."""
 
         def of_layer(kind: LayerKind, layer: Any, cache: None) -> Attend:
+            segment_BT, scoring = stream.segment_BT, self.shape.scoring(kind)
+            if scoring.chunk is not None and scoring.chunk < segment_BT.shape[1]:
+                segment_BT = _chunks(stream, scoring.chunk)
             options: Any = {
                 "kernel": self.shape.attention,
                 "strategy": self.shape.context_strategy,
-                "scoring": self.shape.scoring(kind),
+                "scoring": scoring,
             }
-            return lambda q, k, v, sink: (attention(q, k, v, stream.segment_BT, sink, **options), None)
+            return lambda q, k, v, sink: (attention(q, k, v, segment_BT, sink, **options), None)
 
         return of_layer
 
@@ -301,11 +316,18 @@ class Decoder:
         shape = self.shape
         rotations = {kind: self._rotation(stream, kind) for kind in shape.pattern}
         real_BT = stream.segment_BT > 0
-        graph = self._dense_layer_graph if first < shape.num_dense_layers else self._layer_graph
-        # Only a cache asks for a layer's number.
-        numbers = None if cache is None else first + jnp.arange(jax.tree.leaves(layer_params)[0].shape[0])
+        in_first = first < shape.num_dense_layers
+        mixed = shape.is_mixed and not in_first
 
-        def layer(kind: LayerKind, place: int | None, carry: Any, stack: Any) -> Any:
+        def numbered(mlp: MlpKind | None, params: Params) -> Any:
+            if cache is None:  # only a cache asks for a layer's number
+                return params, None
+            stack = f"layers/{mlp}" if mlp else "dense_layers" if in_first else "layers"
+            return params, jnp.asarray(shape.stacks[stack])
+
+        def layer(kinds: Kinds, place: int | None, carry: Any, stack: Any) -> Any:
+            kind, mlp = kinds
+            graph = self._dense_layer_graph if in_first or mlp == "dense" else self._layer_graph
             # Taken here, the backward pass takes a layer's weights from the stack again instead of having copies kept.
             params, number = jax.tree.map(lambda x: x if place is None else x[place], stack)
             x_BTD, aux, cache = carry
@@ -323,9 +345,18 @@ class Decoder:
             )
             layer = jax.checkpoint(layer, policy=policy, prevent_cse=False, static_argnums=(0, 1))
         carry = (stream.x_BTD, stream.aux, cache)
-        x_BTD, aux, cache = scan_pattern(layer, shape.kinds_from(first), carry, (layer_params, numbers))
+        of_kinds = layer_params if mixed else {None: layer_params}
+        stacks = {mlp: numbered(mlp, params) for mlp, params in of_kinds.items()}
+        x_BTD, aux, cache = scan_pattern(layer, shape.layers_from(first), carry, stacks)
         return stream._replace(x_BTD=x_BTD, aux=aux), cache
 
     def _rotation(self, stream: Stream, kind: LayerKind) -> Rotation | None:
         rope = self.shape.rope(kind)
         return None if rope is None else rotary_angles(stream.position_BT, rope, stream.segment_BT)
+
+
+def _chunks(stream: Stream, chunk: int) -> jax.Array:
+    """Document numbers [B, T] under which each chunk of so many tokens of a document is one of its own; 0: padding."""
+    chunks_of_row = -(-stream.segment_BT.shape[1] // chunk)
+    segment_BT = stream.segment_BT * chunks_of_row + stream.position_BT // chunk
+    return jnp.where(stream.segment_BT > 0, segment_BT, 0)

@@ -104,6 +104,7 @@ class Attention(nnx.Module):
     def __init__(self, shape: DecoderShape, *, rngs: nnx.Rngs):
         table = attention_weights(shape)
         declare(self, table, shape, rngs)
+        self.after_rotation = shape.norm_epsilon if shape.qk_norm == "l2_after_rope" else None
         self.query_norm, self.key_norm = norm_in(table, "query_norm", shape), norm_in(table, "key_norm", shape)
 
     def __call__(self, x_BTD: jax.Array, rotation: Rotation | None, attend: Attend) -> tuple[jax.Array, Any]:
@@ -115,7 +116,12 @@ class Attention(nnx.Module):
 
         def turned(y_BTNH: jax.Array, norm: Norm | None) -> jax.Array:
             normed_BTNH = y_BTNH if norm is None else norm(y_BTNH)
-            return normed_BTNH if rotation is None else rotate(normed_BTNH, rotation)
+            if rotation is None:
+                return normed_BTNH
+            turned_BTNH: Any = rotate(normed_BTNH, rotation)
+            if self.after_rotation is None:
+                return turned_BTNH
+            return rms_norm(turned_BTNH, jnp.ones(turned_BTNH.shape[-1]), self.after_rotation)
 
         q_BTNH = turned(heads(self.query, self.query_bias, "query_proj"), self.query_norm)
         k_BTKH = turned(heads(self.key, self.key_bias, "key_proj"), self.key_norm)

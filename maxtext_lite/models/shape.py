@@ -6,7 +6,7 @@ import math
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from maxtext_lite.config import LayerKind, Quantization, RopeScaling
+from maxtext_lite.config import LayerKind, MlpKind, Quantization, RopeScaling
 from maxtext_lite.config.weights import ModelShape
 from maxtext_lite.models.attention import Scoring
 from maxtext_lite.models.lora import Lora
@@ -26,6 +26,7 @@ class DecoderShape(ModelShape):
       activation: of the mlp and of experts.
       pattern: kinds of the first layers, which those after them repeat.
       window: tokens that a local layer's query sees.
+      chunk: tokens of each of the chunks of a document to which chunked layers keep.
       soft_cap, final_soft_cap: c of c tanh(x / c), of scores and of logits; 0: none.
       query_scalar: scores are divided by its root; 0: head_dim.
       rotary_dim: dims of a head that are rotated; None: all.
@@ -46,6 +47,7 @@ class DecoderShape(ModelShape):
     activation: Activation = "silu"
     pattern: tuple[LayerKind, ...] = ("global",)
     window: int = 0
+    chunk: int = 0
     soft_cap: float = 0.0
     query_scalar: float = 0.0
     rope_max_timescale: float = 10_000.0
@@ -71,6 +73,14 @@ class DecoderShape(ModelShape):
         start = first % len(self.pattern)
         return self.pattern[start:] + self.pattern[:start]
 
+    def layers_from(self, first: int) -> tuple[tuple[LayerKind, MlpKind | None], ...]:
+        """Kinds of attention and mlp of a period of layers from `first` on; None: all are in one stack."""
+        if not self.is_mixed:
+            return tuple((kind, None) for kind in self.kinds_from(first))
+        kinds, mlps = self.pattern, self.mlp_kinds
+        period = range(first, first + math.lcm(len(kinds), len(mlps)))
+        return tuple((kinds[layer % len(kinds)], mlps[layer % len(mlps)]) for layer in period)
+
     def rope(self, kind: LayerKind) -> Rope | None:
         """The rotation of queries and keys in layers of this kind; None: they are not rotated."""
         if self.num_positions or kind == "nope":
@@ -92,5 +102,6 @@ class DecoderShape(ModelShape):
         return Scoring(
             scale=None if factor == 1 and scalar == self.head_dim else factor / math.sqrt(scalar),
             window=self.window if kind == "local" else None,
+            chunk=self.chunk if kind == "chunked" else None,
             soft_cap=self.soft_cap or None,
         )

@@ -25,7 +25,8 @@ DEFAULTS: Keys = MappingProxyType({
     "final_logits_soft_cap": 0.0, "num_experts": 1, "num_experts_per_tok": 1, "base_moe_mlp_dim": -1,
     "shared_experts": 0, "routed_score_func": "softmax", "norm_topk_prob": True, "routed_scaling_factor": 1.0,
     "n_routing_groups": 1, "topk_routing_group": 1, "routed_bias": False, "expert_bias": False,
-    "first_num_dense_layers": 0,
+    "first_num_dense_layers": 0, "mlp_pattern": "moe", "base_shared_mlp_dim": -1, "shared_expert_gate": False,
+    "apply_router_weight_on_input": False, "chunk_attn_window_size": 0,
 })  # fmt: skip
 """What a key is for a family whose config.json does not speak of it: a directory decides every key."""
 
@@ -253,9 +254,16 @@ def _plain(keys: Keys) -> Keys:
         plain["query_pre_attn_scalar"] = 0.0
     if plain["base_moe_mlp_dim"] == -1:
         plain["base_moe_mlp_dim"] = plain["base_mlp_dim"]
+    mlps = [kind.strip() for kind in str(plain["mlp_pattern"]).split(",")]
+    first = plain["first_num_dense_layers"]
+    plain["mlp_pattern"] = ["dense" if layer < first else mlps[layer % len(mlps)] for layer in range(layers)]
+    plain["first_num_dense_layers"] = 0
+    if plain["base_shared_mlp_dim"] == -1:
+        plain["base_shared_mlp_dim"] = plain["shared_experts"] * plain["base_moe_mlp_dim"]
+    plain["shared_experts"] = min(plain["shared_experts"], 1)
     if plain["num_experts"] == 1:
         plain |= {key: DEFAULTS[key] for key in _OF_EXPERTS}
-    elif plain["first_num_dense_layers"] == 0:
+    elif "dense" not in plain["mlp_pattern"]:
         plain["base_mlp_dim"] = 0  # no layer has it
     for key in ("mla", "rope_scaling"):
         plain[key] = plain[key] if isinstance(plain[key], dict) else {} if plain[key] is None else _entries(plain[key])
@@ -270,7 +278,7 @@ def _entries(part: Any) -> JsonObject:
 _OF_EXPERTS = (
     "num_experts_per_tok", "base_moe_mlp_dim", "shared_experts", "routed_score_func", "norm_topk_prob",
     "routed_scaling_factor", "n_routing_groups", "topk_routing_group", "routed_bias", "expert_bias",
-    "first_num_dense_layers",
+    "first_num_dense_layers", "mlp_pattern", "base_shared_mlp_dim", "shared_expert_gate", "apply_router_weight_on_input",
 )  # fmt: skip
 _USUAL: JsonObject = {"beta_fast": 32, "beta_slow": 1, "truncate": True}
 """Entries of a rope_scaling that may as well be left out."""
