@@ -188,8 +188,8 @@ _JITTER = 0.01  # of every checkpoint of phimoe
 def _sparse_shares(logits_BTE: jax.Array, chosen_BTJE: jax.Array) -> jax.Array:
     """A softmax for each choice in turn, [B, T, J, E], over the experts that are left and near the best of them.
 
-    In training as in inference the largest are chosen, and the shares have their own derivative: nothing is sampled, and
-    none of the estimates that belong to samples is made.
+    In training as in inference the largest are chosen, and the shares have their own derivative: nothing is sampled,
+    and none of the estimates that belong to samples is made.
     Source: Liu et al. 2024, arXiv:2409.12136, section 2.2, as Phi-3.5-MoE has it.
     """
     taken_BTJE = (jnp.cumsum(chosen_BTJE, axis=2) - chosen_BTJE) > 0
