@@ -85,7 +85,7 @@ def flops_per_example(config: ModelConfig, num_tokens: int) -> float:
     kinds = [config.pattern[layer % len(config.pattern)] for layer in range(layers)]
     window = min(config.sliding_window_size, num_tokens)
     local_keys = window * (1 - window / (2 * num_tokens))
-    keys = sum(local_keys if kind == "local" else num_tokens / 2 for kind in kinds)
+    keys = sum(local_keys if kind.startswith("local") else num_tokens / 2 for kind in kinds)
     attention = 6 * config.base_num_query_heads * (config.head_dim + config.value_dim) * keys
     return float(num_tokens) * (of_weights + attention)
 

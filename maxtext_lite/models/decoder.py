@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from maxtext_lite.config import LayerKind
 from maxtext_lite.config.weight_axes import is_matrix
@@ -18,9 +19,14 @@ from maxtext_lite.models.decoding import CachedAttend, KVCache
 from maxtext_lite.models.layers import (
     RESIDUAL_AXES,
     Attend,
+    BiasedHead,
     Embedding,
     Head,
     Norm,
+    OutputHead,
+    projected,
+    query_factor,
+    scaled_queries,
 )
 from maxtext_lite.models.lora import (
     adapter_axes,
@@ -72,7 +78,7 @@ class _Modules(nnx.Module):
         first, dense = shape.num_dense_layers, functools.partial(block, _dense(shape))
         self.dense_layers = stacked("dense_layers", dense, first, rngs) if first else None
         self.final_norm = Norm(shape, part_of(end_weights(shape), "final_norm"))
-        self.head = None if shape.tied else Head(shape, rngs=rngs)
+        self.head = Head(shape, rngs=rngs) if part_of(end_weights(shape), "head") else None
 
 
 def _dense(shape: DecoderShape) -> DecoderShape:
@@ -276,10 +282,14 @@ class Decoder:
         """The output projection [D, V]."""
         return params["embedding"]["table"].T if self.shape.tied else params["head"]["projection"]
 
+    def output_head(self, params: Params, dtype: DTypeLike) -> OutputHead:
+        """What makes logits: the projection in `dtype`, with its bias where there is one."""
+        head_DV = self.head(params).astype(dtype)
+        return BiasedHead(head_DV, params["head"]["bias"]) if self.shape.logits_bias else head_DV
+
     def logits(self, params: Params, x_BTD: jax.Array) -> jax.Array:
         """Logits [B, T, V] in float32 of hidden states."""
-        head_DV = self.head(params).astype(x_BTD.dtype)
-        logits_BTV = jnp.einsum("BTD,DV->BTV", x_BTD, head_DV, preferred_element_type=jnp.float32)
+        logits_BTV = self.shape.logits_multiplier * projected(x_BTD, self.output_head(params, x_BTD.dtype))
         return soft_capped(logits_BTV, self.shape.final_soft_cap) if self.shape.final_soft_cap else logits_BTV
 
     def _scan(
@@ -302,14 +312,17 @@ class Decoder:
         rotations = {kind: self._rotation(stream, kind) for kind in shape.pattern}
         real_BT = stream.segment_BT > 0
         graph = self._dense_layer_graph if first < shape.num_dense_layers else self._layer_graph
-        # Only a cache asks for a layer's number.
-        numbers = None if cache is None else first + jnp.arange(jax.tree.leaves(layer_params)[0].shape[0])
+        # Only a cache asks for a layer's number, and scores that are divided by it.
+        counted = cache is not None or shape.inverse_layer_scaling
+        numbers = first + jnp.arange(jax.tree.leaves(layer_params)[0].shape[0]) if counted else None
 
         def layer(kind: LayerKind, place: int | None, carry: Any, stack: Any) -> Any:
             # Taken here, the backward pass takes a layer's weights from the stack again instead of having copies kept.
             params, number = jax.tree.map(lambda x: x if place is None else x[place], stack)
             x_BTD, aux, cache = carry
             attend = attend_of(kind, number, cache)
+            if (factor_BT := query_factor(shape, kind, stream.position_BT, number)) is not None:
+                attend = scaled_queries(attend, factor_BT)
             module = nnx.merge(graph, with_merged_experts(params))
             x_BTD, cache, more = module(x_BTD, rotations[kind], attend, real_BT, drop=drop)
             return x_BTD, {name: aux[name] + more.get(name, 0) for name in aux}, cache
