@@ -88,7 +88,7 @@ def flops_per_example(config: ModelConfig, num_tokens: int) -> float:
     chunk = min(config.chunk_attn_window_size, num_tokens) or num_tokens
     whole, rest = divmod(num_tokens, chunk)
     chunk_keys = (whole * chunk**2 + rest**2) / (2 * num_tokens)
-    seen = {"local": local_keys, "chunked": chunk_keys}
+    seen = {"local": local_keys, "local_nope": local_keys, "chunked": chunk_keys}
     keys = sum(seen.get(kind, num_tokens / 2) for kind in kinds)
     attention = 6 * config.base_num_query_heads * (config.head_dim + config.value_dim) * keys
     return float(num_tokens) * (of_weights + attention)

@@ -221,7 +221,8 @@ def needs_of(config: Config) -> Needs:
     """What a config's layers and rows ask of a kernel."""
     return Needs(
         head_dim=config.head_dim,
-        window="local" in config.pattern and config.sliding_window_size < config.max_target_length,
+        window=any(kind.startswith("local") for kind in config.pattern)
+        and config.sliding_window_size < config.max_target_length,
         chunks="chunked" in config.pattern and config.chunk_attn_window_size < config.max_target_length,
         soft_cap=config.attn_logits_soft_cap,
         sinks=config.attention_sinks,

@@ -60,15 +60,17 @@ def _layer_pattern(config: Config) -> Violation | None:
         legal = ",".join("global" if kind in unknown else kind for kind in config.pattern)
         message = (
             f"layer_pattern={value_text(config.layer_pattern)} names '{value_text(unknown[0], 40)}', which is none of "
-            "global, local, nope, chunked."
+            "global, local, nope, local_nope, chunked."
         )
         return Violation("layer_pattern", message, (legal,))
-    if "nope" in config.pattern and (config.trainable_position_size or config.mla is not None):
+    if any(kind.endswith("nope") for kind in config.pattern) and (
+        config.trainable_position_size or config.mla is not None
+    ):
         return Violation(
             "layer_pattern",
             f"layer_pattern={value_text(config.layer_pattern)} has layers without rotation beside "
             f"{'mla' if config.mla is not None else 'trainable_position_size'}.",
-            (config.layer_pattern.replace("nope", "global"),),
+            (config.layer_pattern.replace("local_nope", "local").replace("nope", "global"),),
         )
     return None
 
@@ -76,7 +78,7 @@ def _layer_pattern(config: Config) -> Violation | None:
 def _window(config: Config) -> Violation | None:
     """A window and layers that have one ask for each other."""
     pattern = f"layer_pattern={value_text(config.layer_pattern)}"
-    if "local" not in config.pattern:
+    if not {"local", "local_nope"} & {*config.pattern}:
         reason = f"has no use with {pattern}"
         window = unused(config, {"sliding_window_size": 0}, reason, {"layer_pattern": "local"})
         return window or unused(config, {"rope_local_max_timescale": 0}, reason)
@@ -155,11 +157,54 @@ def _learned_positions(config: Config) -> Violation | None:
 def _latent_attention(config: Config) -> Violation | None:
     """What mla has no place for."""
     heads = {"base_num_kv_heads": config.base_num_query_heads}
-    plain = {**heads, "attention_bias": "none", "qk_norm": "none", "attention_sinks": False}
+    plain = {
+        **heads, "attention_bias": "none", "qk_norm": "none", "attention_sinks": False, "clip_qkv": 0,
+        "inverse_layer_scaling": False, "position_temperature": None,
+    }  # fmt: skip
     return unused(config, plain, f"with mla={config.mla}: latent attention has its own") if config.mla else None
 
 
+def _parallel_block(config: Config) -> Violation | None:
+    if config.parallel_block == "none" or config.norm_placement == "pre":
+        return None
+    message = f"parallel_block={config.parallel_block} contradicts norm_placement={config.norm_placement}."
+    return Violation("norm_placement", message, ("pre",))
+
+
+def _longrope(config: Config) -> Violation | None:
+    scaling, planes = config.rope_scaling, config.rotary_dim // 2
+    if scaling is None or scaling.rope_type != "longrope":
+        return None
+    for name in ("short_factor", "long_factor"):
+        if (count := len(getattr(scaling, name))) != planes:
+            message = f"rope_scaling has {count} numbers in {name}, not one for each of {planes} pairs of rotated dims."
+            return Violation("rope_scaling", message, ({},))
+    return None
+
+
+def _temperature(config: Config) -> Violation | None:
+    tuning = config.position_temperature
+    if tuning is None or any(tuning.of(kind) for kind in config.pattern):
+        return None
+    message = f"position_temperature={tuning} has no use with layer_pattern={value_text(config.layer_pattern)}."
+    return Violation("position_temperature", message, ({},))
+
+
+def _inverse_layers(config: Config) -> Violation | None:
+    """A stage of a pipeline does not know the numbers of its layers."""
+    stages = config.ici_pipeline_parallelism * config.dcn_pipeline_parallelism
+    if not config.inverse_layer_scaling or stages == 1:
+        return None
+    key = "ici_pipeline_parallelism" if config.ici_pipeline_parallelism != 1 else "dcn_pipeline_parallelism"
+    message = f"{key}={getattr(config, key)} contradicts inverse_layer_scaling=true: stages do not number their layers."
+    return Violation(key, message, (1,))
+
+
 def _gated_activation(config: Config) -> Violation | None:
+    if config.mlp_activation == "xielu" and config.num_experts > 1:
+        return Violation("mlp_activation", "mlp_activation=xielu has no place in experts.", ("silu",))
+    if config.mlp_activation == "xielu" and config.gated_mlp:
+        return Violation("gated_mlp", "gated_mlp=true with mlp_activation=xielu, which has no gate.", (False,))
     if config.gated_mlp or (config.mlp_activation != "clamped_silu" and config.num_experts == 1):
         return None
     reason = "it clamps the gate too" if config.num_experts == 1 else "experts have gates"
@@ -241,6 +286,10 @@ MODEL_RULES: tuple[Callable[[Config], Violation | None], ...] = (
     _chunk,
     _learned_positions,
     _latent_attention,
+    _parallel_block,
+    _longrope,
+    _temperature,
+    _inverse_layers,
     _gated_activation,
     _dense_layers,
     _mlp_pattern,

@@ -9,7 +9,7 @@ import functools
 from typing import Literal
 
 from maxtext_lite.config.model_parts import Mla, MlpKind
-from maxtext_lite.config.schema import ModelConfig
+from maxtext_lite.config.schema import ModelConfig, Normalization
 from maxtext_lite.config.weight_axes import halves
 
 Start = Literal["normal", "ones", "zeros"]
@@ -83,16 +83,19 @@ class ModelShape:
     """What decides a model's weights; the defaults make it a Llama.
 
     Attributes:
-      norm: of the root mean square, times scale or 1 + scale; or LayerNorm, with mean and bias.
+      norm: of the root mean square, or LayerNorm; times scale or 1 + scale, with a bias or none, or nothing learned.
       norm_placement: norms stand before each block, after it, or both.
+      parallel_block: the mlp reads what attention reads, of the same norm or one of its own.
+      xielu: the mlp's activation has two learned numbers.
       gated: the mlp multiplies what it activates by another projection.
       attention_bias: which of attention's projections have a bias.
-      qk_norm: norm of queries and keys, of each head by itself or of all together; or of each head once it is rotated,
-        without weights.
+      qk_norm: norm of queries and keys, of each head by itself, before or after rotation, or of all together; after
+        rotation also without weights.
       sinks: each query head has a learned score that takes its share of the softmax and gives nothing.
       latent: widths of latent attention; None: ordinary attention.
       num_positions: rows of the table of learned positions; 0: rotation.
       tied: the output projection is the embedding table.
+      logits_bias: a bias is added to the logits.
       experts: in place of each layer's mlp; None: the mlp.
       num_dense_layers: first layers that have an mlp all the same.
       mlp_kinds: which of the first layers have experts, as those after them repeat it; all, where there are dense ones
@@ -106,19 +109,30 @@ class ModelShape:
     head_dim: int
     mlp_dim: int
     num_layers: int
-    norm: Literal["rms_norm", "rms_norm_plus_one", "layer_norm"] = "rms_norm"
+    norm: Normalization = "rms_norm"
     norm_placement: Literal["pre", "post", "both"] = "pre"
+    parallel_block: Literal["none", "one_norm", "two_norms"] = "none"
     gated: bool = True
+    xielu: bool = False
     mlp_bias: bool = False
     attention_bias: Literal["none", "qkv", "all"] = "none"
-    qk_norm: Literal["none", "head", "all_heads", "l2_after_rope"] = "none"
+    qk_norm: Literal["none", "head", "each_head", "all_heads", "head_after_rope", "l2_after_rope"] = "none"
     sinks: bool = False
     latent: Mla | None = None
     num_positions: int = 0
     tied: bool = False
+    logits_bias: bool = False
     experts: ExpertSizes | None = None
     num_dense_layers: int = 0
     mlp_kinds: tuple[MlpKind, ...] = ("moe",)
+
+    def has_norm(self, name: str) -> bool:
+        """Whether layers have this one of BLOCK_NORMS, or queries and keys theirs."""
+        if name in ("query_norm", "key_norm"):
+            return self.qk_norm not in ("none", "l2_after_rope")
+        if name == "mlp_norm" and self.parallel_block == "one_norm":
+            return False
+        return self.norm_placement != ("pre" if name.endswith("post_norm") else "post")
 
     @property
     def value_dim(self) -> int:
@@ -156,8 +170,7 @@ class ModelShape:
 
         V vocabulary   D embedding      T learned positions   N query heads    K kv heads      H head width
         F mlp          E experts        I one expert          S shared expert  Q latent query  R latent keys and values
-        U its gate, 1
-        P dims of a head that are not rotated    O those that are    C R + O    W width of a value
+        P dims of a head that are not rotated    O those that are    C R + O    W width of a value    U one number
         """
         experts = self.experts or ExpertSizes(1, 1, 0)
         sizes = {
@@ -198,6 +211,8 @@ def model_shape(config: ModelConfig) -> ModelShape:
         num_layers=config.base_num_decoder_layers,
         norm=config.normalization,
         norm_placement=config.norm_placement,
+        parallel_block=config.parallel_block,
+        xielu=config.mlp_activation == "xielu",
         gated=config.gated_mlp,
         mlp_bias=config.mlp_bias,
         attention_bias=config.attention_bias,
@@ -206,6 +221,7 @@ def model_shape(config: ModelConfig) -> ModelShape:
         latent=config.mla,
         num_positions=config.trainable_position_size,
         tied=config.logits_via_embedding,
+        logits_bias=config.logits_bias,
         experts=None if config.num_experts == 1 else experts,
         num_dense_layers=config.first_num_dense_layers,
         mlp_kinds=config.mlp_kinds,
@@ -215,10 +231,13 @@ def model_shape(config: ModelConfig) -> ModelShape:
 # ---- The tables ---------------------------------------------------------------------------------------------------
 
 
-def norm_weights(shape: ModelShape, dims: str = "D", axes: str = "norm") -> WeightTable:
-    """Those of one norm."""
-    table = {"scale": shape.weight(dims, axes, "zeros" if shape.norm == "rms_norm_plus_one" else "ones")}
-    return table | ({"bias": shape.weight(dims, axes, "zeros")} if shape.norm == "layer_norm" else {})
+def norm_weights(shape: ModelShape, dims: str = "D", axes: str = "norm", *, biased: bool = True) -> WeightTable:
+    """Those of one norm; `biased`, with a bias where the model's norms have one."""
+    if shape.norm == "layer_norm_plain":
+        return {}
+    table = {"scale": shape.weight(dims, axes, "zeros" if shape.norm.endswith("_plus_one") else "ones")}
+    has_bias = biased and shape.norm in ("layer_norm", "layer_norm_plus_one")
+    return table | ({"bias": shape.weight(dims, axes, "zeros")} if has_bias else {})
 
 
 def attention_weights(shape: ModelShape) -> WeightTable:
@@ -237,11 +256,12 @@ def attention_weights(shape: ModelShape) -> WeightTable:
         table |= {name: weight("K H", "kv_heads head_dim", "zeros") for name in ("key_bias", "value_bias")}
     if shape.attention_bias == "all":
         table["out_bias"] = weight("D", "norm", "zeros")
-    if shape.qk_norm == "head":
+    if shape.qk_norm in ("head", "head_after_rope"):
         table |= within("query_norm", norm_weights(shape, "H")) | within("key_norm", norm_weights(shape, "H"))
-    if shape.qk_norm == "all_heads":
-        table |= within("query_norm", norm_weights(shape, "N H", "heads head_dim"))
-        table |= within("key_norm", norm_weights(shape, "K H", "kv_heads head_dim"))
+    if shape.qk_norm in ("all_heads", "each_head"):
+        biased = shape.qk_norm == "all_heads"
+        table |= within("query_norm", norm_weights(shape, "N H", "heads head_dim", biased=biased))
+        table |= within("key_norm", norm_weights(shape, "K H", "kv_heads head_dim", biased=biased))
     if shape.sinks:
         table["sinks"] = weight("N", "heads", "zeros")
     return table
@@ -273,6 +293,8 @@ def mlp_weights(shape: ModelShape, width: str = "F") -> WeightTable:
     if shape.mlp_bias:
         table |= {f"{name}_bias": shape.weight(width, "mlp", "zeros") for name in projections}
         table["down_bias"] = shape.weight("D", "norm", "zeros")
+    if shape.xielu:
+        table |= {name: shape.weight("U", "norm", "zeros") for name in ("alpha_p", "alpha_n")}
     return table
 
 
@@ -307,16 +329,19 @@ def expert_weights(shape: ModelShape) -> WeightTable:
 
 def layer_weights(shape: ModelShape) -> WeightTable:
     """Those of one layer, with experts where the shape has any."""
-    norm = norm_weights(shape)
-    before, after = norm if shape.norm_placement != "post" else {}, norm if shape.norm_placement != "pre" else {}
+    norms = {name: within(name, norm_weights(shape)) if shape.has_norm(name) else {} for name in BLOCK_NORMS}
     return {
-        **within("attention_norm", before),
+        **norms["attention_norm"],
         **within("attention", attention_weights(shape)),
-        **within("attention_post_norm", after),
-        **within("mlp_norm", before),
+        **norms["attention_post_norm"],
+        **norms["mlp_norm"],
         **within("mlp", mlp_weights(shape) if shape.experts is None else expert_weights(shape)),
-        **within("mlp_post_norm", after),
+        **norms["mlp_post_norm"],
     }
+
+
+BLOCK_NORMS = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
+"""The norms that a layer may have beside those of queries and keys."""
 
 
 def end_weights(shape: ModelShape) -> WeightTable:
@@ -325,7 +350,8 @@ def end_weights(shape: ModelShape) -> WeightTable:
     if shape.num_positions:
         table["embedding/positions"] = shape.weight("T D", "positions embed")
     table |= within("final_norm", norm_weights(shape))
-    return table if shape.tied else {**table, "head/projection": shape.weight("D V", "embed vocab")}
+    table |= {} if shape.tied else {"head/projection": shape.weight("D V", "embed vocab")}
+    return table | ({"head/bias": shape.weight("V", "vocab", "zeros")} if shape.logits_bias else {})
 
 
 @functools.lru_cache(maxsize=64)  # a plan counts the same model again and again

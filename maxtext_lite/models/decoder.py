@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from maxtext_lite.config import LayerKind, MlpKind
 from maxtext_lite.config.weight_axes import is_matrix
@@ -18,9 +19,14 @@ from maxtext_lite.models.decoding import CachedAttend, KVCache
 from maxtext_lite.models.layers import (
     RESIDUAL_AXES,
     Attend,
+    BiasedHead,
     Embedding,
     Head,
     Norm,
+    OutputHead,
+    projected,
+    query_factor,
+    scaled_queries,
 )
 from maxtext_lite.models.lora import (
     adapter_axes,
@@ -73,7 +79,7 @@ class _Modules(nnx.Module):
         first, dense = shape.num_dense_layers, functools.partial(block, _dense(shape))
         self.dense_layers = stacked("dense_layers", dense, first, rngs) if first else None
         self.final_norm = Norm(shape, part_of(end_weights(shape), "final_norm"))
-        self.head = None if shape.tied else Head(shape, rngs=rngs)
+        self.head = Head(shape, rngs=rngs) if part_of(end_weights(shape), "head") else None
 
 
 def _layers(shape: DecoderShape, block: BlockFactory, rngs: nnx.Rngs) -> nnx.Module:
@@ -291,10 +297,14 @@ class Decoder:
         """The output projection [D, V]."""
         return params["embedding"]["table"].T if self.shape.tied else params["head"]["projection"]
 
+    def output_head(self, params: Params, dtype: DTypeLike) -> OutputHead:
+        """What makes logits: the projection in `dtype`, with its bias where there is one."""
+        head_DV = self.head(params).astype(dtype)
+        return BiasedHead(head_DV, params["head"]["bias"]) if self.shape.logits_bias else head_DV
+
     def logits(self, params: Params, x_BTD: jax.Array) -> jax.Array:
         """Logits [B, T, V] in float32 of hidden states."""
-        head_DV = self.head(params).astype(x_BTD.dtype)
-        logits_BTV = jnp.einsum("BTD,DV->BTV", x_BTD, head_DV, preferred_element_type=jnp.float32)
+        logits_BTV = self.shape.logits_multiplier * projected(x_BTD, self.output_head(params, x_BTD.dtype))
         return soft_capped(logits_BTV, self.shape.final_soft_cap) if self.shape.final_soft_cap else logits_BTV
 
     def _scan(
@@ -318,12 +328,15 @@ class Decoder:
         real_BT = stream.segment_BT > 0
         in_first = first < shape.num_dense_layers
         mixed = shape.is_mixed and not in_first
+        # Only a cache asks for a layer's number, and scores that are divided by it.
+        counted = cache is not None or shape.inverse_layer_scaling
 
         def numbered(mlp: MlpKind | None, params: Params) -> Any:
-            if cache is None:  # only a cache asks for a layer's number
+            if not counted:
                 return params, None
-            stack = f"layers/{mlp}" if mlp else "dense_layers" if in_first else "layers"
-            return params, jnp.asarray(shape.stacks[stack])
+            if mlp:
+                return params, jnp.asarray(shape.stacks[f"layers/{mlp}"])
+            return params, first + jnp.arange(jax.tree.leaves(params)[0].shape[0])
 
         def layer(kinds: Kinds, place: int | None, carry: Any, stack: Any) -> Any:
             kind, mlp = kinds
@@ -332,6 +345,8 @@ class Decoder:
             params, number = jax.tree.map(lambda x: x if place is None else x[place], stack)
             x_BTD, aux, cache = carry
             attend = attend_of(kind, number, cache)
+            if (factor_BT := query_factor(shape, kind, stream.position_BT, number)) is not None:
+                attend = scaled_queries(attend, factor_BT)
             module = nnx.merge(graph, with_merged_experts(params))
             x_BTD, cache, more = module(x_BTD, rotations[kind], attend, real_BT, drop=drop)
             return x_BTD, {name: aux[name] + more.get(name, 0) for name in aux}, cache

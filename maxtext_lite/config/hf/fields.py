@@ -7,7 +7,7 @@ from typing import Any, TypeGuard, cast
 from pydantic import ValidationError
 
 from maxtext_lite.config.errors import any_of, value_text
-from maxtext_lite.config.model_parts import RopeScaling
+from maxtext_lite.config.model_parts import PositionTemperature, RopeScaling
 from maxtext_lite.config.schema import ModelConfig
 
 JsonObject = dict[str, Any]
@@ -25,7 +25,9 @@ DEFAULTS: Keys = MappingProxyType({
     "final_logits_soft_cap": 0.0, "num_experts": 1, "num_experts_per_tok": 1, "base_moe_mlp_dim": -1,
     "shared_experts": 0, "routed_score_func": "softmax", "norm_topk_prob": True, "routed_scaling_factor": 1.0,
     "n_routing_groups": 1, "topk_routing_group": 1, "routed_bias": False, "expert_bias": False,
-    "first_num_dense_layers": 0, "mlp_pattern": "moe", "base_shared_mlp_dim": -1, "shared_expert_gate": False,
+    "first_num_dense_layers": 0, "parallel_block": "none", "residual_multiplier": 1.0, "clip_qkv": 0.0,
+    "inverse_layer_scaling": False, "position_temperature": {}, "embedding_multiplier": 1.0, "logits_bias": False,
+    "logits_multiplier": 1.0, "mlp_pattern": "moe", "base_shared_mlp_dim": -1, "shared_expert_gate": False,
     "apply_router_weight_on_input": False, "chunk_attn_window_size": 0,
 })  # fmt: skip
 """What a key is for a family whose config.json does not speak of it: a directory decides every key."""
@@ -265,7 +267,7 @@ def _plain(keys: Keys) -> Keys:
         plain |= {key: DEFAULTS[key] for key in _OF_EXPERTS}
     elif "dense" not in plain["mlp_pattern"]:
         plain["base_mlp_dim"] = 0  # no layer has it
-    for key in ("mla", "rope_scaling"):
+    for key in ("mla", "rope_scaling", "position_temperature"):
         plain[key] = plain[key] if isinstance(plain[key], dict) else {} if plain[key] is None else _entries(plain[key])
         plain[key] = {name: value for name, value in plain[key].items() if value != _USUAL.get(name)}
     return plain
@@ -280,7 +282,7 @@ _OF_EXPERTS = (
     "routed_scaling_factor", "n_routing_groups", "topk_routing_group", "routed_bias", "expert_bias",
     "first_num_dense_layers", "mlp_pattern", "base_shared_mlp_dim", "shared_expert_gate", "apply_router_weight_on_input",
 )  # fmt: skip
-_USUAL: JsonObject = {"beta_fast": 32, "beta_slow": 1, "truncate": True}
-"""Entries of a rope_scaling that may as well be left out."""
+_USUAL: JsonObject = {"beta_fast": 32, "beta_slow": 1, "truncate": True, "offset": 0, "layers": "all"}
+"""Entries of a rope_scaling or position_temperature that may as well be left out."""
 
-assert set(_USUAL) <= set(RopeScaling.__dataclass_fields__)
+assert set(_USUAL) <= {*RopeScaling.__dataclass_fields__, *PositionTemperature.__dataclass_fields__}
