@@ -177,6 +177,7 @@ class ModelShape:
             "V": self.vocab_size, "D": self.emb_dim, "T": self.num_positions, "N": self.num_query_heads,
             "K": self.num_kv_heads, "H": self.head_dim, "F": self.mlp_dim, "W": self.value_dim,
             "E": experts.num_experts, "I": experts.mlp_dim, "S": experts.shared_width, "U": 1,
+            "O": self.head_dim,
         }  # fmt: skip
         if (mla := self.latent) is not None:
             sizes |= {"Q": mla.q_lora_rank, "R": mla.kv_lora_rank, "P": mla.qk_nope_head_dim, "O": mla.qk_rope_head_dim}

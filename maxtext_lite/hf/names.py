@@ -2,7 +2,7 @@
 
 Its dims are those of `config.weights`. A matrix [*in, *out] lies there as torch's Linear has it, [out, in], a vector in
 one dim, a table as it is; where a family does otherwise, its line has a pattern of letters such as "D (N H)", the
-tensor's dims, where those in parentheses are one. Every line is read in both directions, so that what is imported can
+tensor's dims, where those in parentheses are one, and () is a dim of 1. Every line is read in both directions, so that what is imported can
 always be exported.
 """
 
@@ -59,7 +59,8 @@ class Name:
     def laid(self, weights: Sequence[Weight]) -> "Name | None":
         """The line with the dims of the parameters that it names; None where it means others than these."""
         first, own = weights[0], int(self.per_expert)
-        if (first.axes[0] == "experts") != (self.per_expert or "E" in self.pattern):
+        is_bias = first.dims == ("E",)  # of the router, one for all experts however it is laid
+        if not is_bias and (first.axes[0] == "experts") != (self.per_expert or "E" in self.pattern):
             return None
         part = self.parts[0] if self.parts else ""
         dims = tuple("Z" if letter == part else letter for letter in first.dims[own:])
@@ -137,7 +138,7 @@ def _length(part: str, sizes: Sizes) -> int:
 @functools.cache
 def _parsed(pattern: str) -> tuple[tuple[str, ...], ...]:
     groups = re.findall(r"\(([^)]*)\)|(\w)", pattern)
-    return tuple(tuple(many.split()) if many else (one,) for many, one in groups)
+    return tuple((one,) if one else tuple(many.split()) for many, one in groups)
 
 
 def _halves(length: int, rotated: int) -> np.ndarray:

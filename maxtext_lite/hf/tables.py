@@ -68,7 +68,7 @@ _PHI3 = Table("model.", _ROOT, _NORMS + _OUT + _DOWN + (
 ))  # fmt: skip
 _MIXTRAL = Table("model.", _ROOT, _NORMS + _ATTENTION + _experts("block_sparse_moe", "w1", "w3", "w2"))
 _QWEN3_MOE = Table(
-    "model.", _ROOT, _NORMS + _ATTENTION + _HEAD_NORMS + _experts("mlp", "gate_proj", "up_proj", "down_proj")
+    "model.", _ROOT, _NORMS + _ATTENTION + _HEAD_NORMS + _MLP + _experts("mlp", "gate_proj", "up_proj", "down_proj")
 )
 _GPT_OSS_EXPERTS = _LAYER + "mlp.experts."
 _GPT_OSS = Table("model.", _ROOT, _NORMS + _ATTENTION + _names(_LAYER, {
@@ -95,6 +95,46 @@ _DEEPSEEK = Table("model.", _ROOT, _NORMS + _MLP + _experts("mlp", "gate_proj", 
     "mlp/shared/gate": "mlp.shared_experts.gate_proj.weight",
     "mlp/shared/up": "mlp.shared_experts.up_proj.weight",
     "mlp/shared/down": "mlp.shared_experts.down_proj.weight",
+}))  # fmt: skip
+_HUB_EXPERTS = _experts("mlp", "gate_proj", "up_proj", "down_proj")
+_SHARED = _names(_LAYER, {
+    "mlp/router_bias": "mlp.gate.e_score_correction_bias",
+    "mlp/shared/gate": "mlp.shared_experts.gate_proj.weight",
+    "mlp/shared/up": "mlp.shared_experts.up_proj.weight",
+    "mlp/shared/down": "mlp.shared_experts.down_proj.weight",
+})  # fmt: skip
+_GLM4_MOE = Table("model.", _ROOT, _NORMS + _ATTENTION + _HEAD_NORMS + _MLP + _HUB_EXPERTS + _SHARED)
+_QWEN2_MOE = Table("model.", _ROOT, _NORMS + _ATTENTION + _MLP + _HUB_EXPERTS + _names(_LAYER, {
+    "mlp/shared_gate": "mlp.shared_expert_gate.weight",
+    "mlp/shared/gate": "mlp.shared_expert.gate_proj.weight",
+    "mlp/shared/up": "mlp.shared_expert.up_proj.weight",
+    "mlp/shared/down": "mlp.shared_expert.down_proj.weight",
+}))  # fmt: skip
+_MINIMAX_M2 = Table(
+    "model.", _ROOT, _NORMS + _ATTENTION + _HEAD_NORMS + _experts("block_sparse_moe", "w1", "w3", "w2")
+    + _names(_LAYER, {"mlp/router_bias": "block_sparse_moe.e_score_correction_bias"}),
+)  # fmt: skip
+_PAIRED = (
+    _OUT
+    + (
+        Name(("attention/query",), _LAYER + "self_attn.q_proj.weight", pairs="H"),
+        Name(("attention/key",), _LAYER + "self_attn.k_proj.weight", pairs="H"),
+        Name(("attention/query_bias",), _LAYER + "self_attn.q_proj.bias", pairs="H"),
+        Name(("attention/key_bias",), _LAYER + "self_attn.k_proj.bias", pairs="H"),
+    )
+    + _names(_LAYER, {"attention/value": "self_attn.v_proj.weight", "attention/value_bias": "self_attn.v_proj.bias"})
+)
+_ERNIE4_5_MOE = Table("model.", _ROOT, _NORMS + _PAIRED + _MLP + _HUB_EXPERTS + _SHARED[1:] + (
+    Name(("mlp/router_bias",), _LAYER + "mlp.moe_statics.e_score_correction_bias", "() E"),
+))  # fmt: skip
+_FLEX_OLMO = Table("model.", _ROOT, _ATTENTION + _POST_NORMS + _HEAD_NORMS + _HUB_EXPERTS)
+_HUNYUAN_MOE = Table("model.", _ROOT, _NORMS + _ATTENTION + _HUB_EXPERTS[1:] + _names(_LAYER, {
+    "attention/query_norm/scale": "self_attn.query_layernorm.weight",
+    "attention/key_norm/scale": "self_attn.key_layernorm.weight",
+    "mlp/router": "mlp.gate.wg.weight",
+    "mlp/shared/gate": "mlp.shared_mlp.gate_proj.weight",
+    "mlp/shared/up": "mlp.shared_mlp.up_proj.weight",
+    "mlp/shared/down": "mlp.shared_mlp.down_proj.weight",
 }))  # fmt: skip
 _GPT2 = Table(
     "transformer.",
@@ -127,5 +167,8 @@ TABLES: Mapping[str, Table] = {
     "llama": _LLAMA, "mistral": _LLAMA, "qwen2": _LLAMA, "smollm3": _LLAMA, "qwen3": _QWEN3, "gemma2": _GEMMA2,
     "gemma3_text": _GEMMA3, "olmo2": _OLMO2, "phi3": _PHI3, "gpt2": _GPT2, "mixtral": _MIXTRAL,
     "qwen3_moe": _QWEN3_MOE, "gpt_oss": _GPT_OSS, "deepseek_v2": _DEEPSEEK, "deepseek_v3": _DEEPSEEK,
+    "qwen2_moe": _QWEN2_MOE, "glm4_moe": _GLM4_MOE, "dots1": _GLM4_MOE, "solar_open": _GLM4_MOE,
+    "minimax_m2": _MINIMAX_M2, "ernie4_5_moe": _ERNIE4_5_MOE, "olmoe": _QWEN3_MOE, "flex_olmo": _FLEX_OLMO,
+    "hunyuan_v1_moe": _HUNYUAN_MOE,
 }  # fmt: skip
 """The table of each model_type of `config.hf.families.FAMILIES`."""

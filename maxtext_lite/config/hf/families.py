@@ -3,17 +3,21 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from maxtext_lite.config.hf.mlp_layers import InterleavedStep, LayerInterval, SparseStep
 from maxtext_lite.config.hf.parts import (
     Activation,
     Bias,
+    Clip,
     Defaulted,
     Every,
     ExpertGroups,
     Fixed,
     Heads,
+    Ignored,
     LatentWidths,
     LearnedPositions,
     Only,
+    Optional,
     Part,
     QueryScalar,
     Rename,
@@ -64,6 +68,14 @@ _MLP_BIAS = Defaulted("mlp_bias", "mlp_bias", False)
 _EXPERTS_PER_TOKEN = Rename(num_experts_per_tok="num_experts_per_tok")
 _EXPERT_WIDTH = Rename(moe_intermediate_size="base_moe_mlp_dim")
 _NORMED_HEADS = Fixed(qk_norm="head")
+_SIGMOID_MIXTURE = (
+    Fixed(routed_score_func="sigmoid", routed_bias=True),
+    Rename(n_routed_experts="num_experts"), _EXPERTS_PER_TOKEN, _EXPERT_WIDTH,
+    Defaulted("n_shared_experts", "shared_experts", 1),
+    Defaulted("routed_scaling_factor", "routed_scaling_factor", 1.0),
+    Defaulted("n_group", "n_routing_groups", 1), Defaulted("topk_group", "topk_routing_group", 1),
+    Only("scoring_func", "sigmoid"), Only("topk_method", "noaux_tc"),
+)  # fmt: skip
 _GPT_OSS_SCALING = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 4096,
@@ -147,7 +159,7 @@ FAMILIES: Mapping[str, Family] = {
         RopeFields(10_000.0), LayerTypes("switched window", 4096),
         Every("num_experts", "num_local_experts", key="num_experts"), _EXPERTS_PER_TOKEN, _EXPERT_WIDTH,
         Fixed(routed_score_func="softmax"), Defaulted("norm_topk_prob", "norm_topk_prob", False),
-        Only("decoder_sparse_step", 1), Only("mlp_only_layers", []),
+        SparseStep(),
     ),
     "gpt_oss": _family(
         "GptOssForCausalLM", Heads(kv_heads=8, head_dim=64), Fixed(mlp_activation="clamped_silu", attention_sinks=True,
@@ -159,7 +171,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "deepseek_v2": _deepseek(
         "DeepseekV2ForCausalLM", Fixed(routed_score_func="softmax", norm_topk_prob=False),
-        ExpertGroups(), Only("scoring_func", "softmax"), Only("norm_topk_prob", False),
+        ExpertGroups(), Only("scoring_func", "softmax"), Ignored("norm_topk_prob"),
         Defaulted("routed_scaling_factor", "routed_scaling_factor", 1.0),
         Defaulted("n_shared_experts", "shared_experts", 2),
         Defaulted("first_k_dense_replace", "first_num_dense_layers", 0),
@@ -172,6 +184,64 @@ FAMILIES: Mapping[str, Family] = {
         Defaulted("n_shared_experts", "shared_experts", 1),
         Defaulted("first_k_dense_replace", "first_num_dense_layers", 3),
         Defaulted("n_group", "n_routing_groups", 8), Defaulted("topk_group", "topk_routing_group", 4),
+    ),
+    "qwen2_moe": _family(
+        "Qwen2MoeForCausalLM", Heads(kv_heads=16), _SILU, Bias("qkv_bias", "qkv", default=True),
+        RopeFields(10_000.0), LayerTypes("switched alternating", 4096), Rename(num_experts="num_experts"), _EXPERTS_PER_TOKEN,
+        _EXPERT_WIDTH, Fixed(routed_score_func="softmax", shared_experts=1, shared_expert_gate=True),
+        Defaulted("shared_expert_intermediate_size", "base_shared_mlp_dim", 5632),
+        Defaulted("norm_topk_prob", "norm_topk_prob", False), SparseStep(),
+    ),
+    "glm4_moe": _family(
+        "Glm4MoeForCausalLM", Heads(kv_heads=8), _SILU, Bias("attention_bias", "qkv"),
+        Optional("use_qk_norm", "qk_norm", "head", "none", default=False),
+        RopeFields(10_000.0, partial=True, share=0.5), *_SIGMOID_MIXTURE,
+        Defaulted("norm_topk_prob", "norm_topk_prob", True),
+        Defaulted("first_k_dense_replace", "first_num_dense_layers", 1), epsilon=1e-5,
+    ),
+    "dots1": _family(
+        "Dots1ForCausalLM", Heads(), _SILU, _LLAMA_BIASES, _NORMED_HEADS, RopeFields(10_000.0),
+        LayerTypes("from", 4096), *_SIGMOID_MIXTURE, Defaulted("norm_topk_prob", "norm_topk_prob", False),
+        Defaulted("first_k_dense_replace", "first_num_dense_layers", 0),
+    ),
+    "solar_open": _family(
+        "SolarOpenForCausalLM", Heads(kv_heads=8, head_dim=128), _SILU, Bias("attention_bias", "qkv"),
+        RopeFields(1_000_000.0, partial=True), *_SIGMOID_MIXTURE, Defaulted("norm_topk_prob", "norm_topk_prob", True),
+        Ignored("first_k_dense_replace", "intermediate_size", "use_qk_norm"), epsilon=1e-5,
+    ),
+    "minimax_m2": _family(
+        "MiniMaxM2ForCausalLM", Heads(kv_heads=8, head_dim=128), _SILU, Fixed(
+            qk_norm="all_heads", routed_score_func="sigmoid", routed_bias=True, norm_topk_prob=True
+        ), RopeFields(5_000_000.0, partial=True), Every("num_local_experts", "num_experts", key="num_experts"),
+        _EXPERTS_PER_TOKEN, Only("use_qk_norm", True), Only("qk_norm_type", "per_layer"),
+        Only("scoring_func", "sigmoid"), Only("use_routing_bias", True), Only("shared_intermediate_size", 0),
+        Only("router_jitter_noise", 0.0), Ignored("num_mtp_modules", "mtp_transformer_layers", "use_mtp"),
+    ),
+    "ernie4_5_moe": _family(
+        "Ernie4_5_MoeForCausalLM", Heads(kv_heads=4), _SILU, Only("use_bias", False), RopeFields(500_000.0),
+        Every("moe_num_experts", "num_experts", "num_local_experts", key="num_experts"),
+        Every("moe_k", "num_experts_per_tok", key="num_experts_per_tok"), _EXPERT_WIDTH,
+        Fixed(routed_score_func="softmax", routed_bias=True, norm_topk_prob=True), Only("moe_norm_min", 1e-12),
+        Defaulted("moe_num_shared_experts", "shared_experts", 2), LayerInterval(),
+        Ignored("moe_capacity", "moe_gate", "moe_use_aux_free"), epsilon=1e-5, tied=True,
+    ),
+    "olmoe": _family(
+        "OlmoeForCausalLM", Heads(), _SILU, _LLAMA_BIASES, RopeFields(10_000.0), Fixed(qk_norm="all_heads"),
+        Every("num_experts", "num_local_experts", key="num_experts"), _EXPERTS_PER_TOKEN,
+        Fixed(routed_score_func="softmax"), Defaulted("norm_topk_prob", "norm_topk_prob", False),
+        Clip(), epsilon=1e-5,
+    ),
+    "flex_olmo": _family(
+        "FlexOlmoForCausalLM", Heads(), _SILU, _LLAMA_BIASES, RopeFields(500_000.0),
+        Fixed(norm_placement="post", qk_norm="all_heads", routed_score_func="softmax"),
+        Every("num_experts", "num_local_experts", key="num_experts"), _EXPERTS_PER_TOKEN,
+        Defaulted("norm_topk_prob", "norm_topk_prob", False),
+    ),
+    "hunyuan_v1_moe": _family(
+        "HunYuanMoEV1ForCausalLM", Heads(), _SILU, _LLAMA_BIASES, RopeFields(10_000.0),
+        Fixed(qk_norm="head_after_rope", routed_score_func="softmax", norm_topk_prob=True, shared_experts=1),
+        Every("num_experts", "num_local_experts", key="num_experts"),
+        Every("moe_topk", "num_experts_per_tok", key="num_experts_per_tok"), epsilon=1e-5,
     ),
 }  # fmt: skip
 """What can be read and written, by model_type. Where two would do for a model, the first is written."""

@@ -39,7 +39,7 @@ WITHOUT_EFFECT = frozenset({
     "transformers_weights", "unsloth_fixed", "unsloth_version", "is_llama_config",
     # tokens, and how text is drawn from the model
     "bad_words_ids", "begin_suppress_tokens", "bos_token_id", "decoder_start_token_id", "diversity_penalty",
-    "do_sample", "early_stopping", "encoder_no_repeat_ngram_size", "eos_token_id", "exponential_decay_length_penalty",
+    "do_sample", "early_stopping", "encoder_no_repeat_ngram_size", "eod_token_id", "eos_token_id", "exponential_decay_length_penalty",
     "forced_bos_token_id", "forced_eos_token_id", "length_penalty", "max_length", "min_length",
     "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences", "output_scores", "pad_token_id",
     "remove_invalid_values", "repetition_penalty", "return_dict_in_generate", "sep_token_id", "suppress_tokens",

@@ -104,6 +104,39 @@ class Only(Part):
         return {self._name: self._value}
 
 
+class Ignored(Part):
+    """Fields of the family that leave the logits alone, as transformers does not look at them."""
+
+    def __init__(self, *names: str) -> None:
+        self._names = names
+
+    def read(self, fields: Fields) -> Keys:
+        """See Part."""
+        fields.drop(self._names)
+        return {}
+
+    def write(self, config: ModelConfig) -> JsonObject:
+        """See Part."""
+        del config
+        return {}
+
+
+class Optional(Part):
+    """A key that a field has where it is true, and another value where it is false."""
+
+    def __init__(self, name: str, key: str, on: object, off: object, *, default: bool) -> None:
+        self._name, self._key, self._on, self._off, self._default = name, key, on, off, default
+
+    def read(self, fields: Fields) -> Keys:
+        """See Part."""
+        fields.names[self._key] = self._name
+        return {self._key: self._on if fields.flag(self._name, self._default) else self._off}
+
+    def write(self, config: ModelConfig) -> JsonObject:
+        """See Part."""
+        return {self._name: getattr(config, self._key) == self._on}
+
+
 class ExpertGroups(Part):
     """DeepSeek-V2's choice of experts: `greedy` among all of them whatever groups are named, or in the best groups."""
 
@@ -257,6 +290,21 @@ class SoftCaps(Part):
     def write(self, config: ModelConfig) -> JsonObject:
         """See Part."""
         return {name: value or None for name, value in super().write(config).items()}
+
+
+class Clip(Part):
+    """OLMo's bound of queries, keys and values; null is none."""
+
+    keys = MappingProxyType({"clip_qkv": "clip_qkv"})
+
+    def read(self, fields: Fields) -> Keys:
+        """See Part."""
+        self._note_names(fields)
+        return {"clip_qkv": fields.take("clip_qkv", 0.0)}
+
+    def write(self, config: ModelConfig) -> JsonObject:
+        """See Part."""
+        return {"clip_qkv": config.clip_qkv or None}
 
 
 class QueryScalar(Part):

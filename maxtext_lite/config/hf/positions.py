@@ -15,11 +15,14 @@ class RopeFields(Part):
     Args:
       theta: the base of wavelengths where none is named.
       partial: the family rotates a share of each head.
+      share: that where none is named.
       scaling: what there is where neither field is there.
     """
 
-    def __init__(self, theta: float, *, partial: bool = False, scaling: JsonObject | None = None) -> None:
-        self._theta, self._partial, self._scaling = theta, partial, scaling or {}
+    def __init__(
+        self, theta: float, *, partial: bool = False, share: float = 1.0, scaling: JsonObject | None = None
+    ) -> None:
+        self._theta, self._partial, self._share, self._scaling = theta, partial, share, scaling or {}
 
     def read(self, fields: Fields) -> Keys:
         """See Part."""
@@ -30,7 +33,7 @@ class RopeFields(Part):
                 fields.refuse("rope_scaling", old, f"contradicts rope_parameters in {value_text(entry)}.")
         parameters = dict(old or new or self._scaling)
         theta = _stated(fields, "rope_theta", name, parameters, self._theta)
-        share = _stated(fields, "partial_rotary_factor", name, parameters, 1.0)
+        share = _stated(fields, "partial_rotary_factor", name, parameters, self._share)
         fields.names |= {
             "rope_max_timescale": "rope_theta", "rope_scaling": name, "partial_rotary_factor": "partial_rotary_factor"
         }  # fmt: skip
@@ -183,13 +186,16 @@ class LayerTypes(Part):
 
     Args:
       style: how a config without `layer_types` says it. window: all, where `sliding_window` is there; switched: those
-        from `max_window_layers` on, where `use_sliding_window` is true; "switched window": all, where it is;
+        from `max_window_layers` on, where `use_sliding_window` is true; from: the same without a switch; "switched
+        alternating": of those before it the first, third, ..., where it is true; "switched window": all, where it is;
         alternating: the first, third, ...; sixth: all but every `sliding_window_pattern`th.
       window: `sliding_window` where the field is not there; 0: none.
     """
 
     def __init__(
-        self, style: Literal["window", "switched", "switched window", "alternating", "sixth"], window: int
+        self,
+        style: Literal["window", "switched", "from", "switched window", "switched alternating", "alternating", "sixth"],
+        window: int,
     ) -> None:
         self._style, self._window = style, window
 
@@ -199,13 +205,16 @@ class LayerTypes(Part):
         default = None if fields.is_null("sliding_window") else self._window
         window = 0 if default is None else fields.whole("sliding_window", default, least=0)
         on = fields.flag("use_sliding_window", False) if self._style.startswith("switched") else True
-        first = fields.whole("max_window_layers", 28, least=0) if self._style == "switched" else 0
+        since = {"switched": 28, "from": 62, "switched alternating": 28}.get(self._style)
+        first = 0 if since is None else fields.whole("max_window_layers", since, least=0)
         fields.drop(["max_window_layers"] if self._style == "switched window" else [])
         every = fields.whole("sliding_window_pattern", 6) if self._style == "sixth" else 2
         stated = fields.listed("layer_types") if self._style not in ("window", "switched window") else None
         fields.names |= {"layer_pattern": "layer_types", "sliding_window_size": "sliding_window"}
         if not (on and window):
             kinds = [_GLOBAL] * layers
+        elif self._style == "switched alternating":
+            kinds = [_GLOBAL if layer % 2 or layer >= first else _LOCAL for layer in range(layers)]
         elif self._style in ("alternating", "sixth"):
             kinds = [_LOCAL if (layer + 1) % every else _GLOBAL for layer in range(layers)]
         else:
@@ -225,12 +234,11 @@ class LayerTypes(Part):
         if self._style in ("window", "switched window"):
             switch = {"use_sliding_window": bool(window)} if self._style == "switched window" else {}
             return {"sliding_window": window if _LOCAL in kinds else None} | switch
-        if self._style == "switched":
+        if self._style in ("switched", "from", "switched alternating"):
             first = kinds.index(_LOCAL) if _LOCAL in kinds else len(kinds)
             return {
-                "sliding_window": window, "use_sliding_window": bool(window), "max_window_layers": first,
-                "layer_types": kinds,
-            }  # fmt: skip
+                "sliding_window": window, "max_window_layers": first, "layer_types": kinds,
+            } | ({} if self._style == "from" else {"use_sliding_window": bool(window)})  # fmt: skip
         return {"sliding_window": window or self._window, "layer_types": kinds}
 
 
