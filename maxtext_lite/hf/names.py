@@ -2,8 +2,8 @@
 
 Its dims are those of `config.weights`. A matrix [*in, *out] lies there as torch's Linear has it, [out, in], a vector in
 one dim, a table as it is; where a family does otherwise, its line has a pattern of letters such as "D (N H)", the
-tensor's dims, where those in parentheses are one, and () is a dim of 1. Every line is read in both directions, so that what is imported can
-always be exported.
+tensor's dims, where those in parentheses are one, and () is a dim of 1. Every line is read in both directions, so that
+what is imported can always be exported.
 """
 
 import dataclasses

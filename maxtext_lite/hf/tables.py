@@ -127,6 +127,19 @@ _PAIRED = (
 _ERNIE4_5_MOE = Table("model.", _ROOT, _NORMS + _PAIRED + _MLP + _HUB_EXPERTS + _SHARED[1:] + (
     Name(("mlp/router_bias",), _LAYER + "mlp.moe_statics.e_score_correction_bias", "() E"),
 ))  # fmt: skip
+_FEED_FORWARD = _LAYER + "feed_forward."
+_LLAMA4 = Table("model.", _ROOT, _NORMS + _PAIRED + _names(_FEED_FORWARD, {
+    "mlp/gate": "gate_proj.weight",
+    "mlp/up": "up_proj.weight",
+    "mlp/down": "down_proj.weight",
+    "mlp/router": "router.weight",
+    "mlp/shared/gate": "shared_expert.gate_proj.weight",
+    "mlp/shared/up": "shared_expert.up_proj.weight",
+    "mlp/shared/down": "shared_expert.down_proj.weight",
+}) + (
+    Name(("mlp/gate", "mlp/up"), _FEED_FORWARD + "experts.gate_up_proj", "E D Z", ("I", "I")),
+    Name(("mlp/down",), _FEED_FORWARD + "experts.down_proj", "E I D"),
+))  # fmt: skip
 _FLEX_OLMO = Table("model.", _ROOT, _ATTENTION + _POST_NORMS + _HEAD_NORMS + _HUB_EXPERTS)
 _HUNYUAN_MOE = Table("model.", _ROOT, _NORMS + _ATTENTION + _HUB_EXPERTS[1:] + _names(_LAYER, {
     "attention/query_norm/scale": "self_attn.query_layernorm.weight",
@@ -169,6 +182,6 @@ TABLES: Mapping[str, Table] = {
     "qwen3_moe": _QWEN3_MOE, "gpt_oss": _GPT_OSS, "deepseek_v2": _DEEPSEEK, "deepseek_v3": _DEEPSEEK,
     "qwen2_moe": _QWEN2_MOE, "glm4_moe": _GLM4_MOE, "dots1": _GLM4_MOE, "solar_open": _GLM4_MOE,
     "minimax_m2": _MINIMAX_M2, "ernie4_5_moe": _ERNIE4_5_MOE, "olmoe": _QWEN3_MOE, "flex_olmo": _FLEX_OLMO,
-    "hunyuan_v1_moe": _HUNYUAN_MOE,
+    "hunyuan_v1_moe": _HUNYUAN_MOE, "llama4_text": _LLAMA4,
 }  # fmt: skip
 """The table of each model_type of `config.hf.families.FAMILIES`."""

@@ -23,7 +23,7 @@ from maxtext_lite.config.hf.parts import (
     Rename,
     SoftCaps,
 )
-from maxtext_lite.config.hf.positions import LayerTypes, RopeByLayerType, RopeFields, WithoutRotation
+from maxtext_lite.config.hf.positions import ChunkedLayers, LayerTypes, RopeByLayerType, RopeFields, WithoutRotation
 
 
 @dataclass(frozen=True)
@@ -237,6 +237,17 @@ FAMILIES: Mapping[str, Family] = {
         Every("num_experts", "num_local_experts", key="num_experts"), _EXPERTS_PER_TOKEN,
         Defaulted("norm_topk_prob", "norm_topk_prob", False),
     ),
+    "llama4_text": Family("Llama4ForCausalLM", (
+        Rename(vocab_size="vocab_size", hidden_size="base_emb_dim", intermediate_size="base_moe_mlp_dim",
+               num_hidden_layers="base_num_decoder_layers"),
+        Defaulted("intermediate_size_mlp", "base_mlp_dim", 16384), _RANGE, _epsilon(1e-5), _tied(False),
+        Heads(kv_heads=8, head_dim=128), Activation("hidden_act", "silu"), Bias("attention_bias", "all"),
+        RopeFields(500_000.0), ChunkedLayers(), InterleavedStep(),
+        Optional("use_qk_norm", "qk_norm", "l2_after_rope", "none", default=True),
+        Fixed(routed_score_func="sigmoid", norm_topk_prob=False, apply_router_weight_on_input=True, shared_experts=1),
+        Rename(num_local_experts="num_experts"), Defaulted("num_experts_per_tok", "num_experts_per_tok", 1),
+        Only("router_jitter_noise", 0.0), Ignored("for_llm_compressor"),
+    )),
     "hunyuan_v1_moe": _family(
         "HunYuanMoEV1ForCausalLM", Heads(), _SILU, _LLAMA_BIASES, RopeFields(10_000.0),
         Fixed(qk_norm="head_after_rope", routed_score_func="softmax", norm_topk_prob=True, shared_experts=1),

@@ -280,7 +280,8 @@ def _entries(part: Any) -> JsonObject:
 _OF_EXPERTS = (
     "num_experts_per_tok", "base_moe_mlp_dim", "shared_experts", "routed_score_func", "norm_topk_prob",
     "routed_scaling_factor", "n_routing_groups", "topk_routing_group", "routed_bias", "expert_bias",
-    "first_num_dense_layers", "mlp_pattern", "base_shared_mlp_dim", "shared_expert_gate", "apply_router_weight_on_input",
+    "first_num_dense_layers", "mlp_pattern", "base_shared_mlp_dim", "shared_expert_gate",
+    "apply_router_weight_on_input",
 )  # fmt: skip
 _USUAL: JsonObject = {"beta_fast": 32, "beta_slow": 1, "truncate": True, "offset": 0, "layers": "all"}
 """Entries of a rope_scaling or position_temperature that may as well be left out."""

@@ -159,7 +159,8 @@ class RopeByLayerType(Part):
 
 
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
-_KINDS = {_LOCAL: "local", _GLOBAL: "global", "nope": "nope"}
+_CHUNKED = "chunked_attention"
+_KINDS = {_LOCAL: "local", _GLOBAL: "global", "nope": "nope", _CHUNKED: "chunked"}
 
 
 def _pattern(kinds: Sequence[str]) -> str:
@@ -240,6 +241,53 @@ class LayerTypes(Part):
                 "sliding_window": window, "max_window_layers": first, "layer_types": kinds,
             } | ({} if self._style == "from" else {"use_sliding_window": bool(window)})  # fmt: skip
         return {"sliding_window": window or self._window, "layer_types": kinds}
+
+
+class ChunkedLayers(Part):
+    """Llama 4's layers: rotated ones keep to chunks, and others, every fourth or as `no_rope_layers` says (1: rotated),
+    see everything, with queries that may grow with their positions."""
+
+    def read(self, fields: Fields) -> Keys:
+        """See Part."""
+        layers, every = fields.num_layers, fields.whole("no_rope_layer_interval", 4)
+        rotated = [int((layer + 1) % every != 0) for layer in range(layers)]
+        stated, types = fields.listed("no_rope_layers"), fields.listed("layer_types")
+        if stated and layers:
+            if len(stated) == layers and all(is_whole(each, 0, 1) for each in stated):
+                rotated = stated
+            else:
+                fields.refuse("no_rope_layers", stated, f"is not a list of 1 or 0 for each of the {layers} layers.")
+        if types is not None:
+            fields.check_layer_types(types, layers, 1, (_CHUNKED, _GLOBAL))
+        types = types if types and len(types) == layers else [_CHUNKED if turned else _GLOBAL for turned in rotated]
+        kinds = [kind if turned else "nope" for kind, turned in zip(types, rotated, strict=True)]
+        odd = [layer for layer in range(layers) if types[layer] == _CHUNKED and not rotated[layer]]
+        if odd:
+            fields.refuse("no_rope_layers", rotated, f"cannot be expressed: layer {odd[0]} has chunks, but no rotation.")
+        fields.names |= {"layer_pattern": "layer_types", "chunk_attn_window_size": "attention_chunk_size"}
+        fields.names["position_temperature"] = "attn_scale"
+        chunk = fields.whole("attention_chunk_size", None if fields.is_null("attention_chunk_size") else 8192)
+        tuning = {"scale": fields.take("attn_scale", 0.1), "floor_scale": fields.whole("floor_scale", 8192)}
+        tuning |= {"offset": 1, "layers": "nope"}
+        is_tuned = bool(fields.whole("attn_temperature_tuning", least=0) if is_whole(
+            fields.peek("attn_temperature_tuning", True), 0
+        ) else fields.flag("attn_temperature_tuning", True))  # fmt: skip
+        return {
+            "layer_pattern": _pattern(kinds),
+            "chunk_attn_window_size": chunk if _CHUNKED in kinds else 0,
+            "position_temperature": tuning if is_tuned and "nope" in kinds else {},
+        }
+
+    def write(self, config: ModelConfig) -> JsonObject:
+        """See Part."""
+        kinds, tuning = _layer_kinds(config), config.position_temperature
+        tuned = {} if tuning is None else {"attn_scale": tuning.scale, "floor_scale": tuning.floor_scale}
+        return {
+            "no_rope_layers": [int(kind != "nope") for kind in kinds],
+            "layer_types": [_GLOBAL if kind == "nope" else kind for kind in kinds],
+            "attention_chunk_size": config.chunk_attn_window_size or 8192,
+            "attn_temperature_tuning": tuning is not None,
+        } | tuned
 
 
 class WithoutRotation(Part):
