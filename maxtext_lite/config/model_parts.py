@@ -97,8 +97,8 @@ class RopeScaling(_Part):
                     raise WrongType(f"has {name}=0; it must be above 0.")
         entries: dict[str, Any] = {name: float(value) if _is_real(name) else value for name, value in values.items()}
         entries |= {name: tuple(map(float, entries[name])) for name in _LISTS if name in entries}
-        if kind == "llama3" and not entries["low_freq_factor"] < entries["high_freq_factor"]:
-            raise WrongType("has a low_freq_factor that is not below its high_freq_factor.")
+        if kind == "llama3" and entries["low_freq_factor"] > entries["high_freq_factor"]:
+            raise WrongType("has a low_freq_factor above its high_freq_factor.")
         return cls(**entries)
 
 

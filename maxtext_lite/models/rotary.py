@@ -84,7 +84,8 @@ def _llama3(plain: np.ndarray, scaling: RopeScaling) -> np.ndarray:
     low, high, length = scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_position_embeddings
     assert scaling.factor is not None and low is not None and high is not None and length is not None  # noqa: PT018
     turns = length * plain / (2 * math.pi)
-    kept = np.clip((turns - low) / (high - low), 0, 1)
+    # Without anything between them, as Llama 4 Scout has it, a plane is kept or slowed.
+    kept = np.clip((turns - low) / (high - low), 0, 1) if high > low else (turns >= high).astype(plain.dtype)
     return kept * plain + (1 - kept) * plain / scaling.factor
 
 

@@ -42,7 +42,7 @@ def test_a_mapping_comes_back_from_a_file_a_pickle_and_json(tmp_path):
     ("rope_scaling={rope_type: linear, factor: .nan}", "which is not a finite number"),
     ("rope_scaling={rope_type: yarn, factor: 2, original_max_position_embeddings: 8, truncate: 1}", "has a truncate"),
     ("rope_scaling={rope_type: dynamic, factor: 2, original_max_position_embeddings: 1.5}", "must be an integer"),
-    (f"rope_scaling={LLAMA3.replace('high_freq_factor: 4', 'high_freq_factor: 1')}", "not below its high_freq_factor"),
+    (f"rope_scaling={LLAMA3.replace('low_freq_factor: 1', 'low_freq_factor: 5')}", "low_freq_factor above its high_freq_factor"),
     ("rope_scaling=2", "rope_scaling=2 is not a mapping, as {name: value}. Nearest that works: {}."),
     ("mla={kv_lora_rank: 16}", "lacks q_lora_rank, which latent attention needs"),
     (f"mla={MLA.replace('rope_head_dim: 4', 'rope_head_dim: 3')}", "qk_rope_head_dim that is odd"),
