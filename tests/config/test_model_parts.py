@@ -34,8 +34,8 @@ def test_a_mapping_comes_back_from_a_file_a_pickle_and_json(tmp_path):
 
 @pytest.mark.parametrize(("override", "message"), [
     ("rope_scaling={rope_type: lama3}",
-     "rope_scaling={rope_type: lama3} needs a rope_type: linear, ntk, dynamic, llama3, yarn or longrope. Nearest that works: "
-     "{}."),
+     "rope_scaling={rope_type: lama3} needs a rope_type: linear, ntk, dynamic, llama3, yarn or longrope. Nearest "
+     "that works: {}."),
     ("rope_scaling={rope_type: linear}", "={rope_type: linear} lacks factor, which rope_type=linear needs."),
     ("rope_scaling={rope_type: linear, factr: 2}", "has factr, which rope_type=linear does not"),
     ("rope_scaling={rope_type: linear, factor: 0.5}", "has factor=0.5; it must be at least 1."),

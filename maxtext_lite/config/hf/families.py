@@ -20,6 +20,7 @@ from maxtext_lite.config.hf.parts import (
     SoftCaps,
 )
 from maxtext_lite.config.hf.positions import LayerTypes, RopeByLayerType, RopeFields, WithoutRotation
+from maxtext_lite.config.hf.terms import Inverse, OldGelu, OutBias, PositionScaling, Switch
 
 
 @dataclass(frozen=True)
@@ -42,16 +43,18 @@ _SIZES = Rename(
 _RANGE = Defaulted("initializer_range", "initializer_range", 0.02)
 
 
-def _epsilon(default: float) -> Part:
-    return Defaulted("rms_norm_eps", "normalization_layer_epsilon", default)
+def _epsilon(default: float, name: str = "rms_norm_eps") -> Part:
+    return Defaulted(name, "normalization_layer_epsilon", default)
 
 
 def _tied(default: bool) -> Part:
     return Defaulted("tie_word_embeddings", "logits_via_embedding", default)
 
 
-def _family(architecture: str, *parts: Part, epsilon: float = 1e-6, tied: bool = False) -> Family:
-    return Family(architecture, (_SIZES, _RANGE, _epsilon(epsilon), _tied(tied), *parts))
+def _family(
+    architecture: str, *parts: Part, epsilon: float = 1e-6, tied: bool = False, epsilon_name: str = "rms_norm_eps"
+) -> Family:
+    return Family(architecture, (_SIZES, _RANGE, _epsilon(epsilon, epsilon_name), _tied(tied), *parts))
 
 
 _LLAMA_BIASES = Bias("attention_bias", "all")
@@ -64,10 +67,35 @@ _MLP_BIAS = Defaulted("mlp_bias", "mlp_bias", False)
 _EXPERTS_PER_TOKEN = Rename(num_experts_per_tok="num_experts_per_tok")
 _EXPERT_WIDTH = Rename(moe_intermediate_size="base_moe_mlp_dim")
 _NORMED_HEADS = Fixed(qk_norm="head")
+_PHI3_TYPES = {"su": "longrope", "yarn": "longrope"}
+_MINISTRAL3_SCALING = {
+    "rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16384, "beta_fast": 32.0,
+    "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0,
+}  # fmt: skip
+_APERTUS_SCALING = {
+    "rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}  # fmt: skip
 _GPT_OSS_SCALING = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 4096,
 }  # fmt: skip
+
+
+_PLAIN_MLP = Fixed(gated_mlp=False)
+_SQUARED = Activation("hidden_act", "relu2")
+_LAYER_NORMS = Fixed(normalization="layer_norm")
+_MEAN_NORMS = Fixed(normalization="layer_norm_no_bias", parallel_block="one_norm")
+_LOGIT_SCALE = Defaulted("logit_scale", "logits_multiplier", 0.0625)
+_PARALLEL = ("use_parallel_residual", "parallel_block")
+
+
+def _use_bias(default: bool) -> Part:
+    return Switch("use_bias", "attention_bias", "all", "none", default=default, mlp_bias=(True, False))
+
+
+def _layer_normed(architecture: str, *parts: Part, tied: bool = False, epsilon_name: str = "layer_norm_eps") -> Family:
+    return _family(architecture, *parts, epsilon=1e-5, tied=tied, epsilon_name=epsilon_name)
 
 
 def _deepseek(architecture: str, *parts: Part) -> Family:
@@ -117,7 +145,7 @@ FAMILIES: Mapping[str, Family] = {
         _NOT_BIDIRECTIONAL, tied=True,
     ),
     "phi3": _family(
-        "Phi3ForCausalLM", Heads(), _SILU, RopeFields(10_000.0, partial=True),
+        "Phi3ForCausalLM", Heads(), _SILU, RopeFields(10_000.0, partial=1.0, original=4096, types=_PHI3_TYPES),
         LayerTypes("window", 0), epsilon=1e-5,
     ),
     "smollm3": _family(
@@ -134,7 +162,7 @@ FAMILIES: Mapping[str, Family] = {
         Defaulted("layer_norm_epsilon", "normalization_layer_epsilon", 1e-5), _RANGE, _tied(True),
         Activation("activation_function", "gelu_new"),
         Fixed(normalization="layer_norm", gated_mlp=False, mlp_bias=True, attention_bias="all"),
-        Only("scale_attn_weights", True), Only("scale_attn_by_inverse_layer_idx", False),
+        Only("scale_attn_weights", True), Defaulted("scale_attn_by_inverse_layer_idx", "inverse_layer_scaling", False),
         Only("reorder_and_upcast_attn", False),
     )),
     "mixtral": _family(
@@ -172,6 +200,101 @@ FAMILIES: Mapping[str, Family] = {
         Defaulted("n_shared_experts", "shared_experts", 1),
         Defaulted("first_k_dense_replace", "first_num_dense_layers", 3),
         Defaulted("n_group", "n_routing_groups", 8), Defaulted("topk_group", "topk_routing_group", 4),
+    ),
+    "gemma": _family(
+        "GemmaForCausalLM", Heads(kv_heads=16, head_dim=256), OldGelu(), _LLAMA_BIASES, RopeFields(10_000.0),
+        Fixed(normalization="rms_norm_plus_one", scale_embeddings=True), _NOT_BIDIRECTIONAL, tied=True,
+    ),
+    "ministral": _family(
+        "MinistralForCausalLM", Heads(kv_heads=8), _SILU, RopeFields(10_000.0), LayerTypes("window by layer", 4096)
+    ),
+    "ministral3": _family(
+        "Ministral3ForCausalLM", Heads(kv_heads=8, head_dim=128), _SILU,
+        PositionScaling(RopeFields(1_000_000.0, scaling=_MINISTRAL3_SCALING)), LayerTypes("window", 0), epsilon=1e-5,
+    ),
+    "olmo": Family("OlmoForCausalLM", (
+        _SIZES, _RANGE, _tied(False), Heads(), _SILU, _LLAMA_BIASES, RopeFields(10_000.0),
+        Defaulted("clip_qkv", "clip_qkv", 0.0),
+        Fixed(normalization="layer_norm_plain", normalization_layer_epsilon=1e-5),
+    )),
+    "olmo3": _family(
+        "Olmo3ForCausalLM", Heads(), _SILU, _LLAMA_BIASES, LayerTypes("fixed fourth", 4096),
+        RopeByLayerType(500_000.0, 500_000.0, has_field=False),
+        Fixed(norm_placement="post", qk_norm="all_heads"), epsilon=1e-5,
+    ),
+    "granite": _family(
+        "GraniteForCausalLM", Heads(), _SILU, _LLAMA_BIASES, _MLP_BIAS, RopeFields(10_000.0),
+        Defaulted("embedding_multiplier", "embedding_multiplier", 1.0),
+        Defaulted("residual_multiplier", "residual_multiplier", 1.0),
+        Inverse("logits_scaling", "logits_multiplier", 1.0),
+        Inverse("attention_multiplier", "query_pre_attn_scalar", 1.0, power=-2),
+    ),
+    "glm": _family(
+        "GlmForCausalLM", Heads(kv_heads=2, head_dim=128), _SILU, Bias("attention_bias", "qkv", default=True),
+        RopeFields(10_000.0, partial=0.5), epsilon=1.5625e-07,
+    ),
+    "glm4": _family(
+        "Glm4ForCausalLM", Heads(kv_heads=2, head_dim=128), _SILU, Bias("attention_bias", "qkv", default=True),
+        RopeFields(10_000.0, partial=0.5), Fixed(norm_placement="both"), epsilon=1.5625e-07,
+    ),
+    "cohere": _layer_normed(
+        "CohereForCausalLM", Heads(), _SILU, _LLAMA_BIASES, _MEAN_NORMS, _LOGIT_SCALE, RopeFields(500_000.0),
+        Switch("use_qk_norm", "qk_norm", "each_head", "none"), tied=True,
+    ),
+    "cohere2": _layer_normed(
+        "Cohere2ForCausalLM", Heads(), _SILU, _LLAMA_BIASES, _MEAN_NORMS, _LOGIT_SCALE, RopeFields(10_000.0),
+        LayerTypes("fourth", 4096, rotated=False), tied=True,
+    ),
+    "phi": _layer_normed(
+        "PhiForCausalLM", Heads(), Activation("hidden_act", "gelu_new"), _LAYER_NORMS, _PLAIN_MLP,
+        Fixed(attention_bias="all", mlp_bias=True, logits_bias=True, parallel_block="one_norm"),
+        Switch("qk_layernorm", "qk_norm", "head", "none"), RopeFields(10_000.0, partial=0.5),
+    ),
+    "starcoder2": _layer_normed(
+        "Starcoder2ForCausalLM", Heads(kv_heads=2), Activation("hidden_act", "gelu_pytorch_tanh"), _LAYER_NORMS,
+        _PLAIN_MLP, _use_bias(True), RopeFields(10_000.0), LayerTypes("window", 0),
+        tied=True, epsilon_name="norm_epsilon",
+    ),
+    "stablelm": _layer_normed(
+        "StableLmForCausalLM", Heads(kv_heads=32), _SILU, _LAYER_NORMS, Bias("use_qkv_bias", "qkv"),
+        Switch("qk_layernorm", "qk_norm", "each_head", "none"), Switch(*_PARALLEL, "one_norm", "none"),
+        RopeFields(10_000.0, partial=0.25),
+    ),
+    "gpt_neox": _layer_normed(
+        "GPTNeoXForCausalLM", Heads(), Activation("hidden_act", "gelu"), _LAYER_NORMS, _PLAIN_MLP,
+        Fixed(mlp_bias=True), Bias("attention_bias", "all", default=True),
+        Switch(*_PARALLEL, "two_norms", "none", default=True),
+        RopeFields(10_000.0, partial=0.25, names=("rotary_emb_base", "rotary_pct")),
+    ),
+    "nemotron": _layer_normed(
+        "NemotronForCausalLM", Heads(), _SQUARED, _PLAIN_MLP, _LLAMA_BIASES, _MLP_BIAS,
+        Fixed(normalization="layer_norm_plus_one"), RopeFields(10_000.0, partial=0.5), epsilon_name="norm_eps",
+    ),
+    "ernie4_5": _family(
+        "Ernie4_5ForCausalLM", Heads(kv_heads=2, head_dim=128), _SILU, _use_bias(False), RopeFields(500_000.0),
+        epsilon=1e-5, tied=True,
+    ),
+    "seed_oss": _family(
+        "SeedOssForCausalLM", Heads(kv_heads=8, head_dim=128), _SILU, OutBias(), _MLP_BIAS, RopeFields(10_000.0)
+    ),
+    "hunyuan_v1_dense": _family(
+        "HunYuanDenseV1ForCausalLM", Heads(), _SILU, _LLAMA_BIASES, Fixed(qk_norm="head_after_rope"),
+        RopeFields(10_000.0), Only("use_qk_norm", True), epsilon=1e-5,
+    ),
+    "exaone4": _family(
+        "Exaone4ForCausalLM", Heads(kv_heads=32), _SILU, _NORMED_HEADS, Fixed(norm_placement="post"),
+        RopeFields(10_000.0), LayerTypes("fourth", 4096, rotated=False), epsilon=1e-5,
+    ),
+    "apertus": _family(
+        "ApertusForCausalLM", Heads(), Activation("hidden_act", "xielu"), _PLAIN_MLP, _LLAMA_BIASES, _NORMED_HEADS,
+        RopeFields(12_000_000.0, scaling=_APERTUS_SCALING), epsilon=1e-5,
+    ),
+    "arcee": _family(
+        "ArceeForCausalLM", Heads(), _SQUARED, _PLAIN_MLP, _LLAMA_BIASES, _MLP_BIAS, RopeFields(10_000.0), epsilon=1e-5
+    ),
+    "helium": _family(
+        "HeliumForCausalLM", Heads(kv_heads=20, head_dim=128), _SILU, Bias("attention_bias", "qkv"), _MLP_BIAS,
+        RopeFields(100_000.0), epsilon=1e-8,
     ),
 }  # fmt: skip
 """What can be read and written, by model_type. Where two would do for a model, the first is written."""

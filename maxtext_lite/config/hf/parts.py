@@ -190,7 +190,8 @@ class LearnedPositions(Part):
 
 
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh",
-                "gelu_new": "gelu_tanh"}  # fmt: skip
+                "gelu_new": "gelu_tanh", "gelu_python": "gelu", "gelu_fast": "gelu_tanh", "gelu_accurate": "gelu_tanh",
+                "gelu_python_tanh": "gelu_tanh", "relu": "relu", "relu2": "relu_squared", "xielu": "xielu"}  # fmt: skip
 
 
 class Activation(Part):
@@ -204,6 +205,7 @@ class Activation(Part):
         value = fields.take(self._name, self._default)
         if self._name == "hidden_activation":
             fields.drop(["hidden_act"])
+        fields.names["mlp_activation"] = self._name
         if value not in list(_ACTIVATIONS):
             fields.refuse(self._name, value, f"is none of {any_of(list(_ACTIVATIONS))}.")
             value = self._default
