@@ -94,6 +94,7 @@ class ModelShape:
       sinks: each query head has a learned score that takes its share of the softmax and gives nothing.
       latent: widths of latent attention; None: ordinary attention.
       num_positions: rows of the table of learned positions; 0: rotation.
+      rotary_dim: dims of a head that are rotated; None: all.
       tied: the output projection is the embedding table.
       logits_bias: a bias is added to the logits.
       experts: in place of each layer's mlp; None: the mlp.
@@ -120,6 +121,7 @@ class ModelShape:
     sinks: bool = False
     latent: Mla | None = None
     num_positions: int = 0
+    rotary_dim: int | None = None
     tied: bool = False
     logits_bias: bool = False
     experts: ExpertSizes | None = None
@@ -176,8 +178,8 @@ class ModelShape:
         sizes = {
             "V": self.vocab_size, "D": self.emb_dim, "T": self.num_positions, "N": self.num_query_heads,
             "K": self.num_kv_heads, "H": self.head_dim, "F": self.mlp_dim, "W": self.value_dim,
-            "E": experts.num_experts, "I": experts.mlp_dim, "S": experts.shared_width, "U": 1,
-            "O": self.head_dim,
+            "E": experts.num_experts, "I": experts.mlp_dim, "S": experts.shared_width,
+            "U": 1, "O": self.head_dim if self.rotary_dim is None else self.rotary_dim,
         }  # fmt: skip
         if (mla := self.latent) is not None:
             sizes |= {"Q": mla.q_lora_rank, "R": mla.kv_lora_rank, "P": mla.qk_nope_head_dim, "O": mla.qk_rope_head_dim}
@@ -221,6 +223,7 @@ def model_shape(config: ModelConfig) -> ModelShape:
         sinks=config.attention_sinks,
         latent=config.mla,
         num_positions=config.trainable_position_size,
+        rotary_dim=config.rotary_dim,
         tied=config.logits_via_embedding,
         logits_bias=config.logits_bias,
         experts=None if config.num_experts == 1 else experts,

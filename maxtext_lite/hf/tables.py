@@ -1,5 +1,6 @@
 """The tensor names of each family of Hugging Face models."""
 
+import dataclasses
 from collections.abc import Mapping
 
 from maxtext_lite.hf.names import Name, Table
@@ -176,10 +177,102 @@ _GPT2 = Table(
     passed_over=r"transformer\.h\.\d+\.attn\.(masked_)?bias",
 )  # fmt: skip
 
+
+def _pairs(*names: Name) -> tuple[Name, ...]:
+    """Lines of which queries' and keys' rotated dims lie as pairs."""
+    turned = ("attention/query", "attention/key")
+    return tuple(dataclasses.replace(name, pairs="H") if name.ours[0].startswith(turned) else name for name in names)
+
+
+def _normed(names: Mapping[str, str], prefix: str = _LAYER) -> tuple[Name, ...]:
+    """Scales and biases of norms."""
+    return tuple(
+        Name((f"{ours}/{part}",), f"{prefix}{theirs}.{kind}")
+        for ours, theirs in names.items()
+        for part, kind in (("scale", "weight"), ("bias", "bias"))
+    )
+
+
+_ENDS = _names("", {"embedding/table": "model.embed_tokens.weight", "head/projection": "lm_head.weight"})
+_BLOCK_NORMS = _normed({"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"})
+_GATE_UP = Name(("mlp/gate", "mlp/up"), _LAYER + "mlp.gate_up_proj.weight", parts=("F", "F"))
+_GLM = _NORMS + _pairs(*_ATTENTION) + _DOWN + (_GATE_UP,)
+_GLM4_NORMS = _names(_LAYER, {
+    "attention_post_norm/scale": "post_self_attn_layernorm.weight",
+    "mlp_post_norm/scale": "post_mlp_layernorm.weight",
+})  # fmt: skip
+
+
+def _fully_connected(up: str, down: str, prefix: str = _LAYER) -> tuple[Name, ...]:
+    parts = {"mlp/up": f"mlp.{up}.weight", "mlp/up_bias": f"mlp.{up}.bias",
+             "mlp/down": f"mlp.{down}.weight", "mlp/down_bias": f"mlp.{down}.bias"}  # fmt: skip
+    return _names(prefix, parts)
+
+
+_FINAL_NORM = _normed({"final_norm": "model.norm"}, "")
+_PHI = Table(
+    "model.",
+    _ENDS + _names("", {"head/bias": "lm_head.bias"}) + _normed({"final_norm": "model.final_layernorm"}, ""),
+    tuple(dataclasses.replace(name, theirs=name.theirs.replace("o_proj", "dense")) for name in _ATTENTION)
+    + _normed({
+        "attention_norm": "input_layernorm", "attention/query_norm": "self_attn.q_layernorm",
+        "attention/key_norm": "self_attn.k_layernorm",
+    })
+    + _fully_connected("fc1", "fc2"),
+)  # fmt: skip
+_STARCODER2 = Table("model.", _ENDS + _FINAL_NORM, _BLOCK_NORMS + _ATTENTION + _fully_connected("c_fc", "c_proj"))
+_STABLELM = Table("model.", _ENDS + _FINAL_NORM, _BLOCK_NORMS + _ATTENTION + _MLP + _names(_LAYER, {
+    "attention/query_norm/scale": "self_attn.q_layernorm.norms.{expert}.weight",
+    "attention/key_norm/scale": "self_attn.k_layernorm.norms.{expert}.weight",
+}))  # fmt: skip
+_NEOX_LAYER = "gpt_neox.layers.{layer}."
+_GPT_NEOX = Table(
+    "gpt_neox.",
+    _names("", {"embedding/table": "gpt_neox.embed_in.weight", "head/projection": "embed_out.weight"})
+    + _normed({"final_norm": "gpt_neox.final_layer_norm"}, ""),
+    _normed({"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}, _NEOX_LAYER)
+    + _names(_NEOX_LAYER, {"attention/out": "attention.dense.weight", "attention/out_bias": "attention.dense.bias"})
+    + _fully_connected("dense_h_to_4h", "dense_4h_to_h", _NEOX_LAYER)
+    + (
+        Name(_QUERY_KEY_VALUE, _NEOX_LAYER + "attention.query_key_value.weight", "(N Z H) D", ("1", "1", "1")),
+        Name(
+            tuple(f"{path}_bias" for path in _QUERY_KEY_VALUE), _NEOX_LAYER + "attention.query_key_value.bias",
+            "(N Z H)", ("1", "1", "1"),
+        ),
+    ),
+    passed_over=r"gpt_neox\.layers\.\d+\.attention\.(masked_bias|bias|rotary_emb\.inv_freq)",
+)  # fmt: skip
+_APERTUS = Table(
+    "model.",
+    _ROOT,
+    _ATTENTION + _HEAD_NORMS + _MLP + _names(_LAYER, {
+        "attention_norm/scale": "attention_layernorm.weight", "mlp_norm/scale": "feedforward_layernorm.weight",
+        "mlp/alpha_p": "mlp.act_fn.alpha_p", "mlp/alpha_n": "mlp.act_fn.alpha_n",
+    }),
+    passed_over=r"model\.layers\.\d+\.mlp\.act_fn\.(beta|eps)",
+)  # fmt: skip
+_HUNYUAN_NORMS = _names(_LAYER, {
+    "attention/query_norm/scale": "self_attn.query_layernorm.weight",
+    "attention/key_norm/scale": "self_attn.key_layernorm.weight",
+})  # fmt: skip
+_EACH_HEAD = (
+    Name(("attention/query_norm/scale",), _LAYER + "self_attn.q_norm.weight", "N H"),
+    Name(("attention/key_norm/scale",), _LAYER + "self_attn.k_norm.weight", "K H"),
+)
+_INTERLEAVED = Table("model.", _ROOT, _NORMS + _pairs(*_ATTENTION) + _MLP)
+
 TABLES: Mapping[str, Table] = {
     "llama": _LLAMA, "mistral": _LLAMA, "qwen2": _LLAMA, "smollm3": _LLAMA, "qwen3": _QWEN3, "gemma2": _GEMMA2,
     "gemma3_text": _GEMMA3, "olmo2": _OLMO2, "phi3": _PHI3, "gpt2": _GPT2, "mixtral": _MIXTRAL,
     "qwen3_moe": _QWEN3_MOE, "gpt_oss": _GPT_OSS, "deepseek_v2": _DEEPSEEK, "deepseek_v3": _DEEPSEEK,
+    "gemma": _LLAMA, "ministral": _LLAMA, "ministral3": _LLAMA, "olmo": _LLAMA, "olmo3": _OLMO2, "granite": _LLAMA,
+    "glm": Table("model.", _ROOT, _GLM), "glm4": Table("model.", _ROOT, _GLM + _GLM4_NORMS),
+    "cohere": Table("model.", _ROOT, _NORMS + _pairs(*_ATTENTION, *_EACH_HEAD) + _MLP), "cohere2": _INTERLEAVED,
+    "phi": _PHI, "starcoder2": _STARCODER2, "stablelm": _STABLELM, "gpt_neox": _GPT_NEOX,
+    "nemotron": Table("model.", _ENDS + _FINAL_NORM, _BLOCK_NORMS + _ATTENTION + _MLP), "ernie4_5": _INTERLEAVED,
+    "seed_oss": _LLAMA, "hunyuan_v1_dense": Table("model.", _ROOT, _NORMS + _ATTENTION + _HUNYUAN_NORMS + _MLP),
+    "exaone4": Table("model.", _ROOT, _POST_NORMS + _ATTENTION + _HEAD_NORMS + _MLP), "apertus": _APERTUS,
+    "arcee": _LLAMA, "helium": _INTERLEAVED,
     "qwen2_moe": _QWEN2_MOE, "glm4_moe": _GLM4_MOE, "dots1": _GLM4_MOE, "solar_open": _GLM4_MOE,
     "minimax_m2": _MINIMAX_M2, "ernie4_5_moe": _ERNIE4_5_MOE, "olmoe": _QWEN3_MOE, "flex_olmo": _FLEX_OLMO,
     "hunyuan_v1_moe": _HUNYUAN_MOE, "llama4_text": _LLAMA4,

@@ -34,7 +34,6 @@ class DecoderShape(ModelShape):
       clip_qkv: c: queries, keys and values are clipped to -c ... c; 0: they are not.
       residual_multiplier: of what attention and mlp add to the stream.
       logits_multiplier: of logits, before their soft cap.
-      rotary_dim: dims of a head that are rotated; None: all.
       rope_local_max_timescale: base of local layers, which `rope_scaling` then leaves alone; 0: as the others.
       scaled_embeddings: embeddings are multiplied by the root of emb_dim.
       embedding_multiplier: embeddings are multiplied by this.
@@ -64,7 +63,6 @@ class DecoderShape(ModelShape):
     rope_max_timescale: float = 10_000.0
     rope_local_max_timescale: float = 0.0
     rope_scaling: RopeScaling | None = None
-    rotary_dim: int | None = None
     scaled_embeddings: bool = False
     embedding_multiplier: float = 1.0
     final_soft_cap: float = 0.0

@@ -190,7 +190,6 @@ def decoder_shape(config: Config) -> DecoderShape:
         rope_max_timescale=config.rope_max_timescale,
         rope_local_max_timescale=config.rope_local_max_timescale,
         rope_scaling=config.rope_scaling,
-        rotary_dim=config.rotary_dim,
         scaled_embeddings=config.scale_embeddings,
         embedding_multiplier=config.embedding_multiplier,
         final_soft_cap=config.final_logits_soft_cap,

@@ -37,9 +37,10 @@ WITHOUT_EFFECT = frozenset({
     "_name_or_path", "architectures", "finetuning_task", "model_type", "name", "prefix", "tokenizer_class",
     "transformers.js_config", "transformers_version",
     "transformers_weights", "unsloth_fixed", "unsloth_version", "is_llama_config",
+    "eod_token_id", "pad_id", "org_vocab_size",
     # tokens, and how text is drawn from the model
     "bad_words_ids", "begin_suppress_tokens", "bos_token_id", "decoder_start_token_id", "diversity_penalty",
-    "do_sample", "early_stopping", "encoder_no_repeat_ngram_size", "eod_token_id", "eos_token_id", "exponential_decay_length_penalty",
+    "do_sample", "early_stopping", "encoder_no_repeat_ngram_size", "eos_token_id", "exponential_decay_length_penalty",
     "forced_bos_token_id", "forced_eos_token_id", "length_penalty", "max_length", "min_length",
     "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences", "output_scores", "pad_token_id",
     "remove_invalid_values", "repetition_penalty", "return_dict_in_generate", "sep_token_id", "suppress_tokens",
@@ -55,7 +56,8 @@ WITHOUT_EFFECT = frozenset({
     "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj", "task_specific_params",
     "tie_encoder_decoder", "cross_attention_hidden_size", "num_nextn_predict_layers",
     # of training only: dropout, and the losses of routers
-    "attention_dropout", "attn_pdrop", "aux_loss_alpha", "classifier_dropout", "embd_pdrop", "resid_pdrop",
+    "attention_dropout", "hidden_dropout", "residual_dropout", "embedding_dropout",
+    "attn_pdrop", "aux_loss_alpha", "classifier_dropout", "embd_pdrop", "resid_pdrop",
     "router_aux_loss_coef", "seq_aux",
 })  # fmt: skip
 """Fields that leave the logits of a model alone."""
@@ -88,6 +90,14 @@ class Fields:
     def take(self, name: str, default: object = None) -> Any:
         """The field's value, which is then read; `default` where it is not there."""
         return self._left.pop(name, default)
+
+    def take_entry(self, name: str, entry: str, default: object) -> Any:
+        """An entry of a field that is an object, which is then read; `default` where it is not there."""
+        whole = dict(self._left.get(name, {}))
+        value = whole.pop(entry, None)
+        if name in self._left:
+            self._left[name] = whole
+        return default if value is None else value
 
     def peek(self, name: str, default: object) -> Any:
         """The field's value, whether it has been read or not."""

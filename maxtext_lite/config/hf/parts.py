@@ -121,22 +121,6 @@ class Ignored(Part):
         return {}
 
 
-class Optional(Part):
-    """A key that a field has where it is true, and another value where it is false."""
-
-    def __init__(self, name: str, key: str, on: object, off: object, *, default: bool) -> None:
-        self._name, self._key, self._on, self._off, self._default = name, key, on, off, default
-
-    def read(self, fields: Fields) -> Keys:
-        """See Part."""
-        fields.names[self._key] = self._name
-        return {self._key: self._on if fields.flag(self._name, self._default) else self._off}
-
-    def write(self, config: ModelConfig) -> JsonObject:
-        """See Part."""
-        return {self._name: getattr(config, self._key) == self._on}
-
-
 class ExpertGroups(Part):
     """DeepSeek-V2's choice of experts: `greedy` among all of them whatever groups are named, or in the best groups."""
 
@@ -223,7 +207,8 @@ class LearnedPositions(Part):
 
 
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh",
-                "gelu_new": "gelu_tanh"}  # fmt: skip
+                "gelu_new": "gelu_tanh", "gelu_python": "gelu", "gelu_fast": "gelu_tanh", "gelu_accurate": "gelu_tanh",
+                "gelu_python_tanh": "gelu_tanh", "relu": "relu", "relu2": "relu_squared", "xielu": "xielu"}  # fmt: skip
 
 
 class Activation(Part):
@@ -237,6 +222,7 @@ class Activation(Part):
         value = fields.take(self._name, self._default)
         if self._name == "hidden_activation":
             fields.drop(["hidden_act"])
+        fields.names["mlp_activation"] = self._name
         if value not in list(_ACTIVATIONS):
             fields.refuse(self._name, value, f"is none of {any_of(list(_ACTIVATIONS))}.")
             value = self._default

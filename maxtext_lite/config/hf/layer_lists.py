@@ -1,9 +1,10 @@
-"""The parts of config.json that say which layers have experts."""
+"""The parts of config.json that say which layers have experts, and which keep to chunks."""
 
 from collections.abc import Sequence
 
-from maxtext_lite.config.hf.fields import Fields, JsonObject, Keys
+from maxtext_lite.config.hf.fields import Fields, JsonObject, Keys, is_whole
 from maxtext_lite.config.hf.parts import Part
+from maxtext_lite.config.hf.positions import CHUNKED, GLOBAL, layer_kinds, pattern_of
 from maxtext_lite.config.schema import ModelConfig
 
 
@@ -100,3 +101,52 @@ class InterleavedStep(Part):
         """See Part."""
         numbers = [layer for layer, has in enumerate(layers_with_experts(config)) if has]
         return {"interleave_moe_layer_step": 1, "moe_layers": numbers}
+
+
+class ChunkedLayers(Part):
+    """Llama 4's layers: rotated ones keep to chunks, and others, every fourth or as `no_rope_layers` says (1: rotated),
+    see everything, with queries that may grow with their positions."""
+
+    def read(self, fields: Fields) -> Keys:
+        """See Part."""
+        layers, every = fields.num_layers, fields.whole("no_rope_layer_interval", 4)
+        rotated = [int((layer + 1) % every != 0) for layer in range(layers)]
+        stated, types = fields.listed("no_rope_layers"), fields.listed("layer_types")
+        if stated and layers:
+            if len(stated) == layers and all(is_whole(each, 0, 1) for each in stated):
+                rotated = stated
+            else:
+                fields.refuse("no_rope_layers", stated, f"is not a list of 1 or 0 for each of the {layers} layers.")
+        if types is not None:
+            fields.check_layer_types(types, layers, 1, (CHUNKED, GLOBAL))
+        types = types if types and len(types) == layers else [CHUNKED if turned else GLOBAL for turned in rotated]
+        kinds = [kind if turned else "nope" for kind, turned in zip(types, rotated, strict=True)]
+        odd = [layer for layer in range(layers) if types[layer] == CHUNKED and not rotated[layer]]
+        if odd:
+            fields.refuse(
+                "no_rope_layers", rotated, f"cannot be expressed: layer {odd[0]} has chunks, but no rotation."
+            )
+        fields.names |= {"layer_pattern": "layer_types", "chunk_attn_window_size": "attention_chunk_size"}
+        fields.names["position_temperature"] = "attn_scale"
+        chunk = fields.whole("attention_chunk_size", None if fields.is_null("attention_chunk_size") else 8192)
+        tuning = {"scale": fields.take("attn_scale", 0.1), "floor_scale": fields.whole("floor_scale", 8192)}
+        tuning |= {"offset": 1, "layers": "nope"}
+        is_tuned = bool(fields.whole("attn_temperature_tuning", least=0) if is_whole(
+            fields.peek("attn_temperature_tuning", True), 0
+        ) else fields.flag("attn_temperature_tuning", True))  # fmt: skip
+        return {
+            "layer_pattern": pattern_of(kinds),
+            "chunk_attn_window_size": chunk if CHUNKED in kinds else 0,
+            "position_temperature": tuning if is_tuned and "nope" in kinds else {},
+        }
+
+    def write(self, config: ModelConfig) -> JsonObject:
+        """See Part."""
+        kinds, tuning = layer_kinds(config), config.position_temperature
+        tuned = {} if tuning is None else {"attn_scale": tuning.scale, "floor_scale": tuning.floor_scale}
+        return {
+            "no_rope_layers": [int(kind != "nope") for kind in kinds],
+            "layer_types": [GLOBAL if kind == "nope" else kind for kind in kinds],
+            "attention_chunk_size": config.chunk_attn_window_size or 8192,
+            "attn_temperature_tuning": tuning is not None,
+        } | tuned
