@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import tokenizers
 
+from tests.hf_variants import VARIANTS
+
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
@@ -69,16 +71,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 @functools.cache
 def model(name: str) -> Any:
     """A model all of whose parameters are random, biases and norms included."""
-    kind, more = MODELS[name]
+    kind, more = (MODELS | VARIANTS)[name]
     config_class = getattr(transformers, f"{kind}Config")
     sizes = {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 1,
              "eos_token_id": 2} if kind == "GPT2" else _SIZES  # fmt: skip
+    sizes = sizes | {"num_hidden_layers": 2} if name in VARIANTS else sizes
     config = config_class(**{**sizes, **more})
     torch.manual_seed(0)
     made = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     values = torch.Generator().manual_seed(0)
     for path, parameter in [*made.named_parameters(), *made.named_buffers()]:
-        if "inv_freq" not in path and "embed_scale" not in path:
+        if not path.endswith(("inv_freq", "embed_scale", ".beta", ".eps")):
             width = 0.3 if parameter.ndim < 2 else 0.15
             parameter.data.add_(width * torch.randn(parameter.shape, generator=values))
     return made
@@ -98,7 +101,12 @@ def save(name: str, directory: Path, *, old: bool = False, **changed: Any) -> Pa
 def _old(fields: dict[str, Any]) -> dict[str, Any]:
     rope = fields.pop("rope_parameters", None)
     fields["torch_dtype"] = fields.pop("dtype")
-    types = fields.pop("layer_types", None)
+    types = fields.pop("layer_types", None) if fields["model_type"] in ("gemma2", "gemma3_text", "qwen2") else None
+    if fields["model_type"] == "olmo3":
+        rope = rope["full_attention"]
+    if fields["model_type"] == "gpt_neox":
+        fields["rotary_emb_base"], fields["rotary_pct"] = rope["rope_theta"], rope["partial_rotary_factor"]
+        return fields
     if fields["model_type"] == "gemma3_text":
         del fields["_sliding_window_pattern"]
         assert types == ["sliding_attention", "full_attention", "sliding_attention"]

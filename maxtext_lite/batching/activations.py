@@ -42,7 +42,9 @@ def activation_lines(
     piece = tokens // num_pipeline_microbatches
     stages, first = mesh["stage"], config.first_num_dense_layers
     layers = (config.base_num_decoder_layers - first) // stages
-    kept = _kept_bytes(config, mesh, piece)
+    of_experts, dense = _kept_bytes(config, mesh, piece), _kept_bytes(_without_experts(config), mesh, piece)
+    share = _dense_share(config)
+    kept = int((1 - share) * of_experts + share * dense)
     yield _line("kept of first layers", tokens * kept * first, "as below, on every stage")
     if schedule == "1f1b":
         whole = piece * kept * layers
@@ -66,6 +68,19 @@ def activation_lines(
     yield from _in_use(config, mesh, piece, accelerator)
 
 
+def _dense_share(config: Config) -> Fraction:
+    """Of the layers after the first dense ones, the share that has no experts: 0, where the pattern does not mix."""
+    kinds, layers = config.mlp_kinds, config.base_num_decoder_layers
+    if config.num_experts == 1:
+        return Fraction(0)
+    return Fraction(sum(kinds[layer % len(kinds)] == "dense" for layer in range(layers)), layers)
+
+
+def _without_experts(config: Config) -> Config:
+    """What the layers are that have an mlp in the place of experts."""
+    return config.model_copy(update={"num_experts": 1}) if _dense_share(config) else config
+
+
 def _repeats_and_ticks(config: Config, stages: int, num_pipeline_microbatches: int) -> tuple[int, int]:
     """Of gpipe, how often a micro-batch goes round the stages, and how often all of them run for it."""
     repeats = config.num_stacked_layers // (stages * config.num_layers_per_pipeline_stage) if stages > 1 else 1
@@ -85,7 +100,9 @@ def offloaded_activations(
         return 0
     piece, stages = tokens_of_device(config, mesh, micro_batch_slots) // num_pipeline_microbatches, mesh["stage"]
     sizes = tensor_bytes(config, mesh, piece)
-    of_stage = sum(sizes[name] for name in remat.offloaded) * config.base_num_decoder_layers // stages
+    dense, share = tensor_bytes(_without_experts(config), mesh, piece), _dense_share(config)
+    of_layer = sum((1 - share) * sizes[name] + share * dense[name] for name in remat.offloaded)
+    of_stage = int(of_layer * config.base_num_decoder_layers / stages)
     if config.pipeline_schedule == "1f1b":
         return piece * of_stage
     repeats, ticks = _repeats_and_ticks(config, stages, num_pipeline_microbatches)
@@ -168,7 +185,8 @@ def _in_use(config: Config, mesh: Mapping[str, int], piece: int, accelerator: Ac
     of_attention += piece * width * (heads * (head_dim + value_dim) + kv_heads * (head_dim + value_dim))
     yield _line("attention of a layer", of_attention, "gradients, and what its kernel holds", ("attention",))
     why = "projections or rows, hidden values and their gradients"
-    yield _line("mlp of a layer", _mlp_bytes(config, mesh, piece), why, ("mlp",))
+    of_mlp = max(_mlp_bytes(each, mesh, piece) for each in (config, _without_experts(config)))
+    yield _line("mlp of a layer", of_mlp, why, ("mlp",))
     yield from _gathered(config, mesh)
 
 
@@ -189,7 +207,7 @@ def _mlp_bytes(config: Config, mesh: Mapping[str, int], tokens: int) -> int:
     of_width = products * 4 + 3 * width if config.capacity_factor == -1 else 6 * width  # with a capacity, as an mlp
     of_rows = rows * (2 * config.base_emb_dim * width + of_width * config.moe_mlp_dim // tensor)
     router = 4 * tokens * config.base_emb_dim
-    return int(of_rows + crossing) + router + dense * config.shared_experts * config.moe_mlp_dim // tensor
+    return int(of_rows + crossing) + router + dense * config.shared_mlp_dim // tensor
 
 
 def _gathered(config: Config, mesh: Mapping[str, int]) -> Iterator[MemoryLine]:
@@ -267,4 +285,4 @@ def _mlp_width(config: Config, mesh: Mapping[str, int], tokens: int) -> Fraction
     """Width of the mlps that a token goes through, as far as a device has room for them."""
     if config.num_experts == 1:
         return Fraction(config.base_mlp_dim)
-    return (_rows_per_token(config, mesh, tokens) + config.shared_experts) * config.moe_mlp_dim
+    return _rows_per_token(config, mesh, tokens) * config.moe_mlp_dim + config.shared_mlp_dim

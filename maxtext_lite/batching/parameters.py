@@ -74,7 +74,7 @@ def flops_per_example(config: ModelConfig, num_tokens: int) -> float:
 
     6 per matmul weight that a token goes through, of the experts those that it goes to, the output projection among
     them, or 4 where it is frozen and has no gradient of its own; and causal attention's 6 per head, key that is seen,
-    and dim of keys and of values: half of the full square in a global layer, less in a local one.
+    and dim of keys and of values: half of the full square in a global layer, less in a local or chunked one.
     Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
     """
     met = Counter({"matrices": config.base_emb_dim * config.vocab_size})
@@ -85,7 +85,11 @@ def flops_per_example(config: ModelConfig, num_tokens: int) -> float:
     kinds = [config.pattern[layer % len(config.pattern)] for layer in range(layers)]
     window = min(config.sliding_window_size, num_tokens)
     local_keys = window * (1 - window / (2 * num_tokens))
-    keys = sum(local_keys if kind == "local" else num_tokens / 2 for kind in kinds)
+    chunk = min(config.chunk_attn_window_size, num_tokens) or num_tokens
+    whole, rest = divmod(num_tokens, chunk)
+    chunk_keys = (whole * chunk**2 + rest**2) / (2 * num_tokens)
+    seen = {"local": local_keys, "local_nope": local_keys, "chunked": chunk_keys}
+    keys = sum(seen.get(kind, num_tokens / 2) for kind in kinds)
     attention = 6 * config.base_num_query_heads * (config.head_dim + config.value_dim) * keys
     return float(num_tokens) * (of_weights + attention)
 
@@ -95,7 +99,8 @@ def _weights(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[tuple[str
     assert mesh.keys() <= {*MESH_AXES}, f"{mesh} has axes that no mesh has"
     shape, adapted = model_shape(config), adapted_weights(config)
     for stack, (count, table) in stacks_of(shape).items():
-        here, normal = (count // num_parts(stack, mesh), "matrices") if stack else (1, "tables")
+        axis = stack.partition("/")[0]
+        here, normal = (count // num_parts(axis, mesh), "matrices") if stack else (1, "tables")
         for path, weight in table.items():
             yield normal if weight.is_normal else "norms", here, weight
             if path.rpartition("/")[2] in adapted:

@@ -271,11 +271,14 @@ def _layer_violations(config: Config, num_stages: int) -> list[Violation]:
             f"{repeats * num_stages * at_once} layers, but {named}."
         )
         return [Violation(key, message, (rounds,), rule="layers")]
-    period = len(config.pattern)
-    if at_once % period == 0 or len(set(config.pattern)) == 1:
-        return []
-    message = (
-        f"{key}={at_once} is not a multiple of the {period} layers of "
-        f"layer_pattern={value_text(config.layer_pattern)}, which every pipeline stage has in this order."
-    )
-    return [Violation(key, message, (multiples(key, period, at_once),), rule="layers")]
+    patterns = {"layer_pattern": config.pattern, "mlp_pattern": config.mlp_kinds}
+    for name, pattern in patterns.items():
+        period = len(pattern)
+        if at_once % period and len(set(pattern)) > 1:
+            message = (
+                f"{key}={at_once} is not a multiple of the {period} layers of "
+                f"{name}={value_text(getattr(config, name))}, which every pipeline stage has in this order."
+            )
+            unit = math.lcm(*(len(pattern) for pattern in patterns.values() if len(set(pattern)) > 1))
+            return [Violation(key, message, (multiples(key, unit, at_once),), rule="layers")]
+    return []

@@ -121,7 +121,7 @@ def model_dimensions(config: Config, axis: str) -> dict[str, int]:
     """What a mesh axis splits of the model, by key: of the mlp's width and the experts', those that are used."""
     unused = "base_moe_mlp_dim"
     if config.num_experts > 1 and config.base_moe_mlp_dim != -1:
-        unused = "" if config.first_num_dense_layers else "base_mlp_dim"
+        unused = "" if config.first_num_dense_layers or "dense" in config.mlp_kinds else "base_mlp_dim"
     return {key: int(getattr(config, key)) for key in _SPLIT[axis] if key != unused}
 
 

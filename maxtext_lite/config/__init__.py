@@ -4,7 +4,7 @@ from maxtext_lite.config.adapted import adapted_weights
 from maxtext_lite.config.errors import Refusal, UserError
 from maxtext_lite.config.files import packaged_directory, packaged_file
 from maxtext_lite.config.load import ConfigError, load_config
-from maxtext_lite.config.model_parts import LayerKind, Mla, RopeScaling
+from maxtext_lite.config.model_parts import LayerKind, Mla, MlpKind, PositionTemperature, RopeScaling
 from maxtext_lite.config.remat import Remat, remat_of
 from maxtext_lite.config.resolved import describe, write_resolved
 from maxtext_lite.config.schema import (
@@ -37,9 +37,11 @@ __all__ = [
     "LocalUpdatesConfig",
     "MeshConfig",
     "Mla",
+    "MlpKind",
     "ModelConfig",
     "NumericsConfig",
     "OptimizerConfig",
+    "PositionTemperature",
     "PreferenceConfig",
     "Quantization",
     "RLConfig",

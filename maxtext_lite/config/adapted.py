@@ -12,13 +12,14 @@ ALL_TARGETS = "all"
 
 
 def adaptable_weights(config: ModelConfig) -> tuple[str, ...]:
-    """Names of the weights in a model's layers that may have adapters: all that tokens are multiplied by, but routers.
+    """Names of the weights in a model's layers that may have adapters: all that tokens are multiplied by, but routers and
+    the gate of shared experts.
 
     Their paths in the parameters end in them; those of experts, of shared experts and of dense layers share a name.
     """
     tables = [table for stack, (_, table) in stacks_of(model_shape(config)).items() if stack]
     matrices = [path.rpartition("/")[2] for table in tables for path, weight in table.items() if weight.is_normal]
-    return tuple(dict.fromkeys(name for name in matrices if name != "router"))
+    return tuple(dict.fromkeys(name for name in matrices if name not in ("router", "shared_gate")))
 
 
 def adapted_weights(config: ModelConfig) -> tuple[str, ...]:

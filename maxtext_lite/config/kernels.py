@@ -156,6 +156,7 @@ class Needs:
       soft_cap: of scores; 0: none.
       values_differ: values are not as wide as keys.
       documents: a row may hold several.
+      chunks: layers keep to chunks of documents.
     """
 
     head_dim: int
@@ -164,6 +165,7 @@ class Needs:
     sinks: bool = False
     values_differ: bool = False
     documents: bool = False
+    chunks: bool = False
 
 
 @dataclass(frozen=True)
@@ -199,6 +201,7 @@ def lacking(kernel: str, needs: Needs) -> list[str]:
     most, multiple = facts.most_head_dim, facts.head_dim_multiple
     missing = {
         "several documents in a row": needs.documents and not facts.documents,
+        "chunks, which are documents to a kernel": needs.chunks and not facts.documents,
         "windows": needs.window and not facts.windows,
         f"a soft cap of scores ({needs.soft_cap})": needs.soft_cap and not facts.soft_caps,
         "attention sinks": needs.sinks and not facts.sinks,
@@ -218,7 +221,9 @@ def needs_of(config: Config) -> Needs:
     """What a config's layers and rows ask of a kernel."""
     return Needs(
         head_dim=config.head_dim,
-        window="local" in config.pattern and config.sliding_window_size < config.max_target_length,
+        window=any(kind.startswith("local") for kind in config.pattern)
+        and config.sliding_window_size < config.max_target_length,
+        chunks="chunked" in config.pattern and config.chunk_attn_window_size < config.max_target_length,
         soft_cap=config.attn_logits_soft_cap,
         sinks=config.attention_sinks,
         values_differ=config.value_dim != config.head_dim,

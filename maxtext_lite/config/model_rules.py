@@ -5,7 +5,7 @@ from typing import get_args
 
 from maxtext_lite.config.adapted import unknown_targets
 from maxtext_lite.config.errors import value_text
-from maxtext_lite.config.model_parts import LayerKind
+from maxtext_lite.config.model_parts import LayerKind, MlpKind
 from maxtext_lite.config.schema import Config
 from maxtext_lite.config.violation import Violation, divisors, divisors_of, one_of, unused
 
@@ -51,6 +51,7 @@ def _rotary_share(config: Config) -> Violation | None:
 
 
 _LAYER_KINDS = get_args(LayerKind)
+_MLP_KINDS = get_args(MlpKind)
 
 
 def _layer_pattern(config: Config) -> Violation | None:
@@ -59,15 +60,17 @@ def _layer_pattern(config: Config) -> Violation | None:
         legal = ",".join("global" if kind in unknown else kind for kind in config.pattern)
         message = (
             f"layer_pattern={value_text(config.layer_pattern)} names '{value_text(unknown[0], 40)}', which is none of "
-            "global, local, nope."
+            "global, local, nope, local_nope, chunked."
         )
         return Violation("layer_pattern", message, (legal,))
-    if "nope" in config.pattern and (config.trainable_position_size or config.mla is not None):
+    if any(kind.endswith("nope") for kind in config.pattern) and (
+        config.trainable_position_size or config.mla is not None
+    ):
         return Violation(
             "layer_pattern",
             f"layer_pattern={value_text(config.layer_pattern)} has layers without rotation beside "
             f"{'mla' if config.mla is not None else 'trainable_position_size'}.",
-            (config.layer_pattern.replace("nope", "global"),),
+            (config.layer_pattern.replace("local_nope", "local").replace("nope", "global"),),
         )
     return None
 
@@ -75,7 +78,7 @@ def _layer_pattern(config: Config) -> Violation | None:
 def _window(config: Config) -> Violation | None:
     """A window and layers that have one ask for each other."""
     pattern = f"layer_pattern={value_text(config.layer_pattern)}"
-    if "local" not in config.pattern:
+    if not {"local", "local_nope"} & {*config.pattern}:
         reason = f"has no use with {pattern}"
         window = unused(config, {"sliding_window_size": 0}, reason, {"layer_pattern": "local"})
         return window or unused(config, {"rope_local_max_timescale": 0}, reason)
@@ -83,6 +86,57 @@ def _window(config: Config) -> Violation | None:
         return None
     message = f"sliding_window_size=0 with {pattern}: local layers see no token."
     return Violation("sliding_window_size", message, (config.max_target_length,))
+
+
+def _chunk(config: Config) -> Violation | None:
+    """Chunks and layers that keep to them ask for each other."""
+    size, pattern = config.chunk_attn_window_size, f"layer_pattern={value_text(config.layer_pattern)}"
+    if "chunked" not in config.pattern:
+        reason = f"has no use with {pattern}"
+        return unused(config, {"chunk_attn_window_size": 0}, reason, {"layer_pattern": "chunked"})
+    if size:
+        return None
+    message = f"chunk_attn_window_size=0 with {pattern}: chunked layers see no token."
+    return Violation("chunk_attn_window_size", message, (config.max_target_length,))
+
+
+def _mlp_pattern(config: Config) -> Violation | None:
+    """Which layers have experts: known kinds, both of them among the layers, and nothing that says it another way."""
+    key, kinds, layers = "mlp_pattern", config.mlp_kinds, config.base_num_decoder_layers
+    shown = f"{key}={value_text(config.mlp_pattern)}"
+    unknown = [kind for kind in kinds if kind not in _MLP_KINDS]
+    if unknown:
+        legal = ",".join("moe" if kind in unknown else kind for kind in kinds)
+        return Violation(key, f"{shown} names '{value_text(unknown[0], 40)}', which is none of moe, dense.", (legal,))
+    if config.num_experts == 1 or set(kinds) == {"moe"}:  # which `_experts_that_are_not` knows of
+        return None
+    if "moe" not in kinds[:layers]:
+        message = f"{shown} leaves none of base_num_decoder_layers={layers} for experts."
+        return Violation(key, message, ("moe",))
+    if len({*kinds[:layers]}) == 1:
+        return Violation(key, f"{shown} has no dense layer among base_num_decoder_layers={layers}.", ("moe",))
+    if first := config.first_num_dense_layers:
+        both = ",".join(["dense"] * first + [kinds[layer % len(kinds)] for layer in range(first, layers)])
+        message = f"first_num_dense_layers={first} beside {shown}, which counts all layers."
+        return Violation("first_num_dense_layers", message, (0, {key: both, "first_num_dense_layers": 0}))
+    return None
+
+
+def _shared_expert(config: Config) -> Violation | None:
+    plain = {"base_shared_mlp_dim": -1, "shared_expert_gate": False}
+    reason = "has no use with shared_experts=0, which there is none of"
+    return None if config.shared_experts else unused(config, plain, reason, {"shared_experts": 1})
+
+
+def _shared_width(config: Config) -> Violation | None:
+    width = config.base_shared_mlp_dim
+    return None if width else Violation("base_shared_mlp_dim", "base_shared_mlp_dim=0 is no width.", (-1, 1))
+
+
+def _sparse_mixer(config: Config) -> Violation | None:
+    plain = {"norm_topk_prob": False, "routed_bias": False, "n_routing_groups": 1}
+    reason = "has no place with routed_score_func=sparsemixer, whose choices each have a softmax of their own"
+    return unused(config, plain, reason) if config.routed_score_func == "sparsemixer" else None
 
 
 def _learned_positions(config: Config) -> Violation | None:
@@ -103,11 +157,54 @@ def _learned_positions(config: Config) -> Violation | None:
 def _latent_attention(config: Config) -> Violation | None:
     """What mla has no place for."""
     heads = {"base_num_kv_heads": config.base_num_query_heads}
-    plain = {**heads, "attention_bias": "none", "qk_norm": "none", "attention_sinks": False}
+    plain = {
+        **heads, "attention_bias": "none", "qk_norm": "none", "attention_sinks": False, "clip_qkv": 0,
+        "inverse_layer_scaling": False, "position_temperature": None,
+    }  # fmt: skip
     return unused(config, plain, f"with mla={config.mla}: latent attention has its own") if config.mla else None
 
 
+def _parallel_block(config: Config) -> Violation | None:
+    if config.parallel_block == "none" or config.norm_placement == "pre":
+        return None
+    message = f"parallel_block={config.parallel_block} contradicts norm_placement={config.norm_placement}."
+    return Violation("norm_placement", message, ("pre",))
+
+
+def _longrope(config: Config) -> Violation | None:
+    scaling, planes = config.rope_scaling, config.rotary_dim // 2
+    if scaling is None or scaling.rope_type != "longrope":
+        return None
+    for name in ("short_factor", "long_factor"):
+        if (count := len(getattr(scaling, name))) != planes:
+            message = f"rope_scaling has {count} numbers in {name}, not one for each of {planes} pairs of rotated dims."
+            return Violation("rope_scaling", message, ({},))
+    return None
+
+
+def _temperature(config: Config) -> Violation | None:
+    tuning = config.position_temperature
+    if tuning is None or any(tuning.of(kind) for kind in config.pattern):
+        return None
+    message = f"position_temperature={tuning} has no use with layer_pattern={value_text(config.layer_pattern)}."
+    return Violation("position_temperature", message, ({},))
+
+
+def _inverse_layers(config: Config) -> Violation | None:
+    """A stage of a pipeline does not know the numbers of its layers."""
+    stages = config.ici_pipeline_parallelism * config.dcn_pipeline_parallelism
+    if not config.inverse_layer_scaling or stages == 1:
+        return None
+    key = "ici_pipeline_parallelism" if config.ici_pipeline_parallelism != 1 else "dcn_pipeline_parallelism"
+    message = f"{key}={getattr(config, key)} contradicts inverse_layer_scaling=true: stages do not number their layers."
+    return Violation(key, message, (1,))
+
+
 def _gated_activation(config: Config) -> Violation | None:
+    if config.mlp_activation == "xielu" and config.num_experts > 1:
+        return Violation("mlp_activation", "mlp_activation=xielu has no place in experts.", ("silu",))
+    if config.mlp_activation == "xielu" and config.gated_mlp:
+        return Violation("gated_mlp", "gated_mlp=true with mlp_activation=xielu, which has no gate.", (False,))
     if config.gated_mlp or (config.mlp_activation != "clamped_silu" and config.num_experts == 1):
         return None
     reason = "it clamps the gate too" if config.num_experts == 1 else "experts have gates"
@@ -172,6 +269,8 @@ def _experts_that_are_not(config: Config) -> Violation | None:
         "routed_bias": False,
         "expert_bias": False,
         "first_num_dense_layers": 0,
+        "mlp_pattern": "moe",
+        "apply_router_weight_on_input": False,
         "router_z_loss_multiplier": 0,
     }
     reason = "has no use with num_experts=1, a model without experts"
@@ -184,14 +283,23 @@ MODEL_RULES: tuple[Callable[[Config], Violation | None], ...] = (
     _rotary_share,
     _layer_pattern,
     _window,
+    _chunk,
     _learned_positions,
     _latent_attention,
+    _parallel_block,
+    _longrope,
+    _temperature,
+    _inverse_layers,
     _gated_activation,
     _dense_layers,
+    _mlp_pattern,
     unknown_targets,
     _experts_per_token,
     _routing_groups,
     _chosen_groups,
+    _shared_expert,
+    _shared_width,
+    _sparse_mixer,
     _experts_that_are_not,
 )
 """Every rule about the architecture."""

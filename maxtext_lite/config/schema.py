@@ -33,8 +33,19 @@ from maxtext_lite.config.field_types import (
     Share,
     Text,
 )
-from maxtext_lite.config.model_parts import LayerKind, MlaOrNone, RopeScalingOrNone
+from maxtext_lite.config.model_parts import (
+    LayerKind,
+    MlaOrNone,
+    MlpKind,
+    PositionTemperatureOrNone,
+    RopeScalingOrNone,
+)
 from maxtext_lite.config.rl_sections import PolicyConfig, RewardConfig, RLConfig, RolloutConfig, TaskConfig
+
+Normalization = Literal[
+    "rms_norm", "rms_norm_plus_one", "layer_norm", "layer_norm_plus_one", "layer_norm_no_bias", "layer_norm_plain"
+]
+"""What norms divide by, the root mean square or, less the mean, the deviation; and what they learn."""
 
 Quantization = Literal["none", "int8", "fp8", "fp8_full"]
 """What matmuls of layers' weights are made in: the activations' dtype, or eight bits (models/eight_bits.py)."""
@@ -145,19 +156,25 @@ class ModelConfig(Section):
     head_dim: Count
     base_mlp_dim: Count
     base_num_decoder_layers: Layers
-    normalization: Literal["rms_norm", "rms_norm_plus_one", "layer_norm"]
+    normalization: Normalization
     norm_placement: Literal["pre", "post", "both"]
     normalization_layer_epsilon: Positive
-    mlp_activation: Literal["silu", "gelu", "gelu_tanh", "clamped_silu"]
+    parallel_block: Literal["none", "one_norm", "two_norms"]
+    residual_multiplier: Positive
+    mlp_activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared", "xielu", "clamped_silu"]
     gated_mlp: Flag
     mlp_bias: Flag
     attention_bias: Literal["none", "qkv", "all"]
-    qk_norm: Literal["none", "head", "all_heads"]
+    qk_norm: Literal["none", "head", "each_head", "all_heads", "head_after_rope", "l2_after_rope"]
+    clip_qkv: NotNegative
     layer_pattern: Name
     sliding_window_size: CountOrZero
+    chunk_attn_window_size: CountOrZero
     attn_logits_soft_cap: NotNegative
     attention_sinks: Flag
     query_pre_attn_scalar: NotNegative
+    inverse_layer_scaling: Flag
+    position_temperature: PositionTemperatureOrNone
     mla: MlaOrNone
     rope_max_timescale: Positive
     rope_local_max_timescale: NotNegative
@@ -165,22 +182,29 @@ class ModelConfig(Section):
     partial_rotary_factor: PositiveShare
     trainable_position_size: CountOrZero
     scale_embeddings: Flag
+    embedding_multiplier: Positive
     logits_via_embedding: Flag
+    logits_bias: Flag
+    logits_multiplier: Positive
     final_logits_soft_cap: NotNegative
     initializer_range: NotNegative
     num_experts: Count
     num_experts_per_tok: Count
     base_moe_mlp_dim: CountOrMinusOne
     shared_experts: CountOrZero
-    routed_score_func: Literal["softmax", "sigmoid"]
+    base_shared_mlp_dim: CountOrMinusOne
+    shared_expert_gate: Flag
+    routed_score_func: Literal["softmax", "sigmoid", "sparsemixer"]
     norm_topk_prob: Flag
     routed_scaling_factor: Positive
+    apply_router_weight_on_input: Flag
     capacity_factor: ExactOrUnlimited
     n_routing_groups: Count
     topk_routing_group: Count
     routed_bias: Flag
     expert_bias: Flag
     first_num_dense_layers: CountOrZero
+    mlp_pattern: Name
     lora_rank: CountOrZero
     lora_alpha: Positive
     lora_targets: Name
@@ -189,6 +213,17 @@ class ModelConfig(Section):
     def moe_mlp_dim(self) -> int:
         """Width of one expert."""
         return self.base_mlp_dim if self.base_moe_mlp_dim == -1 else self.base_moe_mlp_dim
+
+    @property
+    def shared_mlp_dim(self) -> int:
+        """Width of the mlp that every token goes to beside its experts; 0: there is none."""
+        as_experts = self.base_shared_mlp_dim == -1 or not self.shared_experts
+        return self.shared_experts * self.moe_mlp_dim if as_experts else self.base_shared_mlp_dim
+
+    @property
+    def mlp_kinds(self) -> tuple[MlpKind, ...]:
+        """Which of the first layers have experts, as those after them repeat it."""
+        return cast("tuple[MlpKind, ...]", tuple(kind.strip() for kind in self.mlp_pattern.split(",")))
 
     @property
     def num_stacked_layers(self) -> int:

@@ -8,8 +8,8 @@ import dataclasses
 import functools
 from typing import Literal
 
-from maxtext_lite.config.model_parts import Mla
-from maxtext_lite.config.schema import ModelConfig
+from maxtext_lite.config.model_parts import Mla, MlpKind
+from maxtext_lite.config.schema import ModelConfig, Normalization
 from maxtext_lite.config.weight_axes import halves
 
 Start = Literal["normal", "ones", "zeros"]
@@ -59,6 +59,8 @@ class ExpertSizes:
       num_shared: experts that every token goes to, as one of this many times the width.
       biased: a bias per expert is added to the scores for choosing, and for nothing else.
       with_bias: their projections have biases.
+      shared_dim: width of that one; -1: as said.
+      shared_gate: what it gives is multiplied by the sigmoid of a product with the token.
     """
 
     num_experts: int
@@ -67,6 +69,13 @@ class ExpertSizes:
     num_shared: int = 0
     biased: bool = False
     with_bias: bool = False
+    shared_dim: int = -1
+    shared_gate: bool = False
+
+    @property
+    def shared_width(self) -> int:
+        """Width of what every token goes to; 0: there is none."""
+        return self.num_shared * self.mlp_dim if self.shared_dim == -1 else self.shared_dim
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,17 +83,24 @@ class ModelShape:
     """What decides a model's weights; the defaults make it a Llama.
 
     Attributes:
-      norm: of the root mean square, times scale or 1 + scale; or LayerNorm, with mean and bias.
+      norm: of the root mean square, or LayerNorm; times scale or 1 + scale, with a bias or none, or nothing learned.
       norm_placement: norms stand before each block, after it, or both.
+      parallel_block: the mlp reads what attention reads, of the same norm or one of its own.
+      xielu: the mlp's activation has two learned numbers.
       gated: the mlp multiplies what it activates by another projection.
       attention_bias: which of attention's projections have a bias.
-      qk_norm: norm of queries and keys, of each head by itself or of all together.
+      qk_norm: norm of queries and keys, of each head by itself, before or after rotation, or of all together; after
+        rotation also without weights.
       sinks: each query head has a learned score that takes its share of the softmax and gives nothing.
       latent: widths of latent attention; None: ordinary attention.
       num_positions: rows of the table of learned positions; 0: rotation.
+      rotary_dim: dims of a head that are rotated; None: all.
       tied: the output projection is the embedding table.
+      logits_bias: a bias is added to the logits.
       experts: in place of each layer's mlp; None: the mlp.
       num_dense_layers: first layers that have an mlp all the same.
+      mlp_kinds: which of the first layers have experts, as those after them repeat it; all, where there are dense ones
+        before them.
     """
 
     vocab_size: int
@@ -94,18 +110,31 @@ class ModelShape:
     head_dim: int
     mlp_dim: int
     num_layers: int
-    norm: Literal["rms_norm", "rms_norm_plus_one", "layer_norm"] = "rms_norm"
+    norm: Normalization = "rms_norm"
     norm_placement: Literal["pre", "post", "both"] = "pre"
+    parallel_block: Literal["none", "one_norm", "two_norms"] = "none"
     gated: bool = True
+    xielu: bool = False
     mlp_bias: bool = False
     attention_bias: Literal["none", "qkv", "all"] = "none"
-    qk_norm: Literal["none", "head", "all_heads"] = "none"
+    qk_norm: Literal["none", "head", "each_head", "all_heads", "head_after_rope", "l2_after_rope"] = "none"
     sinks: bool = False
     latent: Mla | None = None
     num_positions: int = 0
+    rotary_dim: int | None = None
     tied: bool = False
+    logits_bias: bool = False
     experts: ExpertSizes | None = None
     num_dense_layers: int = 0
+    mlp_kinds: tuple[MlpKind, ...] = ("moe",)
+
+    def has_norm(self, name: str) -> bool:
+        """Whether layers have this one of BLOCK_NORMS, or queries and keys theirs."""
+        if name in ("query_norm", "key_norm"):
+            return self.qk_norm not in ("none", "l2_after_rope")
+        if name == "mlp_norm" and self.parallel_block == "one_norm":
+            return False
+        return self.norm_placement != ("pre" if name.endswith("post_norm") else "post")
 
     @property
     def value_dim(self) -> int:
@@ -113,9 +142,29 @@ class ModelShape:
         return self.head_dim if self.latent is None else self.latent.v_head_dim
 
     @property
+    def is_mixed(self) -> bool:
+        """Whether layers with experts and without take turns."""
+        return self.experts is not None and len({*self.mlp_kinds}) > 1
+
+    @property
+    def stacks(self) -> dict[str, tuple[int, ...]]:
+        """The stacks of layers that are alike, each as its layers' numbers, by their paths in the parameters.
+
+        Those of "layers" are split over pipeline stages.
+        """
+        rest = tuple(range(self.num_dense_layers, self.num_layers))
+        stacks = {"dense_layers": tuple(range(self.num_dense_layers))} if self.num_dense_layers else {}
+        if not self.is_mixed:
+            return {**stacks, "layers": rest}
+        kinds = self.mlp_kinds
+        for kind in ("dense", "moe"):
+            stacks[f"layers/{kind}"] = tuple(layer for layer in rest if kinds[layer % len(kinds)] == kind)
+        return stacks
+
+    @property
     def num_expert_layers(self) -> int:
-        """Layers after the dense ones: those that are stacked, and split over pipeline stages."""
-        return self.num_layers - self.num_dense_layers
+        """Layers that have experts, where any have."""
+        return len(self.stacks["layers/moe" if self.is_mixed else "layers"])
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -123,13 +172,14 @@ class ModelShape:
 
         V vocabulary   D embedding      T learned positions   N query heads    K kv heads      H head width
         F mlp          E experts        I one expert          S shared expert  Q latent query  R latent keys and values
-        P dims of a head that are not rotated    O those that are    C R + O    W width of a value
+        P dims of a head that are not rotated    O those that are    C R + O    W width of a value    U one number
         """
         experts = self.experts or ExpertSizes(1, 1, 0)
         sizes = {
             "V": self.vocab_size, "D": self.emb_dim, "T": self.num_positions, "N": self.num_query_heads,
             "K": self.num_kv_heads, "H": self.head_dim, "F": self.mlp_dim, "W": self.value_dim,
-            "E": experts.num_experts, "I": experts.mlp_dim, "S": experts.num_shared * experts.mlp_dim,
+            "E": experts.num_experts, "I": experts.mlp_dim, "S": experts.shared_width,
+            "U": 1, "O": self.head_dim if self.rotary_dim is None else self.rotary_dim,
         }  # fmt: skip
         if (mla := self.latent) is not None:
             sizes |= {"Q": mla.q_lora_rank, "R": mla.kv_lora_rank, "P": mla.qk_nope_head_dim, "O": mla.qk_rope_head_dim}
@@ -151,6 +201,8 @@ def model_shape(config: ModelConfig) -> ModelShape:
         num_shared=config.shared_experts,
         biased=config.routed_bias,
         with_bias=config.expert_bias,
+        shared_dim=config.shared_mlp_dim,
+        shared_gate=config.shared_expert_gate,
     )
     return ModelShape(
         vocab_size=config.vocab_size,
@@ -162,6 +214,8 @@ def model_shape(config: ModelConfig) -> ModelShape:
         num_layers=config.base_num_decoder_layers,
         norm=config.normalization,
         norm_placement=config.norm_placement,
+        parallel_block=config.parallel_block,
+        xielu=config.mlp_activation == "xielu",
         gated=config.gated_mlp,
         mlp_bias=config.mlp_bias,
         attention_bias=config.attention_bias,
@@ -169,19 +223,25 @@ def model_shape(config: ModelConfig) -> ModelShape:
         sinks=config.attention_sinks,
         latent=config.mla,
         num_positions=config.trainable_position_size,
+        rotary_dim=config.rotary_dim,
         tied=config.logits_via_embedding,
+        logits_bias=config.logits_bias,
         experts=None if config.num_experts == 1 else experts,
         num_dense_layers=config.first_num_dense_layers,
+        mlp_kinds=config.mlp_kinds,
     )
 
 
 # ---- The tables ---------------------------------------------------------------------------------------------------
 
 
-def norm_weights(shape: ModelShape, dims: str = "D", axes: str = "norm") -> WeightTable:
-    """Those of one norm."""
-    table = {"scale": shape.weight(dims, axes, "zeros" if shape.norm == "rms_norm_plus_one" else "ones")}
-    return table | ({"bias": shape.weight(dims, axes, "zeros")} if shape.norm == "layer_norm" else {})
+def norm_weights(shape: ModelShape, dims: str = "D", axes: str = "norm", *, biased: bool = True) -> WeightTable:
+    """Those of one norm; `biased`, with a bias where the model's norms have one."""
+    if shape.norm == "layer_norm_plain":
+        return {}
+    table = {"scale": shape.weight(dims, axes, "zeros" if shape.norm.endswith("_plus_one") else "ones")}
+    has_bias = biased and shape.norm in ("layer_norm", "layer_norm_plus_one")
+    return table | ({"bias": shape.weight(dims, axes, "zeros")} if has_bias else {})
 
 
 def attention_weights(shape: ModelShape) -> WeightTable:
@@ -200,11 +260,12 @@ def attention_weights(shape: ModelShape) -> WeightTable:
         table |= {name: weight("K H", "kv_heads head_dim", "zeros") for name in ("key_bias", "value_bias")}
     if shape.attention_bias == "all":
         table["out_bias"] = weight("D", "norm", "zeros")
-    if shape.qk_norm == "head":
+    if shape.qk_norm in ("head", "head_after_rope"):
         table |= within("query_norm", norm_weights(shape, "H")) | within("key_norm", norm_weights(shape, "H"))
-    if shape.qk_norm == "all_heads":
-        table |= within("query_norm", norm_weights(shape, "N H", "heads head_dim"))
-        table |= within("key_norm", norm_weights(shape, "K H", "kv_heads head_dim"))
+    if shape.qk_norm in ("all_heads", "each_head"):
+        biased = shape.qk_norm == "all_heads"
+        table |= within("query_norm", norm_weights(shape, "N H", "heads head_dim", biased=biased))
+        table |= within("key_norm", norm_weights(shape, "K H", "kv_heads head_dim", biased=biased))
     if shape.sinks:
         table["sinks"] = weight("N", "heads", "zeros")
     return table
@@ -236,6 +297,8 @@ def mlp_weights(shape: ModelShape, width: str = "F") -> WeightTable:
     if shape.mlp_bias:
         table |= {f"{name}_bias": shape.weight(width, "mlp", "zeros") for name in projections}
         table["down_bias"] = shape.weight("D", "norm", "zeros")
+    if shape.xielu:
+        table |= {name: shape.weight("U", "norm", "zeros") for name in ("alpha_p", "alpha_n")}
     return table
 
 
@@ -263,21 +326,26 @@ def expert_weights(shape: ModelShape) -> WeightTable:
     if experts.with_bias:
         table["router_logit_bias"] = weight("E", "norm", "zeros")
         table |= {name: weight(*line, "zeros") for name, line in EXPERT_BIASES.items()}
+    if experts.shared_gate:
+        table["shared_gate"] = weight("D U", "embed router")
     return table | (within("shared", mlp_weights(shape, "S")) if experts.num_shared else {})
 
 
 def layer_weights(shape: ModelShape) -> WeightTable:
     """Those of one layer, with experts where the shape has any."""
-    norm = norm_weights(shape)
-    before, after = norm if shape.norm_placement != "post" else {}, norm if shape.norm_placement != "pre" else {}
+    norms = {name: within(name, norm_weights(shape)) if shape.has_norm(name) else {} for name in BLOCK_NORMS}
     return {
-        **within("attention_norm", before),
+        **norms["attention_norm"],
         **within("attention", attention_weights(shape)),
-        **within("attention_post_norm", after),
-        **within("mlp_norm", before),
+        **norms["attention_post_norm"],
+        **norms["mlp_norm"],
         **within("mlp", mlp_weights(shape) if shape.experts is None else expert_weights(shape)),
-        **within("mlp_post_norm", after),
+        **norms["mlp_post_norm"],
     }
+
+
+BLOCK_NORMS = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
+"""The norms that a layer may have beside those of queries and keys."""
 
 
 def end_weights(shape: ModelShape) -> WeightTable:
@@ -286,17 +354,19 @@ def end_weights(shape: ModelShape) -> WeightTable:
     if shape.num_positions:
         table["embedding/positions"] = shape.weight("T D", "positions embed")
     table |= within("final_norm", norm_weights(shape))
-    return table if shape.tied else {**table, "head/projection": shape.weight("D V", "embed vocab")}
+    table |= {} if shape.tied else {"head/projection": shape.weight("D V", "embed vocab")}
+    return table | ({"head/bias": shape.weight("V", "vocab", "zeros")} if shape.logits_bias else {})
 
 
 @functools.lru_cache(maxsize=64)  # a plan counts the same model again and again
 def stacks_of(shape: ModelShape) -> dict[str, tuple[int, WeightTable]]:
     """All weights: by the name of each stack of layers that are alike, how many they are and the weights of one; and by
     "" those outside."""
+    without = dataclasses.replace(shape, experts=None)
     stacks = {"": (1, end_weights(shape))}
-    if shape.num_dense_layers:
-        stacks["dense_layers"] = (shape.num_dense_layers, layer_weights(dataclasses.replace(shape, experts=None)))
-    return {**stacks, "layers": (shape.num_expert_layers, layer_weights(shape))}
+    for stack, layers in shape.stacks.items():
+        stacks[stack] = (len(layers), layer_weights(without if "dense" in stack else shape))
+    return stacks
 
 
 def within(name: str, table: WeightTable) -> WeightTable:

@@ -101,11 +101,11 @@ def _row_scores(
     position_BT = jnp.broadcast_to(jnp.arange(T), (B, T))
     is_real_BT = position_BT < end_B[:, None] + decoder.shape.follows_length
     x_BTD = decoder.hidden(params, token_BT, is_real_BT.astype(jnp.int32), position_BT)
-    head_DV = decoder.head(params).astype(x_BTD.dtype)
+    head, shape = decoder.output_head(params, x_BTD.dtype), decoder.shape
     tiles = T // _TILE_TOKENS
-    nll_BT = token_losses(x_BTD, head_DV, target_BT, tiles, decoder.shape.final_soft_cap)
+    nll_BT = token_losses(x_BTD, head, target_BT, tiles, shape.final_soft_cap, 1.0, shape.logits_multiplier)
     is_scored_BT = (position_BT >= first_B[:, None]) & (position_BT < end_B[:, None])
-    is_likeliest_BT = likeliest_tokens(x_BTD, head_DV, tiles) == target_BT  # a soft cap keeps their order
+    is_likeliest_BT = likeliest_tokens(x_BTD, head, tiles) == target_BT  # multiplier and soft cap keep their order
     return -jnp.sum(jnp.where(is_scored_BT, nll_BT, 0), axis=1), jnp.all(is_likeliest_BT | ~is_scored_BT, axis=1)
 
 

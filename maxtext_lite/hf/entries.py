@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from maxtext_lite.config import UserError
-from maxtext_lite.config.weights import ModelShape, stacks_of
+from maxtext_lite.config.weights import ModelShape, WeightTable, stacks_of
 from maxtext_lite.hf.names import Name, Table
 
 
@@ -20,14 +20,14 @@ class Entry:
       name: the line, laid.
       paths: the parameters, from the root of the tree.
       layer_dims: the leading dims that count layers: (), (L,), or (repeats, L / repeats).
-      first_layer: number of the first of those layers in the model.
-      num_experts: tensors of each layer; 1 where experts share one or there are none.
+      layers: those layers' numbers in the model; (0,) of what is outside.
+      num_experts: tensors of each layer, of experts or heads; 1 where they share one or there are none.
     """
 
     name: Name
     paths: tuple[str, ...]
     layer_dims: tuple[int, ...]
-    first_layer: int
+    layers: tuple[int, ...]
     num_experts: int
 
     def tensor_names(self) -> Iterator[tuple[str, int, int]]:
@@ -38,7 +38,7 @@ class Entry:
 
     def tensor_name(self, layer: int, expert: int) -> str:
         """The name of one layer's, and expert's, tensor."""
-        return self.name.theirs.format(layer=self.first_layer + layer, expert=expert)
+        return self.name.theirs.format(layer=self.layers[layer], expert=expert)
 
 
 def flat(params: Any) -> dict[str, Any]:
@@ -59,16 +59,15 @@ def entries_of(table: Table, shapes: Mapping[str, tuple[int, ...]], model: Model
     """
     entries, problems, named = [], [], set()
     for stack, (_, weights) in stacks_of(model).items():
-        layer_dims = _layer_dims(shapes, stack) if stack else ()
+        layer_dims = _layer_dims(shapes, stack, weights) if stack else ()
         for line in table.layer if stack else table.root:
             paths = [f"{stack}/{path}" if stack else path for path in line.ours]
             held = [weights[path] for path in line.ours if path in weights]
             name = line.laid(held) if len(held) == len(paths) and shapes.keys() >= {*paths} else None
             if name is None:
                 continue
-            first_layer = model.num_dense_layers if stack == "layers" else 0
-            experts = model.sizes["E"] if name.per_expert else 1
-            entries.append(Entry(name, tuple(paths), layer_dims, first_layer, experts))
+            experts = held[0].sizes[0] if name.per_expert else 1
+            entries.append(Entry(name, tuple(paths), layer_dims, model.stacks[stack] if stack else (0,), experts))
             for path, weight in zip(paths, held, strict=True):
                 named.add(path)
                 there = (*layer_dims, *weight.sizes)
@@ -80,7 +79,9 @@ def entries_of(table: Table, shapes: Mapping[str, tuple[int, ...]], model: Model
     return entries
 
 
-def _layer_dims(shapes: Mapping[str, tuple[int, ...]], stack: str) -> tuple[int, ...]:
-    """The first dims of a stack's parameters: all but the last of those of its vectors; () where it has none."""
-    of_stack = [shape for path, shape in shapes.items() if path.startswith(f"{stack}/")]
-    return min(of_stack, key=len)[:-1] if of_stack else ()
+def _layer_dims(shapes: Mapping[str, tuple[int, ...]], stack: str, weights: WeightTable) -> tuple[int, ...]:
+    """The first dims of a stack's parameters, before those of one layer's; () where it has none."""
+    for path, weight in weights.items():
+        if (shape := shapes.get(f"{stack}/{path}")) is not None:
+            return shape[: len(shape) - len(weight.sizes)]
+    return ()

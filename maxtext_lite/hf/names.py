@@ -2,8 +2,8 @@
 
 Its dims are those of `config.weights`. A matrix [*in, *out] lies there as torch's Linear has it, [out, in], a vector in
 one dim, a table as it is; where a family does otherwise, its line has a pattern of letters such as "D (N H)", the
-tensor's dims, where those in parentheses are one. Every line is read in both directions, so that what is imported can
-always be exported.
+tensor's dims, where those in parentheses are one, and () is a dim of 1. Every line is read in both directions, so that
+what is imported can always be exported.
 """
 
 import dataclasses
@@ -38,7 +38,8 @@ class Name:
       theirs: its name, in which {layer} and {expert} are numbers.
       pattern: its dims, where they are not as usual.
       parts: where it holds several, how much of the dim Z each has: a letter or a number.
-      pairs: a dim of the parameter whose last O are rotated and lie there as pairs, in place of halves.
+      pairs: a dim of the parameter of which O are rotated, the first or, of latent attention, the last; they lie there
+        as pairs, in place of halves.
       our_dims: letters of the parameter's dims in one layer (and expert), Z in the place of its part; see `laid`.
       their_dims: for each of the tensor's dims, the letters that it is made of.
     """
@@ -53,13 +54,15 @@ class Name:
 
     @property
     def per_expert(self) -> bool:
-        """Whether each expert has a tensor of its own; the parameter then has a leading E."""
+        """Whether each expert, or head, has a tensor of its own; the parameter then has a leading dim of these."""
         return "{expert}" in self.theirs
 
     def laid(self, weights: Sequence[Weight]) -> "Name | None":
         """The line with the dims of the parameters that it names; None where it means others than these."""
         first, own = weights[0], int(self.per_expert)
-        if (first.axes[0] == "experts") != (self.per_expert or "E" in self.pattern):
+        is_bias = first.dims == ("E",)  # of the router, one for all experts however it is laid
+        per_expert = self.per_expert and first.is_normal
+        if not is_bias and (first.axes[0] == "experts") != (per_expert or "E" in self.pattern):
             return None
         part = self.parts[0] if self.parts else ""
         dims = tuple("Z" if letter == part else letter for letter in first.dims[own:])
@@ -98,7 +101,7 @@ class Name:
                 left.remove("Z")
         ours = dims.transpose([left.index(letter) for letter in right])
         if self.pairs:
-            ours = np.take(ours, _halves(ours.shape[right.index(self.pairs)], sizes["O"]), axis=right.index(self.pairs))
+            ours = np.take(ours, _halves(sizes, ours.shape[right.index(self.pairs)]), axis=right.index(self.pairs))
         return ours
 
     def to_theirs(self, parameters: Sequence[np.ndarray], sizes: Sizes) -> np.ndarray:
@@ -109,7 +112,7 @@ class Name:
         end = 0
         for part, ours in enumerate(parameters):
             if self.pairs:
-                order = np.argsort(_halves(ours.shape[right.index(self.pairs)], sizes["O"]))
+                order = np.argsort(_halves(sizes, ours.shape[right.index(self.pairs)]))
                 ours = np.take(ours, order, axis=right.index(self.pairs))
             letters = list(right)
             if self.parts and "Z" not in right:
@@ -137,14 +140,14 @@ def _length(part: str, sizes: Sizes) -> int:
 @functools.cache
 def _parsed(pattern: str) -> tuple[tuple[str, ...], ...]:
     groups = re.findall(r"\(([^)]*)\)|(\w)", pattern)
-    return tuple(tuple(many.split()) if many else (one,) for many, one in groups)
+    return tuple((one,) if one else tuple(many.split()) for many, one in groups)
 
 
-def _halves(length: int, rotated: int) -> np.ndarray:
-    """Where each dim of halves stands among pairs: the last `rotated` first their even ones, then their odd ones."""
-    kept = np.arange(length - rotated)
-    pairs = np.arange(length - rotated, length)
-    return np.concatenate([kept, pairs[0::2], pairs[1::2]])
+def _halves(sizes: Sizes, length: int) -> np.ndarray:
+    """Where each dim of halves stands among pairs: of those that are rotated first the even ones, then the odd ones."""
+    first = length - sizes["O"] if "P" in sizes else 0
+    pairs, end = np.arange(first, first + sizes["O"]), first + sizes["O"]
+    return np.concatenate([np.arange(first), pairs[0::2], pairs[1::2], np.arange(end, length)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,12 +159,14 @@ class Table:
       root: tensors outside the layers.
       layer: tensors of each layer. Of two lines for one parameter, that with the rank it has is meant.
       passed_over: tensors that hold nothing to learn, as a pattern of their whole names.
+      constants: tensors of one number in each layer, which it must be.
     """
 
     prefix: str
     root: tuple[Name, ...]
     layer: tuple[Name, ...]
     passed_over: str = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
+    constants: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
 
     def named(self, theirs: str) -> "Table":
         """The names without the prefix, where a checkpoint has none of those with it."""
@@ -169,7 +174,8 @@ class Table:
             return self
         cut = functools.partial(_without, self.prefix)
         passed_over = self.passed_over.replace(self.prefix.replace(".", r"\."), "")
-        return Table("", tuple(map(cut, self.root)), tuple(map(cut, self.layer)), passed_over)
+        constants = {name.removeprefix(self.prefix): value for name, value in self.constants.items()}
+        return Table("", tuple(map(cut, self.root)), tuple(map(cut, self.layer)), passed_over, constants)
 
 
 def _without(prefix: str, name: Name) -> Name:

@@ -1,5 +1,6 @@
 """The tensor names of each family of Hugging Face models."""
 
+import dataclasses
 from collections.abc import Mapping
 
 from maxtext_lite.hf.names import Name, Table
@@ -68,7 +69,7 @@ _PHI3 = Table("model.", _ROOT, _NORMS + _OUT + _DOWN + (
 ))  # fmt: skip
 _MIXTRAL = Table("model.", _ROOT, _NORMS + _ATTENTION + _experts("block_sparse_moe", "w1", "w3", "w2"))
 _QWEN3_MOE = Table(
-    "model.", _ROOT, _NORMS + _ATTENTION + _HEAD_NORMS + _experts("mlp", "gate_proj", "up_proj", "down_proj")
+    "model.", _ROOT, _NORMS + _ATTENTION + _HEAD_NORMS + _MLP + _experts("mlp", "gate_proj", "up_proj", "down_proj")
 )
 _GPT_OSS_EXPERTS = _LAYER + "mlp.experts."
 _GPT_OSS = Table("model.", _ROOT, _NORMS + _ATTENTION + _names(_LAYER, {
@@ -95,6 +96,59 @@ _DEEPSEEK = Table("model.", _ROOT, _NORMS + _MLP + _experts("mlp", "gate_proj", 
     "mlp/shared/gate": "mlp.shared_experts.gate_proj.weight",
     "mlp/shared/up": "mlp.shared_experts.up_proj.weight",
     "mlp/shared/down": "mlp.shared_experts.down_proj.weight",
+}))  # fmt: skip
+_HUB_EXPERTS = _experts("mlp", "gate_proj", "up_proj", "down_proj")
+_SHARED = _names(_LAYER, {
+    "mlp/router_bias": "mlp.gate.e_score_correction_bias",
+    "mlp/shared/gate": "mlp.shared_experts.gate_proj.weight",
+    "mlp/shared/up": "mlp.shared_experts.up_proj.weight",
+    "mlp/shared/down": "mlp.shared_experts.down_proj.weight",
+})  # fmt: skip
+_GLM4_MOE = Table("model.", _ROOT, _NORMS + _ATTENTION + _HEAD_NORMS + _MLP + _HUB_EXPERTS + _SHARED)
+_QWEN2_MOE = Table("model.", _ROOT, _NORMS + _ATTENTION + _MLP + _HUB_EXPERTS + _names(_LAYER, {
+    "mlp/shared_gate": "mlp.shared_expert_gate.weight",
+    "mlp/shared/gate": "mlp.shared_expert.gate_proj.weight",
+    "mlp/shared/up": "mlp.shared_expert.up_proj.weight",
+    "mlp/shared/down": "mlp.shared_expert.down_proj.weight",
+}))  # fmt: skip
+_MINIMAX_M2 = Table(
+    "model.", _ROOT, _NORMS + _ATTENTION + _HEAD_NORMS + _experts("block_sparse_moe", "w1", "w3", "w2")
+    + _names(_LAYER, {"mlp/router_bias": "block_sparse_moe.e_score_correction_bias"}),
+)  # fmt: skip
+_PAIRED = (
+    _OUT
+    + (
+        Name(("attention/query",), _LAYER + "self_attn.q_proj.weight", pairs="H"),
+        Name(("attention/key",), _LAYER + "self_attn.k_proj.weight", pairs="H"),
+        Name(("attention/query_bias",), _LAYER + "self_attn.q_proj.bias", pairs="H"),
+        Name(("attention/key_bias",), _LAYER + "self_attn.k_proj.bias", pairs="H"),
+    )
+    + _names(_LAYER, {"attention/value": "self_attn.v_proj.weight", "attention/value_bias": "self_attn.v_proj.bias"})
+)
+_ERNIE4_5_MOE = Table("model.", _ROOT, _NORMS + _PAIRED + _MLP + _HUB_EXPERTS + _SHARED[1:] + (
+    Name(("mlp/router_bias",), _LAYER + "mlp.moe_statics.e_score_correction_bias", "() E"),
+))  # fmt: skip
+_FEED_FORWARD = _LAYER + "feed_forward."
+_LLAMA4 = Table("model.", _ROOT, _NORMS + _PAIRED + _names(_FEED_FORWARD, {
+    "mlp/gate": "gate_proj.weight",
+    "mlp/up": "up_proj.weight",
+    "mlp/down": "down_proj.weight",
+    "mlp/router": "router.weight",
+    "mlp/shared/gate": "shared_expert.gate_proj.weight",
+    "mlp/shared/up": "shared_expert.up_proj.weight",
+    "mlp/shared/down": "shared_expert.down_proj.weight",
+}) + (
+    Name(("mlp/gate", "mlp/up"), _FEED_FORWARD + "experts.gate_up_proj", "E D Z", ("I", "I")),
+    Name(("mlp/down",), _FEED_FORWARD + "experts.down_proj", "E I D"),
+))  # fmt: skip
+_FLEX_OLMO = Table("model.", _ROOT, _ATTENTION + _POST_NORMS + _HEAD_NORMS + _HUB_EXPERTS)
+_HUNYUAN_MOE = Table("model.", _ROOT, _NORMS + _ATTENTION + _HUB_EXPERTS[1:] + _names(_LAYER, {
+    "attention/query_norm/scale": "self_attn.query_layernorm.weight",
+    "attention/key_norm/scale": "self_attn.key_layernorm.weight",
+    "mlp/router": "mlp.gate.wg.weight",
+    "mlp/shared/gate": "mlp.shared_mlp.gate_proj.weight",
+    "mlp/shared/up": "mlp.shared_mlp.up_proj.weight",
+    "mlp/shared/down": "mlp.shared_mlp.down_proj.weight",
 }))  # fmt: skip
 _GPT2 = Table(
     "transformer.",
@@ -123,9 +177,104 @@ _GPT2 = Table(
     passed_over=r"transformer\.h\.\d+\.attn\.(masked_)?bias",
 )  # fmt: skip
 
+
+def _pairs(*names: Name) -> tuple[Name, ...]:
+    """Lines of which queries' and keys' rotated dims lie as pairs."""
+    turned = ("attention/query", "attention/key")
+    return tuple(dataclasses.replace(name, pairs="H") if name.ours[0].startswith(turned) else name for name in names)
+
+
+def _normed(names: Mapping[str, str], prefix: str = _LAYER) -> tuple[Name, ...]:
+    """Scales and biases of norms."""
+    return tuple(
+        Name((f"{ours}/{part}",), f"{prefix}{theirs}.{kind}")
+        for ours, theirs in names.items()
+        for part, kind in (("scale", "weight"), ("bias", "bias"))
+    )
+
+
+_ENDS = _names("", {"embedding/table": "model.embed_tokens.weight", "head/projection": "lm_head.weight"})
+_BLOCK_NORMS = _normed({"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"})
+_GATE_UP = Name(("mlp/gate", "mlp/up"), _LAYER + "mlp.gate_up_proj.weight", parts=("F", "F"))
+_GLM = _NORMS + _pairs(*_ATTENTION) + _DOWN + (_GATE_UP,)
+_GLM4_NORMS = _names(_LAYER, {
+    "attention_post_norm/scale": "post_self_attn_layernorm.weight",
+    "mlp_post_norm/scale": "post_mlp_layernorm.weight",
+})  # fmt: skip
+
+
+def _fully_connected(up: str, down: str, prefix: str = _LAYER) -> tuple[Name, ...]:
+    parts = {"mlp/up": f"mlp.{up}.weight", "mlp/up_bias": f"mlp.{up}.bias",
+             "mlp/down": f"mlp.{down}.weight", "mlp/down_bias": f"mlp.{down}.bias"}  # fmt: skip
+    return _names(prefix, parts)
+
+
+_FINAL_NORM = _normed({"final_norm": "model.norm"}, "")
+_PHI = Table(
+    "model.",
+    _ENDS + _names("", {"head/bias": "lm_head.bias"}) + _normed({"final_norm": "model.final_layernorm"}, ""),
+    tuple(dataclasses.replace(name, theirs=name.theirs.replace("o_proj", "dense")) for name in _ATTENTION)
+    + _normed({
+        "attention_norm": "input_layernorm", "attention/query_norm": "self_attn.q_layernorm",
+        "attention/key_norm": "self_attn.k_layernorm",
+    })
+    + _fully_connected("fc1", "fc2"),
+)  # fmt: skip
+_STARCODER2 = Table("model.", _ENDS + _FINAL_NORM, _BLOCK_NORMS + _ATTENTION + _fully_connected("c_fc", "c_proj"))
+_STABLELM = Table("model.", _ENDS + _FINAL_NORM, _BLOCK_NORMS + _ATTENTION + _MLP + _names(_LAYER, {
+    "attention/query_norm/scale": "self_attn.q_layernorm.norms.{expert}.weight",
+    "attention/key_norm/scale": "self_attn.k_layernorm.norms.{expert}.weight",
+}))  # fmt: skip
+_NEOX_LAYER = "gpt_neox.layers.{layer}."
+_GPT_NEOX = Table(
+    "gpt_neox.",
+    _names("", {"embedding/table": "gpt_neox.embed_in.weight", "head/projection": "embed_out.weight"})
+    + _normed({"final_norm": "gpt_neox.final_layer_norm"}, ""),
+    _normed({"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}, _NEOX_LAYER)
+    + _names(_NEOX_LAYER, {"attention/out": "attention.dense.weight", "attention/out_bias": "attention.dense.bias"})
+    + _fully_connected("dense_h_to_4h", "dense_4h_to_h", _NEOX_LAYER)
+    + (
+        Name(_QUERY_KEY_VALUE, _NEOX_LAYER + "attention.query_key_value.weight", "(N Z H) D", ("1", "1", "1")),
+        Name(
+            tuple(f"{path}_bias" for path in _QUERY_KEY_VALUE), _NEOX_LAYER + "attention.query_key_value.bias",
+            "(N Z H)", ("1", "1", "1"),
+        ),
+    ),
+    passed_over=r"gpt_neox\.layers\.\d+\.attention\.(masked_bias|bias|rotary_emb\.inv_freq)",
+)  # fmt: skip
+_APERTUS = Table(
+    "model.",
+    _ROOT,
+    _ATTENTION + _HEAD_NORMS + _MLP + _names(_LAYER, {
+        "attention_norm/scale": "attention_layernorm.weight", "mlp_norm/scale": "feedforward_layernorm.weight",
+        "mlp/alpha_p": "mlp.act_fn.alpha_p", "mlp/alpha_n": "mlp.act_fn.alpha_n",
+    }),
+    constants={_LAYER + "mlp.act_fn.beta": 0.5, _LAYER + "mlp.act_fn.eps": -1e-6},
+)  # fmt: skip
+_HUNYUAN_NORMS = _names(_LAYER, {
+    "attention/query_norm/scale": "self_attn.query_layernorm.weight",
+    "attention/key_norm/scale": "self_attn.key_layernorm.weight",
+})  # fmt: skip
+_EACH_HEAD = (
+    Name(("attention/query_norm/scale",), _LAYER + "self_attn.q_norm.weight", "N H"),
+    Name(("attention/key_norm/scale",), _LAYER + "self_attn.k_norm.weight", "K H"),
+)
+_INTERLEAVED = Table("model.", _ROOT, _NORMS + _pairs(*_ATTENTION) + _MLP)
+
 TABLES: Mapping[str, Table] = {
     "llama": _LLAMA, "mistral": _LLAMA, "qwen2": _LLAMA, "smollm3": _LLAMA, "qwen3": _QWEN3, "gemma2": _GEMMA2,
     "gemma3_text": _GEMMA3, "olmo2": _OLMO2, "phi3": _PHI3, "gpt2": _GPT2, "mixtral": _MIXTRAL,
     "qwen3_moe": _QWEN3_MOE, "gpt_oss": _GPT_OSS, "deepseek_v2": _DEEPSEEK, "deepseek_v3": _DEEPSEEK,
+    "gemma": _LLAMA, "ministral": _LLAMA, "ministral3": _LLAMA, "olmo": _LLAMA, "olmo3": _OLMO2, "granite": _LLAMA,
+    "glm": Table("model.", _ROOT, _GLM), "glm4": Table("model.", _ROOT, _GLM + _GLM4_NORMS),
+    "cohere": Table("model.", _ROOT, _NORMS + _pairs(*_ATTENTION, *_EACH_HEAD) + _MLP), "cohere2": _INTERLEAVED,
+    "phi": _PHI, "starcoder2": _STARCODER2, "stablelm": _STABLELM, "gpt_neox": _GPT_NEOX,
+    "nemotron": Table("model.", _ENDS + _FINAL_NORM, _BLOCK_NORMS + _ATTENTION + _MLP), "ernie4_5": _INTERLEAVED,
+    "seed_oss": _LLAMA, "hunyuan_v1_dense": Table("model.", _ROOT, _NORMS + _ATTENTION + _HUNYUAN_NORMS + _MLP),
+    "exaone4": Table("model.", _ROOT, _POST_NORMS + _ATTENTION + _HEAD_NORMS + _MLP), "apertus": _APERTUS,
+    "arcee": _LLAMA, "helium": _INTERLEAVED,
+    "qwen2_moe": _QWEN2_MOE, "glm4_moe": _GLM4_MOE, "dots1": _GLM4_MOE, "solar_open": _GLM4_MOE,
+    "minimax_m2": _MINIMAX_M2, "ernie4_5_moe": _ERNIE4_5_MOE, "olmoe": _QWEN3_MOE, "flex_olmo": _FLEX_OLMO,
+    "hunyuan_v1_moe": _HUNYUAN_MOE, "llama4_text": _LLAMA4,
 }  # fmt: skip
 """The table of each model_type of `config.hf.families.FAMILIES`."""

@@ -59,6 +59,7 @@ def attention(
         window=scoring.window is not None,
         soft_cap=scoring.soft_cap or 0.0,
         sinks=sink_N is not None,
+        chunks=scoring.chunk is not None and scoring.chunk < q_BTNH.shape[1],
         values_differ=v_BSKW.shape[-1] != k_BSKH.shape[-1],
     )
     if lacks := lacking(kernel, needs):

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
@@ -46,7 +47,8 @@ BlockFactory = Callable[..., Block]
 
 
 class DecoderLayer(nnx.Module):
-    """One block: attention and then the mlp, each with a norm before it, after it or both, added to the stream.
+    """One block: attention and then the mlp, or both of the same stream, each with a norm before it, after it or both,
+    added to the stream.
 
     Args:
       attention: makes the layer's attention, from the shape.
@@ -63,6 +65,7 @@ class DecoderLayer(nnx.Module):
         else:
             self.mlp = MixtureOfExperts(shape, shape.experts, rngs=rngs)
         self.mlp_post_norm = norm_in(table, "mlp_post_norm", shape)
+        self.parallel, self.multiplier = shape.parallel_block, shape.residual_multiplier
 
     def __call__(
         self, x_BTD: jax.Array, rotation: Rotation | None, attend: Attend, real_BT: jax.Array, *, drop: bool = True
@@ -73,14 +76,22 @@ class DecoderLayer(nnx.Module):
           real_BT: False for padding; only experts look at it, as only they look at `drop` (`MixtureOfExperts`).
         """
         x_BTD = checkpoint_name(x_BTD, "decoder_layer_input")
-        attended_BTD, kept = self.attention(_normed(self.attention_norm, x_BTD), rotation, attend)
-        x_BTD = constrain(x_BTD + _normed(self.attention_post_norm, attended_BTD), RESIDUAL_AXES)
-        normed_BTD, aux = _normed(self.mlp_norm, x_BTD), {}
+        first_BTD = _normed(self.attention_norm, x_BTD)
+        attended_BTD, kept = self.attention(first_BTD, rotation, attend)
+        before_BTD = x_BTD
+        x_BTD = self._plus(x_BTD, _normed(self.attention_post_norm, attended_BTD))
+        read_BTD = {"none": x_BTD, "one_norm": first_BTD, "two_norms": before_BTD}[self.parallel]
+        normed_BTD, aux = _normed(self.mlp_norm, read_BTD), {}
         if isinstance(self.mlp, MixtureOfExperts):
             y_BTD, aux = self.mlp(normed_BTD, real_BT, drop=drop)
         else:
             y_BTD = self.mlp(normed_BTD)
-        return constrain(x_BTD + _normed(self.mlp_post_norm, y_BTD), RESIDUAL_AXES), kept, aux
+        return self._plus(x_BTD, _normed(self.mlp_post_norm, y_BTD)), kept, aux
+
+    def _plus(self, x_BTD: jax.Array, y_BTD: jax.Array) -> jax.Array:
+        """The stream with what a block has given."""
+        y_BTD = y_BTD if self.multiplier == 1 else y_BTD * jnp.asarray(self.multiplier, y_BTD.dtype)
+        return constrain(x_BTD + y_BTD, RESIDUAL_AXES)
 
 
 def _normed(norm: Norm | None, x_BTD: jax.Array) -> jax.Array:

@@ -48,6 +48,10 @@ def with_capacity(
     choice_BS = _inverse(slot_Bt, E * num_slots)
     slots = (slot_Bt.reshape(B, T, J), choice_BS)
     x_BSD = _into_slots(constrain(x_BTD, ("batch", None, "activation_embed")), *slots)
+    share_BTJ1 = routing.share_BTJ[..., None]
+    if shape.on_input:
+        share_BS1, share_BTJ1 = _looked_up(share_BTJ1.reshape(B, T * J, 1), choice_BS), jnp.ones_like(share_BTJ1)
+        x_BSD *= share_BS1.astype(x_BSD.dtype)
     x_EBCD = x_BSD.reshape(B, E, num_slots, D).swapaxes(0, 1)
     # Slots of all experts for some rows become all rows' slots of some experts: an all-to-all.
     x_EBCD = constrain(constrain(x_EBCD, (None, "batch", None, None)), ("experts", "exchanged_batch", None, None))
@@ -59,7 +63,7 @@ def with_capacity(
     y_EBCD = outwards(mlp_hidden(shape.activation, gate_EBCF, up_EBCF), weights.down_EFD, weights.down_ED)
     y_EBCD = constrain(constrain(y_EBCD, ("experts", "exchanged_batch", None, None)), (None, "batch", None, None))
     y_BTJD = checkpoint_name(_out_of_slots(y_EBCD.swapaxes(0, 1).reshape(B, E * num_slots, D), *slots), "mlpwo")
-    y_BTD = jnp.sum(routing.share_BTJ[..., None] * y_BTJD.astype(jnp.float32), axis=2).astype(x_BTD.dtype)
+    y_BTD = jnp.sum(share_BTJ1 * y_BTJD.astype(jnp.float32), axis=2).astype(x_BTD.dtype)
     kept_B = jnp.sum(is_kept_Bt, axis=1, dtype=jnp.float32)
     dropped_B = 1 - kept_B / jnp.maximum(J * tokens_B, 1)
     return y_BTD, jnp.where(tokens_B > 0, dropped_B, 0)

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
-from maxtext_lite.config import LayerKind
+from maxtext_lite.config import LayerKind, MlpKind
 from maxtext_lite.config.weight_axes import is_matrix
 from maxtext_lite.config.weights import end_weights, part_of
 from maxtext_lite.models.attention import attention
@@ -18,9 +19,14 @@ from maxtext_lite.models.decoding import CachedAttend, KVCache
 from maxtext_lite.models.layers import (
     RESIDUAL_AXES,
     Attend,
+    BiasedHead,
     Embedding,
     Head,
     Norm,
+    OutputHead,
+    projected,
+    query_factor,
+    scaled_queries,
 )
 from maxtext_lite.models.lora import (
     adapter_axes,
@@ -33,13 +39,14 @@ from maxtext_lite.models.lora import (
 from maxtext_lite.models.ops import Rotation, soft_capped
 from maxtext_lite.models.rotary import rotary_angles
 from maxtext_lite.models.shape import DecoderShape
-from maxtext_lite.models.stacks import graph_of, scan_pattern, stacked
+from maxtext_lite.models.stacks import Kinds, graph_of, scan_pattern, stacked
 from maxtext_lite.parallel import Pipeline
 
 Params = Any
 """A nested dict of arrays; every leaf under "layers" has a leading L, or [repeats, L / repeats] in a pipeline that
-goes round several times. The first layers of a model with experts that have none stand in "dense_layers". With LoRA, a
-weight that has adapters is an `Adapted`."""
+goes round several times. The first layers of a model with experts that have none stand in "dense_layers"; where layers
+with experts and without take turns, they stand in "layers" as "moe" and "dense". With LoRA, a weight that has adapters
+is an `Adapted`."""
 
 
 class Stream(NamedTuple):
@@ -68,11 +75,22 @@ def stream_axes(shape: DecoderShape) -> Any:
 class _Modules(nnx.Module):
     def __init__(self, shape: DecoderShape, block: BlockFactory, *, rngs: nnx.Rngs):
         self.embedding = Embedding(shape, rngs=rngs)
-        self.layers = stacked("layers", functools.partial(block, shape), shape.num_expert_layers, rngs)
+        self.layers = _layers(shape, block, rngs)
         first, dense = shape.num_dense_layers, functools.partial(block, _dense(shape))
         self.dense_layers = stacked("dense_layers", dense, first, rngs) if first else None
         self.final_norm = Norm(shape, part_of(end_weights(shape), "final_norm"))
-        self.head = None if shape.tied else Head(shape, rngs=rngs)
+        self.head = Head(shape, rngs=rngs) if part_of(end_weights(shape), "head") else None
+
+
+def _layers(shape: DecoderShape, block: BlockFactory, rngs: nnx.Rngs) -> nnx.Module:
+    """The layers after the first dense ones, those with experts and those without in stacks of their own."""
+    if not shape.is_mixed:
+        return stacked("layers", functools.partial(block, shape), shape.num_expert_layers, rngs)
+    mixed = nnx.Module()
+    for kind, of_kind in (("dense", _dense(shape)), ("moe", shape)):
+        num_layers = len(shape.stacks[f"layers/{kind}"])
+        setattr(mixed, kind, stacked("layers", functools.partial(block, of_kind), num_layers, rngs))
+    return mixed
 
 
 def _dense(shape: DecoderShape) -> DecoderShape:
@@ -208,12 +226,15 @@ class Decoder:
         """The attention of a layer of that kind over the stream's own tokens; keeps nothing."""
 
         def of_layer(kind: LayerKind, layer: Any, cache: None) -> Attend:
+            segment_BT, scoring = stream.segment_BT, self.shape.scoring(kind)
+            if scoring.chunk is not None and scoring.chunk < segment_BT.shape[1]:
+                segment_BT = _chunks(stream, scoring.chunk)
             options: Any = {
                 "kernel": self.shape.attention,
                 "strategy": self.shape.context_strategy,
-                "scoring": self.shape.scoring(kind),
+                "scoring": scoring,
             }
-            return lambda q, k, v, sink: (attention(q, k, v, stream.segment_BT, sink, **options), None)
+            return lambda q, k, v, sink: (attention(q, k, v, segment_BT, sink, **options), None)
 
         return of_layer
 
@@ -276,10 +297,14 @@ class Decoder:
         """The output projection [D, V]."""
         return params["embedding"]["table"].T if self.shape.tied else params["head"]["projection"]
 
+    def output_head(self, params: Params, dtype: DTypeLike) -> OutputHead:
+        """What makes logits: the projection in `dtype`, with its bias where there is one."""
+        head_DV = self.head(params).astype(dtype)
+        return BiasedHead(head_DV, params["head"]["bias"]) if self.shape.logits_bias else head_DV
+
     def logits(self, params: Params, x_BTD: jax.Array) -> jax.Array:
         """Logits [B, T, V] in float32 of hidden states."""
-        head_DV = self.head(params).astype(x_BTD.dtype)
-        logits_BTV = jnp.einsum("BTD,DV->BTV", x_BTD, head_DV, preferred_element_type=jnp.float32)
+        logits_BTV = self.shape.logits_multiplier * projected(x_BTD, self.output_head(params, x_BTD.dtype))
         return soft_capped(logits_BTV, self.shape.final_soft_cap) if self.shape.final_soft_cap else logits_BTV
 
     def _scan(
@@ -301,15 +326,27 @@ class Decoder:
         shape = self.shape
         rotations = {kind: self._rotation(stream, kind) for kind in shape.pattern}
         real_BT = stream.segment_BT > 0
-        graph = self._dense_layer_graph if first < shape.num_dense_layers else self._layer_graph
-        # Only a cache asks for a layer's number.
-        numbers = None if cache is None else first + jnp.arange(jax.tree.leaves(layer_params)[0].shape[0])
+        in_first = first < shape.num_dense_layers
+        mixed = shape.is_mixed and not in_first
+        # Only a cache asks for a layer's number, and scores that are divided by it.
+        counted = cache is not None or shape.inverse_layer_scaling
 
-        def layer(kind: LayerKind, place: int | None, carry: Any, stack: Any) -> Any:
+        def numbered(mlp: MlpKind | None, params: Params) -> Any:
+            if not counted:
+                return params, None
+            if mlp:
+                return params, jnp.asarray(shape.stacks[f"layers/{mlp}"])
+            return params, first + jnp.arange(jax.tree.leaves(params)[0].shape[0])
+
+        def layer(kinds: Kinds, place: int | None, carry: Any, stack: Any) -> Any:
+            kind, mlp = kinds
+            graph = self._dense_layer_graph if in_first or mlp == "dense" else self._layer_graph
             # Taken here, the backward pass takes a layer's weights from the stack again instead of having copies kept.
             params, number = jax.tree.map(lambda x: x if place is None else x[place], stack)
             x_BTD, aux, cache = carry
             attend = attend_of(kind, number, cache)
+            if (factor_BT := query_factor(shape, kind, stream.position_BT, number)) is not None:
+                attend = scaled_queries(attend, factor_BT)
             module = nnx.merge(graph, with_merged_experts(params))
             x_BTD, cache, more = module(x_BTD, rotations[kind], attend, real_BT, drop=drop)
             return x_BTD, {name: aux[name] + more.get(name, 0) for name in aux}, cache
@@ -323,9 +360,18 @@ class Decoder:
             )
             layer = jax.checkpoint(layer, policy=policy, prevent_cse=False, static_argnums=(0, 1))
         carry = (stream.x_BTD, stream.aux, cache)
-        x_BTD, aux, cache = scan_pattern(layer, shape.kinds_from(first), carry, (layer_params, numbers))
+        of_kinds = layer_params if mixed else {None: layer_params}
+        stacks = {mlp: numbered(mlp, params) for mlp, params in of_kinds.items()}
+        x_BTD, aux, cache = scan_pattern(layer, shape.layers_from(first), carry, stacks)
         return stream._replace(x_BTD=x_BTD, aux=aux), cache
 
     def _rotation(self, stream: Stream, kind: LayerKind) -> Rotation | None:
         rope = self.shape.rope(kind)
         return None if rope is None else rotary_angles(stream.position_BT, rope, stream.segment_BT)
+
+
+def _chunks(stream: Stream, chunk: int) -> jax.Array:
+    """Document numbers [B, T] under which each chunk of so many tokens of a document is one of its own; 0: padding."""
+    chunks_of_row = -(-stream.segment_BT.shape[1] // chunk)
+    segment_BT = stream.segment_BT * chunks_of_row + stream.position_BT // chunk
+    return jnp.where(stream.segment_BT > 0, segment_BT, 0)

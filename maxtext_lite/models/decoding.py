@@ -106,6 +106,8 @@ class CachedAttend:
         seen_BTS = key_11S <= query_BT1
         if self.scoring.window is not None:
             seen_BTS &= query_BT1 - key_11S < self.scoring.window
+        if self.scoring.chunk is not None:
+            seen_BTS &= key_11S // self.scoring.chunk == query_BT1 // self.scoring.chunk
         score_BKGTS = jnp.where(seen_BTS[:, None, None], score_BKGTS, -jnp.inf)
         if sink_N is not None:  # scored like one more key, whose weight then goes nowhere
             sink_KG11 = sink_N.astype(jnp.float32).reshape(*score_BKGTS.shape[1:3], 1, 1)

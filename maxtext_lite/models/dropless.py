@@ -186,8 +186,9 @@ def _local_forward(
 
     def run(rows: GatheredRows | ExchangedRows) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         x_UD = rows.of_tokens(x_BTD)
-        inner = _inner(shape, x_UD, w, rows.size_E)
-        return rows.sum_of_choices(_outer(shape, *inner, w, rows.size_E), share_BTJ, x_BTD), (x_UD, *inner)
+        inner = _inner(shape, _given(shape, x_UD, rows, share_BTJ), w, rows.size_E)
+        share = None if shape.on_input else share_BTJ
+        return rows.sum_of_choices(_outer(shape, *inner, w, rows.size_E), share, x_BTD), (x_UD, *inner)
 
     queues = None if num_rows is None else queue_up(expert_BTJ, num_here, num_rows)
     rows = gather_rows(expert_BTJ, num_here) if queues is None else queues.round(0)
@@ -198,6 +199,11 @@ def _local_forward(
 
     y_BTD = _further_rounds(queues, next_round, y_BTD)
     return summed(y_BTD, "mlp").astype(dtype), *rows, *kept
+
+
+def _given(shape: ExpertShape, x_UD: jax.Array, rows: GatheredRows | ExchangedRows, share_BTJ: jax.Array) -> jax.Array:
+    """What experts are given of rows: the tokens, times their shares where these are the input's."""
+    return x_UD * rows.of_choices(share_BTJ)[:, None].astype(x_UD.dtype) if shape.on_input else x_UD
 
 
 def _num_tokens(expert_BTJ: jax.Array) -> int:
@@ -242,7 +248,12 @@ def _local_backward(
         rows: GatheredRows | ExchangedRows, x_UD: jax.Array, gate_UF: jax.Array, up_UF: jax.Array
     ) -> list[jax.Array]:
         g_UD, share_U = rows.of_tokens(g_BTD), rows.of_choices(share_BTJ)
-        found = _rows_backward(shape, w, rows.size_E, x_UD, gate_UF, up_UF, g_UD, share_U, weight_dtype)
+        given_UD, of_output_U = _given(shape, x_UD, rows, share_BTJ), jnp.ones_like(share_U)
+        of_output_U = of_output_U if shape.on_input else share_U
+        found = _rows_backward(shape, w, rows.size_E, given_UD, gate_UF, up_UF, g_UD, of_output_U, weight_dtype)
+        if shape.on_input:
+            dshare_U = jnp.sum(x_UD.astype(jnp.float32) * found.dx_UD, axis=-1)
+            found = found._replace(dx_UD=share_U[:, None] * found.dx_UD, dshare_U=dshare_U)
         dx_BTD = rows.sum_of_choices(found.dx_UD, None, x_BTD)
         return [dx_BTD, rows.to_choices(found.dshare_U, share_BTJ), *found.dweights]
 
@@ -251,7 +262,7 @@ def _local_backward(
 
     def next_round(rows: ExchangedRows, sums: list[jax.Array]) -> list[jax.Array]:
         x_UD = rows.of_tokens(x_BTD)
-        more = run(rows, x_UD, *_inner(shape, x_UD, w, rows.size_E))
+        more = run(rows, x_UD, *_inner(shape, _given(shape, x_UD, rows, share_BTJ), w, rows.size_E))
         return [total + part for total, part in zip(sums, more, strict=True)]
 
     sums = _further_rounds(queues, next_round, sums)
@@ -312,7 +323,9 @@ def _backward(
 def dropless(
     x_BTD: jax.Array, expert_BTJ: jax.Array, share_BTJ: jax.Array, weights: ExpertWeights, shape: ExpertShape
 ) -> jax.Array:
-    """Sum over each token's experts of share x mlp(x): [B, T, D] in the dtype of x_BTD; no choice is ever dropped.
+    """Sum over each token's experts of share x mlp(x), or of mlp(share x), [B, T, D] in the dtype of x_BTD.
+
+    No choice is ever dropped.
 
     Each device sorts rows by expert and runs grouped matmuls. Derivatives are written out so that both directions look
     rows up, where automatic ones would add them up in no certain order, and gather weights that are split again

@@ -6,7 +6,7 @@ sharding follows.
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
+from maxtext_lite.config import LayerKind
 from maxtext_lite.config.weights import (
     Weight,
     WeightTable,
@@ -22,7 +23,7 @@ from maxtext_lite.config.weights import (
     mlp_weights,
     part_of,
 )
-from maxtext_lite.models.ops import Rotation, layer_norm, mlp_hidden, project, rms_norm, rotate
+from maxtext_lite.models.ops import Rotation, layer_norm, mlp_hidden, project, rms_norm, rotate, xielu
 from maxtext_lite.models.shape import DecoderShape
 from maxtext_lite.parallel import constrain
 
@@ -61,31 +62,46 @@ def _plus(y: jax.Array, bias: nnx.Param | None) -> jax.Array:
 
 
 class Norm(nnx.Module):
-    """The shape's norm over the last dims, as many as its scale in the table has, which is learned for each entry."""
+    """The shape's norm over the last dims.
 
-    scale: nnx.Param
+    Args:
+      table: of its scale and bias, learned for each entry of these dims, where it has them.
+      num_dims: how many dims are normed as one; the scale may have more, each entry's own.
+    """
+
+    scale: nnx.Param | None = None
     bias: nnx.Param | None = None
 
-    def __init__(self, shape: DecoderShape, table: WeightTable):
-        self.kind, self.epsilon = shape.norm, shape.norm_epsilon
+    def __init__(self, shape: DecoderShape, table: WeightTable, num_dims: int = 1):
+        self.kind, self.epsilon, self.num_dims = shape.norm, shape.norm_epsilon, num_dims
         declare(self, table, shape)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """The normed vectors, in the shape and dtype of x."""
-        scale = self.scale[...]
-        together: Any = x.reshape(*x.shape[: x.ndim - scale.ndim], math.prod(scale.shape))
-        if self.bias is not None:
-            y: Any = layer_norm(together, scale.reshape(-1), self.bias[...].reshape(-1), self.epsilon)
-            return y.reshape(x.shape)
-        scale = scale.reshape(-1).astype(jnp.float32) + 1 if self.kind == "rms_norm_plus_one" else scale.reshape(-1)
-        y = rms_norm(together, scale, self.epsilon)
+        together: Any = x.reshape(*x.shape[: x.ndim - self.num_dims], math.prod(x.shape[x.ndim - self.num_dims :]))
+        scale, bias = (None if part is None else part[...] for part in (self.scale, self.bias))
+        width = together.shape[-1]
+        apart = scale is not None and scale.size > width  # each head's own, which one vector of ones cannot be
+        if scale is None:
+            scale = jnp.ones(width, jnp.float32)
+        elif self.kind.endswith("_plus_one"):
+            scale = scale.astype(jnp.float32) + 1
+        within = jnp.ones(width, jnp.float32) if apart else scale.reshape(-1)
+        together = together.astype(jnp.float32) if apart else together  # which is rounded once, after its scale
+        if self.kind.startswith("layer_norm"):
+            plain = jnp.zeros(width, jnp.float32) if bias is None else bias.reshape(-1)
+            y: Any = layer_norm(together, within, plain, self.epsilon)
+        else:
+            y = rms_norm(together, within, self.epsilon)
+        y = (y * scale.astype(jnp.float32)).astype(x.dtype) if apart else y
         return y.reshape(x.shape)
 
 
-def norm_in(table: WeightTable, name: str, shape: DecoderShape) -> Norm | None:
-    """The norm of that name, where the table has one."""
+def norm_in(table: WeightTable, name: str, shape: DecoderShape, num_dims: int = 1) -> Norm | None:
+    """The norm of that name, where the table has one, or layers have one that learns nothing."""
     found = part_of(table, name)
-    return Norm(shape, found) if found else None
+    is_plain = shape.norm == "layer_norm_plain" and shape.has_norm(name)
+    return Norm(shape, found, num_dims) if found or is_plain else None
 
 
 class Attention(nnx.Module):
@@ -104,7 +120,11 @@ class Attention(nnx.Module):
     def __init__(self, shape: DecoderShape, *, rngs: nnx.Rngs):
         table = attention_weights(shape)
         declare(self, table, shape, rngs)
-        self.query_norm, self.key_norm = norm_in(table, "query_norm", shape), norm_in(table, "key_norm", shape)
+        num_dims = 2 if shape.qk_norm == "all_heads" else 1
+        self.query_norm = norm_in(table, "query_norm", shape, num_dims)
+        self.key_norm = norm_in(table, "key_norm", shape, num_dims)
+        self.clip, self.norms_after = shape.clip_qkv, shape.qk_norm == "head_after_rope"
+        self.unweighted_epsilon = shape.norm_epsilon if shape.qk_norm == "l2_after_rope" else None
 
     def __call__(self, x_BTD: jax.Array, rotation: Rotation | None, attend: Attend) -> tuple[jax.Array, Any]:
         """The projected context [B, T, D], and what `attend` keeps."""
@@ -113,13 +133,20 @@ class Attention(nnx.Module):
             y_BTNH = constrain(project(x_BTD, weight), HEADS_AXES)
             return checkpoint_name(_plus(y_BTNH, bias), name)
 
+        def clipped(y_BTNH: jax.Array) -> jax.Array:
+            return jnp.clip(y_BTNH, -self.clip, self.clip) if self.clip else y_BTNH
+
         def turned(y_BTNH: jax.Array, norm: Norm | None) -> jax.Array:
-            normed_BTNH = y_BTNH if norm is None else norm(y_BTNH)
-            return normed_BTNH if rotation is None else rotate(normed_BTNH, rotation)
+            y_BTNH = clipped(y_BTNH if norm is None or self.norms_after else norm(y_BTNH))
+            if rotation is not None:
+                y_BTNH = rotate(y_BTNH, rotation)
+                if self.unweighted_epsilon is not None:
+                    y_BTNH = rms_norm(y_BTNH, jnp.ones(y_BTNH.shape[-1]), self.unweighted_epsilon)
+            return norm(y_BTNH) if norm is not None and self.norms_after else y_BTNH
 
         q_BTNH = turned(heads(self.query, self.query_bias, "query_proj"), self.query_norm)
         k_BTKH = turned(heads(self.key, self.key_bias, "key_proj"), self.key_norm)
-        v_BTKH = heads(self.value, self.value_bias, "value_proj")
+        v_BTKH = clipped(heads(self.value, self.value_bias, "value_proj"))
         sink_N = None if self.sinks is None else self.sinks[...].astype(jnp.float32)
         context_BTNH, kept = attend(q_BTNH, k_BTKH, v_BTKH, sink_N)
         return attention_output(context_BTNH, self.out, self.out_bias), kept
@@ -132,6 +159,34 @@ def attention_output(context_BTNH: jax.Array, out: nnx.Param, bias: nnx.Param | 
     return checkpoint_name(_plus(y_BTD, bias), "out_proj")
 
 
+def query_factor(
+    shape: DecoderShape, kind: LayerKind, position_BT: jax.Array, number: jax.Array | None
+) -> jax.Array | None:
+    """What queries of a layer are multiplied by, [B, T], float32; None: nothing.
+
+    Args:
+      number: the layer's, from 0.
+    """
+    factor_BT = None
+    if (tuning := shape.position_temperature) is not None and tuning.of(kind):
+        steps_BT = jnp.floor((position_BT + tuning.offset).astype(jnp.float32) / tuning.floor_scale)
+        factor_BT = 1 + tuning.scale * jnp.log1p(steps_BT)
+    if shape.inverse_layer_scaling:
+        assert number is not None
+        factor_BT = (jnp.ones(position_BT.shape, jnp.float32) if factor_BT is None else factor_BT) / (number + 1)
+    return factor_BT
+
+
+def scaled_queries(attend: Attend, factor_BT: jax.Array) -> Attend:
+    """`attend` with queries times a factor of each."""
+
+    def attend_scaled(q_BTNH: jax.Array, k: jax.Array, v: Any, sink: jax.Array | None) -> tuple[jax.Array, Any]:
+        q_BTNH = (q_BTNH.astype(jnp.float32) * factor_BT[:, :, None, None]).astype(q_BTNH.dtype)
+        return attend(q_BTNH, k, v, sink)
+
+    return attend_scaled
+
+
 class Mlp(nnx.Module):
     """down(activation(gate x) * up x), or down(activation(up x)). Source: Shazeer 2020, arXiv:2002.05202, eq. 6."""
 
@@ -141,6 +196,8 @@ class Mlp(nnx.Module):
     gate_bias: nnx.Param | None = None
     up_bias: nnx.Param | None = None
     down_bias: nnx.Param | None = None
+    alpha_p: nnx.Param | None = None
+    alpha_n: nnx.Param | None = None
 
     def __init__(self, shape: DecoderShape, width: str = "F", *, rngs: nnx.Rngs):
         self.activation = shape.activation
@@ -149,8 +206,10 @@ class Mlp(nnx.Module):
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """The mlp's output [B, T, D], in the dtype of x_BTD."""
         up_BTF = checkpoint_name(_plus(project(x_BTD, self.up), self.up_bias), "mlpwi_1")
-        if self.gate is None:
-            hidden_BTF: Any = mlp_hidden(self.activation, up_BTF, None)
+        if self.alpha_p is not None and self.alpha_n is not None:
+            hidden_BTF: Any = xielu(up_BTF, self.alpha_p[...], self.alpha_n[...])
+        elif self.gate is None:
+            hidden_BTF = mlp_hidden(self.activation, up_BTF, None)
         else:
             gate_BTF = checkpoint_name(_plus(project(x_BTD, self.gate), self.gate_bias), "mlpwi_0")
             hidden_BTF = mlp_hidden(self.activation, gate_BTF, up_BTF)
@@ -166,14 +225,15 @@ class Embedding(nnx.Module):
     positions: nnx.Param | None = None
 
     def __init__(self, shape: DecoderShape, *, rngs: nnx.Rngs):
-        self.factor = math.sqrt(shape.emb_dim) if shape.scaled_embeddings else None
+        self.factor = math.sqrt(shape.emb_dim) if shape.scaled_embeddings else 1.0
+        self.multiplier = shape.embedding_multiplier
         declare(self, part_of(end_weights(shape), "embedding"), shape, rngs)
 
     def __call__(self, token_BT: jax.Array, position_BT: jax.Array, dtype: DTypeLike) -> jax.Array:
         """The tokens' vectors [B, T, D], in `dtype`."""
         x_BTD = self._rows(self.table, token_BT, dtype)
-        if self.factor is not None:
-            x_BTD *= jnp.asarray(self.factor, dtype)
+        for factor in (self.factor, self.multiplier):
+            x_BTD = x_BTD if factor == 1 else x_BTD * jnp.asarray(factor, dtype)
         if self.positions is not None:
             x_BTD += self._rows(self.positions, position_BT, dtype)
         # Each device finds what its part of the vocabulary has, and only then are tokens split over `tensor`: asked for
@@ -193,10 +253,29 @@ class Embedding(nnx.Module):
         return constrain(x_BTD, ("looked_up_batch", "length", "embed_of_expert"))
 
 
-class Head(nnx.Module):
-    """The output projection [D, V] of a decoder whose embeddings are not tied."""
+class BiasedHead(NamedTuple):
+    """An output projection and the bias that is added to what it gives."""
 
-    projection: nnx.Param
+    projection_DV: jax.Array
+    bias_V: jax.Array
+
+
+OutputHead = jax.Array | BiasedHead
+"""What makes logits [B, T, V] of final hidden states: a projection [D, V], with or without a bias."""
+
+
+def projected(x_BTD: jax.Array, head: OutputHead) -> jax.Array:
+    """Logits [B, T, V], float32, as the head gives them."""
+    head_DV, bias_V = head if isinstance(head, BiasedHead) else (head, None)
+    logits_BTV = jnp.einsum("BTD,DV->BTV", x_BTD, head_DV, preferred_element_type=jnp.float32)
+    return logits_BTV if bias_V is None else logits_BTV + bias_V.astype(jnp.float32)
+
+
+class Head(nnx.Module):
+    """The output projection [D, V] of a decoder whose embeddings are not tied, and the logits' bias."""
+
+    projection: nnx.Param | None = None
+    bias: nnx.Param | None = None
 
     def __init__(self, shape: DecoderShape, *, rngs: nnx.Rngs):
         declare(self, part_of(end_weights(shape), "head"), shape, rngs)

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
@@ -22,6 +23,7 @@ class MixtureOfExperts(nnx.Module):
     gate: nnx.Param
     up: nnx.Param
     down: nnx.Param
+    shared_gate: nnx.Param | None = None
     router_bias: nnx.Param | None = None
     router_logit_bias: nnx.Param | None = None
     gate_bias: nnx.Param | None = None
@@ -52,7 +54,16 @@ class MixtureOfExperts(nnx.Module):
             y_BTD, dropped_B = with_capacity(x_BTD, routing, weights, experts)
             aux = aux | {DROPPED: dropped_B}
         y_BTD = checkpoint_name(constrain(y_BTD, RESIDUAL_AXES), "mlpwo")
-        return y_BTD if self.shared is None else y_BTD + self.shared(x_BTD), aux
+        return y_BTD if self.shared is None else y_BTD + self._shared(self.shared, x_BTD), aux
+
+    def _shared(self, shared: Mlp, x_BTD: jax.Array) -> jax.Array:
+        """What the shared expert adds."""
+        y_BTD = shared(x_BTD)
+        if self.shared_gate is None:
+            return y_BTD
+        gate_D1 = self.shared_gate[...].astype(jnp.float32)
+        gate_BT1 = jax.nn.sigmoid(jnp.einsum("BTD,DU->BTU", x_BTD.astype(jnp.float32), gate_D1))
+        return (gate_BT1 * y_BTD.astype(jnp.float32)).astype(y_BTD.dtype)
 
 
 def _array(param: nnx.Param | None) -> jax.Array | None:

@@ -29,9 +29,11 @@ class ExpertShape(ExpertSizes):
     """Everything that decides a layer's experts and routing.
 
     Attributes: those of ExpertSizes, and
-      score: what an expert's logit becomes: softmax over all experts, or each one's sigmoid.
+      score: what an expert's logit becomes: softmax over all experts, or each one's sigmoid; or with sparsemixer a
+        softmax over those that are near the largest, of a token's first expert and then of its second.
       normalised: a token's chosen scores are divided by their sum.
       scaling: what they are multiplied by.
+      on_input: they multiply what an expert is given, in place of what it gives.
       capacity_factor: an expert takes ceil(factor x tokens of the example x J / E) tokens of each example, the first
         ones; None: all (dropless).
       num_groups: groups of neighbours into which the experts are cut.
@@ -43,9 +45,10 @@ class ExpertShape(ExpertSizes):
       quantization: of what multiplies their weights.
     """
 
-    score: Literal["softmax", "sigmoid"] = "softmax"
+    score: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
     normalised: bool = True
     scaling: float = 1.0
+    on_input: bool = False
     capacity_factor: Fraction | None = None
     num_groups: int = 1
     groups_per_token: int = 1
@@ -53,6 +56,11 @@ class ExpertShape(ExpertSizes):
     matmul: GroupedMatmul = "ragged_dot"
     grad_dtype: DTypeLike = jnp.float32
     quantization: Quantization = "none"
+
+    @property
+    def judges_logits(self) -> bool:
+        """Whether experts are chosen by their logits: scores, of which groups have sums, may be 1 of several."""
+        return self.score == "sparsemixer" or (self.on_input and self.num_groups == 1)
 
     @property
     def aux_axes(self) -> dict[str, tuple[str, ...]]:
@@ -95,7 +103,7 @@ class Routing(NamedTuple):
 
     Attributes:
       expert_BTJ: int32 numbers of a token's experts, likeliest first; E, which is none, for padding.
-      share_BTJ: float32 factor of each expert's output; 0 for padding.
+      share_BTJ: float32 factor of each expert's output, or input; 0 for padding.
       aux: of ExpertShape.aux_axes all but DROPPED.
     """
 
@@ -130,15 +138,19 @@ def route(x_BTD: jax.Array, router: Router, real_BT: jax.Array, shape: ExpertSha
     logits_BTE = jnp.einsum("BTD,DE->BTE", x_BTD.astype(jnp.float32), weight_DE, precision=jax.lax.Precision.HIGHEST)
     if router.logit_E is not None:
         logits_BTE += router.logit_E.astype(jnp.float32)
-    score_BTE = jax.nn.softmax(logits_BTE) if shape.score == "softmax" else jax.nn.sigmoid(logits_BTE)
-    chosen_BTJE, expert_BTJ = _choose(score_BTE if bias_E is None else score_BTE + bias_E, shape)
+    score_BTE = jax.nn.sigmoid(logits_BTE) if shape.score == "sigmoid" else jax.nn.softmax(logits_BTE)
+    judging_BTE = logits_BTE if shape.judges_logits else score_BTE
+    chosen_BTJE, expert_BTJ = _choose(judging_BTE if bias_E is None else score_BTE + bias_E, shape)
     chosen_BTJE &= real_BT[..., None, None]
-    share_BTJ = jnp.sum(jnp.where(chosen_BTJE, score_BTE[:, :, None], 0), axis=-1)
+    if shape.score == "sparsemixer":
+        share_BTJ = jnp.sum(jnp.where(chosen_BTJE, _sparse_shares(logits_BTE, chosen_BTJE), 0), axis=-1)
+    else:
+        share_BTJ = jnp.sum(jnp.where(chosen_BTJE, score_BTE[:, :, None], 0), axis=-1)
     if shape.normalised:
         share_BTJ /= jnp.sum(share_BTJ, axis=-1, keepdims=True) + 1e-20
     count_BE = _count(chosen_BTJE)
     # Equation 18 judges the scores alone: the bias does not hide what it makes up for.
-    judged_BE = count_BE if bias_E is None else _count(_choose(score_BTE, shape)[0] & real_BT[..., None, None])
+    judged_BE = count_BE if bias_E is None else _count(_choose(judging_BTE, shape)[0] & real_BT[..., None, None])
     aux = {
         BALANCE: _balance(score_BTE, judged_BE, real_BT, shape),
         ROUTER_Z: jnp.where(real_BT, jnp.square(jax.nn.logsumexp(logits_BTE, axis=-1)), 0),
@@ -154,7 +166,7 @@ def _choose(score_BTE: jax.Array, shape: ExpertShape) -> tuple[jax.Array, jax.Ar
     Source: groups are DeepSeek-AI 2024, arXiv:2405.04434, section 2.2.2 (by the best), and arXiv:2412.19437, section
     2.1.2 (by the best two).
     """
-    judges = 1 if shape.score == "softmax" else 2
+    judges = 2 if shape.score == "sigmoid" else 1
 
     def largest(score_BTE: jax.Array) -> jax.Array:
         if shape.num_groups > 1:
@@ -168,6 +180,24 @@ def _choose(score_BTE: jax.Array, shape: ExpertShape) -> tuple[jax.Array, jax.Ar
     # Each device for its own tokens: the partitioner would gather everybody's scores.
     expert_BTJ = over_shards(largest, [TOKEN_AXES], TOKEN_AXES)(jax.lax.stop_gradient(score_BTE))
     return expert_BTJ[..., None] == jnp.arange(shape.num_experts), expert_BTJ
+
+
+_JITTER = 0.01  # of every checkpoint of phimoe
+
+
+def _sparse_shares(logits_BTE: jax.Array, chosen_BTJE: jax.Array) -> jax.Array:
+    """A softmax for each choice in turn, [B, T, J, E], over the experts that are left and near the best of them.
+
+    In training as in inference the largest are chosen, and the shares have their own derivative: nothing is sampled,
+    and none of the estimates that belong to samples is made.
+    Source: Liu et al. 2024, arXiv:2409.12136, section 2.2, as Phi-3.5-MoE has it.
+    """
+    taken_BTJE = (jnp.cumsum(chosen_BTJE, axis=2) - chosen_BTJE) > 0
+    left_BTJE = jnp.where(taken_BTJE, -jnp.inf, logits_BTE[:, :, None])
+    largest_BTJ1 = jax.lax.stop_gradient(jnp.max(left_BTJE, axis=-1, keepdims=True))
+    logits_BT1E = jax.lax.stop_gradient(logits_BTE)[:, :, None]
+    distance_BTJE = (largest_BTJ1 - logits_BT1E) / jnp.maximum(jnp.abs(logits_BT1E), largest_BTJ1)
+    return jax.nn.softmax(jnp.where(distance_BTJE > 2 * _JITTER, -jnp.inf, left_BTJE))
 
 
 def _count(chosen_BTJE: jax.Array) -> jax.Array:

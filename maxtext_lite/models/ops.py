@@ -182,8 +182,9 @@ def _layer_norm_backward(epsilon: float, residuals: tuple[jax.Array, ...], g_BTD
 layer_norm.defvjp(lambda x, scale, bias, epsilon: (layer_norm(x, scale, bias, epsilon), (x, scale, bias)),
                   _layer_norm_backward)  # fmt: skip
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "clamped_silu"]
-"""What an mlp puts its first projection through; clamped_silu is gpt-oss's, which clamps the other one too."""
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared", "xielu", "clamped_silu"]
+"""What an mlp puts its first projection through; clamped_silu is gpt-oss's, which clamps the other one too,
+xielu has learned numbers."""
 
 _CLAMP, _STEEPNESS = 7.0, 1.702
 
@@ -196,8 +197,14 @@ def _activated(x: jax.Array, activation: Activation) -> jax.Array:
             return jax.nn.gelu(x, approximate=False)
         case "gelu_tanh":
             return jax.nn.gelu(x, approximate=True)
+        case "relu":
+            return jax.nn.relu(x)
+        case "relu_squared":
+            return jnp.square(jax.nn.relu(x))
         case "clamped_silu":
             return jnp.minimum(x, _CLAMP) * jax.nn.sigmoid(_STEEPNESS * jnp.minimum(x, _CLAMP))
+        case "xielu":
+            raise AssertionError("xielu has weights of its own")
 
 
 def _hidden(activation: Activation, gate: jax.Array, up: jax.Array | None) -> jax.Array:
@@ -232,6 +239,33 @@ def _mlp_hidden_backward(
 
 
 mlp_hidden.defvjp(lambda kind, gate, up: (mlp_hidden(kind, gate, up), (gate, up)), _mlp_hidden_backward)
+
+
+_BETA, _SMALLEST = 0.5, -1e-6
+
+
+@jax.custom_vjp
+def xielu(x: jax.Array, alpha_p_U: jax.Array, alpha_n_U: jax.Array) -> jax.Array:
+    """p x^2 + x / 2 above 0, and n (exp(x) - 1 - x) + x / 2 below, in the dtype of x, where p is the softplus of
+    alpha_p and n that of alpha_n, plus 1 / 2.
+
+    Source: Huang & Schlag 2024, arXiv:2411.13010.
+    """
+    return _xielu(x, alpha_p_U, alpha_n_U).astype(x.dtype)
+
+
+def _xielu(x: jax.Array, alpha_p_U: jax.Array, alpha_n_U: jax.Array) -> jax.Array:
+    x = x.astype(jnp.float32)
+    p, n = (jax.nn.softplus(alpha_U[0].astype(jnp.float32)) for alpha_U in (alpha_p_U, alpha_n_U))
+    below = (n + _BETA) * (jnp.expm1(jnp.minimum(x, _SMALLEST)) - x)
+    return jnp.where(x > 0, p * jnp.square(x), below) + _BETA * x
+
+
+def _xielu_backward(residuals: tuple[jax.Array, ...], g: jax.Array) -> tuple[jax.Array, ...]:
+    return jax.vjp(_xielu, *residuals)[1](g.astype(jnp.float32))
+
+
+xielu.defvjp(lambda x, alpha_p, alpha_n: (xielu(x, alpha_p, alpha_n), (x, alpha_p, alpha_n)), _xielu_backward)
 
 
 def soft_capped(x: jax.Array, cap: float) -> jax.Array:

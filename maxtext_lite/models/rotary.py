@@ -27,7 +27,7 @@ class Rope:
     @property
     def follows_length(self) -> bool:
         """Whether a token's rotation depends on how many tokens its document has."""
-        return self.scaling is not None and self.scaling.rope_type == "dynamic"
+        return self.scaling is not None and self.scaling.rope_type in ("dynamic", "longrope")
 
 
 def rotary_angles(position_BT: jax.Array, rope: Rope, segment_BT: jax.Array | None = None) -> Rotation:
@@ -37,8 +37,10 @@ def rotary_angles(position_BT: jax.Array, rope: Rope, segment_BT: jax.Array | No
       segment_BT: document number of each token, from 0 to T; None: each row is a document.
     """
     position_BT1 = position_BT[..., None].astype(jnp.float32)
-    if rope.follows_length:
-        angle_BTH = position_BT1 * _dynamic_frequencies(position_BT, rope, segment_BT)
+    if rope.scaling is not None and rope.follows_length:
+        length_BT1 = _document_lengths(position_BT, segment_BT)[..., None]
+        of_length = _dynamic_frequencies if rope.scaling.rope_type == "dynamic" else _longrope
+        angle_BTH = position_BT1 * of_length(length_BT1, rope, rope.scaling)
     else:
         angle_BTH = position_BT1 * jnp.asarray(_frequencies(rope), jnp.float32)
     factor = _rotation_factor(rope.scaling)
@@ -82,7 +84,8 @@ def _llama3(plain: np.ndarray, scaling: RopeScaling) -> np.ndarray:
     low, high, length = scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_position_embeddings
     assert scaling.factor is not None and low is not None and high is not None and length is not None  # noqa: PT018
     turns = length * plain / (2 * math.pi)
-    kept = np.clip((turns - low) / (high - low), 0, 1)
+    # Without anything between them, as Llama 4 Scout has it, a plane is kept or slowed.
+    kept = np.clip((turns - low) / (high - low), 0, 1) if high > low else (turns >= high).astype(plain.dtype)
     return kept * plain + (1 - kept) * plain / scaling.factor
 
 
@@ -102,20 +105,34 @@ def _yarn(plain: np.ndarray, rope: Rope, scaling: RopeScaling) -> np.ndarray:
     return (1 - slowed) * plain + slowed * plain / scaling.factor
 
 
-def _dynamic_frequencies(position_BT: jax.Array, rope: Rope, segment_BT: jax.Array | None) -> jax.Array:
-    """Frequencies [B, T, H], float32: the base grows with the last position of each document, once that is new.
+def _document_lengths(position_BT: jax.Array, segment_BT: jax.Array | None) -> jax.Array:
+    """The last position of each token's document, plus 1, [B, T].
 
     Tokens may be in any order, as they are on context shards.
     """
-    scaling = rope.scaling
-    assert scaling is not None
-    original, factor = scaling.original_max_position_embeddings, scaling.factor
-    assert original is not None and factor is not None  # noqa: PT018
     B, T = position_BT.shape
     segment_BT = jnp.zeros_like(position_BT) if segment_BT is None else segment_BT
     last_BS = jnp.zeros((B, T + 1), position_BT.dtype).at[jnp.arange(B)[:, None], segment_BT].max(position_BT)
-    length_BT = jnp.maximum(jnp.take_along_axis(last_BS, segment_BT, axis=1) + 1, original).astype(jnp.float32)
-    growth_BT1 = (factor * length_BT[..., None] / original - (factor - 1)) ** _ntk_exponent(rope.dim)
+    return jnp.take_along_axis(last_BS, segment_BT, axis=1) + 1
+
+
+def _longrope(length_BT1: jax.Array, rope: Rope, scaling: RopeScaling) -> jax.Array:
+    """Frequencies [B, T, H], float32, by the list for documents of this length. Source: arXiv:2402.13753."""
+    plain, original = _plain(rope.dim, rope.max_timescale), scaling.original_max_position_embeddings
+    assert original is not None
+    short_H, long_H = (
+        jnp.asarray(plain / np.asarray(factors, np.float64), jnp.float32)
+        for factors in (scaling.short_factor, scaling.long_factor)
+    )
+    return jnp.where(length_BT1 > original, long_H, short_H)
+
+
+def _dynamic_frequencies(length_BT1: jax.Array, rope: Rope, scaling: RopeScaling) -> jax.Array:
+    """Frequencies [B, T, H], float32: the base grows with the length of each document, once that is new."""
+    original, factor = scaling.original_max_position_embeddings, scaling.factor
+    assert original is not None and factor is not None  # noqa: PT018
+    length_BT1 = jnp.maximum(length_BT1, original).astype(jnp.float32)
+    growth_BT1 = (factor * length_BT1 / original - (factor - 1)) ** _ntk_exponent(rope.dim)
     exponent_H = jnp.arange(0, rope.dim, 2, dtype=jnp.float32) / rope.dim
     return (rope.max_timescale * growth_BT1) ** -exponent_H
 
@@ -127,11 +144,15 @@ def _growth(factor: float, multiplier: float) -> float:
 
 def _rotation_factor(scaling: RopeScaling | None) -> float:
     """What cosines and sines are multiplied by, which multiplies scores by its square."""
-    if scaling is None or scaling.rope_type != "yarn":
+    if scaling is None or scaling.rope_type not in ("yarn", "longrope"):
         return 1.0
     if scaling.attention_factor is not None:
         return scaling.attention_factor
     assert scaling.factor is not None
+    if scaling.rope_type == "longrope":
+        original = scaling.original_max_position_embeddings
+        assert original is not None
+        return math.sqrt(1 + math.log(scaling.factor) / math.log(original)) if scaling.factor > 1 else 1.0
     if scaling.mscale and scaling.mscale_all_dim:
         return _growth(scaling.factor, scaling.mscale) / _growth(scaling.factor, scaling.mscale_all_dim)
     return _growth(scaling.factor, 1.0)

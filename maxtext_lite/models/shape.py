@@ -6,7 +6,7 @@ import math
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from maxtext_lite.config import LayerKind, Quantization, RopeScaling
+from maxtext_lite.config import LayerKind, MlpKind, PositionTemperature, Quantization, RopeScaling
 from maxtext_lite.config.weights import ModelShape
 from maxtext_lite.models.attention import Scoring
 from maxtext_lite.models.lora import Lora
@@ -26,11 +26,17 @@ class DecoderShape(ModelShape):
       activation: of the mlp and of experts.
       pattern: kinds of the first layers, which those after them repeat.
       window: tokens that a local layer's query sees.
+      chunk: tokens of each of the chunks of a document to which chunked layers keep.
       soft_cap, final_soft_cap: c of c tanh(x / c), of scores and of logits; 0: none.
       query_scalar: scores are divided by its root; 0: head_dim.
-      rotary_dim: dims of a head that are rotated; None: all.
+      inverse_layer_scaling: scores of layer l, counted from 1, are divided by l too.
+      position_temperature: how queries grow with their positions; None: they do not.
+      clip_qkv: c: queries, keys and values are clipped to -c ... c; 0: they are not.
+      residual_multiplier: of what attention and mlp add to the stream.
+      logits_multiplier: of logits, before their soft cap.
       rope_local_max_timescale: base of local layers, which `rope_scaling` then leaves alone; 0: as the others.
       scaled_embeddings: embeddings are multiplied by the root of emb_dim.
+      embedding_multiplier: embeddings are multiplied by this.
       initializer_range: standard deviation of the normal initial weights; norms start at 1, biases at 0.
       attention: name of the kernel, one of `attention.KERNELS`.
       quantization: of what multiplies weights of layers.
@@ -46,13 +52,19 @@ class DecoderShape(ModelShape):
     activation: Activation = "silu"
     pattern: tuple[LayerKind, ...] = ("global",)
     window: int = 0
+    chunk: int = 0
     soft_cap: float = 0.0
     query_scalar: float = 0.0
+    inverse_layer_scaling: bool = False
+    position_temperature: PositionTemperature | None = None
+    clip_qkv: float = 0.0
+    residual_multiplier: float = 1.0
+    logits_multiplier: float = 1.0
     rope_max_timescale: float = 10_000.0
     rope_local_max_timescale: float = 0.0
     rope_scaling: RopeScaling | None = None
-    rotary_dim: int | None = None
     scaled_embeddings: bool = False
+    embedding_multiplier: float = 1.0
     final_soft_cap: float = 0.0
     initializer_range: float = 0.02
     dtype: DTypeLike = jnp.float32
@@ -71,9 +83,17 @@ class DecoderShape(ModelShape):
         start = first % len(self.pattern)
         return self.pattern[start:] + self.pattern[:start]
 
+    def layers_from(self, first: int) -> tuple[tuple[LayerKind, MlpKind | None], ...]:
+        """Kinds of attention and mlp of a period of layers from `first` on; None: all are in one stack."""
+        if not self.is_mixed:
+            return tuple((kind, None) for kind in self.kinds_from(first))
+        kinds, mlps = self.pattern, self.mlp_kinds
+        period = range(first, first + math.lcm(len(kinds), len(mlps)))
+        return tuple((kinds[layer % len(kinds)], mlps[layer % len(mlps)]) for layer in period)
+
     def rope(self, kind: LayerKind) -> Rope | None:
         """The rotation of queries and keys in layers of this kind; None: they are not rotated."""
-        if self.num_positions or kind == "nope":
+        if self.num_positions or kind.endswith("nope"):
             return None
         dim = self.head_dim if self.rotary_dim is None else self.rotary_dim
         if kind == "local" and self.rope_local_max_timescale:
@@ -91,6 +111,7 @@ class DecoderShape(ModelShape):
         scalar = self.query_scalar or self.head_dim
         return Scoring(
             scale=None if factor == 1 and scalar == self.head_dim else factor / math.sqrt(scalar),
-            window=self.window if kind == "local" else None,
+            window=self.window if kind.startswith("local") else None,
+            chunk=self.chunk if kind == "chunked" else None,
             soft_cap=self.soft_cap or None,
         )

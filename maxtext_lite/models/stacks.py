@@ -1,12 +1,14 @@
 """Layers that are alike as one stack of parameters, made at once and scanned."""
 
+import itertools
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import jax
 from flax import nnx
 
-from maxtext_lite.config import LayerKind
+from maxtext_lite.config import LayerKind, MlpKind
 from maxtext_lite.models.block import Block
 
 
@@ -30,25 +32,63 @@ def stacked(axis: str, layer: Callable[..., Block], num_layers: int, rngs: nnx.R
     return nnx.merge(graph_of(layer), stacked)
 
 
+Kinds = tuple[LayerKind, MlpKind | None]
+"""Of a layer's attention, and of its mlp: its stack, among several."""
+
+
 def scan_pattern(
-    layer: Callable[[LayerKind, int | None, Any, Any], Any], kinds: tuple[LayerKind, ...], carry: Any, stack: Any
+    layer: Callable[[Kinds, int | None, Any, Any], Any],
+    kinds: tuple[Kinds, ...],
+    carry: Any,
+    stacks: dict[MlpKind | None, Any],
 ) -> Any:
-    """What is carried through a stack of layers whose kinds take turns.
+    """What is carried through layers whose kinds take turns.
 
     Args:
-      layer: (kind, place, carry, stack) -> carry, of the stack's entry at that place; None: the stack is the entry.
-      stack: leaves [L, ...]; the layers after the last whole round of kinds run by themselves.
+      layer: (kinds, place, carry, stack) -> carry, of the stack's entry at that place; None: the stack is the entry.
+      kinds: those of the first layers, which those after them repeat.
+      stacks: of each kind of mlp, leaves [L, ...]. The layers after the last whole round of kinds run by themselves.
     """
-    period, num_layers = len(kinds), jax.tree.leaves(stack)[0].shape[0]
-    whole = num_layers - num_layers % period
+    period, num_layers = len(kinds), sum(jax.tree.leaves(stack)[0].shape[0] for stack in stacks.values())
+    rounds, each = num_layers // period, Counter(mlp for _, mlp in kinds)
+    if len(stacks) > 1 and rounds < 2:  # no pattern that would be worth a scan
+        return _in_runs(layer, [kinds[number % period] for number in range(num_layers)], carry, stacks)
     if period == 1:
-        return jax.lax.scan(lambda carry, stack: (layer(kinds[0], None, carry, stack), None), carry, stack)[0]
+        ((_, mlp),) = kinds
+        return jax.lax.scan(lambda carry, stack: (layer(kinds[0], None, carry, stack), None), carry, stacks[mlp])[0]
 
-    def some(carry: Any, stack: Any, count: int) -> Any:
-        for place, kind in enumerate(kinds[:count]):
-            carry = layer(kind, place, carry, stack)
+    def some(carry: Any, stacks: dict[MlpKind | None, Any], count: int) -> Any:
+        done = Counter[MlpKind | None]()
+        for kind in kinds[:count]:
+            carry = layer(kind, done[kind[1]], carry, stacks[kind[1]])
+            done[kind[1]] += 1
         return carry
 
-    rounds = jax.tree.map(lambda x: x[:whole].reshape(whole // period, period, *x.shape[1:]), stack)
-    carry, _ = jax.lax.scan(lambda carry, stack: (some(carry, stack, period), None), carry, rounds)
-    return some(carry, jax.tree.map(lambda x: x[whole:], stack), num_layers - whole)
+    def in_rounds(mlp: MlpKind | None) -> Any:
+        whole = rounds * each[mlp]
+        return jax.tree.map(lambda x: x[:whole].reshape(rounds, each[mlp], *x.shape[1:]), stacks[mlp])
+
+    def rest(mlp: MlpKind | None) -> Any:
+        return jax.tree.map(lambda x: x[rounds * each[mlp] :], stacks[mlp])
+
+    whole: dict[MlpKind | None, Any] = {mlp: in_rounds(mlp) for mlp in stacks}
+    carry, _ = jax.lax.scan(lambda carry, stacks: (some(carry, stacks, period), None), carry, whole)
+    return some(carry, {mlp: rest(mlp) for mlp in stacks}, num_layers - rounds * period)
+
+
+def _in_runs(
+    layer: Callable[[Kinds, int | None, Any, Any], Any],
+    kinds: list[Kinds],
+    carry: Any,
+    stacks: dict[MlpKind | None, Any],
+) -> Any:
+    """`scan_pattern` of layers one kind of mlp after the other: neighbours that have the same are scanned."""
+    done = Counter[MlpKind | None]()
+    for _, group in itertools.groupby(kinds, key=lambda kind: kind[1]):
+        run = tuple(group)
+        mlp, first = run[0][1], done[run[0][1]]
+        done[mlp] += len(run)
+        part = jax.tree.map(lambda x: x[first : first + len(run)], stacks[mlp])  # noqa: B023
+        period = next(p for p in range(1, len(run) + 1) if run[p:] == run[: len(run) - p])
+        carry = scan_pattern(layer, run[:period], carry, {mlp: part})
+    return carry

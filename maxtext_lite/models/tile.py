@@ -25,6 +25,8 @@ class Scoring:
     Attributes:
       scale: what the product of a query and a key is multiplied by; None: the keys' width H ** -0.5.
       window: keys a query may see: its own and those of the window - 1 tokens before it; None: all that come no later.
+      chunk: only keys of the query's own chunk of this many tokens of its document are seen; None: there are no chunks.
+        `attention` makes documents of them; only over a cache they are looked at as such.
       soft_cap: c in c * tanh(score / c), which bounds a score; None: scores stay as they are.
 
     Raises:
@@ -35,6 +37,7 @@ class Scoring:
     scale: float | None = None
     window: int | None = None
     soft_cap: float | None = None
+    chunk: int | None = None
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:

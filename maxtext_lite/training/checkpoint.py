@@ -202,7 +202,7 @@ class Checkpointer:
             )
         self._refuse_other_run(step, about["fingerprint"])
         wanted = {"params": abstract.model_params, "update_state": _update_state(abstract)}
-        dealing = Dealing(layer_dims_of(abstract.plain_params), tuple(about["layer_dims"]))
+        dealing = Dealing.of(abstract.plain_params, tuple(about["layer_dims"]))
         # With local updates, all of the update's state has replicas before layers.
         before = {"params": 0, "update_state": int(abstract.outer is not None)}
         as_saved = {name: dealing.as_saved(tree, before[name]) for name, tree in wanted.items()}

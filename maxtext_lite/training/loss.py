@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 
 from maxtext_lite.batching import tiles_kept, vocab_tiles
 from maxtext_lite.models import soft_capped
+from maxtext_lite.models.layers import BiasedHead, OutputHead, projected
 from maxtext_lite.models.ops import dtype_of_sums, weight_gradient
 from maxtext_lite.parallel import constrain, context_shards, num_shards
 from maxtext_lite.training.arrays import Tree
@@ -33,10 +34,12 @@ class LossSums(NamedTuple):
     aux: dict[str, jax.Array]
 
 
-def tile_logits(x_BTD: jax.Array, head_DV: jax.Array, soft_cap: float, temperature: float = 1.0) -> jax.Array:
-    """Logits [B, T, V] in float32, capped and then divided by the temperature."""
-    logits_BTV = jnp.einsum("BTD,DV->BTV", x_BTD, head_DV, preferred_element_type=jnp.float32)
-    logits_BTV = constrain(logits_BTV, ("end_batch", "length", "activation_vocab"))
+def tile_logits(
+    x_BTD: jax.Array, head: OutputHead, soft_cap: float, temperature: float = 1.0, multiplier: float = 1.0
+) -> jax.Array:
+    """Logits [B, T, V] in float32, multiplied, capped and then divided by the temperature."""
+    logits_BTV = constrain(projected(x_BTD, head), ("end_batch", "length", "activation_vocab"))
+    logits_BTV = logits_BTV if multiplier == 1 else multiplier * logits_BTV
     logits_BTV = soft_capped(logits_BTV, soft_cap) if soft_cap else logits_BTV
     return logits_BTV if temperature == 1 else logits_BTV / temperature
 
@@ -90,9 +93,13 @@ def _over_tiles(
     return carry, jax.tree.map(_joined, results)
 
 
-def _num_tiles(x_BTD: jax.Array, head_DV: jax.Array, num_vocab_tiling: int) -> int:
+def _projection(head: OutputHead) -> jax.Array:
+    return head.projection_DV if isinstance(head, BiasedHead) else head
+
+
+def _num_tiles(x_BTD: jax.Array, head: OutputHead, num_vocab_tiling: int) -> int:
     """`batching.vocab_tiles` of one device's tokens and part of the vocabulary."""
-    B, T, V = *x_BTD.shape[:2], head_DV.shape[1]
+    B, T, V = *x_BTD.shape[:2], _projection(head).shape[1]
     return vocab_tiles(
         num_vocab_tiling,
         rows=-(-B // num_shards("end_batch")),
@@ -112,37 +119,39 @@ def _tiles_at_once(x_BTD: jax.Array, num_tiles: int) -> int:
 
 def token_losses(
     x_BTD: jax.Array,
-    head_DV: jax.Array,
+    head: OutputHead,
     target_BT: jax.Array,
     num_tiles: int = 1,
     soft_cap: float = 0.0,
     temperature: float = 1.0,
+    multiplier: float = 1.0,
 ) -> jax.Array:
     """Negative log-likelihood [B, T], float32, of each target; for differentiating there is `token_nll`.
 
     Args:
-      head_DV: the output projection, in the dtype of x_BTD.
+      head: the output projection, in the dtype of x_BTD, and the logits' bias.
       num_tiles: pieces the sequence is cut into, a divisor of a context shard's tokens, or -1 (`batching.vocab_tiles`);
         logits of one exist at a time.
       soft_cap: of the logits; 0: none.
       temperature: what the logits, capped, are divided by.
+      multiplier: of the logits, before they are capped.
     """
 
     def tile(carry: None, arrays: tuple[jax.Array, ...]) -> tuple[None, jax.Array]:
         x, target = arrays
-        return carry, _tile_losses(tile_logits(x, head_DV, soft_cap, temperature), target).nll_BT
+        return carry, _tile_losses(tile_logits(x, head, soft_cap, temperature, multiplier), target).nll_BT
 
-    return _over_tiles(tile, None, _num_tiles(x_BTD, head_DV, num_tiles), x_BTD, target_BT)[1]
+    return _over_tiles(tile, None, _num_tiles(x_BTD, head, num_tiles), x_BTD, target_BT)[1]
 
 
-def likeliest_tokens(x_BTD: jax.Array, head_DV: jax.Array, num_tiles: int = 1) -> jax.Array:
+def likeliest_tokens(x_BTD: jax.Array, head: OutputHead, num_tiles: int = 1) -> jax.Array:
     """The token [B, T] with the largest logit at each position, int32, tile by tile as in `token_losses`."""
 
     def tile(carry: None, arrays: tuple[jax.Array, ...]) -> tuple[None, jax.Array]:
         (x,) = arrays
-        return carry, jnp.argmax(tile_logits(x, head_DV, 0.0), axis=-1).astype(jnp.int32)
+        return carry, jnp.argmax(tile_logits(x, head, 0.0), axis=-1).astype(jnp.int32)
 
-    return _over_tiles(tile, None, _num_tiles(x_BTD, head_DV, num_tiles), x_BTD)[1]
+    return _over_tiles(tile, None, _num_tiles(x_BTD, head, num_tiles), x_BTD)[1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,6 +164,7 @@ class Readout:
       temperature: what the logits, capped, are divided by.
       grad_dtype: in which devices' sums for the head's gradient cross `fsdp`.
       z_loss_multiplier: of the squared log-partition, in `cross_entropy`.
+      multiplier: of the logits, before they are capped.
     """
 
     num_tiles: int = 1
@@ -162,12 +172,17 @@ class Readout:
     temperature: float = 1.0
     grad_dtype: DTypeLike = jnp.float32
     z_loss_multiplier: float = 0.0
+    multiplier: float = 1.0
+
+    def logits(self, x_BTD: jax.Array, head: OutputHead) -> jax.Array:
+        """`tile_logits` as this reads them."""
+        return tile_logits(x_BTD, head, self.soft_cap, self.temperature, self.multiplier)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def cross_entropy(
     x_BTD: jax.Array,
-    head_DV: jax.Array,
+    head: OutputHead,
     target_BT: jax.Array,
     weight_BT: jax.Array,
     how: Readout = Readout(),
@@ -175,7 +190,7 @@ def cross_entropy(
     """sum(weight * (nll + z_loss_multiplier * log_partition**2)), and its two parts.
 
     The gradient is found together with the loss, tile by tile, so that each tile's logits are computed once and
-    no more than one tile's exist. Only the first result is differentiated, with respect to x_BTD and head_DV.
+    no more than one tile's exist. Only the first result is differentiated, with respect to x_BTD and the head.
 
     On shards of `fsdp` the gradient of the head crosses them once for all tiles whose logits' gradients, in the dtype
     of x_BTD, wait for each other (`batching.tiles_kept`).
@@ -187,10 +202,10 @@ def cross_entropy(
 
     def tile(sums: LossSums, arrays: tuple[jax.Array, ...]) -> tuple[LossSums, None]:
         x, target, weight = arrays
-        losses = _tile_losses(tile_logits(x, head_DV, how.soft_cap, how.temperature), target)
+        losses = _tile_losses(how.logits(x, head), target)
         return _add_sums(sums, losses, weight), None
 
-    num_tiles = _num_tiles(x_BTD, head_DV, how.num_tiles)
+    num_tiles = _num_tiles(x_BTD, head, how.num_tiles)
     sums, _ = _over_tiles(tile, _zero_sums(), num_tiles, x_BTD, target_BT, weight_BT)
     return sums.nll + how.z_loss_multiplier * sums.log_partition_squared, sums
 
@@ -209,16 +224,16 @@ def _add_sums(sums: LossSums, losses: _TileLosses, weight_BT: jax.Array) -> Loss
 
 def _cross_entropy_forward(
     x_BTD: jax.Array,
-    head_DV: jax.Array,
+    head: OutputHead,
     target_BT: jax.Array,
     weight_BT: jax.Array,
     how: Readout = Readout(),
-) -> tuple[tuple[jax.Array, LossSums], tuple[jax.Array, jax.Array]]:
+) -> tuple[tuple[jax.Array, LossSums], tuple[jax.Array, OutputHead]]:
     soft_cap, temperature, z_loss_multiplier = how.soft_cap, how.temperature, how.z_loss_multiplier
 
     def tile(sums: LossSums, arrays: tuple[jax.Array, ...]) -> tuple[LossSums, tuple[jax.Array, jax.Array]]:
         x, target, weight = arrays
-        logits_BTV = tile_logits(x, head_DV, soft_cap, temperature)
+        logits_BTV = how.logits(x, head)
         losses = _tile_losses(logits_BTV, target)
         scale_BT = weight * (1 + 2 * z_loss_multiplier * losses.log_partition_BT) / losses.sum_BT
         dlogits_BTV = scale_BT[..., None] * losses.exponential_BTV - jnp.where(
@@ -229,63 +244,74 @@ def _cross_entropy_forward(
             logits_BTV *= temperature
         if soft_cap:  # the derivative of c tanh(x / c), from its value
             dlogits_BTV *= 1 - jnp.square(logits_BTV / soft_cap)
-        dlogits_BTV = dlogits_BTV.astype(x.dtype)
+        dlogits_BTV = (dlogits_BTV if how.multiplier == 1 else how.multiplier * dlogits_BTV).astype(x.dtype)
         dtype = dtype_of_sums(x.dtype, "vocab")
-        dx_BTD = jnp.einsum("BTV,DV->BTD", dlogits_BTV, head_DV, preferred_element_type=dtype).astype(x.dtype)
+        dx_BTD = jnp.einsum("BTV,DV->BTD", dlogits_BTV, _projection(head), preferred_element_type=dtype).astype(x.dtype)
         return _add_sums(sums, losses, weight), (dx_BTD, dlogits_BTV)
 
-    num_tiles = _num_tiles(x_BTD, head_DV, how.num_tiles)
+    num_tiles = _num_tiles(x_BTD, head, how.num_tiles)
     at_once = _tiles_at_once(x_BTD, num_tiles)
 
     def some_tiles(carry: Tree, arrays: tuple[jax.Array, ...]) -> tuple[Tree, jax.Array]:
-        sums, dhead_DV = carry
+        sums, (dhead_DV, dbias_V) = carry
         if at_once > 1:
             arrays = tuple(_pieces(x, at_once) for x in arrays)
             sums, (dx, dlogits) = jax.lax.scan(tile, sums, arrays)
         else:
             sums, (dx, dlogits) = tile(sums, arrays)
         dhead_DV += constrain(weight_gradient(arrays[0], dlogits, how.grad_dtype), HEAD_AXES)
-        return (sums, dhead_DV), _joined(dx) if at_once > 1 else dx
+        if dbias_V is not None:
+            dbias_V += jnp.sum(dlogits, axis=tuple(range(dlogits.ndim - 1)), dtype=jnp.float32)
+        return (sums, (dhead_DV, dbias_V)), _joined(dx) if at_once > 1 else dx
 
-    carry = _zero_sums(), jnp.zeros(head_DV.shape, jnp.float32)
-    (sums, dhead_DV), dx_BTD = _over_tiles(some_tiles, carry, num_tiles // at_once, x_BTD, target_BT, weight_BT)
+    bias_V = jnp.zeros(head.bias_V.shape, jnp.float32) if isinstance(head, BiasedHead) else None
+    carry = _zero_sums(), (jnp.zeros(_projection(head).shape, jnp.float32), bias_V)
+    (sums, (dhead_DV, dbias_V)), dx_BTD = _over_tiles(
+        some_tiles, carry, num_tiles // at_once, x_BTD, target_BT, weight_BT
+    )
     loss = sums.nll + z_loss_multiplier * sums.log_partition_squared
-    return (loss, sums), (dx_BTD, dhead_DV.astype(head_DV.dtype))
+    dhead_DV = dhead_DV.astype(_projection(head).dtype)
+    if not isinstance(head, BiasedHead):
+        return (loss, sums), (dx_BTD, dhead_DV)
+    return (loss, sums), (dx_BTD, BiasedHead(dhead_DV, dbias_V.astype(head.bias_V.dtype)))
 
 
 def _cross_entropy_backward(
-    how: Readout, residuals: tuple[jax.Array, jax.Array], cotangents: tuple[jax.Array, LossSums]
-) -> tuple[jax.Array, jax.Array, None, None]:
+    how: Readout, residuals: tuple[jax.Array, OutputHead], cotangents: tuple[jax.Array, LossSums]
+) -> tuple[jax.Array, OutputHead, None, None]:
     del how
     scale = cotangents[0]  # float32: bfloat16 would round the step's 1 / target_tokens
-    dx_BTD, dhead_DV = ((gradient * scale).astype(gradient.dtype) for gradient in residuals)
-    return dx_BTD, dhead_DV, None, None
+
+    def scaled(gradient: jax.Array) -> jax.Array:
+        return (gradient * scale).astype(gradient.dtype)
+
+    dx_BTD, dhead = jax.tree.map(scaled, residuals)
+    return dx_BTD, dhead, None, None
 
 
 cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def token_nll(x_BTD: jax.Array, head_DV: jax.Array, target_BT: jax.Array, how: Readout) -> jax.Array:
+def token_nll(x_BTD: jax.Array, head: OutputHead, target_BT: jax.Array, how: Readout) -> jax.Array:
     """`token_losses`, whose backward pass is that of `cross_entropy` with their gradients as weights.
 
     Each tile's logits are computed once more, and no more than one tile's exist.
     """
-    return token_losses(x_BTD, head_DV, target_BT, how.num_tiles, how.soft_cap, how.temperature)
+    return token_losses(x_BTD, head, target_BT, how.num_tiles, how.soft_cap, how.temperature, how.multiplier)
 
 
 def _token_nll_forward(
-    x_BTD: jax.Array, head_DV: jax.Array, target_BT: jax.Array, how: Readout
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    nll_BT = token_losses(x_BTD, head_DV, target_BT, how.num_tiles, how.soft_cap, how.temperature)
-    return nll_BT, (x_BTD, head_DV, target_BT)
+    x_BTD: jax.Array, head: OutputHead, target_BT: jax.Array, how: Readout
+) -> tuple[jax.Array, tuple[jax.Array, OutputHead, jax.Array]]:
+    return token_nll(x_BTD, head, target_BT, how), (x_BTD, head, target_BT)
 
 
 def _token_nll_backward(
-    how: Readout, residuals: tuple[jax.Array, jax.Array, jax.Array], weight_BT: jax.Array
-) -> tuple[jax.Array, jax.Array, None]:
-    _, (dx_BTD, dhead_DV) = _cross_entropy_forward(*residuals, weight_BT, how)
-    return dx_BTD, dhead_DV, None
+    how: Readout, residuals: tuple[jax.Array, OutputHead, jax.Array], weight_BT: jax.Array
+) -> tuple[jax.Array, OutputHead, None]:
+    _, (dx_BTD, dhead) = _cross_entropy_forward(*residuals, weight_BT, how)
+    return dx_BTD, dhead, None
 
 
 token_nll.defvjp(_token_nll_forward, _token_nll_backward)

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 
 from maxtext_lite.config import NumericsConfig
 from maxtext_lite.models import BALANCE, DROPPED, LOAD, ROUTER_Z, Decoder
+from maxtext_lite.models.layers import BiasedHead, OutputHead
 from maxtext_lite.parallel import axes_in_use, constrain, gathered_for_use
 from maxtext_lite.training.arrays import Metrics, Params, Rows
-from maxtext_lite.training.loss import HEAD_AXES, LossSums, Readout, cross_entropy, tile_logits, token_losses, token_nll
+from maxtext_lite.training.loss import HEAD_AXES, LossSums, Readout, cross_entropy, token_losses, token_nll
 
 
 class TokenSplit(NamedTuple):
@@ -46,17 +47,19 @@ class Outputs:
     config: NumericsConfig
     tokens: TokenSplit = WHOLE
 
-    def _head_inputs(self) -> tuple[jax.Array, jax.Array]:
+    def _head_inputs(self) -> tuple[jax.Array, OutputHead]:
         """The final hidden states and the output projection [D, V], laid out for a loss."""
         # Gathered here, each once: their two uses, for logits and for the gradient, could each do so.
         x_BTD = constrain(self.x_BTD, ("end_batch", "length", "activation_embed"))
         head_DV = self.decoder.head(self.params).astype(x_BTD.dtype)
-        return x_BTD, gathered_for_use(head_DV, axes_in_use(HEAD_AXES), HEAD_AXES)
+        head_DV = cast(jax.Array, gathered_for_use(head_DV, axes_in_use(HEAD_AXES), HEAD_AXES))
+        is_biased = self.decoder.shape.logits_bias
+        return x_BTD, BiasedHead(head_DV, self.params["head"]["bias"]) if is_biased else head_DV
 
     def _readout(self, temperature: float = 1.0, z_loss_multiplier: float = 0.0) -> Readout:
-        config, soft_cap = self.config, self.decoder.shape.final_soft_cap
-        how = config.num_vocab_tiling, soft_cap, temperature, jnp.dtype(config.grad_dtype)
-        return Readout(*how, z_loss_multiplier)
+        config, shape = self.config, self.decoder.shape
+        how = config.num_vocab_tiling, shape.final_soft_cap, temperature, jnp.dtype(config.grad_dtype)
+        return Readout(*how, z_loss_multiplier, shape.logits_multiplier)
 
     def cross_entropy(self, target_BT: jax.Array, weight_BT: jax.Array) -> tuple[jax.Array, LossSums]:
         """Summed loss of predicting the targets, weighted, with the z-loss of the config; and its parts."""
@@ -70,13 +73,13 @@ class Outputs:
 
     def logits(self) -> jax.Array:
         """Logits [B, T, V] of all tokens at once, float32."""
-        return self.tokens.merge(tile_logits(*self._head_inputs(), self.decoder.shape.final_soft_cap))
+        return self.tokens.merge(self._readout().logits(*self._head_inputs()))
 
     def scored_nll(self, target_BT: jax.Array) -> jax.Array:
         """`nll` as evaluations take it, without a layout for a gradient."""
-        head_DV = self.decoder.head(self.params).astype(self.x_BTD.dtype)
-        config, soft_cap = self.config, self.decoder.shape.final_soft_cap
-        return token_losses(self.x_BTD, head_DV, target_BT, config.num_vocab_tiling, soft_cap)
+        head, shape = self.decoder.output_head(self.params, self.x_BTD.dtype), self.decoder.shape
+        how = shape.final_soft_cap, 1.0, shape.logits_multiplier
+        return token_losses(self.x_BTD, head, target_BT, self.config.num_vocab_tiling, *how)
 
     def auxiliary_loss(
         self, weight_BT: jax.Array, example_weight_B: jax.Array

@@ -8,13 +8,13 @@ import math
 import sys
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding
 
-from maxtext_lite.config import UserError
+from maxtext_lite.config import MlpKind, UserError
 from maxtext_lite.config.errors import full_text, value_text
 from maxtext_lite.config.hf.config import has_hf_weights
 from maxtext_lite.hf import load_hf_parameters
@@ -153,7 +153,7 @@ def load_parameters(path: str | Path, abstract_params: Any, key: str) -> Any:
     whole_checkpoint(frozen, key, PARAMETERS)
     params = _read_parameters(frozen, path, abstract_params, key)
     layer_dims = layer_dims_of(params)
-    adapters = _with_layer_dims(adapters, (math.prod(layer_dims),), layer_dims)
+    adapters = _with_layer_dims(adapters, (math.prod(layer_dims),), (*layer_dims[:-1], -1))
     shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
     merge = jax.jit(
         lambda params, adapters: merged(joined(lora, adapters, params)), donate_argnums=0, out_shardings=shardings
@@ -194,7 +194,7 @@ def _saved_shapes(directory: Path) -> dict[str, Any]:
 def _read_parameters(directory: Path, path: str | Path, abstract_params: Any, key: str) -> Any:
     with reading(directory), ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers())) as checkpointer:
         saved = _saved_shapes(directory)
-        dealing = Dealing(layer_dims_of(abstract_params), layer_dims_of(saved))
+        dealing = Dealing.of(abstract_params, layer_dims_of(saved))
         as_saved = dealing.as_saved(abstract_params)
         problems = _shape_differences(saved, as_saved)
         if problems:
@@ -204,10 +204,21 @@ def _read_parameters(directory: Path, path: str | Path, abstract_params: Any, ke
 
 
 class Dealing(NamedTuple):
-    """The first dims of layers' parameters, [L] or [repeats, L / repeats], here and in a checkpoint."""
+    """The first dims of layers' parameters, [L] or [repeats, L / repeats], here and in a checkpoint.
+
+    Attributes:
+      here, saved: of all layers together.
+      stacks: of each stack of layers, here.
+    """
 
     here: tuple[int, ...]
     saved: tuple[int, ...]
+    stacks: list[tuple[int, ...]]
+
+    @staticmethod
+    def of(params: Any, saved: tuple[int, ...]) -> "Dealing":
+        """That of parameters here and of dims that `layer_dims_of` found there."""
+        return Dealing(layer_dims_of(params), saved, _stack_dims(params))
 
     def as_saved(self, abstract: Any, before: int = 0) -> Any:
         """A tree of shapes and shardings with the checkpoint's stage layout.
@@ -221,20 +232,30 @@ class Dealing(NamedTuple):
 
         def change(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             in_layers = any(isinstance(entry, jax.tree_util.DictKey) and entry.key == "layers" for entry in path)
-            if not in_layers or leaf.shape[before:end] != self.here:
+            if not in_layers or leaf.shape[before:end] not in self.stacks:
                 return leaf
             assert isinstance(leaf.sharding, NamedSharding)
             # The dim that stages split need not divide there.
             where = with_dims(leaf.sharding, leaf.ndim, before, end, len(self.saved))
-            shape = (*leaf.shape[:before], *self.saved, *leaf.shape[end:])
+            num_layers = math.prod(leaf.shape[before:end])
+            saved = (*self.saved[:-1], num_layers // math.prod(self.saved[:-1]))
+            shape = (*leaf.shape[:before], *saved, *leaf.shape[end:])
             return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=where)
 
         return jax.tree_util.tree_map_with_path(change, abstract)
 
 
 def layer_dims_of(params: Any) -> tuple[int, ...]:
-    """The first dims of the layers' parameters: all but the last of the norms' scales, which are vectors."""
-    return min((tuple(leaf.shape) for leaf in jax.tree.leaves(params["layers"])), key=len)[:-1]
+    """The first dims of the layers' parameters, of all stacks together."""
+    dims = _stack_dims(params)
+    return (*dims[0][:-1], sum(each[-1] for each in dims))
+
+
+def _stack_dims(params: Any) -> list[tuple[int, ...]]:
+    """The first dims of each stack of layers: all but the last of the norms' scales, which are vectors."""
+    layers = params["layers"]
+    stacks = [layers[kind] for kind in get_args(MlpKind) if kind in layers] or [layers]
+    return [min((tuple(leaf.shape) for leaf in jax.tree.leaves(stack)), key=len)[:-1] for stack in stacks]
 
 
 def reshaped(tree: Any, abstract: Any) -> Any:

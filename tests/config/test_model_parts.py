@@ -34,15 +34,15 @@ def test_a_mapping_comes_back_from_a_file_a_pickle_and_json(tmp_path):
 
 @pytest.mark.parametrize(("override", "message"), [
     ("rope_scaling={rope_type: lama3}",
-     "rope_scaling={rope_type: lama3} needs a rope_type: linear, ntk, dynamic, llama3 or yarn. Nearest that works: "
-     "{}."),
+     "rope_scaling={rope_type: lama3} needs a rope_type: linear, ntk, dynamic, llama3, yarn or longrope. Nearest "
+     "that works: {}."),
     ("rope_scaling={rope_type: linear}", "={rope_type: linear} lacks factor, which rope_type=linear needs."),
     ("rope_scaling={rope_type: linear, factr: 2}", "has factr, which rope_type=linear does not"),
     ("rope_scaling={rope_type: linear, factor: 0.5}", "has factor=0.5; it must be at least 1."),
     ("rope_scaling={rope_type: linear, factor: .nan}", "which is not a finite number"),
     ("rope_scaling={rope_type: yarn, factor: 2, original_max_position_embeddings: 8, truncate: 1}", "has a truncate"),
     ("rope_scaling={rope_type: dynamic, factor: 2, original_max_position_embeddings: 1.5}", "must be an integer"),
-    (f"rope_scaling={LLAMA3.replace('high_freq_factor: 4', 'high_freq_factor: 1')}", "not below its high_freq_factor"),
+    (f"rope_scaling={LLAMA3.replace('low_freq_factor: 1', 'low_freq_factor: 5')}", "above its high_freq_factor"),
     ("rope_scaling=2", "rope_scaling=2 is not a mapping, as {name: value}. Nearest that works: {}."),
     ("mla={kv_lora_rank: 16}", "lacks q_lora_rank, which latent attention needs"),
     (f"mla={MLA.replace('rope_head_dim: 4', 'rope_head_dim: 3')}", "qk_rope_head_dim that is odd"),

@@ -22,8 +22,10 @@ MODELS = {
     ),
     "gpt-oss-like": (
         "num_experts=4", "num_experts_per_tok=2", "base_moe_mlp_dim=8", "expert_bias=true", "attention_bias=all",
-        "attention_sinks=true", "mlp_activation=clamped_silu", "base_num_kv_heads=4", "layer_pattern=local,global",
-        "sliding_window_size=3", "norm_placement=post", "base_num_decoder_layers=4",
+        "attention_sinks=true", "mlp_activation=clamped_silu", "base_num_kv_heads=4", "layer_pattern=local,chunked",
+        "sliding_window_size=3", "norm_placement=post", "base_num_decoder_layers=4", "mlp_pattern=dense,moe",
+        "shared_experts=1", "base_shared_mlp_dim=4", "shared_expert_gate=true", "chunk_attn_window_size=5",
+        "apply_router_weight_on_input=true", "qk_norm=l2_after_rope",
     ),
     "DeepSeek-like": (
         "num_experts=4", "num_experts_per_tok=2", "base_moe_mlp_dim=8", "shared_experts=1", "routed_bias=true",

@@ -3,14 +3,17 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from maxtext_lite.config.hf.layer_lists import ChunkedLayers, InterleavedStep, LayerInterval, SparseStep
 from maxtext_lite.config.hf.parts import (
     Activation,
     Bias,
+    Clip,
     Defaulted,
     Every,
     ExpertGroups,
     Fixed,
     Heads,
+    Ignored,
     LatentWidths,
     LearnedPositions,
     Only,
@@ -20,6 +23,7 @@ from maxtext_lite.config.hf.parts import (
     SoftCaps,
 )
 from maxtext_lite.config.hf.positions import LayerTypes, RopeByLayerType, RopeFields, WithoutRotation
+from maxtext_lite.config.hf.terms import Inverse, OldGelu, OutBias, PositionScaling, Switch
 
 
 @dataclass(frozen=True)
@@ -42,16 +46,18 @@ _SIZES = Rename(
 _RANGE = Defaulted("initializer_range", "initializer_range", 0.02)
 
 
-def _epsilon(default: float) -> Part:
-    return Defaulted("rms_norm_eps", "normalization_layer_epsilon", default)
+def _epsilon(default: float, name: str = "rms_norm_eps") -> Part:
+    return Defaulted(name, "normalization_layer_epsilon", default)
 
 
 def _tied(default: bool) -> Part:
     return Defaulted("tie_word_embeddings", "logits_via_embedding", default)
 
 
-def _family(architecture: str, *parts: Part, epsilon: float = 1e-6, tied: bool = False) -> Family:
-    return Family(architecture, (_SIZES, _RANGE, _epsilon(epsilon), _tied(tied), *parts))
+def _family(
+    architecture: str, *parts: Part, epsilon: float = 1e-6, tied: bool = False, epsilon_name: str = "rms_norm_eps"
+) -> Family:
+    return Family(architecture, (_SIZES, _RANGE, _epsilon(epsilon, epsilon_name), _tied(tied), *parts))
 
 
 _LLAMA_BIASES = Bias("attention_bias", "all")
@@ -64,10 +70,43 @@ _MLP_BIAS = Defaulted("mlp_bias", "mlp_bias", False)
 _EXPERTS_PER_TOKEN = Rename(num_experts_per_tok="num_experts_per_tok")
 _EXPERT_WIDTH = Rename(moe_intermediate_size="base_moe_mlp_dim")
 _NORMED_HEADS = Fixed(qk_norm="head")
+_SIGMOID_MIXTURE = (
+    Fixed(routed_score_func="sigmoid", routed_bias=True),
+    Rename(n_routed_experts="num_experts"), _EXPERTS_PER_TOKEN, _EXPERT_WIDTH,
+    Defaulted("n_shared_experts", "shared_experts", 1),
+    Defaulted("routed_scaling_factor", "routed_scaling_factor", 1.0),
+    Defaulted("n_group", "n_routing_groups", 1), Defaulted("topk_group", "topk_routing_group", 1),
+    Only("scoring_func", "sigmoid"), Only("topk_method", "noaux_tc"),
+)  # fmt: skip
+_PHI3_TYPES = {"su": "longrope", "yarn": "longrope"}
+_MINISTRAL3_SCALING = {
+    "rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16384, "beta_fast": 32.0,
+    "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0,
+}  # fmt: skip
+_APERTUS_SCALING = {
+    "rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}  # fmt: skip
 _GPT_OSS_SCALING = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 4096,
 }  # fmt: skip
+
+
+_PLAIN_MLP = Fixed(gated_mlp=False)
+_SQUARED = Activation("hidden_act", "relu2")
+_LAYER_NORMS = Fixed(normalization="layer_norm")
+_MEAN_NORMS = Fixed(normalization="layer_norm_no_bias", parallel_block="one_norm")
+_LOGIT_SCALE = Defaulted("logit_scale", "logits_multiplier", 0.0625)
+_PARALLEL = ("use_parallel_residual", "parallel_block")
+
+
+def _use_bias(default: bool) -> Part:
+    return Switch("use_bias", "attention_bias", "all", "none", default=default, mlp_bias=(True, False))
+
+
+def _layer_normed(architecture: str, *parts: Part, tied: bool = False, epsilon_name: str = "layer_norm_eps") -> Family:
+    return _family(architecture, *parts, epsilon=1e-5, tied=tied, epsilon_name=epsilon_name)
 
 
 def _deepseek(architecture: str, *parts: Part) -> Family:
@@ -117,7 +156,7 @@ FAMILIES: Mapping[str, Family] = {
         _NOT_BIDIRECTIONAL, tied=True,
     ),
     "phi3": _family(
-        "Phi3ForCausalLM", Heads(), _SILU, RopeFields(10_000.0, partial=True),
+        "Phi3ForCausalLM", Heads(), _SILU, RopeFields(10_000.0, partial=1.0, original=4096, types=_PHI3_TYPES),
         LayerTypes("window", 0), epsilon=1e-5,
     ),
     "smollm3": _family(
@@ -134,7 +173,7 @@ FAMILIES: Mapping[str, Family] = {
         Defaulted("layer_norm_epsilon", "normalization_layer_epsilon", 1e-5), _RANGE, _tied(True),
         Activation("activation_function", "gelu_new"),
         Fixed(normalization="layer_norm", gated_mlp=False, mlp_bias=True, attention_bias="all"),
-        Only("scale_attn_weights", True), Only("scale_attn_by_inverse_layer_idx", False),
+        Only("scale_attn_weights", True), Defaulted("scale_attn_by_inverse_layer_idx", "inverse_layer_scaling", False),
         Only("reorder_and_upcast_attn", False),
     )),
     "mixtral": _family(
@@ -147,7 +186,7 @@ FAMILIES: Mapping[str, Family] = {
         RopeFields(10_000.0), LayerTypes("switched window", 4096),
         Every("num_experts", "num_local_experts", key="num_experts"), _EXPERTS_PER_TOKEN, _EXPERT_WIDTH,
         Fixed(routed_score_func="softmax"), Defaulted("norm_topk_prob", "norm_topk_prob", False),
-        Only("decoder_sparse_step", 1), Only("mlp_only_layers", []),
+        SparseStep(),
     ),
     "gpt_oss": _family(
         "GptOssForCausalLM", Heads(kv_heads=8, head_dim=64), Fixed(mlp_activation="clamped_silu", attention_sinks=True,
@@ -159,7 +198,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "deepseek_v2": _deepseek(
         "DeepseekV2ForCausalLM", Fixed(routed_score_func="softmax", norm_topk_prob=False),
-        ExpertGroups(), Only("scoring_func", "softmax"), Only("norm_topk_prob", False),
+        ExpertGroups(), Only("scoring_func", "softmax"), Ignored("norm_topk_prob"),
         Defaulted("routed_scaling_factor", "routed_scaling_factor", 1.0),
         Defaulted("n_shared_experts", "shared_experts", 2),
         Defaulted("first_k_dense_replace", "first_num_dense_layers", 0),
@@ -172,6 +211,171 @@ FAMILIES: Mapping[str, Family] = {
         Defaulted("n_shared_experts", "shared_experts", 1),
         Defaulted("first_k_dense_replace", "first_num_dense_layers", 3),
         Defaulted("n_group", "n_routing_groups", 8), Defaulted("topk_group", "topk_routing_group", 4),
+    ),
+    "gemma": _family(
+        "GemmaForCausalLM", Heads(kv_heads=16, head_dim=256), OldGelu(), _LLAMA_BIASES, RopeFields(10_000.0),
+        Fixed(normalization="rms_norm_plus_one", scale_embeddings=True), _NOT_BIDIRECTIONAL, tied=True,
+    ),
+    "ministral": _family(
+        "MinistralForCausalLM", Heads(kv_heads=8), _SILU, RopeFields(10_000.0), LayerTypes("window by layer", 4096)
+    ),
+    "ministral3": _family(
+        "Ministral3ForCausalLM", Heads(kv_heads=8, head_dim=128), _SILU,
+        PositionScaling(RopeFields(1_000_000.0, scaling=_MINISTRAL3_SCALING)), LayerTypes("window", 0), epsilon=1e-5,
+    ),
+    "olmo": Family("OlmoForCausalLM", (
+        _SIZES, _RANGE, _tied(False), Heads(), _SILU, _LLAMA_BIASES, RopeFields(10_000.0),
+        Clip(),
+        Fixed(normalization="layer_norm_plain", normalization_layer_epsilon=1e-5),
+    )),
+    "olmo3": _family(
+        "Olmo3ForCausalLM", Heads(), _SILU, _LLAMA_BIASES, LayerTypes("fixed fourth", 4096),
+        RopeByLayerType(500_000.0, 500_000.0, has_field=False),
+        Fixed(norm_placement="post", qk_norm="all_heads"), epsilon=1e-5,
+    ),
+    "granite": _family(
+        "GraniteForCausalLM", Heads(), _SILU, _LLAMA_BIASES, _MLP_BIAS, RopeFields(10_000.0),
+        Defaulted("embedding_multiplier", "embedding_multiplier", 1.0),
+        Defaulted("residual_multiplier", "residual_multiplier", 1.0),
+        Inverse("logits_scaling", "logits_multiplier", 1.0),
+        Inverse("attention_multiplier", "query_pre_attn_scalar", 1.0, power=-2),
+    ),
+    "glm": _family(
+        "GlmForCausalLM", Heads(kv_heads=2, head_dim=128), _SILU, Bias("attention_bias", "qkv", default=True),
+        RopeFields(10_000.0, partial=0.5), epsilon=1.5625e-07,
+    ),
+    "glm4": _family(
+        "Glm4ForCausalLM", Heads(kv_heads=2, head_dim=128), _SILU, Bias("attention_bias", "qkv", default=True),
+        RopeFields(10_000.0, partial=0.5), Fixed(norm_placement="both"), epsilon=1.5625e-07,
+    ),
+    "cohere": _layer_normed(
+        "CohereForCausalLM", Heads(), _SILU, _LLAMA_BIASES, _MEAN_NORMS, _LOGIT_SCALE, RopeFields(500_000.0),
+        Switch("use_qk_norm", "qk_norm", "each_head", "none"), tied=True,
+    ),
+    "cohere2": _layer_normed(
+        "Cohere2ForCausalLM", Heads(shared_out=True), _SILU, _LLAMA_BIASES, _MEAN_NORMS, _LOGIT_SCALE,
+        RopeFields(10_000.0), LayerTypes("fourth", 4096, rotated=False), tied=True,
+    ),
+    "phi": _layer_normed(
+        "PhiForCausalLM", Heads(), Activation("hidden_act", "gelu_new"), _LAYER_NORMS, _PLAIN_MLP,
+        Fixed(attention_bias="all", mlp_bias=True, logits_bias=True, parallel_block="one_norm"),
+        Switch("qk_layernorm", "qk_norm", "head", "none"), RopeFields(10_000.0, partial=0.5),
+    ),
+    "starcoder2": _layer_normed(
+        "Starcoder2ForCausalLM", Heads(kv_heads=2), Activation("hidden_act", "gelu_pytorch_tanh"), _LAYER_NORMS,
+        _PLAIN_MLP, _use_bias(True), RopeFields(10_000.0), LayerTypes("window", 0),
+        tied=True, epsilon_name="norm_epsilon",
+    ),
+    "stablelm": _layer_normed(
+        "StableLmForCausalLM", Heads(kv_heads=32, shared_out=True), _SILU, _LAYER_NORMS, Bias("use_qkv_bias", "qkv"),
+        Switch("qk_layernorm", "qk_norm", "each_head", "none"), Switch(*_PARALLEL, "one_norm", "none"),
+        RopeFields(10_000.0, partial=0.25),
+    ),
+    "gpt_neox": _layer_normed(
+        "GPTNeoXForCausalLM", Heads(shared_out=True, grouped=False), Activation("hidden_act", "gelu"), _LAYER_NORMS,
+        _PLAIN_MLP,
+        Fixed(mlp_bias=True), Bias("attention_bias", "all", default=True),
+        Switch(*_PARALLEL, "two_norms", "none", default=True),
+        RopeFields(10_000.0, partial=0.25, names=("rotary_emb_base", "rotary_pct")),
+    ),
+    "nemotron": _layer_normed(
+        "NemotronForCausalLM", Heads(), _SQUARED, _PLAIN_MLP, _LLAMA_BIASES, _MLP_BIAS,
+        Fixed(normalization="layer_norm_plus_one"), RopeFields(10_000.0, partial=0.5), epsilon_name="norm_eps",
+    ),
+    "ernie4_5": _family(
+        "Ernie4_5ForCausalLM", Heads(kv_heads=2, head_dim=128), _SILU, _use_bias(False), RopeFields(500_000.0),
+        epsilon=1e-5, tied=True,
+    ),
+    "seed_oss": _family(
+        "SeedOssForCausalLM", Heads(kv_heads=8, head_dim=128), _SILU, OutBias(), _MLP_BIAS, RopeFields(10_000.0)
+    ),
+    "hunyuan_v1_dense": _family(
+        "HunYuanDenseV1ForCausalLM", Heads(), _SILU, _LLAMA_BIASES, Fixed(qk_norm="head_after_rope"),
+        RopeFields(10_000.0), Only("use_qk_norm", True), epsilon=1e-5,
+    ),
+    "exaone4": _family(
+        "Exaone4ForCausalLM", Heads(kv_heads=32), _SILU, _NORMED_HEADS, Fixed(norm_placement="post"),
+        RopeFields(10_000.0), LayerTypes("fourth", 4096, rotated=False), epsilon=1e-5,
+    ),
+    "apertus": _family(
+        "ApertusForCausalLM", Heads(), Activation("hidden_act", "xielu"), _PLAIN_MLP, _LLAMA_BIASES, _NORMED_HEADS,
+        RopeFields(12_000_000.0, scaling=_APERTUS_SCALING), epsilon=1e-5,
+    ),
+    "arcee": _family(
+        "ArceeForCausalLM", Heads(), _SQUARED, _PLAIN_MLP, _LLAMA_BIASES, _MLP_BIAS, RopeFields(10_000.0), epsilon=1e-5
+    ),
+    "helium": _family(
+        "HeliumForCausalLM", Heads(kv_heads=20, head_dim=128), _SILU, Bias("attention_bias", "qkv"), _MLP_BIAS,
+        RopeFields(100_000.0), epsilon=1e-8,
+    ),
+    "qwen2_moe": _family(
+        "Qwen2MoeForCausalLM", Heads(kv_heads=16), _SILU, Bias("qkv_bias", "qkv", default=True),
+        RopeFields(10_000.0), LayerTypes("switched alternating", 4096), Rename(num_experts="num_experts"),
+        _EXPERTS_PER_TOKEN, _EXPERT_WIDTH, Fixed(routed_score_func="softmax", shared_experts=1, shared_expert_gate=True),
+        Defaulted("shared_expert_intermediate_size", "base_shared_mlp_dim", 5632),
+        Defaulted("norm_topk_prob", "norm_topk_prob", False), SparseStep(),
+    ),
+    "glm4_moe": _family(
+        "Glm4MoeForCausalLM", Heads(kv_heads=8), _SILU, Bias("attention_bias", "qkv"),
+        Switch("use_qk_norm", "qk_norm", "head", "none"),
+        RopeFields(10_000.0, partial=0.5), *_SIGMOID_MIXTURE,
+        Defaulted("norm_topk_prob", "norm_topk_prob", True),
+        Defaulted("first_k_dense_replace", "first_num_dense_layers", 1), epsilon=1e-5,
+    ),
+    "dots1": _family(
+        "Dots1ForCausalLM", Heads(), _SILU, _LLAMA_BIASES, _NORMED_HEADS, RopeFields(10_000.0),
+        LayerTypes("from", 4096), *_SIGMOID_MIXTURE, Defaulted("norm_topk_prob", "norm_topk_prob", False),
+        Defaulted("first_k_dense_replace", "first_num_dense_layers", 0),
+    ),
+    "solar_open": _family(
+        "SolarOpenForCausalLM", Heads(kv_heads=8, head_dim=128), _SILU, Bias("attention_bias", "qkv"),
+        RopeFields(1_000_000.0, partial=1.0), *_SIGMOID_MIXTURE, Defaulted("norm_topk_prob", "norm_topk_prob", True),
+        Ignored("first_k_dense_replace", "intermediate_size", "use_qk_norm"), epsilon=1e-5,
+    ),
+    "minimax_m2": _family(
+        "MiniMaxM2ForCausalLM", Heads(kv_heads=8, head_dim=128), _SILU, Fixed(
+            qk_norm="all_heads", routed_score_func="sigmoid", routed_bias=True, norm_topk_prob=True
+        ), RopeFields(5_000_000.0, partial=1.0), Every("num_local_experts", "num_experts", key="num_experts"),
+        _EXPERTS_PER_TOKEN, Only("use_qk_norm", True), Only("qk_norm_type", "per_layer"),
+        Only("scoring_func", "sigmoid"), Only("use_routing_bias", True), Only("shared_intermediate_size", 0),
+        Only("router_jitter_noise", 0.0), Ignored("num_mtp_modules", "mtp_transformer_layers", "use_mtp"),
+    ),
+    "ernie4_5_moe": _family(
+        "Ernie4_5_MoeForCausalLM", Heads(kv_heads=4), _SILU, Only("use_bias", False), RopeFields(500_000.0),
+        Every("moe_num_experts", "num_experts", "num_local_experts", key="num_experts"),
+        Every("moe_k", "num_experts_per_tok", key="num_experts_per_tok"), _EXPERT_WIDTH,
+        Fixed(routed_score_func="softmax", routed_bias=True, norm_topk_prob=True), Only("moe_norm_min", 1e-12),
+        Defaulted("moe_num_shared_experts", "shared_experts", 2), LayerInterval(),
+        Ignored("moe_capacity", "moe_gate", "moe_use_aux_free"), epsilon=1e-5, tied=True,
+    ),
+    "olmoe": _family(
+        "OlmoeForCausalLM", Heads(), _SILU, _LLAMA_BIASES, RopeFields(10_000.0), Fixed(qk_norm="all_heads"),
+        Every("num_experts", "num_local_experts", key="num_experts"), _EXPERTS_PER_TOKEN,
+        Fixed(routed_score_func="softmax"), Defaulted("norm_topk_prob", "norm_topk_prob", False),
+        Clip(), epsilon=1e-5,
+    ),
+    "flex_olmo": _family(
+        "FlexOlmoForCausalLM", Heads(), _SILU, _LLAMA_BIASES, RopeFields(500_000.0),
+        Fixed(norm_placement="post", qk_norm="all_heads", routed_score_func="softmax"),
+        Every("num_experts", "num_local_experts", key="num_experts"), _EXPERTS_PER_TOKEN,
+        Defaulted("norm_topk_prob", "norm_topk_prob", False),
+    ),
+    "llama4_text": Family("Llama4ForCausalLM", (
+        Rename(vocab_size="vocab_size", hidden_size="base_emb_dim", intermediate_size="base_moe_mlp_dim",
+               num_hidden_layers="base_num_decoder_layers"),
+        Defaulted("intermediate_size_mlp", "base_mlp_dim", 16384), _RANGE, _epsilon(1e-5), _tied(False),
+        Heads(kv_heads=8, head_dim=128), Activation("hidden_act", "silu"), Bias("attention_bias", "all"),
+        RopeFields(500_000.0), ChunkedLayers(), InterleavedStep(),
+        Switch("use_qk_norm", "qk_norm", "l2_after_rope", "none", default=True),
+        Fixed(routed_score_func="sigmoid", norm_topk_prob=False, apply_router_weight_on_input=True, shared_experts=1),
+        Rename(num_local_experts="num_experts"), Defaulted("num_experts_per_tok", "num_experts_per_tok", 1),
+        Only("router_jitter_noise", 0.0), Ignored("for_llm_compressor"),
+    )),
+    "hunyuan_v1_moe": _family(
+        "HunYuanMoEV1ForCausalLM", Heads(), _SILU, _LLAMA_BIASES, RopeFields(10_000.0),
+        Fixed(qk_norm="head_after_rope", routed_score_func="softmax", norm_topk_prob=True, shared_experts=1),
+        Every("num_experts", "num_local_experts", key="num_experts"),
+        Every("moe_topk", "num_experts_per_tok", key="num_experts_per_tok"), epsilon=1e-5,
     ),
 }  # fmt: skip
 """What can be read and written, by model_type. Where two would do for a model, the first is written."""

@@ -7,7 +7,7 @@ from typing import Any, TypeGuard, cast
 from pydantic import ValidationError
 
 from maxtext_lite.config.errors import any_of, value_text
-from maxtext_lite.config.model_parts import RopeScaling
+from maxtext_lite.config.model_parts import PositionTemperature, RopeScaling
 from maxtext_lite.config.schema import ModelConfig
 
 JsonObject = dict[str, Any]
@@ -25,7 +25,10 @@ DEFAULTS: Keys = MappingProxyType({
     "final_logits_soft_cap": 0.0, "num_experts": 1, "num_experts_per_tok": 1, "base_moe_mlp_dim": -1,
     "shared_experts": 0, "routed_score_func": "softmax", "norm_topk_prob": True, "routed_scaling_factor": 1.0,
     "n_routing_groups": 1, "topk_routing_group": 1, "routed_bias": False, "expert_bias": False,
-    "first_num_dense_layers": 0,
+    "first_num_dense_layers": 0, "parallel_block": "none", "residual_multiplier": 1.0, "clip_qkv": 0.0,
+    "inverse_layer_scaling": False, "position_temperature": {}, "embedding_multiplier": 1.0, "logits_bias": False,
+    "logits_multiplier": 1.0, "mlp_pattern": "moe", "base_shared_mlp_dim": -1, "shared_expert_gate": False,
+    "apply_router_weight_on_input": False, "chunk_attn_window_size": 0,
 })  # fmt: skip
 """What a key is for a family whose config.json does not speak of it: a directory decides every key."""
 
@@ -34,6 +37,7 @@ WITHOUT_EFFECT = frozenset({
     "_name_or_path", "architectures", "finetuning_task", "model_type", "name", "prefix", "tokenizer_class",
     "transformers.js_config", "transformers_version",
     "transformers_weights", "unsloth_fixed", "unsloth_version", "is_llama_config",
+    "eod_token_id", "pad_id", "org_vocab_size",
     # tokens, and how text is drawn from the model
     "bad_words_ids", "begin_suppress_tokens", "bos_token_id", "decoder_start_token_id", "diversity_penalty",
     "do_sample", "early_stopping", "encoder_no_repeat_ngram_size", "eos_token_id", "exponential_decay_length_penalty",
@@ -52,7 +56,8 @@ WITHOUT_EFFECT = frozenset({
     "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj", "task_specific_params",
     "tie_encoder_decoder", "cross_attention_hidden_size", "num_nextn_predict_layers",
     # of training only: dropout, and the losses of routers
-    "attention_dropout", "attn_pdrop", "aux_loss_alpha", "classifier_dropout", "embd_pdrop", "resid_pdrop",
+    "attention_dropout", "hidden_dropout", "residual_dropout", "embedding_dropout",
+    "attn_pdrop", "aux_loss_alpha", "classifier_dropout", "embd_pdrop", "resid_pdrop",
     "router_aux_loss_coef", "seq_aux",
 })  # fmt: skip
 """Fields that leave the logits of a model alone."""
@@ -85,6 +90,14 @@ class Fields:
     def take(self, name: str, default: object = None) -> Any:
         """The field's value, which is then read; `default` where it is not there."""
         return self._left.pop(name, default)
+
+    def take_entry(self, name: str, entry: str, default: object) -> Any:
+        """An entry of a field that is an object, which is then read; `default` where it is not there."""
+        whole = dict(self._left.get(name, {}))
+        value = whole.pop(entry, None)
+        if name in self._left:
+            self._left[name] = whole
+        return default if value is None else value
 
     def peek(self, name: str, default: object) -> Any:
         """The field's value, whether it has been read or not."""
@@ -253,11 +266,18 @@ def _plain(keys: Keys) -> Keys:
         plain["query_pre_attn_scalar"] = 0.0
     if plain["base_moe_mlp_dim"] == -1:
         plain["base_moe_mlp_dim"] = plain["base_mlp_dim"]
+    mlps = [kind.strip() for kind in str(plain["mlp_pattern"]).split(",")]
+    first = plain["first_num_dense_layers"]
+    plain["mlp_pattern"] = ["dense" if layer < first else mlps[layer % len(mlps)] for layer in range(layers)]
+    plain["first_num_dense_layers"] = 0
+    if plain["base_shared_mlp_dim"] == -1:
+        plain["base_shared_mlp_dim"] = plain["shared_experts"] * plain["base_moe_mlp_dim"]
+    plain["shared_experts"] = min(plain["shared_experts"], 1)
     if plain["num_experts"] == 1:
         plain |= {key: DEFAULTS[key] for key in _OF_EXPERTS}
-    elif plain["first_num_dense_layers"] == 0:
+    elif "dense" not in plain["mlp_pattern"]:
         plain["base_mlp_dim"] = 0  # no layer has it
-    for key in ("mla", "rope_scaling"):
+    for key in ("mla", "rope_scaling", "position_temperature"):
         plain[key] = plain[key] if isinstance(plain[key], dict) else {} if plain[key] is None else _entries(plain[key])
         plain[key] = {name: value for name, value in plain[key].items() if value != _USUAL.get(name)}
     return plain
@@ -270,9 +290,10 @@ def _entries(part: Any) -> JsonObject:
 _OF_EXPERTS = (
     "num_experts_per_tok", "base_moe_mlp_dim", "shared_experts", "routed_score_func", "norm_topk_prob",
     "routed_scaling_factor", "n_routing_groups", "topk_routing_group", "routed_bias", "expert_bias",
-    "first_num_dense_layers",
+    "first_num_dense_layers", "mlp_pattern", "base_shared_mlp_dim", "shared_expert_gate",
+    "apply_router_weight_on_input",
 )  # fmt: skip
-_USUAL: JsonObject = {"beta_fast": 32, "beta_slow": 1, "truncate": True}
-"""Entries of a rope_scaling that may as well be left out."""
+_USUAL: JsonObject = {"beta_fast": 32, "beta_slow": 1, "truncate": True, "offset": 0, "layers": "all"}
+"""Entries of a rope_scaling or position_temperature that may as well be left out."""
 
-assert set(_USUAL) <= set(RopeScaling.__dataclass_fields__)
+assert set(_USUAL) <= {*RopeScaling.__dataclass_fields__, *PositionTemperature.__dataclass_fields__}

@@ -104,6 +104,23 @@ class Only(Part):
         return {self._name: self._value}
 
 
+class Ignored(Part):
+    """Fields of the family that leave the logits alone, as transformers does not look at them."""
+
+    def __init__(self, *names: str) -> None:
+        self._names = names
+
+    def read(self, fields: Fields) -> Keys:
+        """See Part."""
+        fields.drop(self._names)
+        return {}
+
+    def write(self, config: ModelConfig) -> JsonObject:
+        """See Part."""
+        del config
+        return {}
+
+
 class ExpertGroups(Part):
     """DeepSeek-V2's choice of experts: `greedy` among all of them whatever groups are named, or in the best groups."""
 
@@ -135,12 +152,21 @@ class Heads(Part):
     Args:
       kv_heads: `num_key_value_heads` where it is not said; None: as many as of the queries.
       head_dim: the same of `head_dim`; None: the queries' share of the stream.
+      shared_out: the heads share the stream out, whatever `head_dim` says.
+      grouped: queries share keys; False: each has its own, whatever `num_key_value_heads` says.
     """
 
     keys = MappingProxyType({**_HEADS, "head_dim": "head_dim"})
 
-    def __init__(self, *, kv_heads: int | None = None, head_dim: int | None = None) -> None:
-        self._kv_heads, self._head_dim = kv_heads, head_dim
+    def __init__(
+        self,
+        *,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        shared_out: bool = False,
+        grouped: bool = True,
+    ) -> None:
+        self._kv_heads, self._head_dim, self._shared_out, self._grouped = kv_heads, head_dim, shared_out, grouped
 
     def read(self, fields: Fields) -> Keys:
         """See Part."""
@@ -151,7 +177,14 @@ class Heads(Part):
             if stream < heads:
                 fields.refuse("num_attention_heads", heads, f"is more than hidden_size={stream}.")
             width = max(stream // heads, 1)
+        if self._shared_out and width != fields.size("hidden_size", heads) / heads:
+            fields.refuse(
+                "head_dim", width, f"is not hidden_size / num_attention_heads={heads}, as this family has it."
+            )
         self._note_names(fields)
+        if not self._grouped:
+            fields.drop(["num_key_value_heads"])
+            return {"base_num_query_heads": heads, "base_num_kv_heads": heads, "head_dim": width}
         unsaid = heads if self._kv_heads is None or fields.is_null("num_key_value_heads") else self._kv_heads
         return {
             "base_num_query_heads": heads,
@@ -190,7 +223,8 @@ class LearnedPositions(Part):
 
 
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh",
-                "gelu_new": "gelu_tanh"}  # fmt: skip
+                "gelu_new": "gelu_tanh", "gelu_python": "gelu", "gelu_fast": "gelu_tanh", "gelu_accurate": "gelu_tanh",
+                "gelu_python_tanh": "gelu_tanh", "relu": "relu", "relu2": "relu_squared", "xielu": "xielu"}  # fmt: skip
 
 
 class Activation(Part):
@@ -204,6 +238,7 @@ class Activation(Part):
         value = fields.take(self._name, self._default)
         if self._name == "hidden_activation":
             fields.drop(["hidden_act"])
+        fields.names["mlp_activation"] = self._name
         if value not in list(_ACTIVATIONS):
             fields.refuse(self._name, value, f"is none of {any_of(list(_ACTIVATIONS))}.")
             value = self._default
@@ -257,6 +292,21 @@ class SoftCaps(Part):
     def write(self, config: ModelConfig) -> JsonObject:
         """See Part."""
         return {name: value or None for name, value in super().write(config).items()}
+
+
+class Clip(Part):
+    """OLMo's bound of queries, keys and values; null is none."""
+
+    keys = MappingProxyType({"clip_qkv": "clip_qkv"})
+
+    def read(self, fields: Fields) -> Keys:
+        """See Part."""
+        self._note_names(fields)
+        return {"clip_qkv": fields.take("clip_qkv", 0.0)}
+
+    def write(self, config: ModelConfig) -> JsonObject:
+        """See Part."""
+        return {"clip_qkv": config.clip_qkv or None}
 
 
 class QueryScalar(Part):

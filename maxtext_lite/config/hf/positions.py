@@ -14,12 +14,25 @@ class RopeFields(Part):
 
     Args:
       theta: the base of wavelengths where none is named.
-      partial: the family rotates a share of each head.
+      partial: the family rotates a share of each head: this one, where none is named.
       scaling: what there is where neither field is there.
+      names: those of the fields of the base and of the share.
+      original: `original_max_position_embeddings`, where the family has that field, and it is not said.
+      types: what words for a rope_type mean in this family, where it has its own.
     """
 
-    def __init__(self, theta: float, *, partial: bool = False, scaling: JsonObject | None = None) -> None:
+    def __init__(
+        self,
+        theta: float,
+        *,
+        partial: float | None = None,
+        scaling: JsonObject | None = None,
+        names: tuple[str, str] = ("rope_theta", "partial_rotary_factor"),
+        original: int = 0,
+        types: JsonObject | None = None,
+    ) -> None:
         self._theta, self._partial, self._scaling = theta, partial, scaling or {}
+        self._names, self._original, self._types = names, original, types or {}
 
     def read(self, fields: Fields) -> Keys:
         """See Part."""
@@ -29,14 +42,16 @@ class RopeFields(Part):
             if entry in new and old[entry] != new[entry]:
                 fields.refuse("rope_scaling", old, f"contradicts rope_parameters in {value_text(entry)}.")
         parameters = dict(old or new or self._scaling)
-        theta = _stated(fields, "rope_theta", name, parameters, self._theta)
-        share = _stated(fields, "partial_rotary_factor", name, parameters, 1.0)
+        theta = _stated(fields, "rope_theta", name, parameters, self._theta, self._names[0])
+        share = _stated(fields, "partial_rotary_factor", name, parameters, self._partial or 1.0, self._names[1])
         fields.names |= {
-            "rope_max_timescale": "rope_theta", "rope_scaling": name, "partial_rotary_factor": "partial_rotary_factor"
+            "rope_max_timescale": self._names[0], "rope_scaling": name, "partial_rotary_factor": self._names[1]
         }  # fmt: skip
         if share != 1 and not self._partial:
             fields.refuse("partial_rotary_factor", share, "has no effect in this family in every version; remove it.")
-        outside = fields.whole("original_max_position_embeddings", 0, least=0)
+        for word in ("rope_type", "type"):
+            parameters |= {word: self._types.get(str(parameters[word]), parameters[word])} if word in parameters else {}
+        outside = fields.whole("original_max_position_embeddings", self._original, least=0)
         if outside and parameters:
             parameters["original_max_position_embeddings"] = outside
         scaling = _scaling(name, parameters, fields)
@@ -44,15 +59,24 @@ class RopeFields(Part):
 
     def write(self, config: ModelConfig) -> JsonObject:
         """See Part."""
-        share = {"partial_rotary_factor": config.partial_rotary_factor} if self._partial else {}
-        return _rope_fields(config.rope_max_timescale, config, share) | share
+        entry = {"partial_rotary_factor": config.partial_rotary_factor} if self._partial else {}
+        fields = _rope_fields(config.rope_max_timescale, config, entry)
+        share = {self._names[1]: config.partial_rotary_factor} if self._partial else {}
+        base = {self._names[0]: fields.pop("rope_theta")}
+        return fields | base | share
 
 
-def _stated(fields: Fields, name: str, mapping: str, parameters: JsonObject, default: Any) -> Any:
-    """What a field says, or the entry of that name in a field that is a mapping: both, where both are there."""
-    value, entry = fields.take(name), parameters.pop(name, None)
+def _stated(
+    fields: Fields, name: str, mapping: str, parameters: JsonObject, default: Any, field: str | None = None
+) -> Any:
+    """What a field says, or the entry of that name in a field that is a mapping: both, where both are there.
+
+    Args:
+      field: the field's own name, where it has another.
+    """
+    value, entry = fields.take(field or name), parameters.pop(name, None)
     if value is not None and entry is not None and value != entry:
-        fields.refuse(name, value, f"contradicts {mapping}, in which it is {value_text(entry)}.")
+        fields.refuse(field or name, value, f"contradicts {mapping}, in which it is {value_text(entry)}.")
     stated = value if entry is None else entry
     return default if stated is None else stated
 
@@ -63,6 +87,10 @@ def _rope_fields(theta: float, config: ModelConfig, more: JsonObject) -> JsonObj
     length = {}
     if kind["rope_type"] == "dynamic":  # transformers takes the original length from here
         length = {"max_position_embeddings": kind["original_max_position_embeddings"]}
+    if kind["rope_type"] == "longrope":  # a family with this field looks nowhere else
+        length = {"original_max_position_embeddings": kind["original_max_position_embeddings"]}
+    if kind["rope_type"] == "ntk":  # as Hunyuan says it
+        kind = {"rope_type": "dynamic", "factor": 1.0, "alpha": kind["factor"]}
     new = {"rope_theta": theta, **kind, **more}
     return {"rope_parameters": new, "rope_theta": theta, "rope_scaling": None if scaling is None else new} | length
 
@@ -75,6 +103,7 @@ _SCALINGS = {
         "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "mscale",
         "mscale_all_dim", "truncate",
     ),
+    "longrope": ("factor", "original_max_position_embeddings", "short_factor", "long_factor", "attention_factor"),
 }  # fmt: skip
 
 
@@ -90,6 +119,8 @@ def _scaling(name: str, parameters: JsonObject, fields: Fields) -> JsonObject:
         return {}
     if old_name is not None and old_name != kind:
         fields.refuse(name, parameters, "names two types: rope_type and type.")
+    if kind == "dynamic" and given.get("alpha"):  # Hunyuan's, which looks at nothing else
+        return {"rope_type": "ntk", "factor": given["alpha"]}
     if kind not in list(_SCALINGS):
         fields.refuse(name, kind, f"cannot be expressed: a rope_type must be default, {any_of(list(_SCALINGS))}.")
         return {}
@@ -102,6 +133,8 @@ def _scaling(name: str, parameters: JsonObject, fields: Fields) -> JsonObject:
             given["original_max_position_embeddings"] = length
         if given.setdefault("original_max_position_embeddings", length) is None:
             fields.refuse(name, parameters, "lacks original_max_position_embeddings.")
+        elif kind == "longrope" and "factor" not in given and length is not None:
+            given["factor"] = max(length / given["original_max_position_embeddings"], 1.0)
     if kind == "yarn" and given.get("attention_factor") is not None:
         # An attention_factor wins over these two in the rotation, but mscale_all_dim also acts on DeepSeek's scores.
         given.pop("mscale", None)
@@ -112,24 +145,32 @@ def _scaling(name: str, parameters: JsonObject, fields: Fields) -> JsonObject:
 
 
 class RopeByLayerType(Part):
-    """Gemma 3's rotary positions: local layers have a base of their own, without scaling."""
+    """Rotary positions by the kind of layer: local ones have a base of their own, without scaling.
+
+    Args:
+      theta, local_theta: the bases where none is named.
+      has_field: the local one has a field, `rope_local_base_freq`.
+    """
+
+    def __init__(self, theta: float = 1_000_000.0, local_theta: float = 10_000.0, *, has_field: bool = True) -> None:
+        self._theta, self._local_theta, self._has_field = theta, local_theta, has_field
 
     def read(self, fields: Fields) -> Keys:
         """See Part."""
         new, old = fields.mapping("rope_parameters"), fields.mapping("rope_scaling")
-        parts = {kind: new.pop(kind, {}) for kind in (_GLOBAL, _LOCAL)}
+        parts = {kind: new.pop(kind, {}) for kind in (GLOBAL, _LOCAL)}
         for name, value in [*new.items(), *(each for each in parts.items() if not isinstance(each[1], dict))]:
             fields.refuse(
-                "rope_parameters", {name: value}, f"is not an object of the entries of {_GLOBAL} and {_LOCAL}."
+                "rope_parameters", {name: value}, f"is not an object of the entries of {GLOBAL} and {_LOCAL}."
             )
             parts[name] = {}
-        whole, local = dict(parts[_GLOBAL]), dict(parts[_LOCAL])
+        whole, local = dict(parts[GLOBAL]), dict(parts[_LOCAL])
         whole |= old
-        theta = _stated(fields, "rope_theta", "rope_parameters", whole, 1_000_000.0)
-        base = fields.take("rope_local_base_freq")
+        theta = _stated(fields, "rope_theta", "rope_parameters", whole, self._theta)
+        base = fields.take("rope_local_base_freq") if self._has_field else None
         if base is not None and local.get("rope_theta", base) != base:
             fields.refuse("rope_local_base_freq", base, f"contradicts rope_parameters, whose {_LOCAL} has another.")
-        local_theta = local.pop("rope_theta", 10_000.0 if base is None else base)
+        local_theta = local.pop("rope_theta", self._local_theta if base is None else base)
         fields.names |= {
             "rope_max_timescale": "rope_theta", "rope_local_max_timescale": "rope_local_base_freq",
             "rope_scaling": "rope_scaling" if old else "rope_parameters",
@@ -152,14 +193,15 @@ class RopeByLayerType(Part):
             "full_attention": whole["rope_parameters"],
             "sliding_attention": {"rope_theta": local, "rope_type": "default"},
         }
-        return whole | {"rope_parameters": by_type, "rope_local_base_freq": local}
+        return whole | {"rope_parameters": by_type} | ({"rope_local_base_freq": local} if self._has_field else {})
 
 
-_LOCAL, _GLOBAL = "sliding_attention", "full_attention"
-_KINDS = {_LOCAL: "local", _GLOBAL: "global", "nope": "nope"}
+_LOCAL, GLOBAL = "sliding_attention", "full_attention"
+CHUNKED = "chunked_attention"
+_KINDS = {_LOCAL: "local", GLOBAL: "global", "nope": "nope", CHUNKED: "chunked"}
 
 
-def _pattern(kinds: Sequence[str]) -> str:
+def pattern_of(kinds: Sequence[str]) -> str:
     """The shortest beginning that the layers repeat."""
     # borders[i]: the longest beginning of the first i + 1 kinds that is also their end, and not all of them.
     borders = [0] * len(kinds)
@@ -172,7 +214,8 @@ def _pattern(kinds: Sequence[str]) -> str:
     return ",".join(_KINDS.get(kind, kind) for kind in kinds[:period]) or "global"
 
 
-def _layer_kinds(config: ModelConfig) -> list[str]:
+def layer_kinds(config: ModelConfig) -> list[str]:
+    """What config.json calls each layer; of one that is not rotated, nope."""
     kinds = {kind: name for name, kind in _KINDS.items()}
     pattern = config.pattern
     return [kinds.get(pattern[layer % len(pattern)], "?") for layer in range(config.base_num_decoder_layers)]
@@ -182,16 +225,35 @@ class LayerTypes(Part):
     """Which layers have a sliding window.
 
     Args:
-      style: how a config without `layer_types` says it. window: all, where `sliding_window` is there; switched: those
-        from `max_window_layers` on, where `use_sliding_window` is true; "switched window": all, where it is;
-        alternating: the first, third, ...; sixth: all but every `sliding_window_pattern`th.
+      style: how a config without `layer_types` says it. window: all, where `sliding_window` is there; "window by
+        layer": so too; switched: those from `max_window_layers` on, where `use_sliding_window` is true; from: the same
+        without a switch; "switched alternating": of those before it the first, third, ..., where it is true; "switched
+        window": all, where it is; alternating: the first, third, ...; sixth, fourth: all but every
+        `sliding_window_pattern`th; "fixed fourth": all but every fourth.
       window: `sliding_window` where the field is not there; 0: none.
+      rotated: layers without a window are rotated; False: they are not, beside layers that have one.
     """
 
     def __init__(
-        self, style: Literal["window", "switched", "switched window", "alternating", "sixth"], window: int
+        self,
+        style: Literal[
+            "window",
+            "window by layer",
+            "switched",
+            "from",
+            "switched window",
+            "switched alternating",
+            "alternating",
+            "sixth",
+            "fourth",
+            "fixed fourth",
+        ],
+        window: int,
+        *,
+        rotated: bool = True,
     ) -> None:
-        self._style, self._window = style, window
+        self._style, self._window, self._rotated = style, window, rotated
+        self._every = {"alternating": 2, "sixth": 6, "fourth": 4, "fixed fourth": 4}.get(style, 0)
 
     def read(self, fields: Fields) -> Keys:
         """See Part."""
@@ -199,43 +261,57 @@ class LayerTypes(Part):
         default = None if fields.is_null("sliding_window") else self._window
         window = 0 if default is None else fields.whole("sliding_window", default, least=0)
         on = fields.flag("use_sliding_window", False) if self._style.startswith("switched") else True
-        first = fields.whole("max_window_layers", 28, least=0) if self._style == "switched" else 0
+        since = {"switched": 28, "from": 62, "switched alternating": 28}.get(self._style)
+        first = 0 if since is None else fields.whole("max_window_layers", since, least=0)
         fields.drop(["max_window_layers"] if self._style == "switched window" else [])
-        every = fields.whole("sliding_window_pattern", 6) if self._style == "sixth" else 2
         stated = fields.listed("layer_types") if self._style not in ("window", "switched window") else None
+        every = self._every
+        if self._style in ("sixth", "fourth"):
+            fields.drop(["sliding_window_pattern"] if stated is not None or not window else [])  # looked at by nobody
+            every = fields.whole("sliding_window_pattern", every)
         fields.names |= {"layer_pattern": "layer_types", "sliding_window_size": "sliding_window"}
         if not (on and window):
-            kinds = [_GLOBAL] * layers
-        elif self._style in ("alternating", "sixth"):
-            kinds = [_LOCAL if (layer + 1) % every else _GLOBAL for layer in range(layers)]
+            kinds = [GLOBAL] * layers
+        elif self._style == "switched alternating":
+            kinds = [GLOBAL if layer % 2 or layer >= first else _LOCAL for layer in range(layers)]
+        elif every:
+            kinds = [_LOCAL if (layer + 1) % every else GLOBAL for layer in range(layers)]
         else:
-            kinds = [_LOCAL if layer >= first else _GLOBAL for layer in range(layers)]
+            kinds = [_LOCAL if layer >= first else GLOBAL for layer in range(layers)]
         if stated is not None:
-            fields.check_layer_types(stated, layers, window, (_LOCAL, _GLOBAL))
-            kinds = stated if len(stated) == layers and set(map(str, stated)) <= {_LOCAL, _GLOBAL} else kinds
+            fields.check_layer_types(stated, layers, window, (_LOCAL, GLOBAL))
+            kinds = stated if len(stated) == layers and set(map(str, stated)) <= {_LOCAL, GLOBAL} else kinds
         fields.has_local_layers = _LOCAL in kinds
+        if window and not self._rotated:
+            kinds = ["nope" if kind == GLOBAL else kind for kind in kinds]
         return {
-            "layer_pattern": _pattern(kinds),
+            "layer_pattern": pattern_of(kinds),
             "sliding_window_size": window if fields.has_local_layers else 0,
         }
 
     def write(self, config: ModelConfig) -> JsonObject:
         """See Part."""
-        window, kinds = config.sliding_window_size or None, _layer_kinds(config)
+        window, kinds = config.sliding_window_size or None, layer_kinds(config)
         if self._style in ("window", "switched window"):
             switch = {"use_sliding_window": bool(window)} if self._style == "switched window" else {}
             return {"sliding_window": window if _LOCAL in kinds else None} | switch
-        if self._style == "switched":
+        if self._style in ("switched", "from", "switched alternating"):
             first = kinds.index(_LOCAL) if _LOCAL in kinds else len(kinds)
             return {
-                "sliding_window": window, "use_sliding_window": bool(window), "max_window_layers": first,
-                "layer_types": kinds,
-            }  # fmt: skip
+                "sliding_window": window, "max_window_layers": first, "layer_types": kinds,
+            } | ({} if self._style == "from" else {"use_sliding_window": bool(window)})  # fmt: skip
+        if not self._rotated:
+            plain = GLOBAL in kinds  # rotated and without a window, which it is where no layer has one
+            kinds = [GLOBAL if kind == "nope" else kind for kind in kinds]
+            return {"sliding_window": None if plain else window or self._window, "layer_types": kinds}
         return {"sliding_window": window or self._window, "layer_types": kinds}
 
 
 class WithoutRotation(Part):
-    """SmolLM3's layers that are not rotated: every fourth, or as `no_rope_layers` says (1: rotated)."""
+    """SmolLM3's layers that are not rotated: every fourth, or as `no_rope_layers` says (1: rotated).
+
+    With `use_sliding_window` those have a window, or the layers that `layer_types` names.
+    """
 
     def read(self, fields: Fields) -> Keys:
         """See Part."""
@@ -245,24 +321,33 @@ class WithoutRotation(Part):
         stated = fields.listed("no_rope_layers")
         window, on = fields.whole("sliding_window", 0, least=0), fields.flag("use_sliding_window", False)
         fields.drop(["max_window_layers"])
-        fields.names["layer_pattern"] = "no_rope_layers"
-        types = fields.listed("layer_types")
-        if (on and window) or any(kind != _GLOBAL for kind in types or ()):
-            fields.refuse("use_sliding_window", on, "cannot be expressed: layers without rotation have no window.")
-        elif types is not None:
-            fields.check_layer_types(types, layers, 0, (_GLOBAL,))
+        fields.names |= {"layer_pattern": "no_rope_layers", "sliding_window_size": "sliding_window"}
         if stated is not None and layers:
             if len(stated) == layers and all(is_whole(each, 0, 1) for each in stated):
                 rotated = stated
             else:
                 fields.refuse("no_rope_layers", stated, f"is not a list of 1 or 0 for each of the {layers} layers.")
-        kinds = [_GLOBAL if turned else "nope" for turned in rotated]
-        return {"layer_pattern": _pattern(kinds)}
+        types = fields.listed("layer_types")
+        if types is not None:
+            fields.check_layer_types(types, layers, window, (_LOCAL, GLOBAL))
+        if types is None or len(types) != layers:
+            types = [GLOBAL if turned or not window else _LOCAL for turned in rotated]
+        names = {(GLOBAL, 1): "global", (GLOBAL, 0): "nope", (_LOCAL, 1): "local", (_LOCAL, 0): "local_nope"}
+        kinds = [
+            names[_LOCAL if on and window and kind == _LOCAL else GLOBAL, turned]
+            for kind, turned in zip(types, rotated, strict=True)
+        ]
+        fields.has_local_layers = any(kind.startswith("local") for kind in kinds)
+        return {"layer_pattern": pattern_of(kinds), "sliding_window_size": window if fields.has_local_layers else 0}
 
     def write(self, config: ModelConfig) -> JsonObject:
         """See Part."""
-        kinds = _layer_kinds(config)
+        pattern = config.pattern
+        kinds = [pattern[layer % len(pattern)] for layer in range(config.base_num_decoder_layers)]
+        window = config.sliding_window_size
         return {
-            "no_rope_layers": [int(kind != "nope") for kind in kinds],
-            "layer_types": [_GLOBAL if kind == "nope" else kind for kind in kinds],
+            "no_rope_layers": [int(not kind.endswith("nope")) for kind in kinds],
+            "layer_types": [_LOCAL if kind.startswith("local") else GLOBAL for kind in kinds],
+            "sliding_window": window or None,
+            "use_sliding_window": window > 0,
         }

@@ -170,12 +170,14 @@ def test_a_published_model_is_the_file_of_configs_models(name, fields):
 
 @pytest.mark.parametrize(("fields", "changed", "message"), [
     (LLAMA3_8B, {"model_type": "Qwen3-MoE"}, "Qwen3-MoE is not one that maxtext_lite knows. Did you mean 'qwen3_moe'?"),
-    (LLAMA3_8B, {"model_type": "llava"}, "model_type=llava is not one that maxtext_lite knows. It knows"),
-    (LLAMA3_8B, {"model_type": "ministral"}, "model_type=ministral is not one that maxtext_lite knows. It knows"),
-    (LLAMA3_8B, {"model_type": "gemma3n_text"}, "model_type=gemma3n_text is not one that maxtext_lite knows. It knows"),
+    (LLAMA3_8B, {"model_type": "lama"}, "model_type=lama is not one that maxtext_lite knows. It knows"),
+    (LLAMA3_8B, {"model_type": "llava"}, "model_type=llava: images are not read, and its text part has no table"),
+    (LLAMA3_8B, {"model_type": "gemma3n_text"}, "model_type=gemma3n_text: its embeddings of each layer, streams"),
+    (LLAMA3_8B, {"model_type": "mamba"}, "model_type=mamba: its layers keep a state in place of keys and values"),
+    (LLAMA3_8B, {"model_type": "nemotron_h"}, "model_type=nemotron_h: some of its layers keep a state in place of"),
     (LLAMA3_8B, {"model_type": None}, "model_type=null is not one that maxtext_lite knows."),
     (LLAMA3_8B, {"model_type": "llama4_text"}, "model_type=llama4_text is not one that maxtext_lite knows. It knows"),
-    (LLAMA3_8B, {"model_type": "olmo3"}, "model_type=olmo3 is not one that maxtext_lite knows. It knows"),
+    (LLAMA3_8B, {"model_type": "whisper"}, "model_type=whisper: sound is not read."),
     (LLAMA3_8B, {"model_type": ["llama"]}, "is not one that maxtext_lite knows. It knows"),
     (LLAMA3_8B, {"hidden_size": None}, "hidden_size is missing."),
     (LLAMA3_8B, {"hidden_size": "64"}, "hidden_size=64 is text, not a number."),

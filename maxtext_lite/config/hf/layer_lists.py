@@ -1,0 +1,152 @@
+"""The parts of config.json that say which layers have experts, and which keep to chunks."""
+
+from collections.abc import Sequence
+
+from maxtext_lite.config.hf.fields import Fields, JsonObject, Keys, is_whole
+from maxtext_lite.config.hf.parts import Part
+from maxtext_lite.config.hf.positions import CHUNKED, GLOBAL, layer_kinds, pattern_of
+from maxtext_lite.config.schema import ModelConfig
+
+
+def layers_with_experts(config: ModelConfig) -> list[bool]:
+    """For each layer, whether it has experts, in a model that has some."""
+    kinds, first = config.mlp_kinds, config.first_num_dense_layers
+    layers = range(config.base_num_decoder_layers)
+    return [layer >= first and kinds[layer % len(kinds)] == "moe" for layer in layers]
+
+
+def _keys(has_experts: Sequence[bool], fields: Fields, name: str) -> Keys:
+    """What says it in keys: dense layers before all others, or a pattern.
+
+    Args:
+      name: the field that decides.
+    """
+    layers = len(has_experts)
+    fields.names |= {"first_num_dense_layers": name, "mlp_pattern": name}
+    if layers and not any(has_experts):
+        fields.refuse(name, fields.peek(name, None), "leaves no layer with experts.")
+        return {"first_num_dense_layers": 0, "mlp_pattern": "moe"}
+    first = next((layer for layer, has in enumerate(has_experts) if has), 0)
+    if all(has_experts[first:]):
+        return {"first_num_dense_layers": first, "mlp_pattern": "moe"}
+    kinds = ["moe" if has else "dense" for has in has_experts]
+    period = next(period for period in range(1, layers + 1) if kinds[period:] == kinds[: layers - period])
+    return {"first_num_dense_layers": 0, "mlp_pattern": ",".join(kinds[:period])}
+
+
+def _numbers(name: str, fields: Fields) -> list[int] | None:
+    """A field's value, a list of numbers of layers; None where it is not there."""
+    stated = fields.listed(name)
+    wrong = [each for each in stated or () if isinstance(each, bool) or not isinstance(each, int)]
+    if wrong:
+        fields.refuse(name, wrong[0], "is not the number of a layer.")
+        return None
+    return stated
+
+
+class SparseStep(Part):
+    """Qwen's: every `decoder_sparse_step`th layer has experts, but for `mlp_only_layers`."""
+
+    def read(self, fields: Fields) -> Keys:
+        """See Part."""
+        step, dense = fields.whole("decoder_sparse_step", 1), _numbers("mlp_only_layers", fields) or []
+        has = [layer not in dense and (layer + 1) % step == 0 for layer in range(fields.num_layers)]
+        return _keys(has, fields, "mlp_only_layers" if dense else "decoder_sparse_step")
+
+    def write(self, config: ModelConfig) -> JsonObject:
+        """See Part."""
+        dense = [layer for layer, has in enumerate(layers_with_experts(config)) if not has]
+        return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+
+
+class LayerInterval(Part):
+    """Ernie's: of the layers from `moe_layer_start_index` to `moe_layer_end_index`, every `moe_layer_interval`th."""
+
+    def read(self, fields: Fields) -> Keys:
+        """See Part."""
+        layers, every = fields.num_layers, fields.whole("moe_layer_interval", 1)
+        start, end = (
+            fields.whole("moe_layer_start_index", 1, least=0),
+            fields.whole("moe_layer_end_index", -1, least=-1),
+        )
+        end = layers - 1 if end == -1 else end
+        has = [start <= layer <= end and (layer + 1) % every == 0 for layer in range(layers)]
+        return _keys(has, fields, "moe_layer_start_index" if start or every == 1 else "moe_layer_interval")
+
+    def write(self, config: ModelConfig) -> JsonObject:
+        """See Part."""
+        has = layers_with_experts(config)
+        numbers = [layer for layer, each in enumerate(has) if each] or [0]
+        start, end = numbers[0], numbers[-1]
+        fitting = [
+            every
+            for every in range(1, len(has) + 1)
+            if numbers == [layer for layer in range(start, end + 1) if (layer + 1) % every == 0]
+        ]
+        every = fitting[0] if fitting else 1  # what then is not said keeps the family from being written
+        return {"moe_layer_start_index": start, "moe_layer_end_index": end, "moe_layer_interval": every}
+
+
+class InterleavedStep(Part):
+    """Llama 4's: `moe_layers`, or every `interleave_moe_layer_step`th layer."""
+
+    def read(self, fields: Fields) -> Keys:
+        """See Part."""
+        step, stated = fields.whole("interleave_moe_layer_step", 1), _numbers("moe_layers", fields)
+        layers = range(fields.num_layers)
+        has = [(layer + 1) % step == 0 if stated is None else layer in stated for layer in layers]
+        return _keys(has, fields, "interleave_moe_layer_step" if stated is None else "moe_layers")
+
+    def write(self, config: ModelConfig) -> JsonObject:
+        """See Part."""
+        numbers = [layer for layer, has in enumerate(layers_with_experts(config)) if has]
+        return {"interleave_moe_layer_step": 1, "moe_layers": numbers}
+
+
+class ChunkedLayers(Part):
+    """Llama 4's layers: rotated ones keep to chunks, and others, every fourth or as `no_rope_layers` says (1: rotated),
+    see everything, with queries that may grow with their positions."""
+
+    def read(self, fields: Fields) -> Keys:
+        """See Part."""
+        layers, every = fields.num_layers, fields.whole("no_rope_layer_interval", 4)
+        rotated = [int((layer + 1) % every != 0) for layer in range(layers)]
+        stated, types = fields.listed("no_rope_layers"), fields.listed("layer_types")
+        if stated and layers:
+            if len(stated) == layers and all(is_whole(each, 0, 1) for each in stated):
+                rotated = stated
+            else:
+                fields.refuse("no_rope_layers", stated, f"is not a list of 1 or 0 for each of the {layers} layers.")
+        if types is not None:
+            fields.check_layer_types(types, layers, 1, (CHUNKED, GLOBAL))
+        types = types if types and len(types) == layers else [CHUNKED if turned else GLOBAL for turned in rotated]
+        kinds = [kind if turned else "nope" for kind, turned in zip(types, rotated, strict=True)]
+        odd = [layer for layer in range(layers) if types[layer] == CHUNKED and not rotated[layer]]
+        if odd:
+            fields.refuse(
+                "no_rope_layers", rotated, f"cannot be expressed: layer {odd[0]} has chunks, but no rotation."
+            )
+        fields.names |= {"layer_pattern": "layer_types", "chunk_attn_window_size": "attention_chunk_size"}
+        fields.names["position_temperature"] = "attn_scale"
+        chunk = fields.whole("attention_chunk_size", None if fields.is_null("attention_chunk_size") else 8192)
+        tuning = {"scale": fields.take("attn_scale", 0.1), "floor_scale": fields.whole("floor_scale", 8192)}
+        tuning |= {"offset": 1, "layers": "nope"}
+        is_tuned = bool(fields.whole("attn_temperature_tuning", least=0) if is_whole(
+            fields.peek("attn_temperature_tuning", True), 0
+        ) else fields.flag("attn_temperature_tuning", True))  # fmt: skip
+        return {
+            "layer_pattern": pattern_of(kinds),
+            "chunk_attn_window_size": chunk if CHUNKED in kinds else 0,
+            "position_temperature": tuning if is_tuned and "nope" in kinds else {},
+        }
+
+    def write(self, config: ModelConfig) -> JsonObject:
+        """See Part."""
+        kinds, tuning = layer_kinds(config), config.position_temperature
+        tuned = {} if tuning is None else {"attn_scale": tuning.scale, "floor_scale": tuning.floor_scale}
+        return {
+            "no_rope_layers": [int(kind != "nope") for kind in kinds],
+            "layer_types": [GLOBAL if kind == "nope" else kind for kind in kinds],
+            "attention_chunk_size": config.chunk_attn_window_size or 8192,
+            "attn_temperature_tuning": tuning is not None,
+        } | tuned

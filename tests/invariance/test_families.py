@@ -1,0 +1,134 @@
+"""Each family's term: one import of a tiny model has transformers' logits, packed and padded, its greedy text through
+the cache, and is read back by transformers."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from maxtext_lite.config import UserError
+from maxtext_lite.config.hf.config import config_json, model_keys
+from maxtext_lite.config.hf.fields import same_architecture
+from maxtext_lite.config.hf.model_directory import hf_config
+from maxtext_lite.config.json_file import read_object
+from maxtext_lite.hf import export_parameters
+from tests.hf.test_importing import POSITIONS, ROWS, SEGMENTS, TOKENS, load
+from tests.hf_models import logits, model, save, torch, transformers
+from tests.hf_variants import VARIANTS
+
+GIVEN, NEW = 7, 7  # tokens of a prompt, and of what follows it
+
+
+def ours(decoder, params):
+    """Logits of packed and padded rows, the greedy text after a prompt, and its logits."""
+
+    def everything(params):
+        rows = decoder.logits(params, decoder.hidden(params, ROWS, SEGMENTS, POSITIONS))
+
+        def step(carry, token):
+            cache, likeliest, count = carry
+            token = jnp.where(token < 0, likeliest, token)
+            hidden, cache = decoder.decode(params, token[None, None], count[None], cache)
+            found = decoder.logits(params, hidden)[0, 0]
+            return (cache, jnp.argmax(found), count + 1), (token, found)
+
+        tokens = jnp.asarray([*TOKENS[:GIVEN], *[-1] * NEW])
+        start = decoder.new_cache(1, GIVEN + NEW), jnp.zeros([], tokens.dtype), jnp.zeros([], jnp.int32)
+        return rows, jax.lax.scan(step, start, tokens)[1]
+
+    with jax.default_matmul_precision("highest"):
+        return jax.tree.map(np.asarray, jax.jit(everything)(params))
+
+
+def theirs(made):
+    """The greedy text after the prompt, one token at a time, and its logits."""
+    logits(made, TOKENS[:1])
+    cache, tokens, found = None, list(TOKENS[:GIVEN]), []
+    with torch.no_grad():
+        for at in range(GIVEN + NEW):
+            if at == len(tokens):
+                tokens.append(int(found[-1].argmax()))
+            out = made(torch.tensor([[tokens[at]]]), past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            found.append(out.logits[0, 0].numpy())
+    return tokens, np.stack(found)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_variant_is_what_transformers_makes_of_it(name, tmp_path):
+    source, made = save(name, tmp_path / "source"), model(name)
+    decoder, params = load(source)
+    rows, (tokens, steps) = ours(decoder, params)
+    expected = logits(made, TOKENS)
+    close = {"atol": 1e-5 * np.abs(expected).max(), "rtol": 0}
+    for got, document in ((rows[0], TOKENS), (rows[1, :9], TOKENS[:9]), (rows[1, 9:13], TOKENS[3:7])):
+        logits(made, TOKENS[:1])  # rotation that follows the length forgets what it has seen
+        np.testing.assert_allclose(got, logits(made, document), **close)
+    text, text_logits = theirs(made)
+    assert list(tokens) == text
+    np.testing.assert_allclose(steps, text_logits, **close)
+
+    original = read_object(source / "config.json")
+    old = read_object(save(name, tmp_path / "old", old=True) / "config.json")
+    assert "rope_parameters" not in old
+    assert same_architecture(model_keys(original, "new"), model_keys(old, "old")) == []
+    for out, carried in (("carried", original), ("fresh", {"model_type": original["model_type"]})):
+        fields = config_json(hf_config(source), max_position_embeddings=64, dtype="float32", original=carried)
+        (tmp_path / out).mkdir()
+        export_parameters(tmp_path / out, params, fields["model_type"], model_keys(fields, ""), dtype="float32")
+        (tmp_path / out / "config.json").write_text(json.dumps(fields))
+        read, report = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / out, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+        )
+        assert not any(report[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+        np.testing.assert_allclose(logits(read.eval(), TOKENS), expected, atol=1e-6 * np.abs(expected).max())
+
+
+def _of_images(name, directory, *, old, **outer):
+    """A text model's directory, as the model of text and images has it that it is a part of."""
+    save(name, directory)
+    fields, path = read_object(directory / "config.json"), directory / "model.safetensors"
+    tensors = safetensors.numpy.load_file(path)
+    prefix = "language_model.model." if old else "model.language_model."
+    renamed = {key.replace("model.", prefix, 1) if key.startswith("model.") else key: x for key, x in tensors.items()}
+    if old and "lm_head.weight" in renamed:
+        renamed["language_model.lm_head.weight"] = renamed.pop("lm_head.weight")
+    image = {f"{'' if old else 'model.'}vision_tower.x.weight": np.zeros(2, np.float32)}
+    safetensors.numpy.save_file(renamed | image, path)
+    (directory / "config.json").write_text(json.dumps({"text_config": fields, "vision_config": {}, **outer}))
+    return directory
+
+
+@pytest.mark.parametrize("old", [True, False])
+@pytest.mark.parametrize(("name", "kind"), [("gemma3_text", "gemma3"), ("ministral3", "mistral3")])
+def test_the_text_part_of_a_model_of_images_is_that_model(name, kind, old, tmp_path, capsys):
+    plain = load(save(name, tmp_path / "plain"))[1]
+    source = _of_images(name, tmp_path / "whole", old=old, model_type=kind)
+    decoder, params = load(source)
+    assert "1 tensors for images are passed over" in capsys.readouterr().err
+    assert jax.tree.all(jax.tree.map(np.array_equal, plain, params))
+    fields = config_json(
+        hf_config(source), max_position_embeddings=64, dtype="float32", original=read_object(source / "config.json")
+    )
+    assert fields["model_type"] == name
+    assert "vision_config" not in fields
+    assert getattr(transformers, fields["architectures"][0]) is type(model(name))
+
+
+def test_a_text_part_of_another_family_is_refused(tmp_path):
+    source = _of_images("gemma", tmp_path, old=False, model_type="gemma3")
+    with pytest.raises(UserError, match=r"text_config.model_type=gemma of model_type=gemma3 is none of gemma3_text"):
+        hf_config(source)
+
+
+def test_an_activation_with_other_constants_is_refused(tmp_path):
+    source = save("apertus", tmp_path)
+    path = source / "model.safetensors"
+    tensors = safetensors.numpy.load_file(path)
+    name = "model.layers.1.mlp.act_fn.beta"
+    safetensors.numpy.save_file(tensors | {name: tensors[name] * 0 + 0.75}, path)
+    with pytest.raises(UserError, match=rf"{name} is 0.75, not 0.5"):
+        load(source)
