@@ -46,6 +46,9 @@ def export_parameters(
     entries = entries_of(TABLES[kind], {path: tuple(leaf.shape) for path, leaf in leaves.items()}, model, kind)
     written = np.dtype(jnp.dtype(dtype))
     tensors = list(_tensors(entries, leaves, model.sizes, written))
+    for name, value in TABLES[kind].constants.items():
+        for layer in range(model.num_layers):
+            tensors.append(Tensor(name.format(layer=layer), (), written, lambda value=value: np.asarray(value)))
     if jax.process_index() != 0:
         for tensor in tensors:
             tensor.make()

@@ -14,7 +14,8 @@ import numpy as np
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import value_text
 from maxtext_lite.config.hf.config import family_of, has_hf_weights, model_keys
-from maxtext_lite.config.hf.fields import Keys
+from maxtext_lite.config.hf.fields import JsonObject, Keys
+from maxtext_lite.config.hf.text_tower import TOWERS, text_tensor
 from maxtext_lite.config.json_file import read_object
 from maxtext_lite.hf.copying import as_bits, assign_cast, is_finite
 from maxtext_lite.hf.entries import Entry, entries_of, flat
@@ -57,7 +58,7 @@ def _load(root: Path, abstract_params: Params, where: str) -> Params:
     has_hf_weights(root)
     fields = read_object(root / "config.json")
     kind, keys = family_of(fields, where), model_keys(fields, f"{root / 'config.json'}")
-    files = SafetensorsDir(root)
+    files = _of_text(SafetensorsDir(root), fields, where)
     table = _as_named(TABLES[kind], files)
     model, leaves = model_of(keys), flat(abstract_params)
     sizes = model.sizes
@@ -74,6 +75,17 @@ def _load(root: Path, abstract_params: Params, where: str) -> Params:
         raise UserError(list(dict.fromkeys(wrong)))
     paths = list(leaves)
     return jax.tree.unflatten(jax.tree.structure(abstract_params), [loaded[path] for path in paths])
+
+
+def _of_text(files: SafetensorsDir, fields: JsonObject, where: str) -> SafetensorsDir:
+    """The files; of a model of text and images, the tensors of its text by the names that they have without images."""
+    if fields.get("model_type") not in TOWERS:
+        return files
+    names = {name: text_tensor(name) for name in files.tensors}
+    seen = sum(renamed is None for renamed in names.values())
+    files.tensors = {renamed: files.tensors[name] for name, renamed in names.items() if renamed is not None}
+    print(f"{where}: {seen} tensors for images are passed over: the text part alone is loaded", file=sys.stderr)
+    return files
 
 
 _HEAD = "lm_head.weight"
@@ -104,9 +116,21 @@ def _refuse_other_tensors(
     wanted = {
         name: entry.name.their_shape(sizes) for entry in entries for name, _layer, _expert in entry.tensor_names()
     }
+    constants = {
+        name.format(layer=layer): value
+        for name, value in table.constants.items()
+        for layer in range(keys["base_num_decoder_layers"])
+    }
+    others = [
+        f"{name} is {value_text(float(files.view(name).reshape(-1)[0]))}, not {value}"
+        for name, value in constants.items()
+        if name in there and not math.isclose(files.view(name).reshape(-1)[0], value, rel_tol=0.01)
+    ]
     missing = [name for name in wanted if name not in there]
     passed_over = re.compile(table.passed_over)
-    unknown = [name for name in there if name not in wanted and not passed_over.fullmatch(name)]
+    unknown = [
+        name for name in there if name not in wanted and name not in constants and not passed_over.fullmatch(name)
+    ]
     left_out = [name for name in unknown if _of_later_layers(name, keys)]
     if left_out:
         print(f"{where}: {len(left_out)} tensors of heads for further tokens are left out", file=sys.stderr)
@@ -125,6 +149,7 @@ def _refuse_other_tensors(
         (missing, "lacks tensors of the model"),
         (unknown, "has tensors that the model has no place for"),
         (shapes, "has tensors of other shapes than config.json says"),
+        (others, "has constants with other values than the family's"),
         (formats, f"has tensors that are none of {', '.join(DTYPES)}"),
     ):
         if found:

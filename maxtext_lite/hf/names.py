@@ -159,12 +159,14 @@ class Table:
       root: tensors outside the layers.
       layer: tensors of each layer. Of two lines for one parameter, that with the rank it has is meant.
       passed_over: tensors that hold nothing to learn, as a pattern of their whole names.
+      constants: tensors of one number in each layer, which it must be.
     """
 
     prefix: str
     root: tuple[Name, ...]
     layer: tuple[Name, ...]
     passed_over: str = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
+    constants: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
 
     def named(self, theirs: str) -> "Table":
         """The names without the prefix, where a checkpoint has none of those with it."""
@@ -172,7 +174,8 @@ class Table:
             return self
         cut = functools.partial(_without, self.prefix)
         passed_over = self.passed_over.replace(self.prefix.replace(".", r"\."), "")
-        return Table("", tuple(map(cut, self.root)), tuple(map(cut, self.layer)), passed_over)
+        constants = {name.removeprefix(self.prefix): value for name, value in self.constants.items()}
+        return Table("", tuple(map(cut, self.root)), tuple(map(cut, self.layer)), passed_over, constants)
 
 
 def _without(prefix: str, name: Name) -> Name:

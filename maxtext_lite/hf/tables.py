@@ -257,7 +257,7 @@ _APERTUS = Table(
         "attention_norm/scale": "attention_layernorm.weight", "mlp_norm/scale": "feedforward_layernorm.weight",
         "mlp/alpha_p": "mlp.act_fn.alpha_p", "mlp/alpha_n": "mlp.act_fn.alpha_n",
     }),
-    passed_over=r"model\.layers\.\d+\.mlp\.act_fn\.(beta|eps)",
+    constants={_LAYER + "mlp.act_fn.beta": 0.5, _LAYER + "mlp.act_fn.eps": -1e-6},
 )  # fmt: skip
 _HUNYUAN_NORMS = _names(_LAYER, {
     "attention/query_norm/scale": "self_attn.query_layernorm.weight",

@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 
+from maxtext_lite.config import UserError
 from maxtext_lite.config.hf.config import config_json, model_keys
 from maxtext_lite.config.hf.fields import same_architecture
 from maxtext_lite.config.hf.model_directory import hf_config
@@ -83,3 +85,50 @@ def test_a_variant_is_what_transformers_makes_of_it(name, tmp_path):
         )
         assert not any(report[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"))
         np.testing.assert_allclose(logits(read.eval(), TOKENS), expected, atol=1e-6 * np.abs(expected).max())
+
+
+def _of_images(name, directory, *, old, **outer):
+    """A text model's directory, as the model of text and images has it that it is a part of."""
+    save(name, directory)
+    fields, path = read_object(directory / "config.json"), directory / "model.safetensors"
+    tensors = safetensors.numpy.load_file(path)
+    prefix = "language_model.model." if old else "model.language_model."
+    renamed = {key.replace("model.", prefix, 1) if key.startswith("model.") else key: x for key, x in tensors.items()}
+    if old and "lm_head.weight" in renamed:
+        renamed["language_model.lm_head.weight"] = renamed.pop("lm_head.weight")
+    image = {f"{'' if old else 'model.'}vision_tower.x.weight": np.zeros(2, np.float32)}
+    safetensors.numpy.save_file(renamed | image, path)
+    (directory / "config.json").write_text(json.dumps({"text_config": fields, "vision_config": {}, **outer}))
+    return directory
+
+
+@pytest.mark.parametrize("old", [True, False])
+@pytest.mark.parametrize(("name", "kind"), [("gemma3_text", "gemma3"), ("ministral3", "mistral3")])
+def test_the_text_part_of_a_model_of_images_is_that_model(name, kind, old, tmp_path, capsys):
+    plain = load(save(name, tmp_path / "plain"))[1]
+    source = _of_images(name, tmp_path / "whole", old=old, model_type=kind)
+    _, params = load(source)
+    assert "1 tensors for images are passed over" in capsys.readouterr().err
+    assert jax.tree.all(jax.tree.map(np.array_equal, plain, params))
+    fields = config_json(
+        hf_config(source), max_position_embeddings=64, dtype="float32", original=read_object(source / "config.json")
+    )
+    assert fields["model_type"] == name
+    assert "vision_config" not in fields
+    assert getattr(transformers, fields["architectures"][0]) is type(model(name))
+
+
+def test_a_text_part_of_another_family_is_refused(tmp_path):
+    source = _of_images("gemma", tmp_path, old=False, model_type="gemma3")
+    with pytest.raises(UserError, match=r"text_config.model_type=gemma of model_type=gemma3 is none of gemma3_text"):
+        hf_config(source)
+
+
+def test_an_activation_with_other_constants_is_refused(tmp_path):
+    source = save("apertus", tmp_path)
+    path = source / "model.safetensors"
+    tensors = safetensors.numpy.load_file(path)
+    name = "model.layers.1.mlp.act_fn.beta"
+    safetensors.numpy.save_file(tensors | {name: np.full([], 0.75, np.float32)}, path)
+    with pytest.raises(UserError, match=rf"{name} is 0.75, not 0.5"):
+        load(source)

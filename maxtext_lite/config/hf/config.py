@@ -12,6 +12,7 @@ from pathlib import Path
 from maxtext_lite.config.errors import UserError, any_of, value_text
 from maxtext_lite.config.hf.families import FAMILIES
 from maxtext_lite.config.hf.fields import DEFAULTS, WITHOUT_EFFECT, Fields, JsonObject, Keys, same_architecture
+from maxtext_lite.config.hf.text_tower import text_fields, unbuilt
 from maxtext_lite.config.hf.weight_files import weight_files
 from maxtext_lite.config.json_file import check_file, is_there, read_object
 from maxtext_lite.config.schema import ModelConfig
@@ -27,9 +28,11 @@ def family_of(fields: JsonObject, where: str) -> str:
     Raises:
       UserError: it is not; names those that are, and `where` it stands.
     """
-    kind = fields.get("model_type")
+    kind = text_fields(fields).get("model_type")
     if isinstance(kind, str) and kind in FAMILIES:
         return kind
+    if reason := unbuilt(kind):
+        raise UserError(f"{where}: model_type={value_text(kind)}: {reason}")
     raise UserError(
         f"{where}: model_type={value_text(kind)} is not one that maxtext_lite knows.{_misspelled(kind)} "
         f"It knows {', '.join(FAMILIES)}."
@@ -55,7 +58,7 @@ def model_keys(fields: JsonObject, where: str) -> Keys:
       UserError: with every field that is missing, that cannot be expressed, or of which nothing is known.
     """
     left, keys = _read(fields, where)
-    problems = [*left.problems, *left.unknown(fields["model_type"])]
+    problems = [*left.problems, *left.unknown(family_of(fields, where))]
     if problems:
         raise UserError([f"{where}: {problem}" for problem in problems])
     return keys
@@ -69,7 +72,7 @@ def field_names(fields: JsonObject) -> dict[str, str]:
 def _read(fields: JsonObject, where: str) -> tuple[Fields, Keys]:
     """What is left of the fields, with what is wrong with the others, and the keys that those decide."""
     kind = family_of(fields, where)
-    left, keys = Fields(fields), dict(DEFAULTS)
+    left, keys = Fields(text_fields(fields)), dict(DEFAULTS)
     for part in FAMILIES[kind].parts:
         keys |= part.read(left)
     left.check_stored(FAMILIES[kind].architecture)
@@ -95,6 +98,7 @@ def config_json(
     Raises:
       UserError: no family, or not that of `original`, expresses the keys; names those in the way.
     """
+    original = text_fields(original)
     kinds = [family_of(original, "config.json")] if original else list(FAMILIES)
     nearest: list[str] | None = None
     for kind in kinds:
@@ -132,7 +136,7 @@ def run_config_json(
     original = read_object(carried / "config.json") if carried else {}
     return config_json(
         config,
-        max_position_embeddings=max(Fields(original).size("max_position_embeddings", 1), num_positions),
+        max_position_embeddings=max(Fields(text_fields(original)).size("max_position_embeddings", 1), num_positions),
         dtype=dtype,
         original=original,
         end_of_text_id=end_of_text_id,
@@ -140,7 +144,8 @@ def run_config_json(
 
 
 def _of_old_versions(fields: JsonObject) -> JsonObject:
-    return {name: fields[name] for name in ("rope_theta", "rope_scaling") if name in fields}
+    old = ("rope_theta", "rope_scaling", "rotary_emb_base", "rotary_pct")
+    return {name: fields[name] for name in old if name in fields}
 
 
 def _differing(fields: JsonObject, config: ModelConfig) -> list[str]:
@@ -204,6 +209,7 @@ def has_hf_weights(path: str | Path) -> bool:
 
 def stored_dtype(fields: JsonObject) -> str:
     """The number format that config.json names for the weights, "float32" where it names none."""
+    fields = text_fields(fields)
     return str(fields.get("dtype") or fields.get("torch_dtype") or "float32").removeprefix("torch.")
 
 

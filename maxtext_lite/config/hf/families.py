@@ -215,8 +215,8 @@ FAMILIES: Mapping[str, Family] = {
         Switch("use_qk_norm", "qk_norm", "each_head", "none"), tied=True,
     ),
     "cohere2": _layer_normed(
-        "Cohere2ForCausalLM", Heads(), _SILU, _LLAMA_BIASES, _MEAN_NORMS, _LOGIT_SCALE, RopeFields(10_000.0),
-        LayerTypes("fourth", 4096, rotated=False), tied=True,
+        "Cohere2ForCausalLM", Heads(shared_out=True), _SILU, _LLAMA_BIASES, _MEAN_NORMS, _LOGIT_SCALE,
+        RopeFields(10_000.0), LayerTypes("fourth", 4096, rotated=False), tied=True,
     ),
     "phi": _layer_normed(
         "PhiForCausalLM", Heads(), Activation("hidden_act", "gelu_new"), _LAYER_NORMS, _PLAIN_MLP,
@@ -229,12 +229,13 @@ FAMILIES: Mapping[str, Family] = {
         tied=True, epsilon_name="norm_epsilon",
     ),
     "stablelm": _layer_normed(
-        "StableLmForCausalLM", Heads(kv_heads=32), _SILU, _LAYER_NORMS, Bias("use_qkv_bias", "qkv"),
+        "StableLmForCausalLM", Heads(kv_heads=32, shared_out=True), _SILU, _LAYER_NORMS, Bias("use_qkv_bias", "qkv"),
         Switch("qk_layernorm", "qk_norm", "each_head", "none"), Switch(*_PARALLEL, "one_norm", "none"),
         RopeFields(10_000.0, partial=0.25),
     ),
     "gpt_neox": _layer_normed(
-        "GPTNeoXForCausalLM", Heads(), Activation("hidden_act", "gelu"), _LAYER_NORMS, _PLAIN_MLP,
+        "GPTNeoXForCausalLM", Heads(shared_out=True, grouped=False), Activation("hidden_act", "gelu"), _LAYER_NORMS,
+        _PLAIN_MLP,
         Fixed(mlp_bias=True), Bias("attention_bias", "all", default=True),
         Switch(*_PARALLEL, "two_norms", "none", default=True),
         RopeFields(10_000.0, partial=0.25, names=("rotary_emb_base", "rotary_pct")),

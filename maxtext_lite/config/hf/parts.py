@@ -152,12 +152,21 @@ class Heads(Part):
     Args:
       kv_heads: `num_key_value_heads` where it is not said; None: as many as of the queries.
       head_dim: the same of `head_dim`; None: the queries' share of the stream.
+      shared_out: the heads share the stream out, whatever `head_dim` says.
+      grouped: queries share keys; False: each has its own, whatever `num_key_value_heads` says.
     """
 
     keys = MappingProxyType({**_HEADS, "head_dim": "head_dim"})
 
-    def __init__(self, *, kv_heads: int | None = None, head_dim: int | None = None) -> None:
-        self._kv_heads, self._head_dim = kv_heads, head_dim
+    def __init__(
+        self,
+        *,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        shared_out: bool = False,
+        grouped: bool = True,
+    ) -> None:
+        self._kv_heads, self._head_dim, self._shared_out, self._grouped = kv_heads, head_dim, shared_out, grouped
 
     def read(self, fields: Fields) -> Keys:
         """See Part."""
@@ -168,7 +177,14 @@ class Heads(Part):
             if stream < heads:
                 fields.refuse("num_attention_heads", heads, f"is more than hidden_size={stream}.")
             width = max(stream // heads, 1)
+        if self._shared_out and width != fields.size("hidden_size", heads) / heads:
+            fields.refuse(
+                "head_dim", width, f"is not hidden_size / num_attention_heads={heads}, as this family has it."
+            )
         self._note_names(fields)
+        if not self._grouped:
+            fields.drop(["num_key_value_heads"])
+            return {"base_num_query_heads": heads, "base_num_kv_heads": heads, "head_dim": width}
         unsaid = heads if self._kv_heads is None or fields.is_null("num_key_value_heads") else self._kv_heads
         return {
             "base_num_query_heads": heads,

@@ -62,7 +62,8 @@ class RopeFields(Part):
         entry = {"partial_rotary_factor": config.partial_rotary_factor} if self._partial else {}
         fields = _rope_fields(config.rope_max_timescale, config, entry)
         share = {self._names[1]: config.partial_rotary_factor} if self._partial else {}
-        return fields | share | {self._names[0]: fields.pop("rope_theta")}
+        base = {self._names[0]: fields.pop("rope_theta")}
+        return fields | base | share
 
 
 def _stated(
