@@ -73,12 +73,13 @@ EXPERT_FAMILIES: Mapping[str, Family] = {
         Ignored("first_k_dense_replace", "intermediate_size", "use_qk_norm"), epsilon=1e-5,
     ),
     "minimax_m2": family(
-        "MiniMaxM2ForCausalLM", Heads(kv_heads=8, head_dim=128), SILU, Fixed(
-            qk_norm="all_heads", routed_score_func="sigmoid", routed_bias=True, norm_topk_prob=True
-        ), RotaryDim(RopeFields(5_000_000.0, partial=1.0)), Every("num_local_experts", "num_experts", key="num_experts"),
-        EXPERTS_PER_TOKEN, Only("use_qk_norm", True), Only("qk_norm_type", "per_layer"),
-        Only("scoring_func", "sigmoid"), Only("use_routing_bias", True), Only("shared_intermediate_size", 0),
-        Only("router_jitter_noise", 0.0), Ignored("num_mtp_modules", "mtp_transformer_layers", "use_mtp", "attn_type_list"),
+        "MiniMaxM2ForCausalLM", Heads(kv_heads=8, head_dim=128), SILU,
+        Fixed(qk_norm="all_heads", routed_score_func="sigmoid", routed_bias=True, norm_topk_prob=True),
+        RotaryDim(RopeFields(5_000_000.0, partial=1.0)),
+        Every("num_local_experts", "num_experts", key="num_experts"), EXPERTS_PER_TOKEN,
+        Only("use_qk_norm", True), Only("qk_norm_type", "per_layer"), Only("scoring_func", "sigmoid"),
+        Only("use_routing_bias", True), Only("shared_intermediate_size", 0), Only("router_jitter_noise", 0.0),
+        Ignored("num_mtp_modules", "mtp_transformer_layers", "use_mtp", "attn_type_list"),
     ),
     "ernie4_5_moe": family(
         "Ernie4_5_MoeForCausalLM", Heads(kv_heads=4), SILU, Only("use_bias", False), RopeFields(500_000.0),

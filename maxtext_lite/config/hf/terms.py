@@ -150,6 +150,8 @@ class MultipliedRope(Part):
             for name in ("rope_parameters", "rope_scaling"):
                 value = fields.take_entry(name, entry, value)
             values.append(value)
+        for name in ("rope_parameters", "rope_scaling"):
+            fields.take_entry(name, "long_factor", None)
         keys = dict(self._rope.read(fields))
         scaling = keys["rope_scaling"]
         if scaling.get("rope_type") != "longrope":
