@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from tests.hf_expert_variants import EXPERT_VARIANTS
+
 _HEAD = {"head_dim": 8}
 _LISTED = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
 
@@ -54,6 +56,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "arcee": ("Arcee", _YARN),
     "helium": ("Helium", _HEAD),
     "smollm3-sliding": ("SmolLM3", {"use_sliding_window": True, "sliding_window": 5, "no_rope_layers": [0, 1]}),
+    **EXPERT_VARIANTS,
     "gpt2-inverse": ("GPT2", {"scale_attn_by_inverse_layer_idx": True, "activation_function": "relu"}),
 }  # fmt: skip
 """For each name the class of transformers and what is not usual about it, as in `hf_models.MODELS`."""

@@ -12,8 +12,8 @@ ALL_TARGETS = "all"
 
 
 def adaptable_weights(config: ModelConfig) -> tuple[str, ...]:
-    """Names of the weights in a model's layers that may have adapters: all that tokens are multiplied by, but routers and
-    the gate of shared experts.
+    """Names of the weights in a model's layers that may have adapters: all that tokens are multiplied by, but routers
+    and the gate of shared experts.
 
     Their paths in the parameters end in them; those of experts, of shared experts and of dense layers share a name.
     """

@@ -141,6 +141,14 @@ _LLAMA4 = Table("model.", _ROOT, _NORMS + _PAIRED + _names(_FEED_FORWARD, {
     Name(("mlp/gate", "mlp/up"), _FEED_FORWARD + "experts.gate_up_proj", "E D Z", ("I", "I")),
     Name(("mlp/down",), _FEED_FORWARD + "experts.down_proj", "E I D"),
 ))  # fmt: skip
+_BLOCK_SPARSE = _LAYER + "block_sparse_moe."
+_GRANITE_MOE = Table("model.", _ROOT, _NORMS + _ATTENTION + (
+    Name(("mlp/router",), _BLOCK_SPARSE + "router.layer.weight"),
+    Name(("mlp/gate", "mlp/up"), _BLOCK_SPARSE + "input_linear.weight", "E Z D", ("I", "I")),
+    Name(("mlp/down",), _BLOCK_SPARSE + "output_linear.weight", "E D I"),
+    Name(("mlp/shared/gate", "mlp/shared/up"), _LAYER + "shared_mlp.input_linear.weight", parts=("S", "S")),
+    Name(("mlp/shared/down",), _LAYER + "shared_mlp.output_linear.weight"),
+))  # fmt: skip
 _FLEX_OLMO = Table("model.", _ROOT, _ATTENTION + _POST_NORMS + _HEAD_NORMS + _HUB_EXPERTS)
 _HUNYUAN_MOE = Table("model.", _ROOT, _NORMS + _ATTENTION + _HUB_EXPERTS[1:] + _names(_LAYER, {
     "attention/query_norm/scale": "self_attn.query_layernorm.weight",
@@ -275,6 +283,12 @@ TABLES: Mapping[str, Table] = {
     "arcee": _LLAMA, "helium": _INTERLEAVED,
     "qwen2_moe": _QWEN2_MOE, "glm4_moe": _GLM4_MOE, "dots1": _GLM4_MOE, "solar_open": _GLM4_MOE,
     "minimax_m2": _MINIMAX_M2, "ernie4_5_moe": _ERNIE4_5_MOE, "olmoe": _QWEN3_MOE, "flex_olmo": _FLEX_OLMO,
-    "hunyuan_v1_moe": _HUNYUAN_MOE, "llama4_text": _LLAMA4,
+    "hunyuan_v1_moe": _HUNYUAN_MOE, "llama4_text": _LLAMA4, "granitemoe": _GRANITE_MOE,
+    "granitemoeshared": _GRANITE_MOE,
+    "phimoe": Table(
+        "model.",
+        _ENDS + _FINAL_NORM + _names("", {"head/bias": "lm_head.bias"}),
+        _BLOCK_NORMS + _ATTENTION + _experts("block_sparse_moe", "w1", "w3", "w2"),
+    ),
 }  # fmt: skip
 """The table of each model_type of `config.hf.families.FAMILIES`."""

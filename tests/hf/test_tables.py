@@ -17,6 +17,12 @@ PLAIN = ModelShape(
 EXPERTS = ExpertSizes(3, 2, 4, num_shared=2, biased=True, with_bias=True)
 LATENT = dataclasses.replace(PLAIN, latent=Mla(5, 3, 2, 4, 3), experts=EXPERTS, num_layers=3, num_dense_layers=1)
 MODELS = (PLAIN, dataclasses.replace(PLAIN, qk_norm="all_heads"), dataclasses.replace(PLAIN, experts=EXPERTS))
+ONE_BY_ONE = (dataclasses.replace(PLAIN, num_kv_heads=4),)
+OTHERS = {
+    "gpt_neox": ONE_BY_ONE, "phi": (dataclasses.replace(PLAIN, logits_bias=True),),
+    "apertus": (dataclasses.replace(PLAIN, xielu=True),),
+    **dict.fromkeys(("cohere", "stablelm"), (dataclasses.replace(PLAIN, qk_norm="each_head", rotary_dim=4),)),
+}  # fmt: skip
 LATENT_MODELS = (LATENT, dataclasses.replace(LATENT, latent=Mla(0, 3, 2, 4, 3)))
 SIZES = LATENT.sizes
 
@@ -37,7 +43,7 @@ def laid(line, in_layers, models):
 
 @pytest.mark.parametrize("kind", TABLES)
 def test_what_is_imported_is_exported(kind):
-    table, models = TABLES[kind], LATENT_MODELS if kind.startswith("deepseek") else MODELS
+    table, models = TABLES[kind], LATENT_MODELS if kind.startswith("deepseek") else OTHERS.get(kind, MODELS)
     for line in (*table.root, *table.layer):
         found = list(laid(line, line in table.layer, models))
         assert found, line

@@ -107,7 +107,7 @@ def _of_images(name, directory, *, old, **outer):
 def test_the_text_part_of_a_model_of_images_is_that_model(name, kind, old, tmp_path, capsys):
     plain = load(save(name, tmp_path / "plain"))[1]
     source = _of_images(name, tmp_path / "whole", old=old, model_type=kind)
-    decoder, params = load(source)
+    _, params = load(source)
     assert "1 tensors for images are passed over" in capsys.readouterr().err
     assert jax.tree.all(jax.tree.map(np.array_equal, plain, params))
     fields = config_json(
@@ -129,6 +129,6 @@ def test_an_activation_with_other_constants_is_refused(tmp_path):
     path = source / "model.safetensors"
     tensors = safetensors.numpy.load_file(path)
     name = "model.layers.1.mlp.act_fn.beta"
-    safetensors.numpy.save_file(tensors | {name: tensors[name] * 0 + 0.75}, path)
+    safetensors.numpy.save_file(tensors | {name: np.full([], 0.75, np.float32)}, path)
     with pytest.raises(UserError, match=rf"{name} is 0.75, not 0.5"):
         load(source)

@@ -127,3 +127,86 @@ class PositionScaling(Part):
             if isinstance(fields.get(name), dict):
                 fields[name] = fields[name] | {self._ENTRY: tuning.scale if tuning else 0.0}
         return fields
+
+
+class MultipliedRope(Part):
+    """Phi-3.5-MoE's rotation: with longrope, what cosines and sines are multiplied by has two fields of its own, and of
+    the factors transformers takes the short ones, whatever the length.
+
+    Args:
+      rope: the rotation without them.
+    """
+
+    _ENTRIES = ("short_mscale", "long_mscale")
+
+    def __init__(self, rope: RopeFields) -> None:
+        self._rope = rope
+
+    def read(self, fields: Fields) -> Keys:
+        """See Part."""
+        values: list[Any] = []
+        for entry in self._ENTRIES:
+            value = None
+            for name in ("rope_parameters", "rope_scaling"):
+                value = fields.take_entry(name, entry, value)
+            values.append(value)
+        for name in ("rope_parameters", "rope_scaling"):
+            fields.take_entry(name, "long_factor", None)
+        keys = dict(self._rope.read(fields))
+        scaling = keys["rope_scaling"]
+        if scaling.get("rope_type") != "longrope":
+            if scaling:
+                fields.refuse("rope_scaling", scaling["rope_type"], "cannot be expressed: it must be longrope.")
+            return keys
+        short, long = values
+        if isinstance(short, bool) or not isinstance(short, int | float) or short <= 0 or short != long:
+            why = "cannot be expressed: it must be a number above 0, and both the same."
+            fields.refuse("short_mscale and long_mscale", values, why)
+            return keys
+        factors = {"long_factor": scaling.get("short_factor"), "attention_factor": float(short)}
+        return keys | {"rope_scaling": scaling | factors}
+
+    def write(self, config: ModelConfig) -> JsonObject:
+        """See Part."""
+        fields, scaling = self._rope.write(config), config.rope_scaling
+        for name in ("rope_parameters", "rope_scaling"):
+            if scaling is not None and isinstance(fields.get(name), dict):
+                fields[name] = fields[name] | dict.fromkeys(self._ENTRIES, scaling.attention_factor)
+        return fields
+
+
+class RotaryDim(Part):
+    """MiniMax's rotation, whose share of a head is also said in dims.
+
+    Args:
+      rope: the rotation without that.
+    """
+
+    def __init__(self, rope: RopeFields) -> None:
+        self._rope = rope
+
+    def read(self, fields: Fields) -> Keys:
+        """See Part."""
+        keys, width = dict(self._rope.read(fields)), fields.size("head_dim", 128)
+        dims = fields.whole("rotary_dim", width)
+        if dims != width and keys["partial_rotary_factor"] not in (1.0, dims / width):
+            fields.refuse("rotary_dim", dims, f"contradicts partial_rotary_factor={keys['partial_rotary_factor']}.")
+        return keys if dims == width else keys | {"partial_rotary_factor": dims / width}
+
+    def write(self, config: ModelConfig) -> JsonObject:
+        """See Part."""
+        return self._rope.write(config)
+
+
+class SharedWidth(Part):
+    """Granite's width of the mlp that every token goes to; 0: there is none."""
+
+    def read(self, fields: Fields) -> Keys:
+        """See Part."""
+        width = fields.whole("shared_intermediate_size", 0, least=0)
+        fields.names["base_shared_mlp_dim"] = "shared_intermediate_size"
+        return {"shared_experts": int(width > 0), "base_shared_mlp_dim": width or -1}
+
+    def write(self, config: ModelConfig) -> JsonObject:
+        """See Part."""
+        return {"shared_intermediate_size": config.shared_mlp_dim}

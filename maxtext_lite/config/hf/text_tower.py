@@ -21,9 +21,15 @@ _MINISTRAL3 = _MISTRAL3 | {
     "model_type": "ministral3", "vocab_size": 131_072, "num_hidden_layers": 34,
     "architectures": ["Ministral3ForCausalLM"],
 }  # fmt: skip
+_LLAMA4 = {
+    "model_type": "llama4_text", "vocab_size": 202_048, "hidden_size": 5120, "intermediate_size": 8192,
+    "num_hidden_layers": 48, "num_attention_heads": 40, "num_local_experts": 16, "tie_word_embeddings": False,
+    "architectures": ["Llama4ForCausalLM"],
+}  # fmt: skip
 TOWERS: Mapping[str, Mapping[str, JsonObject]] = {
     "gemma3": {"gemma3_text": _GEMMA3},
     "mistral3": {"mistral": _MISTRAL3, "ministral3": _MINISTRAL3},
+    "llama4": {"llama4_text": _LLAMA4},
 }
 """For a model_type of text and images: the model_types of its text_config, the usual one first, and the fields that
 transformers takes where that does not state them."""

@@ -209,8 +209,8 @@ def test_a_published_model_is_the_file_of_configs_models(name, fields):
     (MIXTRAL, {"num_local_experts": 2.5}, "num_local_experts=2.5 is not an integer."),
     (LLAMA3_8B, {"num_attention_heads": "many"}, "num_attention_heads=many is not an integer of at least 1."),
     (LLAMA3_8B, {"attention_multiplier": 0.5}, "attention_multiplier=0.5 is not a field of llama that maxtext_lite"),
-    (LLAMA3_8B, {"hidden_act": "relu"}, "hidden_act=relu is none of silu, swish, gelu,"),
-    (LLAMA3_8B, {"rope_scaling": {"rope_type": "longrope"}}, "rope_scaling=longrope cannot be expressed"),
+    (LLAMA3_8B, {"hidden_act": "tanh"}, "hidden_act=tanh is none of silu, swish, gelu,"),
+    (LLAMA3_8B, {"rope_scaling": {"rope_type": "su"}}, "rope_scaling=su cannot be expressed"),
     (LLAMA3_8B, {"rope_scaling": {"type": "linear", "factor": 2.0, "kappa": 1}}, "has kappa, which is not known"),
     (LLAMA3_8B, {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
     (LLAMA3_8B, {"quantization_config": {"quant_method": "gptq"}}, "quantization_config (gptq): quantized weights"),
@@ -220,8 +220,8 @@ def test_a_published_model_is_the_file_of_configs_models(name, fields):
     (GEMMA2_2B, {"use_bidirectional_attention": True}, "use_bidirectional_attention=true cannot be expressed"),
     (GEMMA2_2B, {"layer_types": ["chunked_attention"] * 26}, "layer_types=chunked_attention cannot be expressed"),
     (GEMMA2_2B, {"layer_types": ["full_attention"] * 25}, "do not name the 26 layers"),
-    (SMOLLM3, {"use_sliding_window": True, "sliding_window": 512}, "use_sliding_window=true cannot be expressed"),
-    (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=true cannot be expressed"),
+    (SMOLLM3, {"layer_types": ["chunked_attention"] * 36}, "layer_types=chunked_attention cannot be expressed"),
+    (GPT2, {"scale_attn_by_inverse_layer_idx": 2}, "scale_attn_by_inverse_layer_idx=2"),
     (DEEPSEEK_V3, {"scoring_func": "softmax"}, "scoring_func=softmax cannot be expressed: it must be sigmoid."),
     (DEEPSEEK_V3, {"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05 cannot be expressed: it must be 1e-06."),
     (DEEPSEEK_V3, {"moe_layer_freq": 2}, "moe_layer_freq=2 cannot be expressed: it must be 1."),
@@ -260,7 +260,7 @@ def test_a_value_of_any_kind_in_any_field_is_read_or_named_by_its_field(fields):
 
 def test_every_problem_is_named_at_once():
     with pytest.raises(UserError) as refusal:
-        model_keys(LLAMA3_8B | {"hidden_size": None, "hidden_act": "relu", "zeta": 3}, "x")
+        model_keys(LLAMA3_8B | {"hidden_size": None, "hidden_act": "tanh", "zeta": 3}, "x")
     assert len(refusal.value.problems) == 3
 
 
@@ -334,7 +334,8 @@ def test_the_defaults_are_those_of_base_yml_and_cover_every_key():
     assert set(ModelConfig.model_fields) - set(DEFAULTS) - sizes <= others | {
         key for key in ModelConfig.model_fields if key.startswith("lora_")
     }
-    assert {key: (getattr(base, key) or {} if key in ("mla", "rope_scaling") else getattr(base, key))
+    mappings = ("mla", "rope_scaling", "position_temperature")
+    assert {key: (getattr(base, key) or {} if key in mappings else getattr(base, key))
             for key in DEFAULTS} == dict(DEFAULTS)  # fmt: skip
 
 

@@ -49,13 +49,66 @@ def test_layers_with_a_window(style, fields, pattern, window):
 def test_layers_that_are_not_rotated():
     part = WithoutRotation()
     assert part.read(Fields({"num_hidden_layers": 4, "no_rope_layer_interval": 2})) == {
-        "layer_pattern": "global,nope"
+        "layer_pattern": "global,nope", "sliding_window_size": 0
     }  # fmt: skip
     stated = part.read(Fields({"num_hidden_layers": 4, "no_rope_layers": [0, 1, 1, 1]}))
-    assert stated == {"layer_pattern": "nope,global,global,global"}
+    assert stated == {"layer_pattern": "nope,global,global,global", "sliding_window_size": 0}
     config = load_config(None, ["layer_pattern=global,nope"])
     assert part.write(config)["no_rope_layers"] == [1, 0, 1, 0]
     assert problems(part, num_hidden_layers=4, no_rope_layers=[1])
+    window = {"use_sliding_window": True, "sliding_window": 9}
+    every_second = {"num_hidden_layers": 4, "no_rope_layer_interval": 2}
+    assert part.read(Fields({**every_second, **window}))["layer_pattern"] == "global,local_nope"
+    listed = {"layer_types": [LOCAL, LOCAL, GLOBAL, GLOBAL]}
+    assert part.read(Fields({**every_second, **window, **listed}))["layer_pattern"] == "local,local_nope,global,nope"
+    assert part.read(Fields({**every_second, **window, **listed, "use_sliding_window": False})) == {
+        "layer_pattern": "global,nope", "sliding_window_size": 0
+    }  # fmt: skip
+
+
+def test_layers_that_are_rotated_where_they_have_a_window():
+    part = LayerTypes("fourth", 9, rotated=False)
+    assert part.read(Fields({"num_hidden_layers": 8})) == {
+        "layer_pattern": "local,local,local,nope", "sliding_window_size": 9
+    }  # fmt: skip
+    assert part.read(Fields({"num_hidden_layers": 4, "sliding_window": None}))["layer_pattern"] == "global"
+    stated = {"num_hidden_layers": 2, "layer_types": [GLOBAL, GLOBAL]}
+    assert part.read(Fields(stated)) == {"layer_pattern": "nope", "sliding_window_size": 0}
+    for keys in (
+        ["layer_pattern=nope"],
+        ["layer_pattern=global"],
+        ["layer_pattern=local,nope", "sliding_window_size=9"],
+    ):
+        config = load_config(None, keys)
+        again = part.read(Fields({"num_hidden_layers": 4, **part.write(config)}))
+        assert again == {"layer_pattern": config.layer_pattern, "sliding_window_size": config.sliding_window_size}
+
+
+@pytest.mark.parametrize(
+    ("fields", "factor", "original"),
+    [
+        ({"max_position_embeddings": 64, "original_max_position_embeddings": 16}, 4.0, 16),
+        ({"max_position_embeddings": 64}, 64 / 20, 20),  # what the family takes where the field is not there
+        ({"max_position_embeddings": 8}, 1.0, 20),
+    ],
+)
+def test_longrope_and_its_older_names(fields, factor, original):
+    part = RopeFields(1e4, partial=1.0, original=20, types={"su": "longrope"})
+    lists = {"short_factor": [1.0, 2.0], "long_factor": [3.0, 4.0]}
+    keys = part.read(Fields({**fields, "rope_scaling": {"type": "su", **lists}}))
+    assert keys["rope_scaling"] == {
+        "rope_type": "longrope", "factor": factor, "original_max_position_embeddings": original, **lists
+    }  # fmt: skip
+    written = part.write(load_config(None, ["head_dim=4", f"rope_scaling={keys['rope_scaling']}".replace("'", "")]))
+    assert written["original_max_position_embeddings"] == original
+    assert part.read(Fields({"max_position_embeddings": 7, **written})) == keys
+
+
+def test_an_alpha_of_hunyuan_is_a_fixed_base():
+    part = RopeFields(1e4)
+    keys = part.read(Fields({"rope_scaling": {"type": "dynamic", "alpha": 50.0, "factor": 1.0, "beta_fast": 32}}))
+    assert keys["rope_scaling"] == {"rope_type": "ntk", "factor": 50.0}
+    assert part.read(Fields(part.write(load_config(None, ["rope_scaling={rope_type: ntk, factor: 50.0}"])))) == keys
 
 
 @pytest.mark.parametrize(("fields", "expected"), [

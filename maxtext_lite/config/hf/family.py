@@ -1,0 +1,43 @@
+"""What a family of Hugging Face models is, and the parts that most have."""
+
+from dataclasses import dataclass
+
+from maxtext_lite.config.hf.parts import Activation, Bias, Defaulted, Fixed, Part, Rename
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a model_type is.
+
+    Attributes:
+      architecture: the class that transformers makes of it.
+      parts: the fields of config.json and what they mean; those of a later part win.
+    """
+
+    architecture: str
+    parts: tuple[Part, ...]
+
+
+SIZES = Rename(
+    vocab_size="vocab_size", hidden_size="base_emb_dim", intermediate_size="base_mlp_dim",
+    num_hidden_layers="base_num_decoder_layers",
+)  # fmt: skip
+RANGE = Defaulted("initializer_range", "initializer_range", 0.02)
+BIASES = Bias("attention_bias", "all")
+SILU = Activation("hidden_act", "silu")
+EXPERTS_PER_TOKEN = Rename(num_experts_per_tok="num_experts_per_tok")
+EXPERT_WIDTH = Rename(moe_intermediate_size="base_moe_mlp_dim")
+NORMED_HEADS = Fixed(qk_norm="head")
+
+
+def ties(default: bool) -> Part:
+    """Whether the output projection is the embedding table."""
+    return Defaulted("tie_word_embeddings", "logits_via_embedding", default)
+
+
+def family(
+    architecture: str, *parts: Part, epsilon: float = 1e-6, tied: bool = False, epsilon_name: str = "rms_norm_eps"
+) -> Family:
+    """A family with the usual sizes; `epsilon` and `tied` where config.json does not say them."""
+    of_norms = Defaulted(epsilon_name, "normalization_layer_epsilon", epsilon)
+    return Family(architecture, (SIZES, RANGE, of_norms, ties(tied), *parts))
