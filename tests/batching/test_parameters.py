@@ -62,6 +62,12 @@ EVERYTHING = {
                  "routed_bias=true", "first_num_dense_layers=2", "base_num_decoder_layers=4", "base_num_kv_heads=8",
                  "head_dim=24", "mla={q_lora_rank: 20, kv_lora_rank: 12, qk_nope_head_dim: 16, qk_rope_head_dim: 8, "
                  "v_head_dim: 10}"],
+    "Phi": ["normalization=layer_norm", "gated_mlp=false", "mlp_bias=true", "attention_bias=all", "logits_bias=true",
+            "parallel_block=one_norm", "qk_norm=head"],
+    "Command R+": ["normalization=layer_norm_no_bias", "parallel_block=one_norm", "qk_norm=each_head",
+                   "logits_via_embedding=true", "logits_bias=true"],
+    "Apertus": ["gated_mlp=false", "mlp_activation=xielu", "qk_norm=head"],
+    "OLMo": ["normalization=layer_norm_plain", "clip_qkv=8"],
     "DeepSeek V2 Lite": ["base_num_kv_heads=8", "mla={q_lora_rank: 0, kv_lora_rank: 12, qk_nope_head_dim: 8, "
                          "qk_rope_head_dim: 8, v_head_dim: 8}"],
 }  # fmt: skip
