@@ -43,8 +43,8 @@ REFUSED = {
                         "false.",
     "first_num_dense_layers=1": "first_num_dense_layers=1 has no use with num_experts=1, a model without experts. "
                                 "Nearest that works: 0.",
-    "layer_pattern=global,lokal": "layer_pattern=global,lokal names 'lokal', which is none of global, local, nope, local_nope. "
-                                  "Nearest that works: global,global.",
+    "layer_pattern=global,lokal": "layer_pattern=global,lokal names 'lokal', which is none of global, local, nope, "
+                                  "local_nope. Nearest that works: global,global.",
     "layer_pattern=local,global": "sliding_window_size=0 with layer_pattern=local,global: local layers see no token. "
                                   "Nearest that works: 256.",
     "sliding_window_size=16": "sliding_window_size=16 has no use with layer_pattern=global. Nearest that work: "
@@ -57,6 +57,13 @@ REFUSED = {
                                    "works: 256.",
     "attention=cudnn_masked": "attention=cudnn_masked does not compute in dtype=float32. Nearest that work: "
                              "dtype=bfloat16 or attention=dot_product.",
+    "position_temperature={scale: 0.1, floor_scale: 8, layers: nope}":
+        "position_temperature={scale: 0.1, floor_scale: 8, offset: 0, layers: nope} has no use with "
+        "layer_pattern=global. Nearest that works: {}.",
+    "mlp_activation=xielu": "gated_mlp=true with mlp_activation=xielu, which has no gate. Nearest that works: false.",
+    "rope_scaling={rope_type: longrope, factor: 2, original_max_position_embeddings: 8, short_factor: [1], "
+    "long_factor: [2]}": "rope_scaling has 1 numbers in short_factor, not one for each of 8 pairs of rotated dims. "
+                         "Nearest that works: rope_scaling={}.",
 }  # fmt: skip
 
 
