@@ -183,8 +183,9 @@ def _check_vllm(server: Server, sampling: Sampling) -> None:
     mode = about.get("logprobs_mode")
     if mode not in right:
         raise UserError(
-            f"{server.name} reports logprobs_mode={shown(mode)}, which with decode_sampling_temperature="
-            f"{sampling.temperature:g} are not those of the policy. Start it with --logprobs-mode {min(right)}."
+            f"{server.name} reports logprobs_mode={shown(mode)}: with decode_sampling_temperature="
+            f"{sampling.temperature:g}, top_k={sampling.top_k} and nucleus_p={sampling.top_p:g} they are not those of "
+            f"the policy. Start it with --logprobs-mode {max(right)}."
         )
 
 
