@@ -338,7 +338,7 @@ def _reported(config: RLRunConfig) -> Violation | None:
         "log-probabilities of softmax(logits / temperature) over the whole vocabulary then."
     )
     whole = {"decode_sampling_top_k": 0, "decode_sampling_nucleus_p": 1.0}
-    return Violation("decode_sampling_temperature", message, (1.0, whole, {"rollout_engine": "sglang"}))
+    return Violation("decode_sampling_temperature", message, (1.0, whole))
 
 
 def _correction(config: RLRunConfig) -> Violation | None:

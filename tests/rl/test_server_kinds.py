@@ -71,11 +71,10 @@ def test_the_check_of_schemas_finds_what_is_wrong():
     assert refusals(answer, sglang["POST /generate"]["answer"])
 
 
-@pytest.mark.parametrize("version", PUBLISHED)
-def test_what_is_sent_and_answered_is_what_the_package_publishes(version, server, tmp_path):
+@pytest.mark.parametrize("kind", UPDATES)
+def test_what_is_sent_and_answered_is_what_the_package_publishes(kind, server, tmp_path):
     """Of every route that is used: query parameters and body, each field known, and the answer that the server of these
     tests gives."""
-    kind, routes = version.split()[0], PUBLISHED[version]
     misbehave(server, logprobs_mode="processed_logprobs")
     engine = engine_at(server, tmp_path, kind)
     engine.update(parameters(make_plain_decoder(CONFIG), 0), 0)
@@ -83,8 +82,15 @@ def test_what_is_sent_and_answered_is_what_the_package_publishes(version, server
     engine.close()
     said = heard(server)
     assert [path for path, _ in said["told"]] == UPDATES[kind]
-    asked = [*said["told"], [said["last"]["path"], said["last"]["body"]]]
-    for path, body in asked:
+    versions = [version for version in PUBLISHED if version.startswith(kind)]
+    assert len(versions) == {"vllm": 2, "sglang": 1}[kind]
+    for version in versions:
+        check_exchange(said, version)
+
+
+def check_exchange(said, version):
+    routes = PUBLISHED[version]
+    for path, body in [*said["told"], [said["last"]["path"], said["last"]["body"]]]:
         parts = urllib.parse.urlsplit(path)
         published = routes[f"POST {parts.path}"]
         for name, value in urllib.parse.parse_qsl(parts.query):
@@ -96,7 +102,7 @@ def test_what_is_sent_and_answered_is_what_the_package_publishes(version, server
         assert set(body) - known <= (SINCE_0_33 if version == "vllm 0.32.0" else set()), path
     answer = routes[f"POST {said['last']['path']}"]["answer"]
     assert refusals(said["last"]["answer"], answer) == []
-    if kind == "vllm":
+    if version.startswith("vllm"):
         assert "json" in routes["GET /server_info"]["query"]["config_format"]["enum"]
         assert set(said["last"]["answer"]["choices"][0]) - {"weight_versions"} <= set(
             answer["properties"]["choices"]["items"]["properties"]
@@ -242,8 +248,15 @@ def test_grpo_by_vllm_s_interface_measures_what_the_server_is_off_by(server, tmp
     assert (out.out + out.err).count("differ from the trainer's by 0.5 a token") == 1  # once, and not of the third
 
 
-def test_a_server_behind_temperature_is_refused_before_it_is_believed(server, tmp_path, config_of):
+def test_a_server_that_reports_others_is_refused_before_it_is_believed(server, tmp_path):
+    """Not for greedy responses, which are not trained on."""
+    engine = engine_at(server, tmp_path, "vllm")
+    engine.update(parameters(make_plain_decoder(CONFIG), 0), 0)
     misbehave(server, logprobs_mode="raw_logprobs")
-    words = [*GRPO, f"rollout_url={server}", "decode_sampling_temperature=0.7"]
-    with pytest.raises(UserError, match="Start it with --logprobs-mode processed_logprobs"):
-        train_rl(config_of(tmp_path, *words))
+    assert generate(engine, GREEDY, REQUESTS[:1])
+    for _ in range(2):
+        with pytest.raises(UserError, match="Start it with --logprobs-mode processed_logprobs"):
+            generate(engine, Sampling(temperature=0.7), REQUESTS[:1])
+    misbehave(server, logprobs_mode="processed_logprobs")
+    assert generate(engine, Sampling(temperature=0.7), REQUESTS[:1])
+    engine.close()
