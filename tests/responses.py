@@ -46,6 +46,8 @@ def rows():
         found["advantages"][pair] = (0.8, -1.2, 0.5, 0, 0.6, 1.5, -0.9, 0.3)[pair]
         for name in names[2:]:
             found[name][pair, response] = -np.log(264) + 0.4 * rng.normal(size=response_tokens)
+    near = found["old_log_probabilities"] + 0.4 * np.random.default_rng(6).normal(size=(PAIRS, TOKENS))
+    found["rollout_log_probabilities"] = np.where(found["weights"] > 0, near, 0).astype(np.float32)
     return found
 
 

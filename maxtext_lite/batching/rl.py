@@ -97,8 +97,10 @@ def rl_batch(config: RLRunConfig, topology: Topology) -> RLBatch | list[Violatio
         message = f"{stated} need all devices on one host, not {num_hosts}."
         turns = dict.fromkeys(_FRACTIONS, Fraction(1))
         broken.append(Violation("num_hosts", message, (turns, 1), rule="devices of one host"))
-    if config.rollout_engine == "http" and (wrong := _inexpressible(config)):
-        message = f"rollout_engine=http hands the model over as a Hugging Face directory, but {wrong}"
+    if config.rollout_engine != "local" and (wrong := _inexpressible(config)):
+        message = (
+            f"rollout_engine={config.rollout_engine} hands the model over as a Hugging Face directory, but {wrong}"
+        )
         broken.append(Violation("rollout_engine", message, ({"rollout_engine": "local", "rollout_url": ""},)))
     broken += [
         _not_whole(key, getattr(config, key), num_devices)

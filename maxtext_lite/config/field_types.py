@@ -231,6 +231,8 @@ SeedOrMinusOne = Annotated[int, BeforeValidator(_whole(0, -1, maximum=_LARGEST_S
 """A seed, or -1: none."""
 Positive = Annotated[float, BeforeValidator(_real(above=0.0))]
 """A number from 1e-30 to 1e30."""
+AtLeastOne = Annotated[float, BeforeValidator(_real(1.0, example=1.0))]
+"""At least 1."""
 NotNegative = Annotated[float, BeforeValidator(_real(0.0))]
 """0, or a number from 1e-30 to 1e30."""
 Temperature = Annotated[float, BeforeValidator(_real(0.0, 1e6, smallest=1e-6))]

@@ -22,6 +22,7 @@ ANSWER_REWARDS = ("exact_answer", "numeric_answer", "math_verify")
 """Those of them that compare a response with the line's answer."""
 _OPERATIONS = "+-*"
 _FRACTIONS = ("trainer_devices_fraction", "sampler_devices_fraction")
+_DRAWN = ("temperature", "top_k", "nucleus_p")  # decode_sampling_
 _MOST_HELD_OUT = 100_000
 _MOST_PROBLEMS = 2**62  # a number of an example is a 64-bit integer, of which the order needs one more than there are
 
@@ -309,20 +310,42 @@ def _is_address(url: str) -> bool:
 def _rollout(config: RLRunConfig) -> Violation | None:
     """An engine and what it needs ask for each other."""
     engine, url = config.rollout_engine, config.rollout_url
-    example, shown = {"rollout_url": "http://127.0.0.1:8000/v1"}, value_text(url)
+    address = "http://127.0.0.1:8000/v1" if engine == "http" else "http://127.0.0.1:8000"
+    example, shown = {"rollout_url": address}, value_text(url)
     if engine == "local":
         return unused(
             config, {"rollout_url": ""}, "has no use with rollout_engine=local, which samples in this process"
         )
     if not url:
-        message = "rollout_url is empty, but rollout_engine=http asks a server."
+        message = f"rollout_url is empty, but rollout_engine={engine} asks a server."
         return Violation("rollout_url", message, (example, {"rollout_engine": "local"}))
     if not re.match(r"https?://[^/\s]", url) or not _is_address(url):
         return Violation(
             "rollout_url", f"rollout_url={shown} does not begin with http:// or https:// and a host.", (example,)
         )
-    reason = "has no use with rollout_engine=http, whose server has devices of its own"
+    reason = f"has no use with rollout_engine={engine}, whose server has devices of its own"
     return unused(config, {"rollout_tensor_parallelism": 1, "rollout_fsdp_parallelism": 1}, reason)
+
+
+def _reported(config: RLRunConfig) -> Violation | None:
+    """vLLM reports log-probabilities of the model, or of what its temperature, top-k and top-p have made of it."""
+    temperature, top_k, top_p = (getattr(config, f"decode_sampling_{key}") for key in _DRAWN)
+    if config.rollout_engine != "vllm" or temperature == 1 or (top_k == 0 and top_p == 1):
+        return None
+    with_what = f"decode_sampling_top_k={top_k} and decode_sampling_nucleus_p={number_text(top_p)}"
+    message = (
+        f"decode_sampling_temperature={number_text(temperature)} with {with_what}: rollout_engine=vllm does not report "
+        "log-probabilities of softmax(logits / temperature) over the whole vocabulary then."
+    )
+    whole = {"decode_sampling_top_k": 0, "decode_sampling_nucleus_p": 1.0}
+    return Violation("decode_sampling_temperature", message, (1.0, whole))
+
+
+def _correction(config: RLRunConfig) -> Violation | None:
+    if config.rollout_correction == "truncated":
+        return None
+    reason = "has no use with rollout_correction=none"
+    return unused(config, {"rollout_correction_cap": 2.0}, reason, {"rollout_correction": "truncated"})
 
 
 RL_RULES: tuple[Callable[[RLRunConfig], Violation | None], ...] = (
@@ -344,5 +367,7 @@ RL_RULES: tuple[Callable[[RLRunConfig], Violation | None], ...] = (
     _sampling,
     _eval_sampling,
     _rollout,
+    _reported,
+    _correction,
 )
 """The rules of reinforcement learning alone; `unused_arithmetic` too."""

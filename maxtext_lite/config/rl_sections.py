@@ -3,6 +3,7 @@
 from typing import Literal
 
 from maxtext_lite.config.field_types import (
+    AtLeastOne,
     AtLeastTwo,
     Count,
     CountOrMinusOne,
@@ -73,5 +74,7 @@ class RolloutConfig(Section):
     rollout_slots: CountOrMinusOne
     rollout_tensor_parallelism: Count
     rollout_fsdp_parallelism: Count
-    rollout_engine: Literal["local", "http"]
+    rollout_engine: Literal["local", "vllm", "sglang", "http"]
     rollout_url: Text
+    rollout_correction: Literal["none", "truncated"]
+    rollout_correction_cap: AtLeastOne

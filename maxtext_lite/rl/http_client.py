@@ -57,19 +57,33 @@ class Server:
             self._headers["Authorization"] = "Basic " + base64.b64encode(secret.encode()).decode()
         self._attempts, self._wait_seconds, self._timeout_seconds = attempts, wait_seconds, timeout_seconds
 
-    def post(self, path: str, body: Mapping[str, Any], *, most_bytes: int, ends: threading.Event) -> dict[str, Any]:
+    def get(self, path: str, *, most_bytes: int) -> dict[str, Any]:
+        """As `post`, without a body, and until it is answered."""
+        return self.post(path, None, most_bytes=most_bytes, ends=threading.Event())
+
+    def post(
+        self,
+        path: str,
+        body: Mapping[str, Any] | None,
+        *,
+        most_bytes: int,
+        ends: threading.Event,
+        attempts: int | None = None,
+    ) -> dict[str, Any]:
         """The object that the server answers, of at most `most_bytes`.
 
         Args:
           path: from the host on.
+          body: None: it is a GET.
           ends: once it is set, the request is cancelled.
+          attempts: others than the server's.
         Raises:
           UserError: there is no answer in time, or it is a refusal, a redirect, too long or no object of JSON.
         """
-        data, failure = json.dumps(body).encode(), ""
-        deadline, attempts = time.monotonic() + self._timeout_seconds, 0
-        while attempts < self._attempts and time.monotonic() < deadline and not ends.is_set():
-            attempts += 1
+        data, failure = None if body is None else json.dumps(body).encode(), ""
+        deadline, made, most = time.monotonic() + self._timeout_seconds, 0, attempts or self._attempts
+        while made < most and time.monotonic() < deadline and not ends.is_set():
+            made += 1
             try:
                 status, headers, text = self._ask(path, data, most_bytes, _still_wanted(deadline, ends))
             except (OSError, http.client.HTTPException) as error:
@@ -83,20 +97,21 @@ class Server:
                     raise self._problem(path, f"redirects to {where} (HTTP {status}), which is not followed")
                 if status < 500 and status != http.client.TOO_MANY_REQUESTS:  # again it would say the same
                     raise self._problem(path, f"refuses a request ({failure})")
-            if attempts < self._attempts:
-                ends.wait(min(self._wait_seconds * 2 ** (attempts - 1), max(deadline - time.monotonic(), 0)))
-        tried = f"after {attempts} attempt{'' if attempts == 1 else 's'}"
+            if made < most:
+                ends.wait(min(self._wait_seconds * 2 ** (made - 1), max(deadline - time.monotonic(), 0)))
+        tried = f"after {made} attempt{'' if made == 1 else 's'}"
         raise self._problem(path, f"gives no answer {tried} within {self._timeout_seconds:g} s ({failure})")
 
     def _ask(
-        self, path: str, data: bytes, most_bytes: int, seconds_left: Callable[[], float]
+        self, path: str, data: bytes | None, most_bytes: int, seconds_left: Callable[[], float]
     ) -> tuple[int, http.client.HTTPMessage, bytes]:
         """Status, headers and at most one byte more of the body than it may have."""
         kind = http.client.HTTPSConnection if self._is_secure else http.client.HTTPConnection
         connection = kind(self._host, self._port, timeout=min(seconds_left(), _CONNECTING_SECONDS))
         try:
-            connection.request("POST", path, data, self._headers)
-            response = http.client.HTTPResponse(_Wire(connection.sock, seconds_left), method="POST")  # type: ignore[arg-type]
+            method = "GET" if data is None else "POST"
+            connection.request(method, path, data, self._headers)
+            response = http.client.HTTPResponse(_Wire(connection.sock, seconds_left), method=method)  # type: ignore[arg-type]
             response.begin()
             text = response.read(most_bytes + 1)
             if response.length and len(text) <= most_bytes:

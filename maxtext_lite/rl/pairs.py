@@ -10,6 +10,7 @@ import numpy as np
 
 from maxtext_lite.data import Prompt
 from maxtext_lite.rl.advantages import equal_groups_fraction, group_advantages
+from maxtext_lite.rl.policy import ROLLOUT
 from maxtext_lite.rl.rewards import Scores
 from maxtext_lite.rl.rollout import Response
 
@@ -48,17 +49,21 @@ class Chunk:
         advantages = group_advantages(scores.total, num_generations, scale_rewards)
         return Chunk(*sampled, scores, advantages, num_generations)
 
-    def rows(self, num_slots: int, num_tokens: int) -> dict[str, np.ndarray]:
+    def rows(self, num_slots: int, num_tokens: int, *, compares: bool = False) -> dict[str, np.ndarray]:
         """Arrays [1, num_slots, num_tokens] of a micro-batch, slots without a pair all 0.
 
         A row is the prompt and the response but for its last token; targets are the tokens after each, and those of
         the response have weight 1.
+
+        Args:
+          compares: with the log-probabilities of what sampled.
         """
         shape = (1, num_slots, num_tokens)
         rows: dict[str, np.ndarray] = {
             name: np.zeros(shape, np.int32) for name in ("tokens", "targets", "segments", "positions")
         }
-        rows |= {name: np.zeros(shape, np.float32) for name in ("weights", "advantages")}
+        names = ("weights", "advantages", *([ROLLOUT] if compares else []))
+        rows |= {name: np.zeros(shape, np.float32) for name in names}
         for slot, (prompt, response) in enumerate(zip(self.prompts, self.responses, strict=True)):
             token_ids = [*prompt.token_ids, *response.token_ids]
             length = len(token_ids) - 1
@@ -69,6 +74,8 @@ class Chunk:
             rows["positions"][0, slot, :length] = np.arange(length)
             rows["weights"][0, slot, len(prompt.token_ids) - 1 : length] = 1
             rows["advantages"][0, slot, :length] = self.advantages[slot]
+            if compares:
+                rows[ROLLOUT][0, slot, len(prompt.token_ids) - 1 : length] = response.log_probabilities
         return rows
 
     def lines(self, step: int) -> list[dict[str, object]]:

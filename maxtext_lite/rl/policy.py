@@ -3,7 +3,9 @@
 An example is one row: a prompt with one response. Sources: Shao et al. 2024, arXiv:2402.03300, equations 3 and 4 (GRPO
 and its estimate of the KL divergence); Zheng et al. 2025, arXiv:2507.18071, equations 5 and 7 (GSPO: one ratio for a
 response); Yu et al. 2025, arXiv:2503.14476, section 3 (DAPO: a clip range of its own above, and the mean over tokens);
-Liu et al. 2025, arXiv:2503.20783, section 3 (Dr. GRPO: sums over tokens, divided by a constant).
+Liu et al. 2025, arXiv:2503.20783, section 3 (Dr. GRPO: sums over tokens, divided by a constant); Yao et al. 2025, Your
+Efficient RL Framework Secretly Brings You Off-Policy RL Training (truncated importance sampling: a weight for each
+token, where what sampled has other probabilities than the trainer).
 """
 
 # pyright: reportUnknownMemberType=false
@@ -27,6 +29,8 @@ ADVANTAGES = "advantages"
 OLD = "old_log_probabilities"
 REFERENCE = "reference_log_probabilities"
 
+ROLLOUT = "rollout_log_probabilities"
+
 KL = "kl"
 CLIP_LOW, CLIP_HIGH = "clip_fraction_low", "clip_fraction_high"
 TOKEN_NLL = "token_nll"
@@ -35,6 +39,12 @@ POLICY_METRICS = (KL, CLIP_LOW, CLIP_HIGH, TOKEN_NLL)
 to the reference, where there is one; the tokens whose ratio is clipped from below, which happens where the advantage is
 negative, and from above, where it is positive; minus the log-probability, which estimates the entropy where the policy
 itself has drawn the tokens."""
+
+MISMATCH, ROLLOUT_KL, ROLLOUT_TRUNCATED = "rollout_mismatch", "rollout_kl", "rollout_truncated"
+ROLLOUT_METRICS = (MISMATCH, ROLLOUT_KL, ROLLOUT_TRUNCATED)
+"""Such means where the log-probabilities of what sampled are compared: the absolute difference to those of the trainer
+with the same parameters; the estimate k3 of the KL divergence of what sampled from the trainer; the share of tokens
+whose importance weight is cut off at the cap, where there is one."""
 
 _TOKENS = "token_share"  # what POLICY_METRICS' sums are divided by
 
@@ -45,7 +55,8 @@ class Policy:
 
     Rows have, beside those of pre-training with weight 1 where a target belongs to the response, float32 arrays
     [..., B, T] of `advantages`, at every token of a row, and, at the targets, of `old_log_probabilities` unless it is
-    `on_policy`, and of `reference_log_probabilities` where `beta` is not 0.
+    `on_policy`, of `reference_log_probabilities` where `beta` is not 0, and of `rollout_log_probabilities` where it
+    `compares`.
 
     Attributes:
       algo: grpo: each token has its ratio to the policy that has drawn it; gspo: a response has one, their geometric
@@ -56,6 +67,9 @@ class Policy:
         seq_mean_token_sum_norm: mean over responses of the sum over tokens divided by `max_response_tokens`.
       temperature: the policy is the softmax of the logits divided by it.
       on_policy: the parameters that have drawn the responses are those that are trained: ratios are 1.
+      compares: what sampled may have had other probabilities than the trainer finds with those parameters.
+      correction_cap: the loss of a token but for the KL divergence is multiplied by the ratio of the two, and by this
+        where it is more; None: it is not.
     """
 
     algo: Literal["grpo", "gspo"]
@@ -66,6 +80,8 @@ class Policy:
     temperature: float
     max_response_tokens: int
     on_policy: bool
+    compares: bool = False
+    correction_cap: float | None = None
 
     rows_per_example = 1
     divisor_dtype = np.int32
@@ -94,7 +110,9 @@ class Policy:
         return LossSums(zero, zero, dict.fromkeys((*auxiliary_names(decoder), *self._names()), zero))
 
     def _names(self) -> tuple[str, ...]:
-        return (*(name for name in POLICY_METRICS if self.beta or name != KL), _TOKENS)
+        of_rollout = ROLLOUT_METRICS if self.correction_cap is not None else (MISMATCH, ROLLOUT_KL)
+        of_policy = (name for name in POLICY_METRICS if self.beta or name != KL)
+        return (*of_policy, *(of_rollout if self.compares else ()), _TOKENS)
 
     def token_losses(self, log_probability_BT: jax.Array, rows: Rows) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The loss of each token [B, T], to be differentiated, and what POLICY_METRICS are means of, [B, T]; all 0
@@ -117,6 +135,13 @@ class Policy:
         loss_BT = -advantage_BT * clipped_BT
 
         found = {CLIP_LOW: is_low_BT, CLIP_HIGH: is_high_BT, TOKEN_NLL: -log_probability_BT * is_target_BT}
+        if self.compares:
+            log_weight_BT = jnp.where(is_target_BT, old_BT - rows[ROLLOUT], 0)
+            found[MISMATCH], found[ROLLOUT_KL] = jnp.abs(log_weight_BT), jnp.expm1(log_weight_BT) - log_weight_BT
+            if self.correction_cap is not None:
+                weight_BT = jnp.exp(log_weight_BT)
+                found[ROLLOUT_TRUNCATED] = weight_BT > self.correction_cap
+                loss_BT *= jnp.minimum(weight_BT, self.correction_cap)
         if self.beta:
             to_reference_BT = jnp.where(is_target_BT, rows[REFERENCE] - log_probability_BT, 0)
             found[KL] = jnp.expm1(to_reference_BT) - to_reference_BT

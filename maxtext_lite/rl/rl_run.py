@@ -152,15 +152,17 @@ def policy_of(config: RLRunConfig, batch: RLBatch) -> Policy:
         temperature=config.decode_sampling_temperature,
         max_response_tokens=batch.max_response_tokens,
         on_policy=config.num_iterations == 1,
+        compares=config.rollout_engine != "local" or config.rollout_correction != "none",
+        correction_cap=config.rollout_correction_cap if config.rollout_correction == "truncated" else None,
     )
 
 
 def _engine(
     config: RLRunConfig, batch: RLBatch, devices: Sequence[Any], stop_token_ids: tuple[int, ...]
 ) -> RolloutEngine:
-    if config.rollout_engine == "http":
-        directory = run_directory(config)
-        return HttpEngine(config.rollout_url, config, directory, stop_token_ids=stop_token_ids, seed=config.seed)
+    if config.rollout_engine != "local":
+        directory, kind = run_directory(config), config.rollout_engine
+        return HttpEngine(kind, config.rollout_url, config, directory, stop_token_ids=stop_token_ids, seed=config.seed)
     assert batch.rollout is not None, "the plan of a local engine says how it samples"
     return LocalEngine(
         make_plain_decoder(config),

@@ -19,6 +19,7 @@ from maxtext_lite.rl.held_out import HeldOutResponses
 from maxtext_lite.rl.kl_reference import Reference
 from maxtext_lite.rl.log_probabilities import make_log_probabilities
 from maxtext_lite.rl.pairs import Chunk, Sampled, batch_record
+from maxtext_lite.rl.policy import ADVANTAGES, MISMATCH, OLD, REFERENCE, ROLLOUT
 from maxtext_lite.rl.rl_run import RLRun, Verdict, open_rl_run, shared
 from maxtext_lite.rl.rollout import Request
 from maxtext_lite.rl.timeline import Timeline
@@ -34,6 +35,8 @@ from maxtext_lite.training.step_log import Taken
 
 TRAINING = 0
 """The first int of a request's key; `held_out` has another."""
+
+_LARGEST_MISMATCH = 0.1  # nats, several times what bfloat16 makes of a model of tens of layers
 
 Result = TypeVar("Result")
 Rows = dict[str, jax.Array]
@@ -87,8 +90,9 @@ class RolloutSteps:
         self._find_old = None if rl.policy.on_policy else find_old
         # Devices of its own, or another machine, sample at any time; those that also train, in turns with it.
         # Several hosts sample in their main threads, where what they do together is in one order.
-        apart = not rl.batch.takes_turns or config.rollout_engine == "http"
+        apart = not rl.batch.takes_turns or config.rollout_engine != "local"
         self.samples_beside = apart and jax.process_count() == 1
+        self._has_said = False
         self._prompts_seen = rl.batch.prompts_before(counts.step, counts.examples_seen)
         self._chunks: list[Rows] = self._restored() if counts.step % config.num_iterations else []
         # Before the first step there may be an evaluation, which stands at step 0.
@@ -109,6 +113,7 @@ class RolloutSteps:
             sums, about = self._sums_again(state, timeline), {}
         with timeline.phase("train", batch.micro_batches - 1):
             state, metrics = _ready(self._update(state, sums))
+        self._say_mismatch(metrics)
         if not step % self._config.num_iterations:
             self._prompts_seen += batch.prompts_per_batch
         if self._timeline:
@@ -117,6 +122,18 @@ class RolloutSteps:
         waited = busy["rollout_seconds"] + busy["reward_seconds"]
         find_cause = functools.partial(self._find_cause, self._chunks)
         return state, Taken(metrics, numbers, batch.pairs_per_batch, waited, find_cause, {**about, **busy})
+
+    def _say_mismatch(self, metrics: Mapping[str, jax.Array]) -> None:
+        """Once, where what sampled cannot have had the trainer's policy."""
+        mismatch = float(metrics[MISMATCH]) if self._rl.policy.compares and not self._has_said else 0.0
+        if mismatch <= _LARGEST_MISMATCH:
+            return
+        self._has_said = True
+        self._say(
+            f"rollout: the log-probabilities of what samples differ from the trainer's by {mismatch:.3g} a token "
+            "(rollout_mismatch): it has other parameters or less precise ones, or reports others than those of "
+            "softmax(logits / decode_sampling_temperature). docs/post_training.md says how a server is started."
+        )
 
     def unfinished(self, step: int) -> Rows | None:
         """The batch, where more steps are to be made on it."""
@@ -140,12 +157,13 @@ class RolloutSteps:
         where = sharding(run.mesh, TRAIN_BATCH_AXES)
         for number, chunk in enumerate(self._judged_chunks(numbers, timeline)):
             with timeline.phase("train", number):
-                arrays = chunk.rows(run.plan.micro_batch_slots, self._config.max_target_length)
+                shape = run.plan.micro_batch_slots, self._config.max_target_length
+                arrays = chunk.rows(*shape, compares=rl.policy.compares)
                 rows = {name: _put(x, where) for name, x in arrays.items()}
                 if self._find_old is not None:
-                    rows["old_log_probabilities"] = self._find_old(params, rows)
+                    rows[OLD] = self._find_old(params, rows)
                 if self._reference is not None:
-                    rows["reference_log_probabilities"] = self._reference.of(rows)
+                    rows[REFERENCE] = self._reference.of(rows)
                 sums = _ready(self._add(state, sums, rows))
             judged.append(chunk)
             self._chunks.append(rows)
@@ -203,8 +221,9 @@ class RolloutSteps:
         assert run.checkpointer is not None, "a run that resumes has checkpoints"
         sizes = (batch.micro_batches, run.plan.micro_batch_slots, self._config.max_target_length)
         where = sharding(run.mesh, TRAIN_BATCH_AXES)
-        names = ["advantages", "weights", "old_log_probabilities"]
-        names += ["reference_log_probabilities"] if self._reference else []
+        names = [ADVANTAGES, "weights", OLD]
+        names += [REFERENCE] if self._reference else []
+        names += [ROLLOUT] if self._rl.policy.compares else []
         dtypes = dict.fromkeys(("tokens", "targets", "segments", "positions"), np.int32)
         dtypes |= dict.fromkeys(names, np.float32)
         abstract = {name: jax.ShapeDtypeStruct(sizes, dtype, sharding=where) for name, dtype in dtypes.items()}

@@ -172,7 +172,8 @@ class Checkpointer:
                 raise UserError(
                     f"the checkpoint of step {step} in {self._directory} was saved between two updates on one batch, "
                     f"whose arrays have the shapes {shapes}, here {wanted}. Go on with the batch_size, "
-                    "micro_batch_size, grpo_beta and devices that it was saved with; after that batch they may change."
+                    "micro_batch_size, grpo_beta, rollout_engine, rollout_correction and devices that it was saved "
+                    "with; after that batch they may change."
                 )
             args = ocp.args.Composite(unfinished=ocp.args.StandardRestore(abstract))
             return checkpointer.restore(path, args=args)["unfinished"]

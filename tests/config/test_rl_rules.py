@@ -65,6 +65,10 @@ REFUSED = {
                               "eval_sampling_temperature=1.",
     "rollout_engine=http": "rollout_url is empty, but rollout_engine=http asks a server. Nearest that work: "
                            "rollout_url=http://127.0.0.1:8000/v1 or rollout_engine=local.",
+    "rollout_engine=vllm": "rollout_url is empty, but rollout_engine=vllm asks a server. Nearest that work: "
+                           "rollout_url=http://127.0.0.1:8000 or rollout_engine=local.",
+    "rollout_correction_cap=3": "rollout_correction_cap=3 has no use with rollout_correction=none. Nearest that work: "
+                                "rollout_correction_cap=2 or rollout_correction=truncated.",
     "rollout_url=http://x": "rollout_url=http://x has no use with rollout_engine=local, which samples in this process. "
                             "Nearest that works: rollout_url=.",
 }  # fmt: skip
@@ -101,6 +105,15 @@ def test_a_contradiction_is_refused_and_what_is_named_works(override):
     (["rollout_engine=http", "rollout_url=https://x/v1", "rollout_fsdp_parallelism=2"],
      "rollout_fsdp_parallelism=2 has no use with rollout_engine=http, whose server has devices of its own. Nearest "
      "that works: 1."),
+    (["rollout_engine=sglang", "rollout_url=http://x", "rollout_tensor_parallelism=2"],
+     "rollout_tensor_parallelism=2 has no use with rollout_engine=sglang, whose server has devices of its own. Nearest "
+     "that works: 1."),
+    (["rollout_engine=vllm", "rollout_url=http://x", "decode_sampling_temperature=0.7", "decode_sampling_top_k=40"],
+     "decode_sampling_temperature=0.7 with decode_sampling_top_k=40 and decode_sampling_nucleus_p=1: "
+     "rollout_engine=vllm does not report log-probabilities of softmax(logits / temperature) over the whole vocabulary "
+     "then. Nearest that work: decode_sampling_temperature=1 or decode_sampling_top_k=0 decode_sampling_nucleus_p=1."),
+    (["rollout_correction=truncated", "rollout_correction_cap=0.5"],
+     "rollout_correction_cap=0.5 must be at least 1. Nearest that works: 1."),
     (['prompt_template="Q:\\nA:"'],
      r"prompt_template=Q:\nA: holds {prompt} nowhere: each prompt stands in it once. Nearest that works: "
      r'"Q:\nA:{prompt}".'),

@@ -15,10 +15,12 @@ from tests.training.conftest import agrees, setup  # noqa: F401
 SGD = ("optimizer=sgd", "learning_rate=0.5")
 UPDATES = 5
 """Of the same batch: from the second on, ratios are those of num_iterations > 1."""
-# Between them every algorithm, aggregation, and KL with and without.
+# Between them every algorithm, aggregation, KL with and without, and importance weights with and without.
 POLICIES = {
-    "seq_mean_token_mean": variant(algo="gspo", epsilon_low=0.003, epsilon_high=0.004),
-    "token_mean": variant(aggregation="token_mean", beta=0.0),
+    "seq_mean_token_mean": variant(
+        algo="gspo", epsilon_low=0.003, epsilon_high=0.004, compares=True, correction_cap=2.0
+    ),
+    "token_mean": variant(aggregation="token_mean", beta=0.0, compares=True, correction_cap=1.2),
     "seq_mean_token_sum_norm": variant(aggregation="seq_mean_token_sum_norm"),
 }
 MESHES = {

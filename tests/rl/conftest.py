@@ -1,10 +1,17 @@
 """A tiny run of reinforcement learning: sums of one digit, by a model that knows nothing."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
 from maxtext_lite.config import load_config
+from maxtext_lite.config.hf.config import run_config_json
+from maxtext_lite.hf import export_model
+from maxtext_lite.training.state import make_plain_decoder
+from tests.processes import environment
+from tests.source_tree import REPOSITORY
 from tests.training.conftest import TINY
 
 RUN = (
@@ -24,6 +31,22 @@ def config_of():
         return load_config("configs/post_train/rl.yml", words)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory):
+    """The address of a server of a model that no test asks for."""
+    from tests.rl.served import CONFIG, parameters
+
+    directory = tmp_path_factory.mktemp("served")
+    fields = run_config_json(directory, CONFIG, num_positions=32, dtype="float32")
+    export_model(directory, parameters(make_plain_decoder(CONFIG), 99), fields, dtype="float32")
+    command = [sys.executable, str(REPOSITORY / "tests" / "rl" / "openai_server.py"), str(directory)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment(1)) as process:
+        port = process.stdout.readline().strip()
+        assert port, "the server ended before it listened"
+        yield f"http://127.0.0.1:{port}"
+        process.terminate()
 
 
 def lines(run_directory, name="metrics.jsonl"):

@@ -1,15 +1,21 @@
-"""A server that answers as vLLM and SGLang do, of a Hugging Face directory and our own engine: python FILE DIR STOP_ID.
+"""A server that answers as vLLM and SGLang do, of a Hugging Face directory and our own engine: python FILE DIR.
 
 It prints its port, then serves until it is ended. POST /misbehave {"status": 500, "times": 2} makes it fail so many
-times, {"without": "token_ids"} leaves that out of its answers, {"choice": {"token_ids": [-5]}} puts that into them, {}
-makes it behave. GET /requests counts completions.
+times, {"without": "token_ids"} leaves that out of its answers, {"choice": {"token_ids": [-5]}} puts that into them,
+{"route": {"/resume": {}}} has a route answer that, {"shift": -0.5} adds that to log-probabilities, {"noise": 0.1} draws
+from parameters with as much noise from the next update on, {} makes it behave. GET /requests says what it was asked
+since the last such word: completions as a number, and each other request with its body; and the last completion's
+request and answer.
 """
 
 import json
 import sys
 import threading
+import urllib.parse
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+
+import jax
 
 from maxtext_lite.config import UserError
 from maxtext_lite.config.hf.model_directory import hf_config
@@ -23,36 +29,115 @@ MOST_TOKENS = 16  # of prompts, and of responses
 class Served:
     """The engine, and how the server misbehaves."""
 
-    def __init__(self, directory: Path, stop_token_id: int):
-        self.lock, self.stop_token_id = threading.Lock(), stop_token_id
-        self.misbehaviour, self.completions = {}, 0
+    def __init__(self, directory: Path):
+        self.lock, self.engines = threading.Lock(), {}
+        self.misbehaviour, self.completions, self.told, self.last = {}, 0, [], {}
+        self.weight_version, self.logprobs_mode, self.is_paused = "default", "raw_logprobs", False
         self.load(directory)
 
     def load(self, directory: Path) -> None:
         decoder, params, mesh = load_on_mesh(directory, hf_config(directory), {})
-        self.engine = LocalEngine(
-            decoder, mesh, num_slots=1, max_prompt_tokens=MOST_TOKENS, max_new_tokens=MOST_TOKENS,
-            stop_token_ids=[self.stop_token_id], seed=0,
-        )  # fmt: skip
-        self.engine.update(params, 0)
+        if noise := self.misbehaviour.get("noise", 0):
+            leaves, tree = jax.tree.flatten(params)
+            keys = jax.random.split(jax.random.key(7), len(leaves))
+            pairs = zip(leaves, keys, strict=True)
+            params = jax.tree.unflatten(tree, [x + noise * jax.random.normal(key, x.shape) for x, key in pairs])
+        self.decoder, self.params, self.mesh = decoder, params, mesh
+        self.current = None
+
+    def engine(self, stop_token_ids: tuple[int, ...]) -> LocalEngine:
+        """With the parameters of now; one for each model, so that it is compiled once."""
+        key = self.decoder.shape, stop_token_ids
+        if key not in self.engines:
+            self.engines[key] = LocalEngine(
+                self.decoder, self.mesh, num_slots=1, max_prompt_tokens=MOST_TOKENS, max_new_tokens=MOST_TOKENS,
+                stop_token_ids=stop_token_ids, seed=0,
+            )  # fmt: skip
+        if self.current != key:
+            self.engines[key].update(self.params, 0)
+            self.current = key
+        return self.engines[key]
+
+    def drawn(self, prompt, seed, max_new_tokens, sampling: dict) -> tuple:
+        """Tokens, log-probabilities and why it ended; `sampling` as both interfaces have it."""
+        self.completions += 1
+        assert sampling["n"] == 1
+        assert not self.is_paused, "a real server waits, or says 503"
+        how = Sampling(sampling["temperature"], max(sampling["top_k"], 0), sampling["top_p"])
+        (response,) = self.engine(tuple(sampling["stop_token_ids"])).generate(
+            [Request(prompt, (seed,))], sampling=how, max_new_tokens=max_new_tokens
+        )
+        values = [min(x + self.misbehaviour.get("shift", 0), 0.0) for x in response.log_probabilities]
+        return response.token_ids, values, "stop" if response.ended else "length"
+
+    def changed(self, answer: dict, part: dict) -> dict:
+        """The answer with its part misbehaving, and remembered."""
+        part.update(self.misbehaviour.get("choice", {}))
+        part.pop(self.misbehaviour.get("without", ""), None)
+        self.last["answer"] = answer
+        return answer
 
     def completion(self, body: dict) -> dict:
-        self.completions += 1
-        assert (body["n"], body["stop_token_ids"], body["logprobs"]) == (1, [self.stop_token_id], 1)
-        sampling = Sampling(body["temperature"], max(body["top_k"], 0), body["top_p"])
-        request = Request(body["prompt"], (body["seed"],))
-        (response,) = self.engine.generate([request], sampling=sampling, max_new_tokens=body["max_tokens"])
-        choice = {
-            "index": 0,
-            "text": "",
-            "finish_reason": "stop" if response.ended else "length",
-            "logprobs": {"token_logprobs": response.log_probabilities},
-            "token_ids": response.token_ids if body["return_token_ids"] else None,
-            "prompt_token_ids": body["prompt"] if body["return_token_ids"] else None,
-            **self.misbehaviour.get("choice", {}),
-        }
-        choice.pop(self.misbehaviour.get("without", ""), None)
-        return {"object": "text_completion", "choices": [choice]}
+        """As OpenAI's protocol has it, with what vLLM adds where that is asked for."""
+        token_ids, values, reason = self.drawn(body["prompt"], body["seed"], body["max_tokens"], body)
+        names = [f"token_id:{token_id}" for token_id in token_ids]
+        scored = {"text_offset": [0] * len(values), "token_logprobs": values, "tokens": names}
+        scored["top_logprobs"] = [{name: value} for name, value in zip(names, values, strict=True)]
+        choice = {"index": 0, "text": "", "finish_reason": reason, "stop_reason": None, "logprobs": scored}
+        if body["return_token_ids"]:
+            choice |= {"token_ids": token_ids, "prompt_token_ids": body["prompt"]}
+        if body.get("return_weight_versions"):
+            choice["weight_versions"] = [{"version": self.weight_version, "start": 0, "end": len(token_ids)}]
+        counts = {"prompt_tokens": len(body["prompt"]), "completion_tokens": len(token_ids)}
+        counts["total_tokens"] = sum(counts.values())
+        about = {"id": "cmpl-0", "object": "text_completion", "created": 0, "model": "model", "usage": counts}
+        return self.changed({**about, "choices": [choice]}, choice)
+
+    def generation(self, body: dict) -> dict:
+        """As SGLang's /generate."""
+        asked, prompt = body["sampling_params"], body["input_ids"]
+        token_ids, values, reason = self.drawn(prompt, asked["sampling_seed"], asked["max_new_tokens"], asked)
+        scored = [[value, token_id, None] for value, token_id in zip(values, token_ids, strict=True)]
+        matched = {"type": "stop", "matched": token_ids[-1]}
+        about = {
+            "id": "0", "finish_reason": matched if reason == "stop" else {"type": "length", "length": len(token_ids)},
+            "prompt_tokens": len(prompt), "completion_tokens": len(token_ids), "weight_version": self.weight_version,
+            "output_token_logprobs": scored, "output_token_logprobs_length": len(scored),
+        }  # fmt: skip
+        answer = {"text": "", "output_ids": token_ids, "prompt_token_ids": prompt, "meta_info": about}
+        return self.changed(answer, about)
+
+    def loaded(self, directory: str, version: str | None) -> str | None:
+        """What was wrong with the directory."""
+        try:
+            self.load(Path(directory))
+        except UserError as error:
+            return str(error)
+        self.weight_version = version or self.weight_version
+        return None
+
+    def control(self, path: str, body: dict) -> tuple[int, dict]:
+        """Status and answer of a route that draws nothing."""
+        if path in ("/pause", "/pause_generation"):
+            self.is_paused = True
+            return 200, {"status": "paused"} if path == "/pause" else {"status": "ok", "message": "paused"}
+        if path in ("/resume", "/continue_generation"):
+            self.is_paused = False
+            return 200, {"status": "resumed"} if path == "/resume" else {"status": "ok", "message": "continued"}
+        if path == "/update_weights_from_disk":
+            wrong = self.loaded(body["model_path"], body.get("weight_version"))
+            return 200, {"success": not wrong, "message": wrong or "done", "num_paused_requests": 0}
+        if path == "/collective_rpc":
+            assert self.is_paused
+            assert body["method"] == "reload_weights"
+            wrong = self.loaded(body["kwargs"]["weights_path"], None)
+            return (500, {"error": {"message": wrong}}) if wrong else (200, {"results": [None]})
+        if path == "/update_weight_version":
+            self.weight_version = body["new_version"]
+            return 200, {"success": True, "new_version": self.weight_version}
+        if path == "/reset_prefix_cache":
+            return 200, {"success": True}
+        return 404, {"error": "no such path"}
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -64,27 +149,32 @@ class Handler(BaseHTTPRequestHandler):
         """Says nothing."""
 
     def do_GET(self) -> None:
-        self.answer(200, {"completions": self.served.completions})
+        served = self.served
+        if self.path == "/server_info?config_format=json":
+            about = {"vllm_config": {"model_config": {"logprobs_mode": served.logprobs_mode}}}
+            return self.answer(200, about)
+        if self.path != "/requests":
+            return self.answer(404, {"error": "no such path"})
+        return self.answer(200, {"completions": served.completions, "told": served.told, "last": served.last})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        served = self.served
+        served, path = self.served, urllib.parse.urlsplit(self.path).path
         with served.lock:
-            if self.path == "/misbehave":
-                served.misbehaviour = body
+            if path == "/misbehave":
+                served.misbehaviour, served.completions, served.told = body, 0, []
+                served.logprobs_mode = body.get("logprobs_mode", "raw_logprobs")
                 return self.answer(200, {})
-            if served.misbehaviour.get("times", 0):
+            if served.misbehaviour.get("times", 0) and path not in served.misbehaviour.get("but", ()):
                 served.misbehaviour["times"] -= 1
                 return self.answer(served.misbehaviour["status"], {"error": "as asked"})
-            if self.path == "/v1/completions":
-                return self.answer(200, served.completion(body))
-            if self.path == "/update_weights_from_disk":
-                try:
-                    served.load(Path(body["model_path"]))
-                except UserError as error:
-                    return self.answer(200, {"success": False, "message": str(error)})
-                return self.answer(200, {"success": True, "message": "done"})
-        return self.answer(404, {"error": "no such path"})
+            if path in served.misbehaviour.get("route", {}):
+                return self.answer(200, served.misbehaviour["route"][path])
+            if path in ("/v1/completions", "/generate"):
+                served.last = {"path": path, "body": body}
+                return self.answer(200, served.completion(body) if path[1] == "v" else served.generation(body))
+            served.told.append([self.path, body])
+            return self.answer(*served.control(path, body))
 
     def answer(self, status: int, body: dict) -> None:
         text = json.dumps(body).encode()
@@ -96,7 +186,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 if __name__ == "__main__":
-    Handler.served = Served(Path(sys.argv[1]), int(sys.argv[2]))
+    Handler.served = Served(Path(sys.argv[1]))
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     print(server.server_address[1], flush=True)
     server.serve_forever()

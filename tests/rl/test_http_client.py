@@ -28,7 +28,7 @@ def serving(*answers):
         for answer in answers:
             with listener.accept()[0] as connection, contextlib.suppress(OSError):
                 received = piece = connection.recv(2**16)
-                while piece and not received.endswith(b"}"):
+                while piece and not received.endswith(b"}") and not received.startswith(b"GET"):
                     received += (piece := connection.recv(2**16))
                 heard.append(received)
                 for piece in [answer] if isinstance(answer, bytes) else answer():
@@ -164,3 +164,18 @@ def test_what_is_no_address_is_refused(url):
         Server("rollout_url", url, attempts=1, wait_seconds=0, timeout_seconds=1)
     assert "sec" not in str(refused.value).replace("second", "")
     assert str(refused.value).isprintable()
+
+
+def test_a_get_is_asked_without_a_body():
+    with serving(response()) as (port, heard):
+        assert server_at(port).get("/v1/about?all=1", most_bytes=MOST_BYTES) == {"a": 1}
+    assert heard[0].startswith(b"GET /v1/about?all=1 HTTP/1.1\r\n")
+    assert b"Authorization: Basic" in heard[0]
+    assert heard[0].endswith(b"\r\n\r\n")
+
+
+def test_what_must_not_be_asked_twice_is_asked_once():
+    with serving(response(b"{}", status="500 Internal Server Error")) as (port, heard):
+        with pytest.raises(UserError, match=r"gives no answer after 1 attempt within .*HTTP 500"):
+            server_at(port).post("/do", {}, most_bytes=MOST_BYTES, ends=threading.Event(), attempts=1)
+    assert len(heard) == 1

@@ -37,6 +37,15 @@ def test_a_row_is_the_prompt_and_the_response_and_only_the_response_has_weight()
     assert all(not x[0, 4].any() for x in rows.values())  # no pair
 
 
+def test_rows_have_the_log_probabilities_of_what_sampled_where_they_are_compared():
+    rows = chunk().rows(5, 8, compares=True)["rollout_log_probabilities"]
+    assert rows.dtype == np.float32
+    expected = np.zeros((1, 5, 8))
+    expected[0, 0, 3:5], expected[0, 1, 3], expected[0, 2, 1:4], expected[0, 3, 1] = (-0.1, -0.2), -1, -0.5, -2
+    np.testing.assert_allclose(rows, expected, rtol=1e-6)
+    assert "rollout_log_probabilities" not in chunk().rows(5, 8)
+
+
 def test_a_batch_is_recorded_alike_whatever_its_chunks():
     whole = batch_record([chunk()])
     assert whole["reward"] == 0.5

@@ -41,6 +41,9 @@ def published(log_probability, batch, policy):
     coef_2 = torch.clamp(coef_1, 1 - policy.epsilon_low, 1 + policy.epsilon_high)
     losses = -torch.min(coef_1 * advantages, coef_2 * advantages).expand(mask.shape)
     kl = torch.exp(reference - log_probability) - (reference - log_probability) - 1
+    away = old.detach() - torch.tensor(batch["rollout_log_probabilities"], dtype=torch.float64)
+    if policy.correction_cap is not None:
+        losses = losses * torch.clamp(torch.exp(away), max=policy.correction_cap)
     if policy.beta:
         losses = losses + policy.beta * kl
     loss = {
@@ -54,6 +57,10 @@ def published(log_probability, batch, policy):
         "clip_fraction_high": mean(((coef_1 > 1 + policy.epsilon_high) & (advantages > 0)).double()),
         "token_nll": mean(-log_probability.detach()),
     }
+    if policy.compares:
+        metrics |= {"rollout_mismatch": mean(away.abs()), "rollout_kl": mean(torch.exp(away) - 1 - away)}
+    if policy.correction_cap is not None:
+        metrics["rollout_truncated"] = mean((torch.exp(away) > policy.correction_cap).double())
     return loss, metrics | ({"kl": mean(kl.detach())} if policy.beta else {})
 
 
@@ -62,10 +69,16 @@ CASES = [
     variant(on_policy=True),
     variant(algo="gspo", aggregation="token_mean", on_policy=True, temperature=1.0),
     variant(epsilon_high=0.2),
+    variant(compares=True),
+    variant(compares=True, correction_cap=1.3),
+    variant(compares=True, correction_cap=1.3, on_policy=True, aggregation="token_mean"),
+    variant(compares=True, correction_cap=1.3, algo="gspo", beta=0.0, aggregation="seq_mean_token_sum_norm"),
 ]
 
 
-@pytest.mark.parametrize("policy", CASES, ids=lambda p: f"{p.algo} {p.aggregation} {p.beta} {p.on_policy}")
+@pytest.mark.parametrize(
+    "policy", CASES, ids=lambda p: f"{p.algo} {p.aggregation} {p.beta} {p.on_policy} {p.correction_cap}"
+)
 def test_loss_metrics_and_gradients_are_those_of_trl_s_formulas(policy, setup):  # noqa: F811
     """Hidden states and output projection at random; from the gradient of log-probabilities, which torch finds in
     double precision, that of both through the tempered softmax by hand."""
@@ -75,7 +88,8 @@ def test_loss_metrics_and_gradients_are_those_of_trl_s_formulas(policy, setup): 
     probability = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     log_probability = np.log(np.take_along_axis(probability, batch["targets"][..., None], -1)[..., 0])
     # Ratios on both sides of the clip range: old policies near this one.
-    for name, scale in (("old_log_probabilities", 0.6), ("reference_log_probabilities", 0.8)):
+    names = (f"{which}_log_probabilities" for which in ("old", "reference", "rollout"))
+    for name, scale in zip(names, (0.6, 0.8, 0.3), strict=True):
         near = log_probability + scale * rng.normal(size=(PAIRS, TOKENS))
         batch[name] = np.where(batch["weights"] > 0, near, 0).astype(np.float32)
     variable = torch.tensor(log_probability, requires_grad=True)
@@ -86,6 +100,8 @@ def test_loss_metrics_and_gradients_are_those_of_trl_s_formulas(policy, setup): 
     if not policy.on_policy and policy.algo == "grpo":
         assert metrics["clip_fraction_low"] > 0.05
         assert metrics["clip_fraction_high"] > 0.05
+    if policy.correction_cap is not None:
+        assert 0.05 < metrics["rollout_truncated"] < 0.95
 
     decoder = types.SimpleNamespace(
         head=lambda params: params, shape=types.SimpleNamespace(final_soft_cap=0.0, experts=None)
@@ -126,14 +142,18 @@ def by_loops(log_probability, batch, policy):
             advantage = float(batch["advantages"][pair, t])
             clipped = min(max(ratio, 1 - policy.epsilon_low), 1 + policy.epsilon_high)
             away = float(batch["reference_log_probabilities"][pair, t]) - log_probability[pair, t]
-            loss = -min(ratio * advantage, clipped * advantage) + policy.beta * (np.exp(away) - away - 1)
+            weight = np.exp(
+                batch["old_log_probabilities"][pair, t] - float(batch["rollout_log_probabilities"][pair, t])
+            )
+            weight = min(weight, policy.correction_cap) if policy.correction_cap is not None else 1
+            loss = -weight * min(ratio * advantage, clipped * advantage) + policy.beta * (np.exp(away) - away - 1)
             total += number * loss
     return total
 
 
 @pytest.mark.parametrize("algo", ALGORITHMS)
 def test_gradients_of_log_probabilities_are_finite_differences_of_the_formula(algo):
-    batch, policy = rows(), variant(algo=algo, epsilon_low=0.1)
+    batch, policy = rows(), variant(algo=algo, epsilon_low=0.1, compares=True, correction_cap=1.2)
     rng = np.random.default_rng(2)
     log_probability = batch["old_log_probabilities"].astype(np.float64) + 0.3 * rng.normal(size=(PAIRS, TOKENS))
     is_target = batch["weights"] > 0
@@ -152,6 +172,27 @@ def test_gradients_of_log_probabilities_are_finite_differences_of_the_formula(al
         up, down = (by_loops(log_probability + sign * step, batch, policy) for sign in (1, -1))
         assert gradient[pair, t] == pytest.approx((up - down) / 2e-6, rel=1e-4, abs=1e-4)
         assert is_target[pair, t] or gradient[pair, t] == 0
+
+
+@pytest.mark.fast
+def test_weights_of_importance_are_those_by_hand():
+    """Tokens that what sampled found 2/3, 1 and 4 times as unlikely as the trainer, with a cap of 2."""
+    batch = {name: np.zeros((1, 4), np.float32) for name in ("weights", "advantages", "rollout_log_probabilities")}
+    batch["weights"][0, 1:], batch["advantages"][:] = 1, -3
+    batch["rollout_log_probabilities"][0, 1:] = np.log(np.array([0.3, 0.2, 0.05]))
+    x = jnp.log(jnp.full((1, 4), 0.2))
+    policy = variant(on_policy=True, beta=0.0, compares=True, correction_cap=2.0)
+    gradient, (loss, found) = jax.grad(
+        lambda x: (jnp.sum(policy.token_losses(x, batch)[0]), policy.token_losses(x, batch)), has_aux=True
+    )(x)
+    np.testing.assert_allclose(loss[0], [0, 2, 3, 6], rtol=1e-5)
+    np.testing.assert_allclose(gradient[0], [0, 2, 3, 6], rtol=1e-5)
+    assert found["rollout_truncated"].tolist() == [[False, False, False, True]]
+    np.testing.assert_allclose(found["rollout_mismatch"][0], np.log([1, 1.5, 1, 4]), atol=1e-6)
+    np.testing.assert_allclose(found["rollout_kl"][0], [0, 2 / 3 - 1 + np.log(1.5), 0, 3 - np.log(4)], atol=1e-6)
+    # What nothing could have drawn weighs no more than the cap.
+    batch["rollout_log_probabilities"][0, 1:] = -1000
+    assert policy.token_losses(x, batch)[0].tolist() == [[0, 6, 6, 6]]
 
 
 @pytest.mark.fast

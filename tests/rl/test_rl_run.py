@@ -5,8 +5,10 @@ import contextlib
 import jax
 import pytest
 
+from maxtext_lite.batching.rl import rl_batch
+from maxtext_lite.batching.topology import Topology
 from maxtext_lite.config import UserError
-from maxtext_lite.rl.rl_run import open_rl_run
+from maxtext_lite.rl.rl_run import open_rl_run, policy_of
 
 
 def test_devices_are_shared_out_and_slots_fit_those_that_sample(tmp_path, config_of):
@@ -35,8 +37,21 @@ def test_what_a_step_minimises_follows_from_the_keys(tmp_path, config_of):
         policy = rl.policy
         assert (policy.algo, policy.epsilon_low, policy.epsilon_high, policy.on_policy) == ("gspo", 0.1, 0.1, False)
         assert (policy.temperature, policy.max_response_tokens) == (0.7, 10)
+        assert (policy.compares, policy.correction_cap) == (False, None)
         assert rl.sampling.temperature == 0.7
         assert rl.eval_sampling.temperature == 0
+
+
+@pytest.mark.parametrize(("words", "expected"), [
+    (["rollout_correction=truncated"], (True, 2.0)),
+    (["rollout_engine=vllm", "rollout_url=http://x"], (True, None)),
+    (["rollout_engine=sglang", "rollout_url=http://x", "rollout_correction=truncated", "rollout_correction_cap=5"],
+     (True, 5.0)),
+])  # fmt: skip
+def test_what_sampled_is_compared_where_it_may_differ_and_corrected_on_request(words, expected, config_of, tmp_path):
+    config = config_of(tmp_path, *words)
+    policy = policy_of(config, rl_batch(config, Topology(8, 1)))
+    assert (policy.compares, policy.correction_cap) == expected
 
 
 def test_what_cannot_be_leaves_no_directory(tmp_path, config_of):

@@ -1,0 +1,197 @@
+"""The interfaces of inference servers: what they are asked for, where, and how they are given new parameters.
+
+Sources: the packages vllm 0.33.0 and 0.32.0 (entrypoints/openai/completion/protocol.py, entrypoints/rl/online and
+entrypoints/serve/dev) and sglang 0.5.23 (srt/entrypoints/http_server.py, srt/managers/io_struct.py). What they publish
+of the fields and routes that are used here is in tests/rl/server_schemas.json.
+"""
+
+import dataclasses
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from maxtext_lite.config import UserError
+from maxtext_lite.models import Sampling
+from maxtext_lite.rl.http_client import Server
+from maxtext_lite.rl.rollout import Response
+from maxtext_lite.rl.server_answers import Asked, read_completion, read_generation, read_vllm_completion, shown
+
+_MORE_BYTES = 2**20  # of an answer about the server itself
+
+
+class Weights(NamedTuple):
+    """Parameters in a directory, as the trainer has them after `step` steps, and the label that they are known by."""
+
+    directory: Path
+    step: int
+    label: str
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerKind:
+    """One interface.
+
+    Attributes:
+      route: of requests for responses, after the url, or after its host and `root` where it begins with a slash.
+      body: what is asked for a response.
+      read: the response in an answer; raises ValueError.
+      take: has the server read parameters and call them by their label; raises UserError.
+      check: refuses a server that would report other log-probabilities than those of the policy; raises UserError.
+    """
+
+    route: str
+    body: Callable[[Asked], dict[str, Any]]
+    read: Callable[[Mapping[str, Any], Asked], Response]
+    take: Callable[[Server, Weights], None]
+    check: Callable[[Server, Sampling], None]
+
+    def path(self, server: Server) -> str:
+        """The route with what of the url stands before it."""
+        return _root(server) + self.route if self.route.startswith("/") else f"{server.path}/{self.route}"
+
+
+def _root(server: Server) -> str:
+    """The url's path without the v1 of OpenAI's protocol."""
+    return server.path.removesuffix("/v1")
+
+
+def _tell(server: Server, route: str, body: Mapping[str, Any], *, attempts: int | None = None) -> dict[str, Any]:
+    path = _root(server) + route
+    return server.post(path, body, most_bytes=_MORE_BYTES, ends=threading.Event(), attempts=attempts)
+
+
+def _expect(server: Server, route: str, body: Mapping[str, Any], **expected: Any) -> None:
+    """Raises UserError where the server does not answer so."""
+    answer = _tell(server, route, body)
+    if any(answer.get(name) != value for name, value in expected.items()):
+        raise UserError(f"{server.name}: {route} answers {shown(answer, 500)}, not {shown(expected)}.")
+
+
+def _openai_body(asked: Asked) -> dict[str, Any]:
+    sampling = asked.sampling
+    return {
+        "prompt": asked.prompt,
+        "n": 1,
+        "max_tokens": asked.max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,
+        # Said, as a server may otherwise take those that a model's generation_config.json recommends.
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "seed": asked.seed,
+        "logprobs": 1,
+        "stop_token_ids": asked.stop_token_ids,
+        "return_token_ids": True,
+    }
+
+
+def _vllm_body(asked: Asked) -> dict[str, Any]:
+    more = {
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "min_tokens": 0,
+        "ignore_eos": False,
+        "watermarking": False,
+        "logprobs": 0,  # of the token that was drawn and of no other
+        "return_tokens_as_token_ids": True,
+        "return_weight_versions": True,
+    }
+    return _openai_body(asked) | more
+
+
+def _sglang_body(asked: Asked) -> dict[str, Any]:
+    sampling = asked.sampling
+    return {
+        "input_ids": asked.prompt,
+        "sampling_params": {
+            "n": 1,
+            "max_new_tokens": asked.max_new_tokens,
+            "min_new_tokens": 0,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or -1,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "stop_token_ids": asked.stop_token_ids,
+            "ignore_eos": False,
+            "no_stop_trim": True,
+            "sampling_seed": asked.seed,
+        },
+        "return_logprob": True,
+        "logprob_start_len": -1,
+        "return_text_in_logprobs": False,
+        "return_prompt_token_ids": True,
+        "stream": False,
+    }
+
+
+def _take_as_openai(server: Server, weights: Weights) -> None:
+    """By SGLang's route, in the one call that any of its versions knows."""
+    _update_from_disk(server, weights)
+
+
+def _take_as_sglang(server: Server, weights: Weights) -> None:
+    """Requests under way are aborted and no new ones begun; cached keys and values go with the old parameters."""
+    _expect(server, "/pause_generation", {"mode": "abort"}, status="ok")
+    _update_from_disk(server, weights, flush_cache=True, weight_version=weights.label)
+    _expect(server, "/continue_generation", {}, status="ok")
+
+
+def _update_from_disk(server: Server, weights: Weights, **more: Any) -> None:
+    answer = _tell(server, "/update_weights_from_disk", {"model_path": str(weights.directory), **more})
+    if answer.get("success") is not True:
+        said = shown(answer.get("message", answer), 500)
+        must = "It must answer /update_weights_from_disk as SGLang does, and see that directory"
+        raise _not_taken(server, weights, f"{said}. {must}")
+
+
+def _not_taken(server: Server, weights: Weights, why: str) -> UserError:
+    return UserError(
+        f"{server.name}: the server did not take the parameters of step {weights.step} from {weights.directory}: {why}."
+    )
+
+
+def _take_as_vllm(server: Server, weights: Weights) -> None:
+    """By the routes that vLLM has with VLLM_SERVER_DEV_MODE=1. A server that fails to read ends by itself."""
+    _expect(server, "/pause?mode=abort", {}, status="paused")
+    body = {"method": "reload_weights", "kwargs": {"weights_path": str(weights.directory)}}
+    answer = _tell(server, "/collective_rpc", body, attempts=1)
+    results = cast(list[Any], answer["results"]) if isinstance(answer.get("results"), list) else []
+    if not results or any(result is not None for result in results):  # one of each worker
+        raise _not_taken(server, weights, shown(answer, 500))
+    _expect(server, "/update_weight_version", {"new_version": weights.label}, success=True)
+    _expect(server, "/reset_prefix_cache", {}, success=True)
+    _expect(server, "/resume", {}, status="resumed")
+
+
+def _no_check(server: Server, sampling: Sampling) -> None:
+    del server, sampling
+
+
+def _check_vllm(server: Server, sampling: Sampling) -> None:
+    """vLLM reports those of the model, or those of what it has made of them: one of these is the policy's."""
+    right = {"raw_logprobs"} if sampling.temperature == 1 else {"processed_logprobs"}
+    if sampling.temperature == 1 and not sampling.top_k and sampling.top_p == 1:
+        right.add("processed_logprobs")
+    about = server.get(f"{_root(server)}/server_info?config_format=json", most_bytes=_MORE_BYTES)
+    for name in ("vllm_config", "model_config"):
+        about = cast(dict[str, Any], about.get(name)) if isinstance(about.get(name), dict) else {}
+    mode = about.get("logprobs_mode")
+    if mode not in right:
+        raise UserError(
+            f"{server.name} reports logprobs_mode={shown(mode)}: with decode_sampling_temperature="
+            f"{sampling.temperature:g}, top_k={sampling.top_k} and nucleus_p={sampling.top_p:g} they are not those of "
+            f"the policy. Start it with --logprobs-mode {max(right)}."
+        )
+
+
+SERVER_KINDS = {
+    "http": ServerKind("completions", _openai_body, read_completion, _take_as_openai, _no_check),
+    "vllm": ServerKind("/v1/completions", _vllm_body, read_vllm_completion, _take_as_vllm, _check_vllm),
+    "sglang": ServerKind("/generate", _sglang_body, read_generation, _take_as_sglang, _no_check),
+}
+"""By values of `rollout_engine`."""
