@@ -33,7 +33,7 @@ from maxtext_lite.models.lora import (
 from maxtext_lite.models.ops import Rotation, soft_capped
 from maxtext_lite.models.rotary import rotary_angles
 from maxtext_lite.models.shape import DecoderShape
-from maxtext_lite.models.stacks import graph_of, scan_pattern, stacked
+from maxtext_lite.models.stacks import graph_of, layer_of, scan_pattern, stacked
 from maxtext_lite.parallel import Pipeline
 
 Params = Any
@@ -309,6 +309,8 @@ class Decoder:
             # Taken here, the backward pass takes a layer's weights from the stack again instead of having copies kept.
             params, number = jax.tree.map(lambda x: x if place is None else x[place], stack)
             x_BTD, aux, cache = carry
+            if cache is not None:
+                params = layer_of(layer_params, number - first)
             attend = attend_of(kind, number, cache)
             module = nnx.merge(graph, with_merged_experts(params))
             x_BTD, cache, more = module(x_BTD, rotations[kind], attend, real_BT, drop=drop)
@@ -323,7 +325,8 @@ class Decoder:
             )
             layer = jax.checkpoint(layer, policy=policy, prevent_cse=False, static_argnums=(0, 1))
         carry = (stream.x_BTD, stream.aux, cache)
-        x_BTD, aux, cache = scan_pattern(layer, shape.kinds_from(first), carry, (layer_params, numbers))
+        stack = (layer_params, None) if cache is None else ({}, numbers)
+        x_BTD, aux, cache = scan_pattern(layer, shape.kinds_from(first), carry, stack)
         return stream._replace(x_BTD=x_BTD, aux=aux), cache
 
     def _rotation(self, stream: Stream, kind: LayerKind) -> Rotation | None:
