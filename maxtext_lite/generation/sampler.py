@@ -38,6 +38,12 @@ def load_on_mesh(
         return decoder, load_parameters(directory, abstract, "run_directory"), mesh
 
 
+def cast_once(decoder: Decoder, params: Params) -> Params:
+    """`Decoder.cast`, the parameters themselves where all have the dtypes already."""
+    same = jax.tree.map(lambda x, cast: x.dtype == cast.dtype, params, jax.eval_shape(decoder.cast, params))
+    return params if all(jax.tree.leaves(same)) else jax.jit(decoder.cast)(params)
+
+
 def mesh_problems(config: Config, num_devices: int, sizes: Mapping[str, int]) -> list[str]:
     """What keeps a model from lying on a mesh of these sizes of `num_devices`: a sentence for each key.
 
@@ -68,7 +74,7 @@ class Sampler:
 
     def __init__(self, decoder: Decoder, params: Params, mesh: jax.sharding.Mesh):
         self._decoder, self._mesh = decoder, mesh
-        self._params = jax.jit(decoder.cast)(params)
+        self._params = cast_once(decoder, params)
         self._prefill = jax.jit(self._first, static_argnames=("num_positions", "sampling"))
         extend = functools.partial(next_token, decoder)
         self._extend = jax.jit(extend, donate_argnums=2, static_argnames=("sampling",))
