@@ -11,7 +11,7 @@ _COLUMNS = 32  # that are copied at once: what is read of a transposed array the
 
 
 def aligned_empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """np.empty, so aligned that jax's array of a CPU is this memory and no copy of it: write to it before, not after."""
+    """np.empty, aligned so that jax's array of a CPU is this memory, not a copy: write to it before, not after."""
     num_bytes = math.prod(shape) * dtype.itemsize
     whole = np.empty(num_bytes + _ALIGNED_TO, np.uint8)
     start = -whole.ctypes.data % _ALIGNED_TO

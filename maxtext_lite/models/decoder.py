@@ -113,7 +113,7 @@ class Decoder:
         self.abstract_params: Params = jax.eval_shape(
             lambda params, key: self.with_adapters(self._in_stages(params), key),
             nnx.to_pure_dict(state),
-            jax.random.key(0),
+            jax.eval_shape(lambda: jax.random.key(0)),  # which by itself would be compiled, and run
         )
 
     def init(self, key: jax.Array) -> Params:
