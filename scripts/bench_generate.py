@@ -49,8 +49,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=24, help="new tokens of a prompt in each round")
     parser.add_argument("--repeats", type=int, default=5, help="processes that load, and rounds, of each subject")
     parser.add_argument("--vocabulary", type=int, default=49152, help="of the random model")
-    parser.add_argument("--cores", type=int, default=1, help="that each process may use; where they are shared, threads "
-                        "that wait for each other measure the other work")  # fmt: skip
+    parser.add_argument("--cores", type=int, default=1, help="that a process may use: more, where they are all its own")
     parser.add_argument("--part", nargs=3, metavar=("PART", "DIR", "DTYPE"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.part:

@@ -104,7 +104,7 @@ def test_cached_attention_knows_windows_soft_caps_sinks_and_values_of_another_wi
         SHAPE, num_layers=6, num_dense_layers=1, head_dim=6, rotary_dim=2, experts=ExpertShape(4, 2, 10),
         latent=Mla(q_lora_rank=0, kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=5),
     ),
-    dataclasses.replace(SHAPE, dtype=jnp.bfloat16),
+    dataclasses.replace(SHAPE, dtype=jnp.bfloat16, num_layers=12),
 ], ids=["windows", "latent", "bfloat16"])  # fmt: skip
 def test_a_token_is_written_into_the_cache_and_nothing_else_of_it_is(shape):
     decoder = Decoder(shape)
