@@ -119,6 +119,10 @@ def test_config_batching_plan_and_report_import_no_jax_when_run():
     assert result.stdout.strip() == "[]", result.stdout + result.stderr
 
 
+def test_generating_imports_nothing_that_only_training_and_its_checkpoints_need():
+    assert not imported_with("maxtext_lite.generation.answering") & {"orbax", "grain", "tensorboardX"}
+
+
 def lines_importing(module: Module, packages: set[str]) -> list[str]:
     return [module.where(found.line) for found in imports(module) if top_level(found.module) in packages]
 

@@ -11,11 +11,12 @@ import numpy as np
 
 from maxtext_lite.config import Config
 from maxtext_lite.config.errors import value_text
+from maxtext_lite.config.hf.config import has_hf_weights
+from maxtext_lite.hf import load_hf_parameters
 from maxtext_lite.models import Decoder, KVCache, Sampling, sample_token
 from maxtext_lite.models.decoder import Params
 from maxtext_lite.parallel import MESH_AXES, make_mesh
-from maxtext_lite.training.parameter_files import abstract_on_mesh, load_parameters
-from maxtext_lite.training.state import make_plain_decoder
+from maxtext_lite.training.state import abstract_on_mesh, make_plain_decoder
 
 _PADDED_TO = 64  # prompts and caches are padded to a multiple of this, so that few shapes are compiled
 
@@ -34,8 +35,19 @@ def load_on_mesh(
     sizes = dict.fromkeys(MESH_AXES, 1) | dict(parallelism)
     mesh = make_mesh(sizes, dict.fromkeys(MESH_AXES, 1), jax.devices()[: math.prod(sizes.values())])
     abstract = abstract_on_mesh(decoder, mesh, " x ".join(f"{axis} {size}" for axis, size in parallelism.items()))
+    if has_hf_weights(directory):
+        load = load_hf_parameters
+    else:
+        from maxtext_lite.training.parameter_files import load_parameters as load  # Orbax, only for its checkpoints
+
     with jax.set_mesh(mesh):
-        return decoder, load_parameters(directory, abstract, "run_directory"), mesh
+        return decoder, load(directory, abstract, "run_directory"), mesh
+
+
+def cast_once(decoder: Decoder, params: Params) -> Params:
+    """`Decoder.cast`, the parameters themselves where all have the dtypes already."""
+    same = jax.tree.map(lambda x, cast: x.dtype == cast.dtype, params, jax.eval_shape(decoder.cast, params))
+    return params if all(jax.tree.leaves(same)) else jax.jit(decoder.cast)(params)
 
 
 def mesh_problems(config: Config, num_devices: int, sizes: Mapping[str, int]) -> list[str]:
@@ -68,7 +80,7 @@ class Sampler:
 
     def __init__(self, decoder: Decoder, params: Params, mesh: jax.sharding.Mesh):
         self._decoder, self._mesh = decoder, mesh
-        self._params = jax.jit(decoder.cast)(params)
+        self._params = cast_once(decoder, params)
         self._prefill = jax.jit(self._first, static_argnames=("num_positions", "sampling"))
         extend = functools.partial(next_token, decoder)
         self._extend = jax.jit(extend, donate_argnums=2, static_argnames=("sampling",))

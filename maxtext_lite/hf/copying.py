@@ -1,9 +1,21 @@
 """Copies of arrays that NumPy by itself makes slowly: transposed ones, and those in bfloat16."""
 
+import math
+from collections.abc import Sequence
+
 import jax.numpy as jnp
 import numpy as np
 
+_ALIGNED_TO = 64  # bytes, as XLA aligns the arrays of a CPU
 _COLUMNS = 32  # that are copied at once: what is read of a transposed array then stays in the cache until it is used
+
+
+def aligned_empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    """np.empty, aligned so that jax's array of a CPU is this memory, not a copy: write to it before, not after."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    whole = np.empty(num_bytes + _ALIGNED_TO, np.uint8)
+    start = -whole.ctypes.data % _ALIGNED_TO
+    return whole[start : start + num_bytes].view(dtype).reshape(shape)
 
 
 def assign(into: np.ndarray, source: np.ndarray) -> None:

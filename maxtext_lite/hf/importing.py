@@ -17,7 +17,7 @@ from maxtext_lite.config.hf.config import family_of, has_hf_weights, model_keys
 from maxtext_lite.config.hf.fields import JsonObject, Keys
 from maxtext_lite.config.hf.text_tower import TOWERS, text_tensor
 from maxtext_lite.config.json_file import read_object
-from maxtext_lite.hf.copying import as_bits, assign_cast, is_finite
+from maxtext_lite.hf.copying import aligned_empty, as_bits, assign_cast, is_finite
 from maxtext_lite.hf.entries import Entry, entries_of, flat
 from maxtext_lite.hf.names import Sizes, Table, model_of
 from maxtext_lite.hf.safetensors_dir import DTYPES, SafetensorsDir
@@ -198,7 +198,7 @@ def _on_mesh(
         devices.setdefault(bounds, []).append(device)
     arrays = []
     for bounds, holders in devices.items():
-        block = np.empty([end - start for start, end in bounds], leaf.dtype)
+        block = aligned_empty([end - start for start, end in bounds], leaf.dtype)
         for name, into in _filled(block, bounds, entry, part, files, sizes):
             if not is_finite(into):
                 wrong.append(_not_finite(files, name, into.dtype))

@@ -11,7 +11,6 @@ from maxtext_lite.models.gpu_attention import (
     mha_attention,
 )
 from maxtext_lite.models.mosaic import mosaic_attention
-from maxtext_lite.models.splash import splash_attention
 from maxtext_lite.models.tile import PLAIN, Scoring
 from maxtext_lite.models.tiled_attention import tiled_attention
 from maxtext_lite.parallel import context_shards
@@ -76,4 +75,6 @@ def attention(
         return cudnn_attention(q_BTNH, k_BSKH, v_BSKW, scoring=scoring)
     if kernel == "cudnn_masked":
         return cudnn_masked_attention(q_BTNH, k_BSKH, v_BSKW, segment_BT, scoring=scoring)
+    from maxtext_lite.models.splash import splash_attention  # Pallas for TPUs, only where they attend
+
     return splash_attention(q_BTNH, k_BSKH, v_BSKW, segment_BT, sink_N, strategy=strategy, scoring=scoring)

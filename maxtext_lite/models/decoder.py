@@ -39,7 +39,7 @@ from maxtext_lite.models.lora import (
 from maxtext_lite.models.ops import Rotation, soft_capped
 from maxtext_lite.models.rotary import rotary_angles
 from maxtext_lite.models.shape import DecoderShape
-from maxtext_lite.models.stacks import Kinds, graph_of, scan_pattern, stacked
+from maxtext_lite.models.stacks import Kinds, graph_of, layer_of, scan_pattern, stacked
 from maxtext_lite.parallel import Pipeline
 
 Params = Any
@@ -131,7 +131,7 @@ class Decoder:
         self.abstract_params: Params = jax.eval_shape(
             lambda params, key: self.with_adapters(self._in_stages(params), key),
             nnx.to_pure_dict(state),
-            jax.random.key(0),
+            jax.eval_shape(lambda: jax.random.key(0)),  # which by itself would be compiled, and run
         )
 
     def init(self, key: jax.Array) -> Params:
@@ -331,19 +331,22 @@ class Decoder:
         # Only a cache asks for a layer's number, and scores that are divided by it.
         counted = cache is not None or shape.inverse_layer_scaling
 
-        def numbered(mlp: MlpKind | None, params: Params) -> Any:
-            if not counted:
-                return params, None
-            if mlp:
-                return params, jnp.asarray(shape.stacks[f"layers/{mlp}"])
-            return params, first + jnp.arange(jax.tree.leaves(params)[0].shape[0])
+        of_kinds = layer_params if mixed else {None: layer_params}
+
+        def entries(mlp: MlpKind | None, params: Params) -> Any:
+            """For each layer of a stack its parameters, or over a cache its place there; and its number."""
+            count = jax.tree.leaves(params)[0].shape[0]
+            number = jnp.asarray(shape.stacks[f"layers/{mlp}"]) if mlp else first + jnp.arange(count)
+            return ({}, jnp.arange(count), number) if cache is not None else (params, None, number if counted else None)
 
         def layer(kinds: Kinds, place: int | None, carry: Any, stack: Any) -> Any:
             kind, mlp = kinds
             graph = self._dense_layer_graph if in_first or mlp == "dense" else self._layer_graph
             # Taken here, the backward pass takes a layer's weights from the stack again instead of having copies kept.
-            params, number = jax.tree.map(lambda x: x if place is None else x[place], stack)
+            params, in_stack, number = jax.tree.map(lambda x: x if place is None else x[place], stack)
             x_BTD, aux, cache = carry
+            if cache is not None:
+                params = layer_of(of_kinds[mlp], in_stack)
             attend = attend_of(kind, number, cache)
             if (factor_BT := query_factor(shape, kind, stream.position_BT, number)) is not None:
                 attend = scaled_queries(attend, factor_BT)
@@ -360,8 +363,7 @@ class Decoder:
             )
             layer = jax.checkpoint(layer, policy=policy, prevent_cse=False, static_argnums=(0, 1))
         carry = (stream.x_BTD, stream.aux, cache)
-        of_kinds = layer_params if mixed else {None: layer_params}
-        stacks = {mlp: numbered(mlp, params) for mlp, params in of_kinds.items()}
+        stacks = {mlp: entries(mlp, params) for mlp, params in of_kinds.items()}
         x_BTD, aux, cache = scan_pattern(layer, shape.layers_from(first), carry, stacks)
         return stream._replace(x_BTD=x_BTD, aux=aux), cache
 

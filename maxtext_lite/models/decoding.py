@@ -17,7 +17,8 @@ class KVCache(NamedTuple):
     """Keys [L, B, K, S, H] and values [L, B, K, S, W] of the tokens seen so far.
 
     A head's positions lie together, as its attention reads them. Latent attention has one head for all queries, of
-    which the first dims of a key are its value too: `value` is None.
+    which the first dims of a key are its value too: `value` is None. On a CPU numbers of two bytes are kept as their
+    bits, uint16: XLA makes float32 of a whole cache there to write one token's bfloat16 into it, in every layer.
     """
 
     key: jax.Array
@@ -35,6 +36,8 @@ class KVCache(NamedTuple):
         dtype: DTypeLike,
     ) -> "KVCache":
         """A cache for `num_sequences` of at most `num_positions` tokens."""
+        if jnp.dtype(dtype).itemsize == 2 and jax.default_backend() == "cpu":
+            dtype = jnp.uint16
         sizes = (num_layers, num_sequences, num_kv_heads, num_positions)
         value = None if value_dim is None else jnp.zeros((*sizes, value_dim), dtype)
         return KVCache(jnp.zeros((*sizes, key_dim), dtype), value)
@@ -119,9 +122,11 @@ class CachedAttend:
 
     def _written(self, all_LBKSH: jax.Array, new_BTKH: jax.Array) -> tuple[jax.Array, jax.Array]:
         """All layers with the new tokens, and of them this one."""
-        row_B1 = jnp.arange(new_BTKH.shape[0])[:, None]
-        all_LBKSH = all_LBKSH.at[self.layer, row_B1, :, self.position_BT].set(new_BTKH.astype(all_LBKSH.dtype))
-        return all_LBKSH, jax.lax.dynamic_index_in_dim(all_LBKSH, self.layer, keepdims=False)
+        row_B1, as_bits = jnp.arange(new_BTKH.shape[0])[:, None], all_LBKSH.dtype == jnp.uint16
+        dtype = new_BTKH.dtype if as_bits else all_LBKSH.dtype
+        stored_BTKH = new_BTKH.view(jnp.uint16) if as_bits else new_BTKH.astype(dtype)
+        all_LBKSH = all_LBKSH.at[self.layer, row_B1, :, self.position_BT].set(stored_BTKH)
+        return all_LBKSH, jax.lax.dynamic_index_in_dim(all_LBKSH, self.layer, keepdims=False).view(dtype)
 
 
 @dataclasses.dataclass(frozen=True)

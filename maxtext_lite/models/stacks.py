@@ -36,6 +36,20 @@ Kinds = tuple[LayerKind, MlpKind | None]
 """Of a layer's attention, and of its mlp: its stack, among several."""
 
 
+def layer_of(stack: Any, number: jax.Array) -> Any:
+    """The parameters of one layer of a stack [L, ...], for a loop that is run for a token or a few.
+
+    XLA makes float32 of bfloat16 on CPUs before it slices, and of whole stacks before the loop: as much memory again,
+    and for each token. What an optimization barrier has passed with the loop's own number stays in the loop.
+    """
+
+    def behind_a_barrier(stack: Any, number: jax.Array) -> Any:
+        return jax.lax.optimization_barrier((stack, number))
+
+    stack, number = jax.lax.platform_dependent(stack, number, cpu=behind_a_barrier, default=lambda *both: both)
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, number, keepdims=False), stack)
+
+
 def scan_pattern(
     layer: Callable[[Kinds, int | None, Any, Any], Any],
     kinds: tuple[Kinds, ...],

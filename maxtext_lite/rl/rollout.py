@@ -25,7 +25,7 @@ from maxtext_lite.models import Decoder, KVCache, Sampling
 from maxtext_lite.models.decoder import Params
 from maxtext_lite.parallel import num_shards, over_replicas, sharding
 from maxtext_lite.rl.transfer import Transfer
-from maxtext_lite.training.parameter_files import abstract_on_mesh
+from maxtext_lite.training.state import abstract_on_mesh
 
 _PADDED_TO = 16  # tokens of prompts and caches; prompts to this times a power of 2, so that few shapes are compiled
 _PREFILL_TOKENS = 8_192  # of one replica's prompts at a time, as scores of all of them are in memory at once

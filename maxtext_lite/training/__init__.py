@@ -1,8 +1,28 @@
 """Training: state, loss, accumulation, optimizer, step, evaluation, checkpoints, metrics and the loop over them."""
 
-from maxtext_lite.training.callbacks import Callback
-from maxtext_lite.training.custom_loss import Loss, Predictions
-from maxtext_lite.training.loop import RunResult, train
-from maxtext_lite.training.step_log import NonFiniteLoss
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from maxtext_lite.training.callbacks import Callback
+    from maxtext_lite.training.custom_loss import Loss, Predictions
+    from maxtext_lite.training.loop import RunResult, train
+    from maxtext_lite.training.step_log import NonFiniteLoss
 
 __all__ = ["Callback", "Loss", "NonFiniteLoss", "Predictions", "RunResult", "train"]
+
+_MODULES = {
+    "Callback": "callbacks",
+    "Loss": "custom_loss",
+    "NonFiniteLoss": "step_log",
+    "Predictions": "custom_loss",
+    "RunResult": "loop",
+    "train": "loop",
+}
+"""Names whose modules bring Orbax and Grain in; imported when asked for, so that `generate` is without them."""
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -24,13 +24,12 @@ from maxtext_lite.models.decoder import Params
 from maxtext_lite.parallel import make_mesh, start_devices
 from maxtext_lite.training.parameter_files import (
     PARAMETERS,
-    abstract_on_mesh,
     load_adapters,
     load_parameters,
     save_parameters,
     whole_checkpoint,
 )
-from maxtext_lite.training.state import make_plain_decoder
+from maxtext_lite.training.state import abstract_on_mesh, make_plain_decoder
 
 MESH_KEYS = tuple(key for key in MeshConfig.model_fields if key.startswith(("ici_", "dcn_")))
 """The keys of the mesh that parameters pass through."""

@@ -18,8 +18,8 @@ from maxtext_lite.config import MlpKind, UserError
 from maxtext_lite.config.errors import full_text, value_text
 from maxtext_lite.config.hf.config import has_hf_weights
 from maxtext_lite.hf import load_hf_parameters
-from maxtext_lite.models import Decoder, Lora, joined, merged
-from maxtext_lite.parallel import sharding, tree_shardings, with_dims
+from maxtext_lite.models import Lora, joined, merged
+from maxtext_lite.parallel import sharding, with_dims
 from maxtext_lite.training.failures import Failures
 from maxtext_lite.training.saving import FORMAT, check, handlers, reading, save_alone
 
@@ -103,26 +103,6 @@ def alone(params: Any) -> dict[str, Any]:
 def frozen_directory(run_directory: Path) -> Path:
     """Where a run with LoRA has its frozen parameters, as a checkpoint of parameters alone."""
     return (run_directory / "frozen").absolute()
-
-
-def abstract_on_mesh(decoder: Decoder, mesh: Mesh, uneven: str) -> Any:
-    """Shapes, dtypes and shardings of a decoder's parameters on a mesh.
-
-    Args:
-      uneven: how the message about a parameter that cannot be split evenly goes on after `over`.
-    Raises:
-      UserError: one cannot; names it.
-    """
-
-    def on_mesh(path: Any, leaf: jax.ShapeDtypeStruct, where: NamedSharding) -> jax.ShapeDtypeStruct:
-        try:
-            where.shard_shape(leaf.shape)
-        except ValueError:
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
-            raise UserError(f"parameter {name} of shape {leaf.shape} cannot be split evenly over {uneven}") from None
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
-
-    return jax.tree_util.tree_map_with_path(on_mesh, decoder.abstract_params, tree_shardings(mesh, decoder.axes))
 
 
 def load_parameters(path: str | Path, abstract_params: Any, key: str) -> Any:

@@ -171,6 +171,26 @@ def make_plain_decoder(config: Config) -> Decoder:
     return make_decoder(config.model_copy(update={"attention": "dot_product", "lora_rank": 0}), jax.default_backend())
 
 
+def abstract_on_mesh(decoder: Decoder, mesh: Mesh, uneven: str) -> Any:
+    """Shapes, dtypes and shardings of a decoder's parameters on a mesh.
+
+    Args:
+      uneven: how the message about a parameter that cannot be split evenly goes on after `over`.
+    Raises:
+      UserError: one cannot; names it.
+    """
+
+    def on_mesh(path: Any, leaf: jax.ShapeDtypeStruct, where: NamedSharding) -> jax.ShapeDtypeStruct:
+        try:
+            where.shard_shape(leaf.shape)
+        except ValueError:
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            raise UserError(f"parameter {name} of shape {leaf.shape} cannot be split evenly over {uneven}") from None
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+
+    return jax.tree_util.tree_map_with_path(on_mesh, decoder.abstract_params, tree_shardings(mesh, decoder.axes))
+
+
 def decoder_shape(config: Config) -> DecoderShape:
     """The shape of the decoder that a config describes, with plain attention."""
     remat, shape = remat_of(config), model_shape(config)

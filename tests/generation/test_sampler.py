@@ -10,7 +10,7 @@ import pytest
 
 from maxtext_lite.config import Mla, load_config
 from maxtext_lite.config.hf.model_directory import hf_config
-from maxtext_lite.generation.sampler import Sampler, load_on_mesh, mesh_problems
+from maxtext_lite.generation.sampler import Sampler, cast_once, load_on_mesh, mesh_problems
 from maxtext_lite.generation.scoring import Scorer, Span
 from maxtext_lite.models import Decoder, DecoderShape, Sampling
 from maxtext_lite.parallel import MESH_AXES, make_mesh, tree_shardings
@@ -170,3 +170,12 @@ def test_a_token_changes_the_cache_in_place_wherever_it_lies(shape):
     assert cache.key.is_deleted()
     assert after.key.sharding == cache.key.sharding
     assert cache.key.sharding.shard_shape(cache.key.shape)[1] == 2, "sequences are split over fsdp from the start"
+
+
+def test_parameters_that_have_their_dtypes_already_are_not_copied():
+    decoder, wide = (Decoder(dataclasses.replace(PLAIN, dtype=dtype)) for dtype in (jnp.bfloat16, jnp.float32))
+    params = jax.jit(wide.init)(jax.random.key(0))
+    assert cast_once(wide, params) is params
+    cast = cast_once(decoder, params)
+    assert cast["layers"]["mlp"]["up"].dtype == jnp.bfloat16
+    assert cast["layers"]["mlp_norm"]["scale"].dtype == jnp.float32

@@ -1,10 +1,11 @@
 """Copies are what NumPy's own assignment makes of them."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext_lite.hf.copying import as_bits, assign, assign_cast, is_finite
+from maxtext_lite.hf.copying import aligned_empty, as_bits, assign, assign_cast, is_finite
 
 X = np.random.default_rng(0).normal(size=(5, 70, 3)).astype(np.float32)
 
@@ -45,3 +46,15 @@ def test_a_number_that_is_none_is_found_wherever_it_stands(format):
             damaged = x.copy()
             damaged.reshape(-1)[place] = value
             assert not is_finite(damaged)
+
+
+@pytest.mark.parametrize("shape", [(3, 70_001), (5,), ()])
+@pytest.mark.parametrize("format", [np.float32, jnp.bfloat16])
+def test_what_is_aligned_is_not_copied_to_a_cpu_and_survives_donation(shape, format):
+    x = aligned_empty(shape, np.dtype(format))
+    x[...] = 1
+    on_device = jax.device_put(x, jax.devices()[0])
+    assert on_device.unsafe_buffer_pointer() == x.ctypes.data
+    assert on_device.shape == shape
+    assert (jax.jit(lambda y: 2 * y, donate_argnums=0)(on_device) == 2).all()
+    assert (x == 1).all()

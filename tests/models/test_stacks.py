@@ -1,9 +1,11 @@
 """Layers of several kinds, scanned."""
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from maxtext_lite.models.stacks import scan_pattern
+from maxtext_lite.models.stacks import layer_of, scan_pattern
 
 
 @pytest.mark.parametrize("kinds", ["a", "ab", "abc", "abcdefgh"])
@@ -16,3 +18,18 @@ def test_every_layer_runs_once_in_its_place_with_its_kind(kinds):
     seen, count = scan_pattern(layer, tuple(kinds), (jnp.full(7, -1), 0), jnp.arange(7))
     assert count == 7
     assert list(seen) == [10 * number + number % len(kinds) for number in range(7)]
+
+
+def test_a_loop_takes_one_layer_of_a_stack_at_a_time_and_widens_no_more_than_that():
+    stack = jnp.arange(5 * 300 * 7.0).reshape(5, 300, 7).astype(jnp.bfloat16)
+
+    def products(stack):
+        def product(number, found):
+            return found.at[number].set(jnp.ones(300, jnp.bfloat16) @ layer_of({"weight": stack}, number)["weight"])
+
+        return jax.lax.fori_loop(0, 5, product, jnp.zeros((5, 7), jnp.bfloat16))
+
+    compiled = jax.jit(products).lower(stack).compile()
+    expected = np.asarray(stack, np.float64).sum(axis=1)
+    np.testing.assert_allclose(np.asarray(compiled(stack), np.float64), expected, rtol=2**-8)
+    assert compiled.memory_analysis().temp_size_in_bytes < 2 * 4 * 300 * 7  # float32 of all five would be 5 x 4 x ...

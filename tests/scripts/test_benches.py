@@ -1,5 +1,6 @@
 """The benches run and print whole tables; what they measure is not looked at."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -95,3 +96,27 @@ def test_held_out_losses_in_eight_bits():
     ((word, loss, *_, ratio, spread),) = rows
     assert (word, ratio, spread) == ("`int8`", "1.0000", "0.00%")
     assert 5 < float(loss) < 6  # log 264 is 5.6
+
+
+def test_loading_and_generating_beside_transformers(monkeypatch, capsys):
+    """In this process, which has the libraries already: each part has one of its own otherwise."""
+    pytest.importorskip("transformers")
+    monkeypatch.syspath_prepend(REPOSITORY / "scripts")
+    bench = importlib.import_module("bench_generate")
+    monkeypatch.setattr("os.sched_setaffinity", lambda pid, cores: None)  # of this process it would stay
+    words = "--layers 1 --vocabulary 96 --dtypes float32 --batches 2 --repeats 1 --tokens 5"
+    monkeypatch.setattr("sys.argv", ["bench_generate.py", *words.split()])
+
+    def ask(part, directory, dtype):
+        with monkeypatch.context() as within:
+            within.setattr("sys.argv", [*sys.argv, "--part", part, str(directory), dtype])
+            assert bench.main() == 0
+        return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+    monkeypatch.setattr(bench, "_ask", ask)
+    assert bench.main() == 0
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()[2:]]
+    loads, steps = rows[:5], rows[6:]
+    assert [row[1] for row in loads[2:]] == ["ours", "transformers", "ratio"]
+    assert {len(row) for row in loads} == {2 + 3 * 3}
+    assert (len(steps), steps[2][:2], steps[2][-1]) == (3, ["float32", "2"], "100%")

@@ -10,13 +10,12 @@ from maxtext_lite.config import UserError
 from maxtext_lite.models import Decoder, DecoderShape
 from maxtext_lite.parallel import MESH_AXES, make_mesh
 from maxtext_lite.training.parameter_files import (
-    abstract_on_mesh,
     checkpoints_in,
     load_parameters,
     save_parameters,
     whole_checkpoint,
 )
-from maxtext_lite.training.state import abstract_state
+from maxtext_lite.training.state import abstract_on_mesh, abstract_state
 
 
 def same(got, want):
