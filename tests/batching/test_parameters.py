@@ -142,8 +142,17 @@ def test_flops_by_hand():
     weights = 2 * (144 + 3 * 84 + 32) + 4 * 320
     assert flops_per_example(load_config(None, experts), 7) == 7 * (6 * weights + attention)
     assert active_parameters(load_config(None, experts)) == weights + 4 * 320 + 5 * 4
+    # Every second layer has them, with a shared one of 9 and its gate; the other the mlp of 60.
+    mixed = [*experts, "mlp_pattern=dense,moe", "base_shared_mlp_dim=9", "shared_expert_gate=true"]
+    met = 2 * 144 + 60 + 2 * 84 + 3 * 4 * 9 + 4 + 32 + 4 * 320
+    assert flops_per_example(load_config(None, mixed), 7) == 7 * (6 * met + attention)
+    assert count_parameters(load_config(None, mixed)).total == met + 6 * 84 + 4 * 320 + 5 * 4
     # One of the two layers sees 3 tokens: of 7 queries, the first sees 1 key, the second 2, five see 3; by the
     # convention that counts half of a square, 3 * (1 - 3 / 14) on average.
+    # Of 7 tokens in chunks of 3, half of the squares 3, 3 and 1.
+    chunks = [*keys, "layer_pattern=chunked,nope", "chunk_attn_window_size=3"]
+    attention = 2 * 12 * 6 * (7 / 2 + (9 + 9 + 1) / 14)
+    assert flops_per_example(load_config(None, chunks), 7) == pytest.approx(7 * (6 * (2 * 204 + 1280) + attention))
     window = [*keys, "layer_pattern=local,global", "sliding_window_size=3"]
     attention = 2 * 12 * 6 * (7 / 2 + 3 * (1 - 3 / 14))
     assert flops_per_example(load_config(None, window), 7) == pytest.approx(7 * (6 * (2 * 204 + 1280) + attention))
@@ -151,6 +160,10 @@ def test_flops_by_hand():
 
 # Of the model cards, papers and the weights' own files: all parameters, of Gemma 3 those of the text model.
 PUBLISHED = {
+    "ernie4.5-21b-a3b": 21_825_437_888, "ernie4.5-300b-a47b": 299_484_163_264, "glm4.5": 352_797_829_024,
+    "glm4.5-air": 106_852_251_264, "granite3.0-1b-a400m": 1_334_628_352, "granite3.0-3b-a800m": 3_298_793_472,
+    "llama4-maverick": 400_711_848_960, "llama4-scout": 107_769_861_120, "minimax-m2": 228_689_764_864,
+    "olmoe-1b-7b": 6_919_161_856, "qwen1.5-moe-a2.7b": 14_315_784_192, "qwen2-57b-a14b": 57_408_658_944,
     "deepseek-v2": 235_741_434_880, "deepseek-v2-lite": 15_706_484_224, "deepseek-v3": 671_026_419_200,
     "gemma2-27b": 27_227_128_320, "gemma2-2b": 2_614_341_888, "gemma2-9b": 9_241_705_984,
     "gemma3-12b": 11_766_034_176, "gemma3-1b": 999_885_952, "gemma3-27b": 27_009_346_304, "gemma3-4b": 3_880_263_168,
@@ -181,7 +194,8 @@ def test_named_models_have_as_many_parameters_as_was_published():
 
 @pytest.mark.parametrize(("name", "billions"), [
     ("mixtral-8x7b", 12.9), ("mixtral-8x22b", 39), ("qwen3-30b-a3b", 3.3), ("qwen3-235b-a22b", 22),
-    ("deepseek-v2", 21), ("deepseek-v3", 37),
+    ("deepseek-v2", 21), ("deepseek-v3", 37), ("olmoe-1b-7b", 1.3), ("qwen1.5-moe-a2.7b", 2.7),
+    ("qwen2-57b-a14b", 14.2), ("ernie4.5-300b-a47b", 47.5), ("llama4-scout", 17.2), ("llama4-maverick", 17.2),
 ])  # fmt: skip
 def test_a_token_meets_as_many_parameters_as_was_published(name, billions):
     assert active_parameters(load_config(None, [f"model_name={name}"])) / 1e9 == pytest.approx(billions, rel=0.02)

@@ -79,7 +79,22 @@ def test_every_shipped_model_has_a_fused_kernel_on_hopper_and_blackwell_and_plai
         assert elsewhere in ("pallas_mha", "dot_product")
         if elsewhere == "pallas_mha":
             plain.add(name.split("-")[0].rstrip("0123456789."))
-    assert plain == {"llama", "mistral", "mixtral", "qwen", "olmo", "phi", "gpt", "smollm", "tinyllama"}
+    assert plain == {
+        "llama",
+        "mistral",
+        "mixtral",
+        "qwen",
+        "olmo",
+        "phi",
+        "gpt",
+        "smollm",
+        "tinyllama",
+        "ernie",
+        "glm",
+        "granite",
+        "minimax",
+        "olmoe",
+    }
 
 
 @pytest.mark.parametrize(("overrides", "accelerator", "shards", "reasons"), [
