@@ -30,7 +30,8 @@ EXPERT_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama4-interleaved": ("Llama4Text", {
         **_LLAMA4, "num_hidden_layers": 4, "interleave_moe_layer_step": 2, "no_rope_layer_interval": 2,
         "num_experts_per_tok": 1}),
-    "llama4-irregular": ("Llama4Text", {**_LLAMA4, "num_hidden_layers": 3, "moe_layers": [0, 2], "num_experts_per_tok": 2,
+    "llama4-irregular": ("Llama4Text", {**_LLAMA4, "num_hidden_layers": 3, "moe_layers": [0, 2],
+                                        "num_experts_per_tok": 2,
                                         "no_rope_layers": [1, 0, 1], "use_qk_norm": False,
                                         "attn_temperature_tuning": False, "attention_bias": True}),
 }  # fmt: skip

@@ -148,8 +148,17 @@ def test_flops_by_hand():
     weights = 2 * (144 + 3 * 84 + 32) + 4 * 320
     assert flops_per_example(load_config(None, experts), 7) == 7 * (6 * weights + attention)
     assert active_parameters(load_config(None, experts)) == weights + 4 * 320 + 5 * 4
+    # Every second layer has them, with a shared one of 9 and its gate; the other the mlp of 60.
+    mixed = [*experts, "mlp_pattern=dense,moe", "base_shared_mlp_dim=9", "shared_expert_gate=true"]
+    met = 2 * 144 + 60 + 2 * 84 + 3 * 4 * 9 + 4 + 32 + 4 * 320
+    assert flops_per_example(load_config(None, mixed), 7) == 7 * (6 * met + attention)
+    assert count_parameters(load_config(None, mixed)).total == met + 6 * 84 + 4 * 320 + 5 * 4
     # One of the two layers sees 3 tokens: of 7 queries, the first sees 1 key, the second 2, five see 3; by the
     # convention that counts half of a square, 3 * (1 - 3 / 14) on average.
+    # Of 7 tokens in chunks of 3, half of the squares 3, 3 and 1.
+    chunks = [*keys, "layer_pattern=chunked,nope", "chunk_attn_window_size=3"]
+    attention = 2 * 12 * 6 * (7 / 2 + (9 + 9 + 1) / 14)
+    assert flops_per_example(load_config(None, chunks), 7) == pytest.approx(7 * (6 * (2 * 204 + 1280) + attention))
     window = [*keys, "layer_pattern=local,global", "sliding_window_size=3"]
     attention = 2 * 12 * 6 * (7 / 2 + 3 * (1 - 3 / 14))
     assert flops_per_example(load_config(None, window), 7) == pytest.approx(7 * (6 * (2 * 204 + 1280) + attention))
@@ -160,32 +169,36 @@ PUBLISHED = {
     "apertus-70b": 70_599_864_480, "apertus-8b": 8_053_338_176, "command-r": 34_980_831_232,
     "command-r-plus": 103_810_674_688, "command-r7b": 8_028_033_024, "deepseek-v2": 235_741_434_880,
     "deepseek-v2-lite": 15_706_484_224, "deepseek-v3": 671_026_419_200, "ernie4.5-0.3b": 360_748_032,
-    "exaone4-1.2b": 1_279_391_488, "exaone4-32b": 32_003_216_384, "gemma-2b": 2_506_172_416, "gemma-7b": 8_537_680_896,
-    "gemma2-27b": 27_227_128_320, "gemma2-2b": 2_614_341_888, "gemma2-9b": 9_241_705_984, "gemma3-12b": 11_766_034_176,
-    "gemma3-1b": 999_885_952, "gemma3-27b": 27_009_346_304, "gemma3-4b": 3_880_263_168,
-    "glm4-32b-0414": 32_566_081_536, "glm4-9b": 9_399_951_360, "glm4-9b-0414": 9_400_279_040,
+    "ernie4.5-21b-a3b": 21_825_437_888, "ernie4.5-300b-a47b": 299_484_163_264, "exaone4-1.2b": 1_279_391_488,
+    "exaone4-32b": 32_003_216_384, "gemma-2b": 2_506_172_416, "gemma-7b": 8_537_680_896, "gemma2-27b": 27_227_128_320,
+    "gemma2-2b": 2_614_341_888, "gemma2-9b": 9_241_705_984, "gemma3-12b": 11_766_034_176, "gemma3-1b": 999_885_952,
+    "gemma3-27b": 27_009_346_304, "gemma3-4b": 3_880_263_168, "glm4-32b-0414": 32_566_081_536,
+    "glm4-9b": 9_399_951_360, "glm4-9b-0414": 9_400_279_040, "glm4.5": 352_797_829_024, "glm4.5-air": 106_852_251_264,
     "gpt-neox-20b": 20_554_567_680, "gpt-oss-120b": 116_829_156_672, "gpt-oss-20b": 20_914_757_184,
     "gpt2": 124_439_808, "gpt2-large": 774_030_080, "gpt2-medium": 354_823_168, "gpt2-xl": 1_557_611_200,
-    "granite3.1-2b": 2_533_531_648, "granite3.1-8b": 8_170_848_256, "helium1-preview-2b": 2_172_643_840,
-    "llama2-13b": 13_015_864_320, "llama2-70b": 68_976_648_192, "llama2-7b": 6_738_415_616,
-    "llama3-70b": 70_553_706_496, "llama3-8b": 8_030_261_248, "llama3.1-405b": 405_853_388_800,
-    "llama3.1-70b": 70_553_706_496, "llama3.1-8b": 8_030_261_248, "llama3.2-1b": 1_235_814_400,
-    "llama3.2-3b": 3_212_749_824, "ministral-8b": 8_019_808_256, "minitron-4b": 4_190_509_056,
-    "minitron-8b": 8_271_699_968, "mistral-7b": 7_248_023_552, "mistral-7b-v0.1": 7_241_732_096,
-    "mistral-nemo-12b": 12_247_782_400, "mistral-small-24b": 23_572_403_200, "mistral-small-3.1-24b": 23_572_403_200,
-    "mixtral-8x22b": 140_620_634_112, "mixtral-8x7b": 46_702_792_704, "olmo-1b": 1_176_764_416,
-    "olmo-7b": 6_888_095_744, "olmo2-13b": 13_716_198_400, "olmo2-1b": 1_484_916_736, "olmo2-32b": 32_234_279_936,
-    "olmo2-7b": 7_298_617_344, "olmo3-32b": 32_233_522_176, "olmo3-7b": 7_298_011_136, "phi1.5": 1_418_270_720,
-    "phi2": 2_779_683_840, "phi3-mini": 3_821_079_552, "phi4": 14_659_507_200, "pythia-1.4b": 1_414_647_808,
-    "pythia-12b": 11_846_072_320, "pythia-6.9b": 6_857_302_016, "qwen2.5-0.5b": 494_032_768,
-    "qwen2.5-1.5b": 1_543_714_304, "qwen2.5-14b": 14_770_033_664, "qwen2.5-32b": 32_763_876_352,
-    "qwen2.5-3b": 3_085_938_688, "qwen2.5-72b": 72_706_203_648, "qwen2.5-7b": 7_615_616_512, "qwen3-0.6b": 596_049_920,
-    "qwen3-1.7b": 1_720_574_976, "qwen3-14b": 14_768_307_200, "qwen3-235b-a22b": 235_093_634_560,
-    "qwen3-30b-a3b": 30_532_122_624, "qwen3-32b": 32_762_123_264, "qwen3-4b": 4_022_468_096, "qwen3-8b": 8_190_735_360,
-    "seed-oss-36b": 36_151_104_512, "smollm2-1.7b": 1_711_376_384, "smollm2-135m": 134_515_008,
-    "smollm2-360m": 361_821_120, "smollm3-3b": 3_075_098_624, "stablelm-3b": 2_795_443_200,
-    "stablelm2-1.6b": 1_644_515_328, "starcoder2-15b": 15_957_889_024, "starcoder2-3b": 3_030_371_328,
-    "starcoder2-7b": 7_173_923_840, "tinyllama-1.1b": 1_100_048_384,
+    "granite3.0-1b-a400m": 1_334_628_352, "granite3.0-3b-a800m": 3_298_793_472, "granite3.1-2b": 2_533_531_648,
+    "granite3.1-8b": 8_170_848_256, "helium1-preview-2b": 2_172_643_840, "llama2-13b": 13_015_864_320,
+    "llama2-70b": 68_976_648_192, "llama2-7b": 6_738_415_616, "llama3-70b": 70_553_706_496,
+    "llama3-8b": 8_030_261_248, "llama3.1-405b": 405_853_388_800, "llama3.1-70b": 70_553_706_496,
+    "llama3.1-8b": 8_030_261_248, "llama3.2-1b": 1_235_814_400, "llama3.2-3b": 3_212_749_824,
+    "llama4-maverick": 400_711_848_960, "llama4-scout": 107_769_861_120, "minimax-m2": 228_689_764_864,
+    "ministral-8b": 8_019_808_256, "minitron-4b": 4_190_509_056, "minitron-8b": 8_271_699_968,
+    "mistral-7b": 7_248_023_552, "mistral-7b-v0.1": 7_241_732_096, "mistral-nemo-12b": 12_247_782_400,
+    "mistral-small-24b": 23_572_403_200, "mistral-small-3.1-24b": 23_572_403_200, "mixtral-8x22b": 140_620_634_112,
+    "mixtral-8x7b": 46_702_792_704, "olmo-1b": 1_176_764_416, "olmo-7b": 6_888_095_744, "olmo2-13b": 13_716_198_400,
+    "olmo2-1b": 1_484_916_736, "olmo2-32b": 32_234_279_936, "olmo2-7b": 7_298_617_344, "olmo3-32b": 32_233_522_176,
+    "olmo3-7b": 7_298_011_136, "olmoe-1b-7b": 6_919_161_856, "phi1.5": 1_418_270_720, "phi2": 2_779_683_840,
+    "phi3-mini": 3_821_079_552, "phi4": 14_659_507_200, "pythia-1.4b": 1_414_647_808, "pythia-12b": 11_846_072_320,
+    "pythia-6.9b": 6_857_302_016, "qwen1.5-moe-a2.7b": 14_315_784_192, "qwen2-57b-a14b": 57_408_658_944,
+    "qwen2.5-0.5b": 494_032_768, "qwen2.5-1.5b": 1_543_714_304, "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352, "qwen2.5-3b": 3_085_938_688, "qwen2.5-72b": 72_706_203_648,
+    "qwen2.5-7b": 7_615_616_512, "qwen3-0.6b": 596_049_920, "qwen3-1.7b": 1_720_574_976, "qwen3-14b": 14_768_307_200,
+    "qwen3-235b-a22b": 235_093_634_560, "qwen3-30b-a3b": 30_532_122_624, "qwen3-32b": 32_762_123_264,
+    "qwen3-4b": 4_022_468_096, "qwen3-8b": 8_190_735_360, "seed-oss-36b": 36_151_104_512,
+    "smollm2-1.7b": 1_711_376_384, "smollm2-135m": 134_515_008, "smollm2-360m": 361_821_120,
+    "smollm3-3b": 3_075_098_624, "stablelm-3b": 2_795_443_200, "stablelm2-1.6b": 1_644_515_328,
+    "starcoder2-15b": 15_957_889_024, "starcoder2-3b": 3_030_371_328, "starcoder2-7b": 7_173_923_840,
+    "tinyllama-1.1b": 1_100_048_384,
 }  # fmt: skip
 
 
@@ -199,7 +212,8 @@ def test_named_models_have_as_many_parameters_as_was_published():
 
 @pytest.mark.parametrize(("name", "billions"), [
     ("mixtral-8x7b", 12.9), ("mixtral-8x22b", 39), ("qwen3-30b-a3b", 3.3), ("qwen3-235b-a22b", 22),
-    ("deepseek-v2", 21), ("deepseek-v3", 37),
+    ("deepseek-v2", 21), ("deepseek-v3", 37), ("olmoe-1b-7b", 1.3), ("qwen1.5-moe-a2.7b", 2.7),
+    ("qwen2-57b-a14b", 14.2), ("ernie4.5-300b-a47b", 47.5), ("llama4-scout", 17.2), ("llama4-maverick", 17.2),
 ])  # fmt: skip
 def test_a_token_meets_as_many_parameters_as_was_published(name, billions):
     assert active_parameters(load_config(None, [f"model_name={name}"])) / 1e9 == pytest.approx(billions, rel=0.02)

@@ -44,7 +44,7 @@ REFUSED = {
     "first_num_dense_layers=1": "first_num_dense_layers=1 has no use with num_experts=1, a model without experts. "
                                 "Nearest that works: 0.",
     "layer_pattern=global,lokal": "layer_pattern=global,lokal names 'lokal', which is none of global, local, nope, "
-                                  "local_nope. Nearest that works: global,global.",
+                                  "local_nope, chunked. Nearest that works: global,global.",
     "layer_pattern=local,global": "sliding_window_size=0 with layer_pattern=local,global: local layers see no token. "
                                   "Nearest that works: 256.",
     "sliding_window_size=16": "sliding_window_size=16 has no use with layer_pattern=global. Nearest that work: "

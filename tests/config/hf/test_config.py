@@ -176,7 +176,7 @@ def test_a_published_model_is_the_file_of_configs_models(name, fields):
     (LLAMA3_8B, {"model_type": "mamba"}, "model_type=mamba: its layers keep a state in place of keys and values"),
     (LLAMA3_8B, {"model_type": "nemotron_h"}, "model_type=nemotron_h: some of its layers keep a state in place of"),
     (LLAMA3_8B, {"model_type": None}, "model_type=null is not one that maxtext_lite knows."),
-    (LLAMA3_8B, {"model_type": "llama4_text"}, "model_type=llama4_text is not one that maxtext_lite knows. It knows"),
+    (LLAMA3_8B, {"model_type": "llama5_text"}, "model_type=llama5_text is not one that maxtext_lite knows. It knows"),
     (LLAMA3_8B, {"model_type": "whisper"}, "model_type=whisper: sound is not read."),
     (LLAMA3_8B, {"model_type": ["llama"]}, "is not one that maxtext_lite knows. It knows"),
     (LLAMA3_8B, {"hidden_size": None}, "hidden_size is missing."),
