@@ -17,6 +17,7 @@ from maxtext_lite.config.hf.config import family_of, has_hf_weights, model_keys
 from maxtext_lite.config.hf.fields import Keys
 from maxtext_lite.config.json_file import read_object
 from maxtext_lite.hf.copying import as_bits, assign_cast, is_finite
+from maxtext_lite.hf.dequantized import open_directory
 from maxtext_lite.hf.entries import Entry, entries_of, flat
 from maxtext_lite.hf.names import Sizes, Table, model_of
 from maxtext_lite.hf.safetensors_dir import DTYPES, SafetensorsDir
@@ -57,7 +58,7 @@ def _load(root: Path, abstract_params: Params, where: str) -> Params:
     has_hf_weights(root)
     fields = read_object(root / "config.json")
     kind, keys = family_of(fields, where), model_keys(fields, f"{root / 'config.json'}")
-    files = SafetensorsDir(root)
+    files = open_directory(root, fields)
     table = _as_named(TABLES[kind], files)
     model, leaves = model_of(keys), flat(abstract_params)
     sizes = model.sizes
@@ -201,7 +202,7 @@ def _filled(
     for place in np.ndindex(layers.shape):
         for slot, expert in enumerate(experts):
             name = entry.tensor_name(int(layers[place]), expert)
-            tensor = files.view(name)
+            tensor = files.part(name, lambda: entry.name.reach(part, sizes, rest))
             into = block[(*place, slot) if entry.name.per_expert else place]
             with np.errstate(over="ignore"):  # what becomes an infinity is found by whoever asks for it
                 assign_cast(into, tensor, entry.name.to_ours(as_bits(tensor), part, sizes)[rest])

@@ -12,6 +12,7 @@ from pathlib import Path
 from maxtext_lite.config.errors import UserError, any_of, value_text
 from maxtext_lite.config.hf.families import FAMILIES
 from maxtext_lite.config.hf.fields import DEFAULTS, WITHOUT_EFFECT, Fields, JsonObject, Keys, same_architecture
+from maxtext_lite.config.hf.quantized import FIELD, check_quantization, quantization_of
 from maxtext_lite.config.hf.weight_files import weight_files
 from maxtext_lite.config.json_file import check_file, is_there, read_object
 from maxtext_lite.config.schema import ModelConfig
@@ -73,6 +74,7 @@ def _read(fields: JsonObject, where: str) -> tuple[Fields, Keys]:
     for part in FAMILIES[kind].parts:
         keys |= part.read(left)
     left.check_stored(FAMILIES[kind].architecture)
+    check_quantization(left)
     left.check_keys(keys)
     left.drop(WITHOUT_EFFECT | _ALSO_WITHOUT_EFFECT.get(kind, frozenset()))
     return left, keys
@@ -95,6 +97,7 @@ def config_json(
     Raises:
       UserError: no family, or not that of `original`, expresses the keys; names those in the way.
     """
+    original = {name: value for name, value in original.items() if name != FIELD}  # what is written is plain numbers
     kinds = [family_of(original, "config.json")] if original else list(FAMILIES)
     nearest: list[str] | None = None
     for kind in kinds:
@@ -203,8 +206,12 @@ def has_hf_weights(path: str | Path) -> bool:
 
 
 def stored_dtype(fields: JsonObject) -> str:
-    """The number format that config.json names for the weights, "float32" where it names none."""
-    return str(fields.get("dtype") or fields.get("torch_dtype") or "float32").removeprefix("torch.")
+    """The number format that config.json names for the weights, or that of quantized ones once they are none.
+
+    Where it names none, "float32"; of quantized weights "bfloat16".
+    """
+    default = "bfloat16" if quantization_of(fields) else "float32"
+    return str(fields.get("dtype") or fields.get("torch_dtype") or default).removeprefix("torch.")
 
 
 def tokenizer_keys(directory: Path) -> dict[str, str]:
