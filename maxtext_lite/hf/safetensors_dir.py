@@ -79,7 +79,7 @@ class SafetensorsDir:
         self.directory = directory
         self.tensors: dict[str, Stored] = {}
         for file in weight_files(directory):
-            for name, stored in _header(file).items():
+            for name, stored in stored_in(file).items():
                 if name in self.tensors:
                     raise UserError(
                         f"{directory}: {value_text(name)} stands in {self.tensors[name].file.name} and in {file.name}."
@@ -117,7 +117,12 @@ def mapped(stored: Stored) -> np.ndarray:
     return np.memmap(file, dtype, "r", offset, shape).view(np.ndarray)
 
 
-def _header(file: Path) -> dict[str, Stored]:
+def stored_in(file: Path) -> dict[str, Stored]:
+    """Where the tensors of a file lie, by name.
+
+    Raises:
+      UserError: it is not in the format.
+    """
     _check_format(file)
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")

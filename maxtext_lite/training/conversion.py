@@ -12,6 +12,7 @@ import jax
 from maxtext_lite.batching.topology import resolve_mesh
 from maxtext_lite.config import Config, UserError, load_config, write_resolved
 from maxtext_lite.config.errors import writing
+from maxtext_lite.config.hf.adapter import adapter_of
 from maxtext_lite.config.hf.config import hf_directory, model_keys, run_config_json, tokenizer_keys
 from maxtext_lite.config.hf.fields import JsonObject
 from maxtext_lite.config.hf.model_directory import hf_config
@@ -37,19 +38,22 @@ MESH_KEYS = tuple(key for key in MeshConfig.model_fields if key.startswith(("ici
 
 
 def import_directory(source: Path, out: Path, overrides: Sequence[str]) -> str:
-    """Makes of a Hugging Face directory one like that of a run; returns what it did, in words.
+    """Makes of a Hugging Face directory, or an adapter to one, one like that of a run; returns what it did, in words.
 
     Raises:
       UserError: the directory, its model or the mesh is wrong, or `out` cannot be written.
     """
-    config = hf_config(source, overrides)
+    adapter = adapter_of(source)
+    base = adapter.base if adapter else source
+    config = hf_config(base, overrides)
     params = load_parameters(source, _abstract_params(config), "HF_DIR")
     if jax.process_index() == 0:
         with writing(out):
-            carry_files(source, out / "hf")
+            carry_files(base, out / "hf")
             _write_config(out, config)
     save_parameters(out, params)
-    return f"{_count(params):,} parameters in {out}, in {config.weight_dtype}"
+    merged = f", with the adapter of {source} merged" if adapter else ""
+    return f"{_count(params):,} parameters in {out}, in {config.weight_dtype}{merged}"
 
 
 def _write_config(out: Path, config: Config) -> None:
@@ -104,8 +108,10 @@ def _export_adapters(source: Path, out: Path, abstract: Params, fields: JsonObje
         raise UserError(f"{source} has lora_rank={config.lora_rank} in its config.yml, but no adapters.")
     lora, adapters = found
     shapes = {path: tuple(leaf.shape) for path, leaf in flat(abstract).items()}
+    adapter = adapter_of(config.load_parameters_path) if config.load_parameters_path else None
+    base = str(adapter.base) if adapter else config.load_parameters_path
     with writing(out):
-        export_adapters(out, adapters, lora, kind, keys, shapes=shapes, base=config.load_parameters_path)
+        export_adapters(out, adapters, lora, kind, keys, shapes=shapes, base=base)
     return f"{_count(adapters):,} parameters of adapters in {out}, for {kind} in PEFT's layout, in float32"
 
 
