@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from maxtext_lite.cli import ArgumentParser, local_path, run_command
 from maxtext_lite.config import UserError
 from maxtext_lite.config.hints import key_hint
-from maxtext_lite.config.schema import MeshConfig
+from maxtext_lite.config.schema import MeshConfig, ModelConfig
 
 _MERGE = "merge_lora"
 TAKEN = (
     *(key for key in MeshConfig.model_fields if key.startswith(("ici_", "dcn_"))), "dtype", "weight_dtype", _MERGE
 )  # fmt: skip
 """The keys that `convert` takes: the mesh that the parameters pass through, number formats, and `merge_lora`."""
+OF_MAXTEXT = ("tokenizer_type", "tokenizer_path", *ModelConfig.model_fields)
+"""The keys that an import of a checkpoint of MaxText takes besides: what that does not say itself."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -24,22 +26,26 @@ def main(argv: Sequence[str]) -> int:
     parser = ArgumentParser(
         prog="maxtext-lite convert",
         description=f"{__doc__} `import HF_DIR OUT` makes a directory like that of a run, for load_parameters_path, "
-        "generate and export; `export RUN_DIR OUT` makes safetensors, config.json and tokenizer files; of a run with "
+        "generate and export; so it does of a PEFT adapter, merged, and with model_name or other Model keys of a "
+        "checkpoint of MaxText. `export RUN_DIR OUT` makes safetensors, config.json and tokenizer files; of a run with "
         "LoRA, unless merge_lora=true, its adapters as the PEFT library reads them.",
     )
-    parser.keys = TAKEN
+    parser.keys = (*TAKEN, *OF_MAXTEXT)
     parser.add_argument("direction", choices=("import", "export"))
     parser.add_argument(
-        "source", type=local_path, help="import: a Hugging Face directory; export: a run or an imported directory"
+        "source",
+        type=local_path,
+        help="import: of Hugging Face, PEFT or MaxText; export: a run or an imported directory",
     )
     parser.add_argument("out", type=local_path, help="a directory that does not exist yet, or is empty")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="mesh keys, dtype, weight_dtype, merge_lora")
     arguments = parser.parse_intermixed_args(argv)
+    taken = TAKEN if arguments.direction == "export" else (*TAKEN, *OF_MAXTEXT)
     keys: dict[str, str] = {}
     for word in arguments.overrides:
         key, equals, value = word.partition("=")
-        if not equals or key not in TAKEN:
-            raise UserError(f"'{word}' is not key=value with a key that convert takes.{key_hint(key, TAKEN)}")
+        if not equals or key not in taken:
+            raise UserError(f"'{word}' is not key=value with a key that convert takes.{key_hint(key, taken)}")
         keys[key] = value
     source, out = arguments.source, arguments.out
     if out.is_file() or (out.is_dir() and any(out.iterdir())):

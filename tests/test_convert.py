@@ -182,6 +182,38 @@ def test_a_run_of_ones_own_is_exported_as_a_family(tmp_path):
     np.testing.assert_allclose(ours, theirs, atol=1e-4 * np.abs(theirs).max())
 
 
+def test_an_adapter_is_trained_on_merged_and_exported(hf, tmp_path, capsys):
+    from tests.hf.test_peft import outside
+
+    given = outside(hf, tmp_path / "adapter", ["self_attn.q_proj", "mlp.down_proj"], rank=3, alpha=6, layers=2)
+    run = [f"base_output_directory={tmp_path}", f"load_parameters_path={given}", "eval_interval=-1", "warmup_steps=0",
+           "max_target_length=16", "per_device_batch_size=1", "optimizer=sgd"]  # fmt: skip
+    runs = {}
+    for name, more in (("same", ["steps=1", "learning_rate=0"]), ("trained", ["steps=2", "learning_rate=0.1"])):
+        runs[name] = train(load_config(None, [*run, f"run_name={name}", *more])).run_directory
+        assert main(["export", str(runs[name]), str(tmp_path / f"{name}-out")]) == 0
+    stored = {name: safetensors.numpy.load_file(tmp_path / name / "adapter_model.safetensors")
+              for name in ("adapter", "same-out", "trained-out")}  # fmt: skip
+    about = json.loads((tmp_path / "trained-out" / "adapter_config.json").read_text())
+    assert (about["base_model_name_or_path"], about["r"], about["lora_alpha"]) == (str(hf), 3, 6)
+    for name, x in stored["adapter"].items():
+        np.testing.assert_array_equal(stored["same-out"][name], x, err_msg=name)
+        assert np.abs(stored["trained-out"][name] - x).max() > 0
+    assert stored["adapter"].keys() == stored["same-out"].keys() == stored["trained-out"].keys()
+
+    assert main(["import", str(given), str(tmp_path / "imported")]) == 0
+    assert f"with the adapter of {given} merged" in capsys.readouterr().out
+    assert main(["export", str(runs["same"]), str(tmp_path / "merged"), "merge_lora=true"]) == 0
+    assert main(["export", str(tmp_path / "imported"), str(tmp_path / "plain")]) == 0
+    assert_same_tensors(tmp_path / "merged", tmp_path / "plain")
+    pair = [stored["adapter"][f"base_model.model.model.layers.1.mlp.down_proj.lora_{which}.weight"] for which in "BA"]
+    name = "model.layers.1.mlp.down_proj.weight"
+    want = tensors(hf)[name].astype(np.float64) + 2 * (pair[0].astype(np.float64) @ pair[1])
+    np.testing.assert_allclose(tensors(tmp_path / "plain")[name], want, rtol=1e-5, atol=1e-6)
+    capsys.readouterr()
+    assert greedy(given, capsys, 'prompt="to be"') == greedy(tmp_path / "imported", capsys, 'prompt="to be"')
+
+
 def _lead(x, params):
     """Dims that count layers."""
     return min(leaf.ndim for leaf in jax.tree.leaves(params["layers"])) - 1

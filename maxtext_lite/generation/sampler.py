@@ -11,6 +11,7 @@ import numpy as np
 
 from maxtext_lite.config import Config
 from maxtext_lite.config.errors import value_text
+from maxtext_lite.config.hf.adapter import adapter_of
 from maxtext_lite.config.hf.config import has_hf_weights
 from maxtext_lite.hf import load_hf_parameters
 from maxtext_lite.models import Decoder, KVCache, Sampling, sample_token
@@ -35,10 +36,10 @@ def load_on_mesh(
     sizes = dict.fromkeys(MESH_AXES, 1) | dict(parallelism)
     mesh = make_mesh(sizes, dict.fromkeys(MESH_AXES, 1), jax.devices()[: math.prod(sizes.values())])
     abstract = abstract_on_mesh(decoder, mesh, " x ".join(f"{axis} {size}" for axis, size in parallelism.items()))
-    if has_hf_weights(directory):
+    if has_hf_weights(directory) and adapter_of(directory) is None:
         load = load_hf_parameters
     else:
-        from maxtext_lite.training.parameter_files import load_parameters as load  # Orbax, only for its checkpoints
+        from maxtext_lite.training.parameter_files import load_parameters as load  # Orbax, only here
 
     with jax.set_mesh(mesh):
         return decoder, load(directory, abstract, "run_directory"), mesh

@@ -4,7 +4,7 @@ from maxtext_lite.hf.carried import carry_files, stop_ids_of
 from maxtext_lite.hf.entries import flat
 from maxtext_lite.hf.export import export_model, export_parameters
 from maxtext_lite.hf.importing import load_hf_parameters
-from maxtext_lite.hf.peft import export_adapters
+from maxtext_lite.hf.peft import export_adapters, read_peft_adapters
 
 __all__ = [
     "carry_files",
@@ -13,5 +13,6 @@ __all__ = [
     "export_parameters",
     "flat",
     "load_hf_parameters",
+    "read_peft_adapters",
     "stop_ids_of",
 ]

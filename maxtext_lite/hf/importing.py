@@ -15,9 +15,10 @@ from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import value_text
 from maxtext_lite.config.hf.config import family_of, has_hf_weights, model_keys
 from maxtext_lite.config.hf.fields import JsonObject, Keys
-from maxtext_lite.config.hf.text_tower import TOWERS, text_tensor
+from maxtext_lite.config.hf.text_tower import TOWERS, text_fields, text_tensor
 from maxtext_lite.config.json_file import read_object
 from maxtext_lite.hf.copying import aligned_empty, as_bits, assign_cast, is_finite
+from maxtext_lite.hf.dequantized import open_directory
 from maxtext_lite.hf.entries import Entry, entries_of, flat
 from maxtext_lite.hf.names import Sizes, Table, model_of
 from maxtext_lite.hf.safetensors_dir import DTYPES, SafetensorsDir
@@ -58,7 +59,7 @@ def _load(root: Path, abstract_params: Params, where: str) -> Params:
     has_hf_weights(root)
     fields = read_object(root / "config.json")
     kind, keys = family_of(fields, where), model_keys(fields, f"{root / 'config.json'}")
-    files = _of_text(SafetensorsDir(root), fields, where)
+    files = _of_text(open_directory(root, text_fields(fields)), fields, where)
     table = _as_named(TABLES[kind], files)
     model, leaves = model_of(keys), flat(abstract_params)
     sizes = model.sizes
@@ -83,7 +84,7 @@ def _of_text(files: SafetensorsDir, fields: JsonObject, where: str) -> Safetenso
         return files
     names = {name: text_tensor(name) for name in files.tensors}
     seen = sum(renamed is None for renamed in names.values())
-    files.tensors = {renamed: files.tensors[name] for name, renamed in names.items() if renamed is not None}
+    files.rename({name: renamed for name, renamed in names.items() if renamed is not None})
     print(f"{where}: {seen} tensors for images are passed over: the text part alone is loaded", file=sys.stderr)
     return files
 
@@ -226,7 +227,7 @@ def _filled(
     for place in np.ndindex(layers.shape):
         for slot, expert in enumerate(experts):
             name = entry.tensor_name(int(layers[place]), expert)
-            tensor = files.view(name)
+            tensor = files.part(name, lambda: entry.name.reach(part, sizes, rest))
             into = block[(*place, slot) if entry.name.per_expert else place]
             with np.errstate(over="ignore"):  # what becomes an infinity is found by whoever asks for it
                 assign_cast(into, tensor, entry.name.to_ours(as_bits(tensor), part, sizes)[rest])

@@ -124,6 +124,19 @@ class Name:
             assign(into, ours.transpose([letters.index(letter) for letter in left]))
         return dims.reshape(self.their_shape(sizes))
 
+    def reach(self, part: int, sizes: Sizes, of_part: tuple[slice, ...]) -> tuple[slice, ...]:
+        """The stretch of each of the tensor's dims from which `to_ours(...)[of_part]`, not empty, is made."""
+        shape = self.their_shape(sizes)
+        if self.pairs:  # their halves come from all over the dim
+            return tuple(slice(0, size) for size in shape)
+        stretches = []
+        for dim, size in enumerate(shape):
+            numbers = np.arange(size).reshape([-1 if other == dim else 1 for other in range(len(shape))])
+            found = self.to_ours(np.broadcast_to(numbers, shape), part, sizes)[of_part]
+            found = found[tuple(slice(None if stride else 1) for stride in found.strides)]
+            stretches.append(slice(int(found.min()), int(found.max()) + 1))
+        return tuple(stretches)
+
     @property
     def _letters(self) -> tuple[list[str], tuple[str, ...]]:
         """Of the tensor and of the parameter."""

@@ -2,23 +2,33 @@
 
 Each adapted module of the family's model has lora_A [r, in] and lora_B [out, r]. Where one of its tensors holds
 several parameters, one after another, it has the adapters of all of them at once: their inner widths side by side, so
-that each part of the output comes of its own.
+that each part of the output comes of its own. An adapter from elsewhere has one A for them all, which each of them is
+given a copy of.
 Source: https://huggingface.co/docs/peft/developer_guides/checkpoint
 """
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 
 from maxtext_lite.config import UserError
+from maxtext_lite.config.errors import any_of
+from maxtext_lite.config.hf.adapter import CONFIG, WEIGHTS, Adapter
+from maxtext_lite.config.hf.config import family_of, model_keys
 from maxtext_lite.config.hf.fields import Keys
+from maxtext_lite.config.json_file import read_object
+from maxtext_lite.config.weight_axes import num_inputs, of_one
+from maxtext_lite.config.weights import stacks_of
+from maxtext_lite.hf.copying import is_finite
 from maxtext_lite.hf.entries import Entry, entries_of, flat
 from maxtext_lite.hf.names import Name, Sizes, model_of
-from maxtext_lite.hf.safetensors_dir import Tensor, write_file
+from maxtext_lite.hf.safetensors_dir import DTYPES, Tensor, mapped, stored_in, write_file
 from maxtext_lite.hf.tables import TABLES
 from maxtext_lite.models import Lora
 from maxtext_lite.models.decoder import Params
@@ -66,7 +76,7 @@ def export_adapters(
     if jax.process_index() != 0:
         return
     directory.mkdir(parents=True, exist_ok=True)
-    write_file(directory / "adapter_model.safetensors", tensors)
+    write_file(directory / WEIGHTS, tensors)
     about = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -82,7 +92,7 @@ def export_adapters(
         "bias": "none",
         "inference_mode": True,
     }
-    (directory / "adapter_config.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+    (directory / CONFIG).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
 
 
 def _whole(value: float) -> int | float:
@@ -145,3 +155,117 @@ def _columns(name: Name, part: int, b: np.ndarray, sizes: Sizes) -> np.ndarray:
     there = name.to_theirs(whole, narrow)
     (axis,) = [axis for axis, group in enumerate(name.their_dims) if group == (first,)]
     return np.moveaxis(there, axis, -1).reshape(-1, rank)
+
+
+def read_peft_adapters(adapter: Adapter, shapes: Mapping[str, tuple[int, ...]]) -> Params:
+    """The adapters of a PEFT directory, float32 and whole on the host, as a decoder with its LoRA keys has them.
+
+    Args:
+      shapes: of the parameters without adapters, by path.
+    Raises:
+      UserError: the file has other matrices than the model's modules, of other shapes, or with NaN or an infinity.
+    """
+    fields = read_object(adapter.base / "config.json")
+    kind, model = family_of(fields, str(adapter.base)), model_of(model_keys(fields, str(adapter.base / "config.json")))
+    inputs = {
+        f"{stack}/{path}": num_inputs(of_one(weight.axes))
+        for stack, (_, weights) in stacks_of(model).items()
+        for path, weight in weights.items()
+        if stack and path.rpartition("/")[2] in adapter.targets.split(",")
+    }
+    entries = [entry for entry in entries_of(TABLES[kind], shapes, model, kind) if inputs.keys() & set(entry.paths)]
+    read = _matrices(adapter, {_module_name(name) for entry in entries for name, _, _ in entry.tensor_names()})
+    if any(len(entry.paths) > 1 for entry in entries) and not adapter.ranks:
+        note = f"{adapter.directory}: the matrix A of a module that holds several weights is copied to each of them"
+        print(f"{note}; training changes the copies one by one", file=sys.stderr)
+    found: dict[str, Any] = {}
+    for entry in entries:
+        for part, path in enumerate(entry.paths):
+            parent = found
+            for step in path.split("/"):
+                parent = parent.setdefault(step, {})
+            parent.update(_layers_of(entry, part, adapter, read, shapes[path], inputs[path], model.sizes))
+    return found
+
+
+def _module_name(tensor: str) -> str:
+    return tensor.removesuffix(".weight")
+
+
+def _matrices(adapter: Adapter, modules: set[str]) -> Callable[[str, str, tuple[int, int]], np.ndarray]:
+    """Reads a module's A or B, of a shape."""
+    file, where = adapter.directory / WEIGHTS, f"{adapter.directory / WEIGHTS} (target_modules of {CONFIG})"
+    stored = stored_in(file)
+    for names, what in (
+        (modules - set(adapter.modules), "has no matrices for"),
+        (set(adapter.modules) - modules, "has matrices for modules without adapters in this model:"),
+    ):
+        if names:
+            raise UserError(f"{where} {what} {any_of(sorted(names)[:3])}. All layers have them, or none.")
+
+    def read(module: str, which: str, shape: tuple[int, int]) -> np.ndarray:
+        name = f"base_model.model.{module}.lora_{which}.weight"
+        if name not in stored or stored[name].shape != shape or stored[name].dtype not in DTYPES:
+            there = f"{list(stored[name].shape)} in {stored[name].dtype}" if name in stored else "not there"
+            raise UserError(f"{file}: {name} is {there}, and has to be {list(shape)}.")
+        matrix = mapped(stored[name]).astype(np.float32)
+        if not is_finite(matrix):
+            raise UserError(f"{file}: {name} holds NaN or infinite numbers.")
+        return matrix
+
+    return read
+
+
+def _layers_of(
+    entry: Entry,
+    part: int,
+    adapter: Adapter,
+    read: Callable[[str, str, tuple[int, int]], np.ndarray],
+    shape: tuple[int, ...],
+    inputs: int,
+    sizes: Sizes,
+) -> dict[str, np.ndarray]:
+    """The adapter of a weight of this shape, of which each layer is a part of a module of the entry."""
+    rank, counted, parts = adapter.rank, len(entry.layer_dims), len(entry.paths)
+    lengths = shape[counted : counted + inputs]
+    of_a = np.empty((*shape[:counted], *lengths, rank), np.float32)
+    of_b = np.empty((*shape[:counted], rank, *shape[counted + inputs :]), np.float32)
+    num_in, num_out = _widths(entry.name, sizes, inputs)
+    for name, layer, _ in entry.tensor_names():
+        module = _module_name(name)
+        width = next((wide for end, wide in adapter.ranks.items() if module.endswith(f".{end}")), rank)
+        a, b = read(module, "A", (width, num_in)), read(module, "B", (num_out, width))
+        ours = [
+            _to_columns(entry.name, part, b[:, start : start + rank], sizes, inputs) for start in range(0, width, rank)
+        ]
+        # One for all parts, or those of some parts, one after another: of another part's, this one has zeros in B.
+        of_part = [number for number, each in enumerate(ours) if each.any()]
+        own = of_part[0] if of_part else part if len(ours) == parts else 0
+        if width % rank or len(of_part) > 1:
+            raise UserError(
+                f"{adapter.directory / CONFIG}: rank_pattern gives {module} {width} columns, not {rank} for each of "
+                f"{', '.join(entry.paths)} alone."
+            )
+        at = np.unravel_index(layer, entry.layer_dims)
+        of_a[at], of_b[at] = _to_rows(entry.name, a[own * rank : (own + 1) * rank], lengths), ours[own]
+    return {"a": of_a, "b": of_b}
+
+
+def _to_rows(name: Name, a: np.ndarray, lengths: tuple[int, ...]) -> np.ndarray:
+    """[r, in] as [*in, r], with inputs of these lengths: the inverse of `_rows`."""
+    inputs = name.our_dims[: len(lengths)]
+    (order,) = [group for group in name.their_dims if set(group) <= set(inputs)]
+    long = dict(zip(inputs, lengths, strict=True))
+    dims = a.reshape(len(a), *(long[letter] for letter in order))
+    return np.moveaxis(dims, 0, -1).transpose(*(order.index(letter) for letter in inputs), len(inputs))
+
+
+def _to_columns(name: Name, part: int, b: np.ndarray, sizes: Sizes, inputs: int) -> np.ndarray:
+    """[whole out, r] as [r, *out] of a part: the inverse of `_columns`."""
+    rank, first = b.shape[1], name.our_dims[0]
+    if inputs > 1:
+        return b.T.reshape(rank, *(sizes[letter] for letter in name.our_dims[inputs:]))
+    narrow = {**sizes, first: rank}
+    (axis,) = [axis for axis, group in enumerate(name.their_dims) if group == (first,)]
+    outputs = [size for dim, size in enumerate(name.their_shape(narrow)) if dim != axis]
+    return name.to_ours(np.moveaxis(b.reshape(*outputs, rank), -1, axis), part, narrow)

@@ -34,6 +34,20 @@ DTYPES: Mapping[str, np.dtype] = {
 }
 """The number formats that are read and written."""
 
+_PACKED: Mapping[str, np.dtype] = {
+    "F8_E4M3": np.dtype(jnp.float8_e4m3fn),
+    "F8_E5M2": np.dtype(jnp.float8_e5m2),
+    "F8_E8M0": np.dtype(jnp.float8_e8m0fnu),
+    "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
+    "I32": np.dtype(np.int32),
+    "I64": np.dtype(np.int64),
+}
+# What quantized weights are stored in, beside DTYPES.
+
+Box = tuple[slice, ...]
+"""A stretch of each dim of a tensor."""
+
 _FILE_BYTES = 5_000_000_000
 
 
@@ -65,7 +79,7 @@ class SafetensorsDir:
         self.directory = directory
         self.tensors: dict[str, Stored] = {}
         for file in weight_files(directory):
-            for name, stored in _header(file).items():
+            for name, stored in stored_in(file).items():
                 if name in self.tensors:
                     raise UserError(
                         f"{directory}: {value_text(name)} stands in {self.tensors[name].file.name} and in {file.name}."
@@ -78,15 +92,41 @@ class SafetensorsDir:
                     "does not."
                 )
 
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Keeps the tensors that `names` has, by the names that it gives them."""
+        self.tensors = {new: self.tensors[name] for name, new in names.items()}
+
     def view(self, name: str) -> np.ndarray:
         """The tensor as a read-only view of its file, which is closed with the last reference to the view."""
-        file, dtype, shape, offset = self.tensors[name]
-        if not math.prod(shape):
-            return np.zeros(shape, DTYPES[dtype])
-        return np.memmap(file, DTYPES[dtype], "r", offset, shape).view(np.ndarray)
+        return mapped(self.tensors[name])
+
+    def part(self, name: str, box: Callable[[], Box]) -> np.ndarray:
+        """The tensor, of which at least `box`, a stretch of each dim, is there: all of it."""
+        del box
+        return self.view(name)
 
 
-def _header(file: Path) -> dict[str, Stored]:
+def mapped(stored: Stored) -> np.ndarray:
+    """What is stored as a read-only view of its file.
+
+    Raises:
+      UserError: it is in a format that no tensor is read in.
+    """
+    file, name, shape, offset = stored
+    dtype = DTYPES.get(name, _PACKED.get(name))
+    if dtype is None:
+        raise UserError(f"{file} has a tensor in {value_text(name)}, which is not read.")
+    if not math.prod(shape):
+        return np.zeros(shape, dtype)
+    return np.memmap(file, dtype, "r", offset, shape).view(np.ndarray)
+
+
+def stored_in(file: Path) -> dict[str, Stored]:
+    """Where the tensors of a file lie, by name.
+
+    Raises:
+      UserError: it is not in the format.
+    """
     _check_format(file)
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")

@@ -331,7 +331,7 @@ class Decoder:
         # Only a cache asks for a layer's number, and scores that are divided by it.
         counted = cache is not None or shape.inverse_layer_scaling
 
-        of_kinds = layer_params if mixed else {None: layer_params}
+        of_kinds: dict[MlpKind | None, Params] = layer_params if mixed else {None: layer_params}
 
         def entries(mlp: MlpKind | None, params: Params) -> Any:
             """For each layer of a stack its parameters, or over a cache its place there; and its number."""

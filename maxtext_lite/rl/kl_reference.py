@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from maxtext_lite.config import RLRunConfig, UserError
+from maxtext_lite.config.hf.adapter import adapter_of
 from maxtext_lite.data import PromptSource
 from maxtext_lite.models import Decoder
 from maxtext_lite.models.decoder import Params
@@ -38,6 +39,12 @@ class Reference:
     def __init__(self, run: TrainingRun[PromptSource], config: RLRunConfig, state: TrainState, step: int):
         decoder = _without_adapters(run, config)
         where = run.directory / DIRECTORY
+        if adapter_of(config.load_parameters_path):  # the frozen model is not that which the run began with
+            raise UserError(
+                f"grpo_beta={config.grpo_beta:g} refers to the model that the run begins with, which is one with the "
+                f"adapter of load_parameters_path={config.load_parameters_path}. Nearest that works: grpo_beta=0, or "
+                "the adapter merged: convert import."
+            )
         if state.frozen is not None:
             plain = state.frozen
         elif step == 0:

@@ -12,6 +12,7 @@ import jax
 from maxtext_lite.batching.topology import resolve_mesh
 from maxtext_lite.config import Config, UserError, load_config, write_resolved
 from maxtext_lite.config.errors import writing
+from maxtext_lite.config.hf.adapter import adapter_of
 from maxtext_lite.config.hf.config import hf_directory, model_keys, run_config_json, tokenizer_keys
 from maxtext_lite.config.hf.fields import JsonObject
 from maxtext_lite.config.hf.model_directory import hf_config
@@ -22,6 +23,7 @@ from maxtext_lite.hf import carry_files, export_adapters, export_model, flat
 from maxtext_lite.hf.carried import carry_tokenizer, tokenizer_file
 from maxtext_lite.models.decoder import Params
 from maxtext_lite.parallel import make_mesh, start_devices
+from maxtext_lite.training.maxtext_checkpoint import load_maxtext_parameters, maxtext_dtype, maxtext_items
 from maxtext_lite.training.parameter_files import (
     PARAMETERS,
     load_adapters,
@@ -33,22 +35,52 @@ from maxtext_lite.training.state import abstract_on_mesh, make_plain_decoder
 
 MESH_KEYS = tuple(key for key in MeshConfig.model_fields if key.startswith(("ici_", "dcn_")))
 """The keys of the mesh that parameters pass through."""
+CONVERSION_KEYS = (*MESH_KEYS, "dtype", "weight_dtype")
+"""The keys that any import takes; one of a checkpoint of MaxText takes those of the model and the tokenizer too."""
 
 
 def import_directory(source: Path, out: Path, overrides: Sequence[str]) -> str:
-    """Makes of a Hugging Face directory one like that of a run; returns what it did, in words.
+    """Makes of a Hugging Face directory, or an adapter to one, or a checkpoint of MaxText, one like that of a run.
 
+    Args:
+      overrides: of MaxText's, with the Model keys.
+    Returns:
+      What it did, in words.
     Raises:
       UserError: the directory, its model or the mesh is wrong, or `out` cannot be written.
     """
-    config = hf_config(source, overrides)
+    items = maxtext_items(source)
+    if items is not None:
+        return _import_maxtext(items, out, overrides)
+    stated = [word for word in overrides if word.partition("=")[0] not in CONVERSION_KEYS]
+    if stated:
+        raise UserError(
+            f"{stated[0]} has no use with {source}: only a checkpoint of MaxText, which has no config, takes it."
+        )
+    adapter = adapter_of(source)
+    base = adapter.base if adapter else source
+    config = hf_config(base, overrides)
     params = load_parameters(source, _abstract_params(config), "HF_DIR")
     if jax.process_index() == 0:
         with writing(out):
-            carry_files(source, out / "hf")
+            carry_files(base, out / "hf")
             _write_config(out, config)
     save_parameters(out, params)
-    return f"{_count(params):,} parameters in {out}, in {config.weight_dtype}"
+    merged = f", with the adapter of {source} merged" if adapter else ""
+    return f"{_count(params):,} parameters in {out}, in {config.weight_dtype}{merged}"
+
+
+def _import_maxtext(items: Path, out: Path, overrides: Sequence[str]) -> str:
+    stated = {word.partition("=")[0] for word in overrides}
+    byte = [] if stated & {"tokenizer_type", "tokenizer_path"} else ["dataset_type=synthetic", "tokenizer_type=byte"]
+    config = load_config(None, [f"weight_dtype={maxtext_dtype(items)}", *byte, *overrides])
+    params = load_maxtext_parameters(items, _abstract_params(config), config)
+    if jax.process_index() == 0:
+        with writing(out):
+            out.mkdir(parents=True, exist_ok=True)
+            _write_config(out, config)
+    save_parameters(out, params)
+    return f"{_count(params):,} parameters of MaxText in {out}, in {config.weight_dtype}"
 
 
 def _write_config(out: Path, config: Config) -> None:
@@ -103,8 +135,10 @@ def _export_adapters(source: Path, out: Path, abstract: Params, fields: JsonObje
         raise UserError(f"{source} has lora_rank={config.lora_rank} in its config.yml, but no adapters.")
     lora, adapters = found
     shapes = {path: tuple(leaf.shape) for path, leaf in flat(abstract).items()}
+    adapter = adapter_of(config.load_parameters_path) if config.load_parameters_path else None
+    base = str(adapter.base) if adapter else config.load_parameters_path
     with writing(out):
-        export_adapters(out, adapters, lora, kind, keys, shapes=shapes, base=config.load_parameters_path)
+        export_adapters(out, adapters, lora, kind, keys, shapes=shapes, base=base)
     return f"{_count(adapters):,} parameters of adapters in {out}, for {kind} in PEFT's layout, in float32"
 
 

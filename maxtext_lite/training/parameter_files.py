@@ -16,8 +16,9 @@ from jax.sharding import Mesh, NamedSharding
 
 from maxtext_lite.config import MlpKind, UserError
 from maxtext_lite.config.errors import full_text, value_text
+from maxtext_lite.config.hf.adapter import Adapter, adapter_of
 from maxtext_lite.config.hf.config import has_hf_weights
-from maxtext_lite.hf import load_hf_parameters
+from maxtext_lite.hf import flat, load_hf_parameters, read_peft_adapters
 from maxtext_lite.models import Lora, joined, merged
 from maxtext_lite.parallel import sharding, with_dims
 from maxtext_lite.training.failures import Failures
@@ -109,13 +110,18 @@ def load_parameters(path: str | Path, abstract_params: Any, key: str) -> Any:
     """The parameters of a checkpoint, or of a Hugging Face directory, laid out as `abstract_params` says.
 
     A checkpoint may have been saved from another pipeline. Those of a run with LoRA are its frozen ones with what its
-    adapters add to them.
+    adapters add to them; so are those of an adapter's directory.
 
     Args:
       abstract_params: without adapters.
     Raises:
       UserError: there is no checkpoint at `path`, or its parameters have other shapes; names `key`.
     """
+    if adapter := adapter_of(path):
+        plain = load_hf_parameters(adapter.base, abstract_params, key)
+        lora = Lora(adapter.rank, adapter.alpha, tuple(adapter.targets.split(",")))
+        whole = sharding(jax.tree.leaves(plain)[0].sharding.mesh)
+        return _merged(lora, load_peft_adapters(adapter, plain, whole), plain)
     if has_hf_weights(path):
         return load_hf_parameters(path, abstract_params, key)
     directory = whole_checkpoint(path, key, PARAMETERS)
@@ -134,6 +140,26 @@ def load_parameters(path: str | Path, abstract_params: Any, key: str) -> Any:
     params = _read_parameters(frozen, path, abstract_params, key)
     layer_dims = layer_dims_of(params)
     adapters = _with_layer_dims(adapters, (math.prod(layer_dims),), (*layer_dims[:-1], -1))
+    return _merged(lora, adapters, params)
+
+
+def load_peft_adapters(adapter: Adapter, plain: Any, where: Any) -> Any:
+    """The adapters of a PEFT directory on the mesh, float32.
+
+    Args:
+      plain: the parameters that they belong to, or their shapes.
+      where: a sharding for all, or a tree of one for each.
+    Raises:
+      UserError: as `read_peft_adapters`.
+    """
+    read = read_peft_adapters(adapter, {path: tuple(leaf.shape) for path, leaf in flat(plain).items()})
+    shardings = jax.tree.map(lambda _: where, read) if isinstance(where, NamedSharding) else where
+    return jax.tree.map(
+        lambda x, sharding: jax.make_array_from_callback(x.shape, sharding, lambda index: x[index]), read, shardings
+    )
+
+
+def _merged(lora: Lora, adapters: Any, params: Any) -> Any:
     shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
     merge = jax.jit(
         lambda params, adapters: merged(joined(lora, adapters, params)), donate_argnums=0, out_shardings=shardings

@@ -24,6 +24,7 @@ from maxtext_lite.batching import (
 from maxtext_lite.batching.devices import peak_tflops
 from maxtext_lite.config import Config, RunConfig, UserError, describe, write_resolved
 from maxtext_lite.config.errors import value_text, writing
+from maxtext_lite.config.hf.adapter import adapter_of
 from maxtext_lite.config.hf.config import CARRIED, has_hf_weights, hf_directory, tokenizer_keys
 from maxtext_lite.data import (
     ExampleSource,
@@ -32,7 +33,7 @@ from maxtext_lite.data import (
 )
 from maxtext_lite.hf import carry_files
 from maxtext_lite.models import Decoder
-from maxtext_lite.parallel import accelerator_of, start_devices
+from maxtext_lite.parallel import accelerator_of, start_devices, tree_shardings
 from maxtext_lite.training.arrays import Device, Rows, num_elements
 from maxtext_lite.training.checkpoint import Checkpointer, Counts, fingerprint
 from maxtext_lite.training.environment import environment
@@ -41,7 +42,7 @@ from maxtext_lite.training.lease import Lease, hold
 from maxtext_lite.training.metrics import Speed, Terminal
 from maxtext_lite.training.noise import why_unknown
 from maxtext_lite.training.optimizer import UNKNOWN_RATE, Schedule, learning_rate_schedule
-from maxtext_lite.training.parameter_files import checkpoints_in, load_parameters
+from maxtext_lite.training.parameter_files import checkpoints_in, load_parameters, load_peft_adapters
 from maxtext_lite.training.state import (
     CONFIGURED,
     OwnParts,
@@ -228,8 +229,11 @@ class TrainingRun(Generic[Data]):
             return state, counts
         path = self.config.load_parameters_path
         if path:  # before anything is compiled: it may not be there, or not fit
-            params = load_parameters(path, abstract.plain_params, "load_parameters_path")
-            return state_from(self.parts, params, self.config.seed), Counts()
+            adapter = adapter_of(path)
+            params = load_parameters(adapter.base if adapter else path, abstract.plain_params, "load_parameters_path")
+            where = tree_shardings(self.mesh, self.decoder.trained(self.decoder.axes))
+            adapters = load_peft_adapters(adapter, params, where) if adapter else None
+            return state_from(self.parts, params, self.config.seed, adapters), Counts()
         return init_state(self.parts, self.config.seed), Counts()
 
     def introduce(self, terminal: Terminal, counts: Counts) -> None:

@@ -365,16 +365,19 @@ def init_state(parts: StepParts, seed: int) -> TrainState:
         return create(jax.random.key(seed))
 
 
-def state_from(parts: StepParts, params: Params, seed: int) -> TrainState:
+def state_from(parts: StepParts, params: Params, seed: int, adapters: Params | None = None) -> TrainState:
     """The state before the first step of a run that starts from parameters on the mesh; they are donated.
 
     Args:
-      params: without adapters; new ones, where there are to be any, depend on the seed.
+      params: without adapters.
+      adapters: None: new ones, where there are to be any, which depend on the seed.
     """
-    create = jax.jit(
-        lambda params, key: _state_of(parts, parts.decoder.with_adapters(params, key)),
-        donate_argnums=0,
-        out_shardings=state_shardings(parts),
-    )
+
+    def state(params: Params, adapters: Params | None, key: jax.Array) -> TrainState:
+        decoder = parts.decoder
+        both = decoder.with_adapters(params, key) if adapters is None else decoder.joined(adapters, params)
+        return _state_of(parts, both)
+
+    create = jax.jit(state, donate_argnums=(0, 1), out_shardings=state_shardings(parts))
     with jax.set_mesh(parts.mesh):
-        return create(params, jax.random.key(seed))
+        return create(params, adapters, jax.random.key(seed))

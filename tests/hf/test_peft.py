@@ -1,4 +1,4 @@
-"""Exported adapters are PEFT's: what they add to transformers' model is what ours add; experts' are refused."""
+"""Adapters are PEFT's, in and out: what they add to transformers' model is what ours add; experts' are refused."""
 
 import json
 import re
@@ -6,11 +6,15 @@ import re
 import jax
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from maxtext_lite.config import UserError
+from maxtext_lite.config.hf.adapter import adapter_of
 from maxtext_lite.config.hf.config import model_keys
+from maxtext_lite.config.hf.model_directory import directory_config
 from maxtext_lite.config.json_file import read_object
-from maxtext_lite.hf import export_adapters, flat
+from maxtext_lite.generation.sampler import load_on_mesh
+from maxtext_lite.hf import export_adapters, flat, read_peft_adapters
 from maxtext_lite.models import Decoder, Lora, merged
 from maxtext_lite.models.decoder import DecoderShape
 from tests.hf.test_importing import TOKENS, load, logits_of
@@ -49,7 +53,7 @@ def export(directory, out, decoder, adapters):
     export_adapters(out, adapters, decoder.shape.lora, kind, keys, shapes=shapes, base=str(directory))
 
 
-def with_adapters_of(theirs, out):
+def with_adapters_of(theirs, out, scale=None):
     """The model's weights with scale x lora_B lora_A added, module by module, as PEFT's documents define the files."""
     about = json.loads((out / "adapter_config.json").read_text())
     tensors = safetensors_torch.load_file(out / "adapter_model.safetensors")
@@ -61,7 +65,7 @@ def with_adapters_of(theirs, out):
         alpha = about["alpha_pattern"].get(target, about["lora_alpha"])
         a, b = tensors[name], tensors[name.replace("lora_A", "lora_B")]
         assert a.shape[0] == b.shape[1] == rank
-        delta = alpha / rank * (b @ a)
+        delta = (scale or alpha / rank) * (b @ a)
         changed[f"{module}.weight"] = weights[f"{module}.weight"] + (delta.T if about["fan_in_fan_out"] else delta)
     assert len(tensors) == 2 * sum(bool(re.search(f"\\.({'|'.join(about['target_modules'])})$", name))
                                    for name, _ in theirs.named_modules())  # fmt: skip
@@ -80,6 +84,76 @@ def test_adapters_add_in_transformers_what_they_add_here(name, tmp_path):
     with torch.no_grad():
         theirs = call(model(name), changed, (torch.tensor([TOKENS]),)).logits[0].numpy()
     np.testing.assert_allclose(theirs, ours, atol=1e-5 * np.abs(ours).max())
+
+    shapes = {path: leaf.shape for path, leaf in flat(decoder.frozen(decoder.abstract_params)).items()}
+    found = adapter_of(tmp_path / "adapters")
+    assert found is not None
+    assert (found.rank, found.alpha) == (3, 6)
+    back, given = flat(read_peft_adapters(found, shapes)), flat(adapters)
+    assert given.keys() <= back.keys()
+    for path, x in back.items():  # a part of a module of which other parts have adapters has one that adds nothing
+        if path in given or path.endswith("/b"):
+            np.testing.assert_array_equal(x, given.get(path, np.zeros_like(x)), err_msg=path)
+    assert (name == "phi3") == (given.keys() != back.keys())
+
+
+def outside(directory, out, modules, *, rank, alpha, **fields):
+    """An adapter as others write it, with one pair of matrices for each of a llama's or phi3's modules."""
+    widths = {"qkv_proj": (32, 64), "gate_up_proj": (32, 96), "q_proj": (32, 32), "down_proj": (48, 32)}
+    rng, tensors = np.random.default_rng(3), {}
+    for layer in range(fields.pop("layers", 3)):
+        for module in modules:
+            path = f"base_model.model.model.layers.{layer}.{module}"
+            num_in, num_out = widths[module.rpartition(".")[2]]
+            for which, shape in (("A", (rank, num_in)), ("B", (num_out, rank))):
+                tensors[f"{path}.lora_{which}.weight"] = 0.2 * rng.standard_normal(shape).astype(np.float32)
+    out.mkdir()
+    safetensors.numpy.save_file(tensors, out / "adapter_model.safetensors")
+    about = {
+        "peft_type": "LORA", "base_model_name_or_path": str(directory), "r": rank, "lora_alpha": alpha,
+        "target_modules": [module.rpartition(".")[2] for module in modules], "rank_pattern": {}, "alpha_pattern": {},
+        "fan_in_fan_out": False, "lora_dropout": 0.1, "bias": "none", "modules_to_save": None, **fields,
+    }  # fmt: skip
+    (out / "adapter_config.json").write_text(json.dumps(about))
+    return out
+
+
+def test_one_matrix_for_several_weights_is_each_ones(tmp_path, capsys):
+    directory = save("phi3", tmp_path / "base")
+    modules = ["self_attn.qkv_proj", "mlp.gate_up_proj", "mlp.down_proj"]
+    out = outside(directory, tmp_path / "adapters", modules, rank=4, alpha=5, use_rslora=True)
+    config = directory_config(out, "float32")
+    assert (config.lora_rank, config.lora_alpha) == (4, 10)  # alpha / sqrt(r) = 2.5 = 10 / 4
+    assert sorted(config.lora_targets.split(",")) == ["down", "gate", "key", "query", "up", "value"]
+    decoder, params, _ = load_on_mesh(out, config, {"fsdp": 2, "tensor": 2})
+    assert "is copied to each of them" in capsys.readouterr().err
+    call, changed = with_adapters_of(model("phi3"), out, scale=2.5)
+    with torch.no_grad():
+        theirs = call(model("phi3"), changed, (torch.tensor([TOKENS]),)).logits[0].numpy()
+    ours = logits_of(decoder, jax.tree.map(lambda x: np.asarray(x), params))[0]
+    np.testing.assert_allclose(ours, theirs, atol=5e-6 * np.abs(theirs).max())
+
+
+@pytest.mark.parametrize(("fields", "message"), [
+    ({"rank": 3}, None),
+    ({"layers": 2}, "has no matrices for model.layers.2.mlp.down_proj or model.layers.2.self_attn.q_proj. All layers"),
+    ({"layers": 4}, "has matrices for modules without adapters in this model: model.layers.3.mlp.down_proj"),
+    ({"r": 5}, "layers.0.self_attn.q_proj.lora_A.weight is [3, 32] in F32, and has to be [5, 32]."),
+    ({"rank_pattern": {"q_proj": 6}, "alpha_pattern": {"q_proj": 8}}, "is [3, 32] in F32, and has to be [6, 32]"),
+])  # fmt: skip
+def test_matrices_that_do_not_fit_the_model_are_refused_by_name(fields, message, tmp_path):
+    directory = save("llama", tmp_path / "base")
+    given = {"rank": 3, "alpha": 4, **fields}
+    out = outside(directory, tmp_path / "adapters", ["self_attn.q_proj", "mlp.down_proj"], **given)
+    shapes = {path: leaf.shape for path, leaf in flat(load(directory)[0].abstract_params).items()}
+    found = adapter_of(out)
+    assert found is not None
+    if message is None:
+        assert read_peft_adapters(found, shapes)["layers"]["mlp"]["down"]["a"].shape == (3, 48, 3)
+        return
+    with pytest.raises(UserError) as refusal:
+        read_peft_adapters(found, shapes)
+    assert message in str(refusal.value)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # between the library and transformers

@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from maxtext_lite.config.errors import UserError, any_of, value_text
+from maxtext_lite.config.hf.adapter import CONFIG, adapter_of
 from maxtext_lite.config.hf.families import FAMILIES
 from maxtext_lite.config.hf.fields import DEFAULTS, WITHOUT_EFFECT, Fields, JsonObject, Keys, same_architecture
+from maxtext_lite.config.hf.quantized import FIELD, check_quantization, quantization_of
 from maxtext_lite.config.hf.text_tower import text_fields, unbuilt
 from maxtext_lite.config.hf.weight_files import weight_files
 from maxtext_lite.config.json_file import check_file, is_there, read_object
@@ -76,6 +78,7 @@ def _read(fields: JsonObject, where: str) -> tuple[Fields, Keys]:
     for part in FAMILIES[kind].parts:
         keys |= part.read(left)
     left.check_stored(FAMILIES[kind].architecture)
+    check_quantization(left)
     left.check_keys(keys)
     left.drop(WITHOUT_EFFECT | _ALSO_WITHOUT_EFFECT.get(kind, frozenset()))
     return left, keys
@@ -98,7 +101,8 @@ def config_json(
     Raises:
       UserError: no family, or not that of `original`, expresses the keys; names those in the way.
     """
-    original = text_fields(original)
+    without = {name: value for name, value in original.items() if name != FIELD}  # what is written is plain numbers
+    original = text_fields(without)
     kinds = [family_of(original, "config.json")] if original else list(FAMILIES)
     nearest: list[str] | None = None
     for kind in kinds:
@@ -169,30 +173,28 @@ CARRIED = (
 def hf_directory(path: str | Path) -> Path | None:
     """Where the config.json and tokenizer of `path` lie; None where it has none.
 
-    They lie in a Hugging Face directory itself, and in hf/ of a run or an imported model that came from one.
+    They lie in a Hugging Face directory itself, in the model's of an adapter, and in hf/ of a run or an imported model
+    that came from one.
     """
     root = Path(path)
+    if adapter := adapter_of(root):
+        root = adapter.base
     if is_there(root / "config.json"):
         return root
     return root / "hf" if is_there(root / "hf" / "config.json") else None
 
 
-_ADAPTER = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
-
-
 def has_hf_weights(path: str | Path) -> bool:
-    """Whether `path` is a Hugging Face directory, with weights in safetensors.
+    """Whether `path` is a Hugging Face directory, with weights in safetensors, or an adapter to one.
 
     Raises:
-      UserError: its weights are pickled or none, one of its files is not a file, or it is, or has, a PEFT adapter.
+      UserError: its weights are pickled or none, one of its files is not a file, or the adapter is not read.
     """
     root = Path(path)
-    adapter = [name for name in _ADAPTER if is_there(root / name)]
-    if adapter:
-        raise UserError(
-            f"{root}: {adapter[0]} belongs to an adapter in PEFT's layout, which is not read. Merge it into its model "
-            "(merge_and_unload of peft) and save that."
-        )
+    if adapter := adapter_of(root):
+        if has_hf_weights(adapter.base):
+            return True
+        raise UserError(f"{root / CONFIG}: base_model_name_or_path={adapter.base} has no config.json.")
     if not is_there(root / "config.json") or (root / "checkpoints").is_dir():
         return False
     check_file(root / "config.json")
@@ -208,9 +210,13 @@ def has_hf_weights(path: str | Path) -> bool:
 
 
 def stored_dtype(fields: JsonObject) -> str:
-    """The number format that config.json names for the weights, "float32" where it names none."""
+    """The number format that config.json names for the weights, or that of quantized ones once they are none.
+
+    Where it names none, "float32"; of quantized weights "bfloat16".
+    """
     fields = text_fields(fields)
-    return str(fields.get("dtype") or fields.get("torch_dtype") or "float32").removeprefix("torch.")
+    default = "bfloat16" if quantization_of(fields) else "float32"
+    return str(fields.get("dtype") or fields.get("torch_dtype") or default).removeprefix("torch.")
 
 
 def tokenizer_keys(directory: Path) -> dict[str, str]:

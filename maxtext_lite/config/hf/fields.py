@@ -227,16 +227,10 @@ class Fields:
         for name, value in self._left.items():
             if value is False or value in ([], {}):  # what is off, or empty, changes nothing
                 continue
-            if name in ("quantization_config", "compression_config"):
-                method = cast("dict[str, Any]", value).get("quant_method") if isinstance(value, dict) else value
-                problems.append(
-                    f"{name} ({value_text(method)}): quantized weights are not read. Ask for the model in bfloat16."
-                )
-            else:
-                problems.append(
-                    f"{value_text(name)}={value_text(value)} is not a field of {kind} that maxtext_lite knows, and "
-                    "could change the logits. If it does not, remove it."
-                )
+            problems.append(
+                f"{value_text(name)}={value_text(value)} is not a field of {kind} that maxtext_lite knows, and could "
+                "change the logits. If it does not, remove it."
+            )
         return problems
 
 

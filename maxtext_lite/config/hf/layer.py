@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from maxtext_lite.config.errors import Refusal, UserError, value_text
+from maxtext_lite.config.hf.adapter import CONFIG, adapter_of
 from maxtext_lite.config.hf.config import field_names, has_hf_weights, hf_directory, model_keys, stored_dtype
 from maxtext_lite.config.hf.config import tokenizer_keys as tokenizer_keys_of
 from maxtext_lite.config.hf.fields import Keys, same_architecture
@@ -38,6 +39,7 @@ def directory_values(
     origin = str(directory / "config.json")
     try:
         has_hf_weights(path)
+        adapter = adapter_of(path)
         fields = read_object(directory / "config.json")
         keys = model_keys(fields, origin)
     except UserError as error:
@@ -52,6 +54,18 @@ def directory_values(
         if key in stated and not _agrees(key, stated[key][0], keys)
     ]
     values = dict(keys)
+    if adapter:
+        values |= adapter.keys
+        refusals += [
+            Refusal(
+                key,
+                f"{key}={value_text(stated[key][0])} ({stated[key][1]}) contradicts {adapter.directory / CONFIG}, by "
+                f"which it is {value_text(value)}. Remove it; to train something else, merge the adapter: "
+                f"convert import {adapter.directory} OUT.",
+            )
+            for key, value in adapter.keys.items()
+            if key in stated and _plain(stated[key][0]) != _plain(value)
+        ]
     if stored_dtype(fields) == "bfloat16":
         values["dtype"] = "bfloat16"
     rows = keys["trainable_position_size"]
@@ -93,6 +107,11 @@ def in_its_fields(path: str, refusals: list[Refusal], origins: Mapping[str, str]
         else refusal
         for refusal in refusals
     ]
+
+
+def _plain(value: object) -> object:
+    """A value of a LoRA key; targets in any order."""
+    return sorted(name.strip() for name in value.split(",")) if isinstance(value, str) else value
 
 
 def _agrees(key: str, value: object, keys: Keys) -> bool:

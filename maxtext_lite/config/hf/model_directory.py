@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from maxtext_lite.config.errors import UserError
+from maxtext_lite.config.hf.adapter import adapter_of
 from maxtext_lite.config.hf.config import has_hf_weights, hf_directory, stored_dtype, tokenizer_keys
 from maxtext_lite.config.json_file import read_object
 from maxtext_lite.config.load import load_config
@@ -18,10 +19,12 @@ def hf_config(directory: Path, overrides: Sequence[str] = ()) -> Config:
     """
     if not has_hf_weights(directory):
         raise UserError(f"{directory} is not a Hugging Face directory: it has no config.json.")
-    stored = stored_dtype(read_object(directory / "config.json"))
+    carried = hf_directory(directory)
+    assert carried is not None
+    stored = stored_dtype(read_object(carried / "config.json"))
     formats = [f"weight_dtype={'bfloat16' if stored == 'bfloat16' else 'float32'}"]
     # Without a tokenizer there is no text; the model still takes tokens.
-    tokens = [] if tokenizer_keys(directory) else ["dataset_type=synthetic", "tokenizer_type=byte"]
+    tokens = [] if tokenizer_keys(carried) else ["dataset_type=synthetic", "tokenizer_type=byte"]
     return load_config(None, [f"load_parameters_path={directory}", *tokens, *formats, *overrides])
 
 
@@ -36,7 +39,7 @@ def directory_config(directory: Path, dtype: str) -> Config:
     overrides = [f"dtype={dtype}"] if dtype else []
     if (directory / "config.yml").is_file():
         config = load_config(directory / "config.yml", overrides)
-    elif (directory / "config.json").is_file():
+    elif (directory / "config.json").is_file() or adapter_of(directory):
         config = hf_config(directory, overrides)
     else:
         raise UserError(

@@ -1,0 +1,183 @@
+"""A directory of the PEFT library: its adapter_config.json, read into the LoRA keys, and the model that it belongs to.
+
+Like a config.json it decides its keys: what cannot be expressed, or is not known to leave the model's numbers alone, is
+refused by its field.
+Source: https://huggingface.co/docs/peft/package_reference/lora
+"""
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from maxtext_lite.config.errors import UserError, any_of, value_text
+from maxtext_lite.config.json_file import check_file, is_directory, is_there, read_object, user_path
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""The two files of an adapter."""
+
+_PICKLED = "adapter_model.bin"
+_SUFFIXES = (".lora_A.weight", ".lora_B.weight")
+_PREFIX = "base_model.model."
+_KNOWN = (
+    "alpha_pattern", "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "fan_in_fan_out",
+    "inference_mode", "init_lora_weights", "lora_alpha", "lora_dropout", "megatron_core", "peft_type", "peft_version",
+    "qalora_group_size", "r", "rank_pattern", "revision", "runtime_config", "target_modules", "task_type", "use_rslora",
+)  # fmt: skip
+_MODULES = {
+    "q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "out", "qkv_proj": "query,key,value",
+    "gate_proj": "gate", "up_proj": "up", "down_proj": "down", "gate_up_proj": "gate,up",
+    "q_a_proj": "query_down", "q_b_proj": "query_up", "kv_a_proj_with_mqa": "kv_down", "kv_b_proj": "key_up,value_up",
+    "c_attn": "query,key,value", "attn.c_proj": "out", "c_fc": "up", "mlp.c_proj": "down", "fc1": "up", "fc2": "down",
+    "query_key_value": "query,key,value", "self_attn.dense": "out", "attention.dense": "out", "dense_h_to_4h": "up",
+    "dense_4h_to_h": "down",
+}  # fmt: skip
+
+
+class Adapter(NamedTuple):
+    """An adapter.
+
+    Attributes:
+      directory: of the adapter.
+      base: the Hugging Face directory of the model that it belongs to.
+      rank: r.
+      alpha: such that what is added is multiplied by alpha / r.
+      targets: the weights that it adapts, by our names, as `lora_targets` has them.
+      modules: the modules of the model that its file has matrices for, from the model's root.
+      ranks: of the modules that have another, by the end of their name.
+    """
+
+    directory: Path
+    base: Path
+    rank: int
+    alpha: float
+    targets: str
+    modules: tuple[str, ...]
+    ranks: dict[str, int]
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        """The LoRA keys that it decides."""
+        return {"lora_rank": self.rank, "lora_alpha": self.alpha, "lora_targets": self.targets}
+
+
+def adapter_of(path: str | Path) -> Adapter | None:
+    """The adapter whose directory this is; None where it is none.
+
+    Raises:
+      UserError: it is one that cannot be expressed, or its files or its model are missing; names the field.
+    """
+    root = Path(path)
+    there = [name for name in (CONFIG, WEIGHTS, _PICKLED) if is_there(root / name)]
+    if not there:
+        return None
+    if CONFIG not in there:
+        raise UserError(f"{root}: {there[0]} belongs to an adapter in PEFT's layout, whose {CONFIG} is not there.")
+    if WEIGHTS not in there:
+        pickled = f" {_PICKLED} is pickled: reading it can run whatever code its author put there." * (len(there) > 1)
+        raise UserError(f"{root} is an adapter in PEFT's layout without {WEIGHTS}.{pickled}")
+    fields = {name: value for name, value in read_object(root / CONFIG).items() if value is not None}
+    problems = _problems(fields)
+    base = _base(root, fields, problems)
+    if problems:
+        raise UserError([f"{root / CONFIG}: {problem}" for problem in problems])
+    modules = _modules(root / WEIGHTS)
+    names = {target for module in modules for target in _targets(module).split(",")}
+    unknown = [module for module in modules if not _targets(module)]
+    unmatched = [module for module in modules if not _is_target(module, fields.get("target_modules"))]
+    if unknown:
+        problems.append(f"target_modules has {value_text(unknown[0])}, which is no weight of layers that has adapters.")
+    elif unmatched:
+        problems.append(
+            f"target_modules={value_text(fields.get('target_modules'))} does not name {value_text(unmatched[0])}, "
+            f"which {WEIGHTS} has matrices for."
+        )
+    if problems:
+        raise UserError([f"{root / CONFIG}: {problem}" for problem in problems])
+    rank, alpha = int(fields.get("r", 8)), float(fields.get("lora_alpha", 8))
+    scaled = alpha * math.sqrt(rank) if fields.get("use_rslora") else alpha
+    ranks = _pattern(fields.get("rank_pattern"))
+    return Adapter(root, base, rank, scaled, ",".join(sorted(names)), modules, ranks)
+
+
+def _problems(fields: dict[str, Any]) -> list[str]:
+    """What of an adapter_config.json is wrong, or cannot be expressed."""
+    problems: list[str] = []
+
+    def refuse(name: str, why: str) -> None:
+        problems.append(f"{name}={value_text(fields.get(name))} {why}")
+
+    if fields.get("peft_type") != "LORA":
+        refuse("peft_type", "is not read: it must be LORA.")
+        return problems
+    for name, value in fields.items():
+        usual = value is False or value in ([], {}, "", "none")
+        if name not in _KNOWN and not usual:
+            refuse(name, "cannot be expressed. Nearest that works: merge_and_unload of peft, and save that.")
+    rank = fields.get("r", 8)
+    if type(rank) is not int or not 1 <= rank < 2**31:
+        refuse("r", "is not an integer of at least 1.")
+        return problems
+    alpha = fields.get("lora_alpha", 8)
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
+        refuse("lora_alpha", "is not a number above 0.")
+        return problems
+    ranks, alphas = (_pattern(fields.get(name)) for name in ("rank_pattern", "alpha_pattern"))
+    # A module of several weights, of which each has its own adapter of width r, as they are exported.
+    if ranks.keys() != alphas.keys() or any(
+        type(wider) is not int or wider % rank or alphas[module] != alpha * wider / rank or fields.get("use_rslora")
+        for module, wider in ranks.items()
+    ):
+        refuse("rank_pattern", f"with alpha_pattern={value_text(alphas)} is more than one rank and one scale.")
+    return problems
+
+
+def _pattern(value: object) -> dict[str, Any]:
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else {} if value is None else {"": value}
+
+
+def _base(root: Path, fields: dict[str, Any], problems: list[str]) -> Path:
+    name = fields.get("base_model_name_or_path")
+    for directory in (user_path(str(name)), root / str(name)):
+        if name and isinstance(name, str) and is_directory(directory):
+            if is_there(directory / CONFIG):
+                problems.append(f"base_model_name_or_path={value_text(name)} is an adapter itself. Merge that one.")
+            return directory
+    problems.append(
+        f"base_model_name_or_path={value_text(name)} is not a directory here. Set it in that file to the Hugging Face "
+        "directory of the model that the adapter belongs to."
+    )
+    return root
+
+
+def _modules(file: Path) -> tuple[str, ...]:
+    """The modules that a file has matrices for."""
+    check_file(file)
+    try:
+        with file.open("rb") as opened:
+            names = list(json.loads(opened.read(min(int.from_bytes(opened.read(8), "little"), 10**8))))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file} is not a safetensors file, or is damaged or cut off ({value_text(error)}).") from None
+    names = [name for name in names if name != "__metadata__"]
+    odd = [name for name in names if not (name.startswith(_PREFIX) and name.endswith(_SUFFIXES))]
+    if odd or not names:
+        raise UserError(f"{file} has {value_text(any_of(odd[:3]) or 'no tensors')}, where lora_A and lora_B are read.")
+    return tuple(sorted({name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in names}))
+
+
+def _targets(module: str) -> str:
+    """Our names for the weights that a module holds; "" where it is unknown."""
+    parts = module.split(".")
+    return _MODULES.get(parts[-1]) or _MODULES.get(".".join(parts[-2:]), "")
+
+
+def _is_target(module: str, targets: object) -> bool:
+    """Whether PEFT gives a module an adapter."""
+    if isinstance(targets, str):
+        try:
+            return targets == "all-linear" or re.fullmatch(targets, module) is not None
+        except re.error:
+            return False
+    names = cast("list[Any]", targets) if isinstance(targets, list) else []
+    return any(module == name or module.endswith(f".{name}") for name in names)

@@ -1,0 +1,265 @@
+"""MaxText's checkpoints: the parameters of its Llama, Gemma, Qwen and Mistral models, with scanned layers or without.
+
+The arithmetic differs in three places. MaxText multiplies scores by the scale of attention only where queries are
+normed or biased; elsewhere it is in the query's kernel. Gemma's table is there already multiplied by the root of its
+width, and its norms' scales are there with the one that is added here. Llama 3.1 rotates neighbouring dims, where here
+the first half is rotated with the second.
+Source: the package maxtext 0.2.5, checkpoint_conversion/utils/param_mapping.py, layers/attentions.py and embeddings.py.
+"""
+
+# pyright: reportMissingTypeStubs=false, reportUnknownArgumentType=false
+# pyright: reportUnknownLambdaType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# orbax declares some of its functions in part.
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from maxtext_lite.config import Config, UserError
+from maxtext_lite.config.errors import any_of, value_text
+from maxtext_lite.hf import flat
+from maxtext_lite.models.decoder import Params
+from maxtext_lite.training.parameter_files import steps_in
+from maxtext_lite.training.saving import reading
+
+_EXPRESSED: Mapping[str, tuple[object, ...]] = {
+    "normalization": ("rms_norm", "rms_norm_plus_one"), "norm_placement": ("pre", "both"), "gated_mlp": (True,),
+    "mlp_bias": (False,), "attention_bias": ("none", "qkv"), "qk_norm": ("none", "head"), "num_experts": (1,),
+    "attention_sinks": (False,), "mla": (None,), "trainable_position_size": (0,), "partial_rotary_factor": (1.0,),
+}  # fmt: skip
+_ROOT = {
+    "embedding/table": "token_embedder/embedding",
+    "final_norm/scale": "decoder/decoder_norm/scale",
+    "head/projection": "decoder/logits_dense/kernel",
+}
+_VOCABULARY = {"embedding/table": 0, "head/projection": 1}  # the dim that MaxText may have padded
+_LAYER = {
+    "attention/query": ("self_attention/query/kernel",),
+    "attention/key": ("self_attention/key/kernel",),
+    "attention/value": ("self_attention/value/kernel",),
+    "attention/out": ("self_attention/out/kernel",),
+    "attention/query_bias": ("self_attention/query/bias",),
+    "attention/key_bias": ("self_attention/key/bias",),
+    "attention/value_bias": ("self_attention/value/bias",),
+    "attention/query_norm/scale": ("self_attention/query_norm/scale",),
+    "attention/key_norm/scale": ("self_attention/key_norm/scale",),
+    "attention_norm/scale": ("pre_self_attention_layer_norm/scale", "pre_self_attention_norm/scale"),
+    "attention_post_norm/scale": ("post_self_attention_norm/scale",),
+    "mlp_norm/scale": ("post_self_attention_layer_norm/scale", "pre_ffw_norm/scale"),
+    "mlp_post_norm/scale": ("post_ffw_norm/scale",),
+    "mlp/gate": ("mlp/wi_0/kernel",),
+    "mlp/up": ("mlp/wi_1/kernel",),
+    "mlp/down": ("mlp/wo/kernel",),
+}
+_GEMMA3_PERIOD = 6  # layers that are scanned together; what is left over stands by itself
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where a layer's array lies.
+
+    Attributes:
+      number: along the scanned dim; None: the array is this layer's alone.
+    """
+
+    path: str
+    number: int | None
+
+
+def maxtext_items(source: Path) -> Path | None:
+    """The newest parameters of MaxText in a directory of its checkpoints, or that of one; None where it has none."""
+    for parent in (source / "checkpoints", source):
+        for step in reversed(steps_in(parent)):
+            if (parent / str(step) / "items" / "_METADATA").is_file():
+                return parent / str(step) / "items"
+    return next((root for root in (source / "items", source) if (root / "_METADATA").is_file()), None)
+
+
+def maxtext_dtype(items: Path) -> str:
+    """ "bfloat16" where all parameters are stored in it, otherwise "float32"."""
+    stored = {str(leaf.dtype) for leaf in _stored(items)[1].values()}
+    return "bfloat16" if stored == {"bfloat16"} else "float32"
+
+
+def _stored(items: Path) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """The names above MaxText's parameters, and shapes and dtypes of those by path."""
+    with reading(items):
+        handler: Any = ocp.PyTreeCheckpointHandler()
+        tree: Any = dict(handler.metadata(items))
+    above: list[str] = []
+    while isinstance(tree, Mapping) and "params" in tree:
+        tree = tree["params"]
+        above.append("params")
+    if not isinstance(tree, Mapping) or "decoder" not in tree:
+        raise UserError(f"{items} has no params/decoder: it is not a checkpoint of MaxText's decoder.")
+    return tuple(above), flat(tree)
+
+
+def load_maxtext_parameters(items: Path, abstract_params: Params, config: Config) -> Params:
+    """The parameters of a MaxText checkpoint, laid out as `abstract_params` says; the host has one stack at a time.
+
+    Args:
+      items: as `maxtext_items` gives it.
+      config: the model's, which MaxText does not save.
+    Raises:
+      UserError: the config has what MaxText's models of these families have not, or another model than the checkpoint.
+    """
+    _refuse_keys(config)
+    above, stored = _stored(items)
+    wanted = flat(abstract_params)
+    places = {path: list(_places(path, config, stored)) for path in wanted}
+    axis = _scan_axis(places, stored, wanted)
+    _refuse_differences(items, places, stored, wanted, axis)
+    loaded: dict[str, jax.Array] = {}
+    for path, leaf in wanted.items():
+        arrays = _read(items, above, {place.path for place in places[path]})
+        change = _change(path, config)
+        of_layers = [change(_of_layer(arrays[place.path], place, axis).astype(np.float32)) for place in places[path]]
+        whole = (of_layers[0] if path in _ROOT else np.stack(of_layers)).astype(leaf.dtype)
+        if not np.isfinite(whole.astype(np.float32)).all():
+            raise UserError(f"{items}: {places[path][0].path} holds NaN or infinite numbers.")
+        assert leaf.sharding is not None
+        loaded[path] = jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index, x=whole: x[index])
+    return jax.tree.unflatten(jax.tree.structure(abstract_params), [loaded[path] for path in wanted])
+
+
+def _refuse_keys(config: Config) -> None:
+    problems = [
+        f"{key}={value_text(getattr(config, key))} is not of a MaxText model that is read: it must be "
+        f"{any_of([value_text(value) for value in values])}."
+        for key, values in _EXPRESSED.items()
+        if getattr(config, key) not in values
+    ]
+    kind = None if config.rope_scaling is None else config.rope_scaling.rope_type
+    if kind not in (None, "llama3", "linear"):
+        problems.append(f"rope_scaling={kind} is not of a MaxText model that is read: it must be llama3 or linear.")
+    if problems:
+        raise UserError(problems)
+
+
+def _places(path: str, config: Config, stored: Mapping[str, Any]) -> Iterator[_Place]:
+    """Where the layers of a parameter lie; where one is missing, where it would with layers that are not scanned."""
+    if path in _ROOT:
+        yield _Place(_ROOT[path], None)
+        return
+    names = _LAYER.get(path.removeprefix("layers/"), ())
+    num_layers = config.base_num_decoder_layers
+    for layer in range(num_layers):
+        kind = config.pattern[layer % len(config.pattern)]
+        tried = [place for name in names for place in _ways(name, layer, num_layers, kind)]
+        yield next((place for place in tried if place.path in stored), tried[0] if tried else _Place(path, None))
+
+
+def _ways(name: str, layer: int, num_layers: int, kind: str) -> Iterator[_Place]:
+    """Where an array of a layer may lie: by itself, scanned, and as Gemma 2 and 3 scan layers of several kinds."""
+    module, _, rest = name.partition("/")
+    of_kind = f"{module}_{kind}/{rest}"
+    pair, (period, number) = layer // 2, divmod(layer, _GEMMA3_PERIOD)
+    yield _Place(f"decoder/layers_{layer}/{name}", None)
+    yield _Place(f"decoder/layers/{name}", layer)
+    yield _Place(f"decoder/layers_{pair}/{of_kind}", None)
+    yield _Place(f"decoder/layers/{of_kind}", pair)
+    if period < num_layers // _GEMMA3_PERIOD:
+        yield _Place(f"decoder/layers/layers_{number}/{name}", period)
+    else:
+        yield _Place(f"decoder/layers_remainder/layers_{number}/{name}", None)
+
+
+def _scan_axis(places: Mapping[str, list[_Place]], stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> int:
+    """param_scan_axis: that which all scanned arrays' shapes allow, of several the usual 1."""
+    allowed = {1, 0}
+    for path, of_path in places.items():
+        for place in of_path:
+            if place.number is not None and place.path in stored:
+                shape, layer = tuple(stored[place.path].shape), tuple(wanted[path].shape[1:])
+                allowed &= {axis for axis in (1, 0) if shape[:axis] + shape[axis + 1 :] == layer}
+    return max(allowed, default=1)
+
+
+def _refuse_differences(
+    items: Path,
+    places: Mapping[str, list[_Place]],
+    stored: Mapping[str, Any],
+    wanted: Mapping[str, Any],
+    axis: int,
+) -> None:
+    """Refuses arrays that are missing, left over or of other shapes than the config's model has."""
+    used = {place.path for of_path in places.values() for place in of_path}
+    numbers = {place.path: 0 for of_path in places.values() for place in of_path if place.number is not None}
+    for place in itertools.chain(*places.values()):
+        numbers[place.path] = max(numbers.get(place.path, 0), (place.number or 0) + 1)
+    shapes = []
+    for path, of_path in places.items():
+        for name in dict.fromkeys(place.path for place in of_path if place.path in stored):
+            there, layer = tuple(stored[name].shape), tuple(wanted[path].shape[0 if path in _ROOT else 1 :])
+            scanned = next(place.number for place in of_path if place.path == name) is not None
+            want = (*layer[:axis], numbers[name], *layer[axis:]) if scanned else layer
+            longer = path in _VOCABULARY and len(there) == 2 and there[_VOCABULARY[path]] > want[_VOCABULARY[path]]
+            cut = list(want)
+            if longer:  # padded
+                cut[_VOCABULARY[path]] = there[_VOCABULARY[path]]
+            if there != tuple(cut):
+                shapes.append(f"{name} is {list(there)}, not {list(want)}")
+    problems = []
+    for found, what in (
+        (sorted(used - stored.keys()), "lacks arrays of the model"),
+        (sorted(stored.keys() - used), "has arrays that the model has no place for"),
+        (shapes, "has arrays of other shapes than the Model keys say"),
+    ):
+        if found:
+            more = f", and {len(found) - 5} more" if len(found) > 5 else ""
+            problems.append(f"{items} {what}: {', '.join(map(value_text, found[:5]))}{more}.")
+    if problems:
+        raise UserError(problems)
+
+
+def _of_layer(x: np.ndarray, place: _Place, axis: int) -> np.ndarray:
+    return x if place.number is None else np.take(x, place.number, axis)
+
+
+def _read(items: Path, above: tuple[str, ...], names: set[str]) -> dict[str, np.ndarray]:
+    """Some arrays of a checkpoint, whole on the host."""
+    wanted: dict[str, Any] = {}
+    for name in sorted(names):
+        parent = wanted
+        *steps, last = (*above, *name.split("/"))
+        for step in steps:
+            parent = parent.setdefault(step, {})
+        parent[last] = ocp.RestoreArgs(restore_type=np.ndarray)
+    restore = ocp.args.PyTreeRestore(item=jax.tree.map(lambda _: 0, wanted), restore_args=wanted, partial_restore=True)
+    with reading(items), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        tree = checkpointer.restore(items, args=restore)
+    for step in above:
+        tree = tree[step]
+    return flat(tree)
+
+
+def _change(path: str, config: Config) -> Callable[[np.ndarray], np.ndarray]:
+    """What makes a parameter of MaxText's one, float32."""
+    name = path.removeprefix("layers/")
+    scaled_there = config.qk_norm == "head" or config.attention_bias == "qkv"
+    width = config.query_pre_attn_scalar or config.head_dim
+    neighbours = config.rope_scaling is not None and config.rope_scaling.rope_type == "llama3"
+
+    def change(x: np.ndarray) -> np.ndarray:
+        if name == "embedding/table":
+            x = x[: config.vocab_size]
+            return x / np.float32(math.sqrt(config.base_emb_dim)) if config.scale_embeddings else x
+        if name == "head/projection":
+            return x[:, : config.vocab_size]
+        if name.endswith("/scale"):
+            return x - np.float32(1) if config.normalization == "rms_norm_plus_one" else x
+        if name == "attention/query" and not scaled_there:
+            x = x * np.float32(math.sqrt(width))
+        if neighbours and name.startswith(("attention/query", "attention/key")):
+            x = np.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)
+        return x
+
+    return change

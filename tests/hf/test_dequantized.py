@@ -1,0 +1,257 @@
+"""Quantized tensors become the numbers that their formats define, whatever part of them is asked for.
+
+The expected values are found in float64 from what was packed, or by transformers. That they are those of the libraries
+of compressed-tensors and bitsandbytes, bit by bit, has been tried on checkpoints which those have written.
+"""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from maxtext_lite.config import UserError
+from maxtext_lite.config.hf.model_directory import hf_config
+from maxtext_lite.hf import dequantized
+from maxtext_lite.hf.dequantized import DequantizedDir, open_directory
+from tests.hf.test_importing import load
+from tests.hf_models import model, save
+
+RNG = np.random.default_rng(0)
+E4M3, BF16 = jnp.float8_e4m3fn, jnp.bfloat16
+OUT, IN = 48, 80
+NF4 = np.concatenate([-(np.linspace(1, 0.1, 7) ** 1.3), [0.0], np.linspace(0.08, 1, 8) ** 1.3]).astype(np.float32)
+
+
+def directory(path, quantization, tensors, **fields):
+    path.mkdir(parents=True, exist_ok=True)
+    about = {"model_type": "llama", "quantization_config": quantization} | fields
+    (path / "config.json").write_text(json.dumps(about))
+    safetensors.numpy.save_file(tensors, path / "model.safetensors")
+    return DequantizedDir(path, about)
+
+
+def expected(exact, *rounded):
+    """Float64 numbers rounded to one format after another; products of float32 come first."""
+    for dtype in (np.float32, *rounded):
+        exact = exact.astype(dtype)
+    return exact.astype(BF16)
+
+
+def blocks(scales, height, width):
+    return np.repeat(np.repeat(scales.astype(np.float64), height, 0), width, 1)[:OUT, :IN]
+
+
+def float8(shape=(OUT, IN)):
+    return RNG.uniform(-400, 400, shape).astype(E4M3)
+
+
+def fp8(block, quantization=None):
+    """Blocks of which the last ones of 48 x 80 may be cut off."""
+    grid = (-(-OUT // block[0]), -(-IN // block[1]))
+    weight, scales = float8(), RNG.uniform(1e-4, 1e-2, grid).astype(np.float32)
+    tensors = {"weight": weight, "weight_scale_inv": scales.reshape(() if grid == (1, 1) else grid)}
+    about = {"quant_method": "fp8", "weight_block_size": block if grid != (1, 1) else None}
+    return about, tensors, expected(weight.astype(np.float64) * blocks(scales, *block))
+
+
+def float8_rows():
+    weight, scales = float8(), RNG.uniform(1e-4, 1e-2, (OUT, 1)).astype(np.float32)
+    tensors = {"weight": weight, "weight_scale": scales}
+    return {"quant_method": "fbgemm_fp8"}, tensors, expected(weight.astype(np.float64) * scales)
+
+
+def groups(stored, **weights):
+    group = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "int", "symmetric": True, **weights}}
+    return {"quant_method": "compressed-tensors", "format": stored, "config_groups": {"group_0": group}}
+
+
+def integers(*, group, symmetric, scale_dtype=BF16, order=None):
+    """8 bits, `group` columns a scale; 0: one a row."""
+    width = group or IN
+    weight = RNG.integers(-128, 128, (OUT, IN)).astype(np.int8)
+    scales = RNG.uniform(1e-3, 1e-2, (OUT, IN // width)).astype(scale_dtype)
+    zeros = RNG.integers(-128, 128, scales.shape).astype(np.int8)
+    tensors = {"weight": weight, "weight_scale": scales} | ({} if symmetric else {"weight_zero_point": zeros})
+    counted = weight.astype(np.float64) - (0 if symmetric else blocks(zeros, 1, width))
+    return (
+        groups("int-quantized", symmetric=symmetric),
+        tensors,
+        expected(counted * blocks(scales, 1, width), scale_dtype),
+    )
+
+
+def packed_bits(numbers, bits):
+    """int32 words of each row, from the lowest bit on."""
+    flat = [sum(int(number) << (at * bits) for at, number in enumerate(row)) for row in numbers]
+    words = -(-numbers.shape[1] * bits // 32)
+    return np.array([[(row >> (32 * word)) & 0xFFFFFFFF for word in range(words)] for row in flat], np.uint32).view(
+        np.int32
+    )
+
+
+def packed(bits, group, *, symmetric=True, ordered=False):
+    numbers = RNG.integers(0, 2**bits, (OUT, IN))
+    scales = RNG.uniform(1e-3, 1e-1, (OUT, IN // group)).astype(BF16)
+    zeros = RNG.integers(0, 2**bits, scales.shape)
+    tensors = {
+        "weight_packed": packed_bits(numbers, bits), "weight_scale": scales, "weight_shape": np.array([OUT, IN])
+    }  # fmt: skip
+    zero = np.full_like(zeros, 2 ** (bits - 1)) if symmetric else zeros
+    if not symmetric:
+        tensors["weight_zero_point"] = np.ascontiguousarray(packed_bits(zeros.T, bits).T)
+    of_group = np.arange(IN) // group
+    if ordered:
+        of_group = RNG.permutation(of_group)
+        tensors["weight_g_idx"] = of_group.astype(np.int32)
+    exact = (numbers - zero[:, of_group]) * scales.astype(np.float64)[:, of_group]
+    return groups("pack-quantized", num_bits=bits, symmetric=symmetric), tensors, expected(exact, BF16)
+
+
+def four_bits(*, nested, storage=np.uint8):
+    """Blocks of 64 numbers, row after row; an odd row begins within a byte."""
+    shape = (OUT - 1, IN + 1) if storage is np.uint8 else (OUT, IN)
+    numbers = RNG.integers(0, 16, np.prod(shape))
+    even = np.append(numbers, 0) if len(numbers) % 2 else numbers
+    data = ((even[::2] << 4) | even[1::2]).astype(np.uint8)
+    count = -(-len(numbers) // 64)
+    state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": shape}
+    scales = RNG.uniform(0.5, 2, count).astype(np.float32)
+    tensors = {"weight": data.view(storage)[:, None], "weight.quant_map": NF4, "weight.absmax": scales}
+    exact = scales.astype(np.float64)
+    if nested:
+        codes, levels = RNG.integers(0, 256, count).astype(np.uint8), np.linspace(-1, 1, 256).astype(np.float32)
+        of_codes = RNG.uniform(0.5, 1, -(-count // 32)).astype(np.float32)
+        state |= {"nested_blocksize": 32, "nested_dtype": "float32", "nested_offset": 1.25}
+        tensors |= {"weight.absmax": codes, "weight.nested_absmax": of_codes, "weight.nested_quant_map": levels}
+        exact = ((levels[codes] * np.repeat(of_codes, 32)[:count]) + np.float32(1.25)).astype(np.float64)
+    text = json.dumps(state).encode()
+    tensors["weight.quant_state.bitsandbytes__nf4"] = np.frombuffer(text, np.uint8)
+    values = NF4.astype(np.float64)[numbers] * np.repeat(exact, 64)[: len(numbers)]
+    about = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    return about, tensors, expected(values.reshape(shape))
+
+
+def int8_rows():
+    weight, rows = RNG.integers(-127, 128, (OUT, IN)).astype(np.int8), RNG.uniform(1, 2, OUT).astype(np.float32)
+    scale = (rows * np.float32(7.874015718698502e-3)).astype(np.float64)
+    about = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    return about, {"weight": weight, "SCB": rows}, expected(weight * scale[:, None])
+
+
+CASES = {
+    "fp8": lambda: fp8([16, 40]),
+    "fp8-ragged": lambda: fp8([32, 32]),
+    "fp8-tensor": lambda: fp8([OUT, IN]),
+    "fbgemm_fp8": float8_rows,
+    "int8-channel": lambda: integers(group=0, symmetric=True),
+    "int8-float32-scales": lambda: integers(group=0, symmetric=True, scale_dtype=np.float32),
+    "int8-group-asymmetric": lambda: integers(group=20, symmetric=False),
+    "int4-group": lambda: packed(4, 16),
+    "int4-group-asymmetric-ordered": lambda: packed(4, 20, symmetric=False, ordered=True),
+    "int3-channel": lambda: packed(3, IN),
+    "nf4": lambda: four_bits(nested=False),
+    "nf4-nested": lambda: four_bits(nested=True),
+    "nf4-in-bfloat16": lambda: four_bits(nested=True, storage=BF16),
+    "bnb-int8": int8_rows,
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_tensor_is_what_its_format_says(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(dequantized, "_AT_ONCE", 500)  # several pieces
+    about, tensors, wanted = CASES[name]()
+    files = directory(tmp_path, about, {f"x.{key}": value for key, value in tensors.items()})
+    stored = files.tensors["x.weight"]
+    assert (stored.dtype, stored.shape) == ("BF16", wanted.shape)
+    assert list(files.tensors) == ["x.weight"]
+    got = files.view("x.weight")
+    np.testing.assert_array_equal(got, wanted)
+    assert np.abs(got.astype(np.float32)).max() > 0
+    box = slice(7, 31), slice(5, 50)
+    np.testing.assert_array_equal(files.part("x.weight", lambda: box)[box], wanted[box])
+
+
+def test_blocks_of_mxfp4_are_those_of_transformers(tmp_path):
+    torch = pytest.importorskip("torch")
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+    codes = RNG.integers(0, 256, (3, 20, 2, 16)).astype(np.uint8)
+    scales = RNG.integers(90, 140, (3, 20, 2)).astype(np.uint8)
+    theirs = mxfp4.convert_moe_packed_tensors(torch.from_numpy(codes), torch.from_numpy(scales))
+    tensors = {"experts.down_proj_blocks": codes, "experts.down_proj_scales": scales}
+    files = directory(tmp_path, {"quant_method": "mxfp4"}, tensors, model_type="gpt_oss")
+    assert files.tensors["experts.down_proj"].shape == (3, 64, 20)
+    np.testing.assert_array_equal(files.view("experts.down_proj").astype(np.float32), theirs.float().numpy())
+    box = slice(1, 3), slice(40, 50), slice(3, 9)
+    part = files.part("experts.down_proj", lambda: box)[box]
+    np.testing.assert_array_equal(part.astype(np.float32), theirs.float().numpy()[box])
+
+
+def quantized_llama(path):
+    """The directory of a llama with its layers' matrices in int8, and a plain one of the same numbers."""
+    plain, rounded = save("llama", path / "plain", dtype="bfloat16"), {}
+    tensors = {}
+    for name, x in safetensors.numpy.load_file(plain / "model.safetensors").items():
+        rounded[name] = tensors[name] = x.astype(BF16)
+        if "_proj" in name:
+            scales = (np.abs(x).max(1, keepdims=True) / 127).astype(BF16)
+            tensors[name] = np.round(x / scales.astype(np.float32)).clip(-128, 127).astype(np.int8)
+            tensors[f"{name}_scale"] = scales
+            rounded[name] = tensors[name].astype(BF16) * scales
+    safetensors.numpy.save_file(rounded, plain / "model.safetensors")
+    fields = json.loads((plain / "config.json").read_text()) | {"dtype": "bfloat16"}
+    directory(path / "int8", groups("int-quantized"), tensors, **fields)
+    return plain, path / "int8"
+
+
+def test_a_quantized_directory_is_loaded_as_the_plain_one_of_its_numbers(tmp_path, capsys):
+    plain, quantized = quantized_llama(tmp_path)
+    config = hf_config(quantized)
+    assert (config.dtype, config.weight_dtype) == ("bfloat16", "bfloat16")
+    mesh = {"fsdp": 2, "tensor": 2, "data": 2}
+    for one, other in zip(*(jax.tree.leaves(load(path, **mesh)[1]) for path in (plain, quantized)), strict=True):
+        assert one.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(one, other)
+    assert "(compressed-tensors): 21 weights are dequantized to bfloat16" in capsys.readouterr().err
+    assert model("llama").config.num_hidden_layers * 7 == 21
+
+
+def test_scales_of_activations_and_caches_are_left_out_with_a_message(tmp_path, capsys):
+    about, tensors, _ = CASES["fp8"]()
+    more = {"activation_scale": np.ones((), np.float32), "k_scale": np.ones((), np.float32)}
+    files = directory(tmp_path, about, {f"x.{key}": value for key, value in (tensors | more).items()})
+    assert list(files.tensors) == ["x.weight"]
+    assert "1 weights are dequantized to bfloat16; 2 scales of activations and caches are left out" in (
+        capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize(("name", "change", "message"), [
+    ("int4-group", {"weight_scale": None}, "x.weight lacks x.weight_scale."),
+    ("int4-group", {"weight_shape": None}, "x.weight lacks x.weight_shape."),
+    ("int4-group", {"weight_shape": np.array([OUT, IN + 8])}, "is [48, 10], which does not hold [48, 88] numbers of"),
+    ("int4-group", {"weight_scale": np.ones((OUT, 3), BF16)}, "its scales, [48, 3], do not divide into blocks"),
+    ("int4-group-asymmetric-ordered", {"weight_zero_point": None}, "lacks its weight_zero_point, though symmetric"),
+    ("int4-group-asymmetric-ordered", {"weight_g_idx": np.full(IN, 9, np.int32)}, "has a g_idx of another shape"),
+    ("fp8", {"weight": np.zeros((OUT, IN), np.int8)}, "is in int8"),
+    ("fp8", {"weight_scale_inv": None}, "no tensor there is stored so"),
+    ("nf4", {"weight.absmax": np.ones(3, np.float32)}, "has 3 scales, not one for every 64 of [47, 81] numbers"),
+    ("nf4", {"weight": np.zeros((7, 1), np.uint8)}, "has 7 bytes, too few for [47, 81] numbers of nf4"),
+    ("bnb-int8", {"SCB": np.ones(3, np.float32)}, "is [48, 80] in int8, with a SCB of [3]"),
+])  # fmt: skip
+def test_tensors_that_do_not_fit_each_other_are_refused_by_name(name, change, message, tmp_path):
+    about, tensors, _ = CASES[name]()
+    changed = {f"x.{key}": value for key, value in (tensors | change).items() if value is not None}
+    with pytest.raises(UserError) as refusal:
+        directory(tmp_path, about, changed)
+    assert message in str(refusal.value)
+    assert "config.json: quantization_config" in str(refusal.value)
+
+
+def test_a_plain_directory_is_opened_as_it_is(tmp_path):
+    save("llama", tmp_path)
+    files = open_directory(tmp_path, {})
+    assert not isinstance(files, DequantizedDir)
+    assert files.part("model.norm.weight", lambda: (slice(0, 1),)).shape == (32,)
