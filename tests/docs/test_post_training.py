@@ -89,6 +89,7 @@ def test_the_configs_run_as_they_stand_one_after_the_other(tmp_path):
 def test_what_a_run_of_rl_records_is_what_the_page_names(tmp_path):
     keys = [*SMALL, f"base_output_directory={tmp_path}", "steps=2", "batch_size=2", "num_generations=2", "log_period=1",
             "max_prefill_predict_length=8", "max_target_length=12", "num_iterations=2", "grpo_beta=0.1",
+            "rollout_correction=truncated",
             "eval_num_generations=4", "eval_sampling_temperature=1.0", "eval_steps=1", "eval_interval=2"]  # fmt: skip
     config = load_config("configs/post_train/rl.yml", keys)
     assert isinstance(config, RLRunConfig)

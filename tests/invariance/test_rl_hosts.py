@@ -13,7 +13,7 @@ from tests.processes import SECONDS, RunFiles, launched, train_in_turn
 from tests.rl.conftest import RUN, evaluations, lines
 
 FILE = "configs/post_train/rl.yml"
-WORDS = [*RUN, "num_iterations=2", "grpo_beta=0.05", "max_num_checkpoints_to_keep=20"]
+WORDS = [*RUN, "num_iterations=2", "grpo_beta=0.05", "rollout_correction=truncated", "max_num_checkpoints_to_keep=20"]
 AMID = 3  # steps, after which a batch has had one of its two updates
 
 

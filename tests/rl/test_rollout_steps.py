@@ -15,9 +15,9 @@ from maxtext_lite.training import Callback, loop
 from maxtext_lite.training.step import ChunkedStep
 from tests.rl.conftest import evaluations, lines, steps, timeless
 
-# Two updates on each batch, and a reference: all that a batch can need to go on after a restart.
-WHOLE = ("num_iterations=2", "grpo_beta=0.05", "ici_data_parallelism=2", "ici_fsdp_parallelism=2",
-         "ici_tensor_parallelism=2", "rollout_fsdp_parallelism=2")  # fmt: skip
+# Two updates on each batch, a reference and importance weights: all that a batch can need to go on after a restart.
+WHOLE = ("num_iterations=2", "grpo_beta=0.05", "rollout_correction=truncated", "ici_data_parallelism=2",
+         "ici_fsdp_parallelism=2", "ici_tensor_parallelism=2", "rollout_fsdp_parallelism=2")  # fmt: skip
 
 
 def parameters(result):
@@ -46,6 +46,7 @@ def test_writes_what_the_interface_promises(whole):
         assert line["loss"] == pytest.approx(0, abs=1e-5) or line["kl"] > 0
         assert line["clip_fraction_low"] == line["clip_fraction_high"] == 0  # ratios are 1
         assert line["token_nll"] > 0
+        assert line["rollout_mismatch"] < 1e-5
     assert found[0]["kl"] == pytest.approx(0, abs=1e-6)
     assert found[1]["kl"] > 0
     assert found[0]["examples_hash"] == found[1]["examples_hash"] != found[2]["examples_hash"]
@@ -93,7 +94,8 @@ def test_stopped_after_any_step_a_run_goes_on_to_the_same_bits(whole, tmp_path, 
 
 
 def test_chunks_and_meshes_show_nowhere(whole, tmp_path, config_of):
-    words = ["num_iterations=2", "grpo_beta=0.05", "micro_batch_size=-1", "ici_fsdp_parallelism=8"]
+    words = ["num_iterations=2", "grpo_beta=0.05", "rollout_correction=truncated", "micro_batch_size=-1",
+             "ici_fsdp_parallelism=8"]  # fmt: skip
     one = train_rl(config_of(tmp_path, *words, "rollout_slots=8", "steps=4", "eval_interval=-1"))
     for line, other in zip(steps(one.run_directory), steps(whole.run_directory), strict=False):
         assert line.get("responses_hash") == other.get("responses_hash")
