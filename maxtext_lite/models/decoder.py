@@ -363,7 +363,7 @@ class Decoder:
             )
             layer = jax.checkpoint(layer, policy=policy, prevent_cse=False, static_argnums=(0, 1))
         carry = (stream.x_BTD, stream.aux, cache)
-        stacks = {mlp: entries(mlp, params) for mlp, params in of_kinds.items()}
+        stacks: dict[MlpKind | None, Any] = {mlp: entries(mlp, params) for mlp, params in of_kinds.items()}
         x_BTD, aux, cache = scan_pattern(layer, shape.layers_from(first), carry, stacks)
         return stream._replace(x_BTD=x_BTD, aux=aux), cache
 
