@@ -16,7 +16,7 @@ FAMILIES = {
     "Llama 2, 3;": r"llama[23]-|tinyllama|smollm2|phi4|mistral-(7b$|nemo|small)",
     "Llama 3.1": r"llama3\.",
     "Mistral v0.1,": r"mistral-7b-v0\.1|phi3",
-    "Qwen2,": r"qwen2",
+    "Qwen2,": r"qwen2(\.5)?-[\d.]+b$",
     "Qwen3 ": r"qwen3-[\d.]+b$",
     "Gemma 2": r"gemma2",
     "Gemma 3,": r"gemma3",
@@ -25,6 +25,13 @@ FAMILIES = {
     "GPT-2": r"gpt2",
     "Mixtral,": r"mixtral|qwen3-.*-a\d",
     "gpt-oss": r"gpt-oss",
+    "Qwen1.5-MoE": r"qwen1\.5|qwen2-.*-a\d",
+    "OLMoE": r"olmoe",
+    "Granite 3.0": r"granite3",
+    "GLM-4.5": r"glm4\.5",
+    "ERNIE 4.5": r"ernie4\.5",
+    "MiniMax-M2": r"minimax",
+    "Llama 4": r"llama4",
     "DeepSeek": r"deepseek",
 }
 
