@@ -25,7 +25,7 @@ class _Part:
     def to_mapping(self) -> dict[str, object]:
         """The entries that were given."""
         given = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
+        return {name: list(value) if name in _LISTS else value for name, value in given.items()}
 
     def __str__(self) -> str:
         return value_text(self.to_mapping())

@@ -57,6 +57,13 @@ REFUSED = {
                                    "works: 256.",
     "attention=cudnn_masked": "attention=cudnn_masked does not compute in dtype=float32. Nearest that work: "
                              "dtype=bfloat16 or attention=dot_product.",
+    "position_temperature={scale: 0.1, floor_scale: 8, layers: nope}":
+        "position_temperature={scale: 0.1, floor_scale: 8, offset: 0, layers: nope} has no use with "
+        "layer_pattern=global. Nearest that works: {}.",
+    "mlp_activation=xielu": "gated_mlp=true with mlp_activation=xielu, which has no gate. Nearest that works: false.",
+    "rope_scaling={rope_type: longrope, factor: 2, original_max_position_embeddings: 8, short_factor: [1], "
+    "long_factor: [2]}": "rope_scaling has 1 numbers in short_factor, not one for each of 8 pairs of rotated dims. "
+                         "Nearest that works: rope_scaling={}.",
 }  # fmt: skip
 
 

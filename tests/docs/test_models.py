@@ -33,6 +33,21 @@ FAMILIES = {
     "MiniMax-M2": r"minimax",
     "Llama 4": r"llama4",
     "DeepSeek": r"deepseek",
+    "Gemma 1": r"gemma-",
+    "OLMo 1": r"olmo-",
+    "Olmo 3": r"olmo3",
+    "Granite 3": r"granite3",
+    "GLM-4": r"glm4",
+    "Command R": r"command-r",
+    "Phi-1.5": r"phi1\.5|phi2",
+    "StarCoder2": r"starcoder2",
+    "StableLM": r"stablelm",
+    "GPT-NeoX": r"pythia|gpt-neox",
+    "Nemotron": r"minitron",
+    "ERNIE": r"ernie|helium|ministral",
+    "Seed-OSS": r"seed-oss",
+    "EXAONE": r"exaone4",
+    "Apertus": r"apertus",
 }
 
 

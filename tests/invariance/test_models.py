@@ -20,6 +20,18 @@ MODELS = {
         "normalization=layer_norm", "gated_mlp=false", "mlp_bias=true", "attention_bias=all", "mlp_activation=gelu",
         "trainable_position_size=32", "base_num_kv_heads=8", "base_num_decoder_layers=4", "qk_norm=all_heads",
     ),
+    "Cohere-like": (
+        "normalization=layer_norm_no_bias", "parallel_block=one_norm", "qk_norm=each_head", "logits_multiplier=0.3",
+        "logits_bias=true", "residual_multiplier=0.7", "embedding_multiplier=3", "clip_qkv=0.9", "mlp_activation=relu",
+        "position_temperature={scale: 0.5, floor_scale: 3, layers: nope}", "layer_pattern=local,nope",
+        "sliding_window_size=5", "base_num_kv_heads=4", "base_num_decoder_layers=4", "final_logits_soft_cap=3",
+    ),
+    "Apertus-like": (
+        "mlp_activation=xielu", "gated_mlp=false", "qk_norm=head_after_rope", "normalization=layer_norm_plus_one",
+        "parallel_block=two_norms", "base_num_kv_heads=8", "base_num_decoder_layers=4", "head_dim=8",
+        "rope_scaling={rope_type: longrope, factor: 2, original_max_position_embeddings: 4, "
+        "short_factor: [1, 1, 2, 2], long_factor: [2, 3, 4, 5]}",
+    ),
     "gpt-oss-like": (
         "num_experts=4", "num_experts_per_tok=2", "base_moe_mlp_dim=8", "expert_bias=true", "attention_bias=all",
         "attention_sinks=true", "mlp_activation=clamped_silu", "base_num_kv_heads=4", "layer_pattern=local,chunked",
@@ -37,6 +49,8 @@ CASES = [
     ("Gemma-like", {"fsdp": 2, "tensor": 2, "context": 2}, None),
     ("Gemma-like", {"stage": 2, "tensor": 4}, Pipeline(2, 2, schedule="1f1b")),
     ("GPT-2-like", {"stage": 2, "fsdp": 2, "context": 2}, Pipeline(2, 2, 2)),
+    ("Cohere-like", {"stage": 2, "tensor": 2, "data": 2}, Pipeline(2, 2, schedule="1f1b")),
+    ("Apertus-like", {"stage": 2, "fsdp": 2, "context": 2}, Pipeline(2, 2, 2)),
     ("gpt-oss-like", {"expert": 2, "tensor": 2, "context": 2}, None),
     ("gpt-oss-like", {"stage": 2, "expert": 2, "data": 2}, Pipeline(2, 2, schedule="1f1b")),
     ("DeepSeek-like", {"stage": 2, "fsdp": 2, "expert": 2}, Pipeline(2, 2, 2)),

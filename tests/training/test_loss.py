@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxtext_lite.models.layers import BiasedHead
 from maxtext_lite.parallel import MESH_AXES, make_mesh, sharding
 from maxtext_lite.training.loss import HEAD_AXES, Readout, cross_entropy, token_losses
 from maxtext_lite.xla.hlo import collectives
@@ -50,6 +51,39 @@ def test_loss_and_gradients_equal_a_hand_computation(num_tiles):
     np.testing.assert_allclose(forward_only[0], loss, rtol=1e-6)
     np.testing.assert_allclose(dx, want_dx, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(dhead, want_dhead, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_tiles", [1, 3])
+def test_a_bias_and_a_multiplier_act_before_the_soft_cap(num_tiles):
+    x, head, target, weight = _inputs()
+    bias, multiplier, cap, temperature = np.random.default_rng(1).normal(size=V), 0.3, 2.0, 0.7
+
+    def by_hand(x, head, bias):
+        logits = cap * np.tanh(multiplier * (x @ head + bias) / cap) / temperature
+        nll = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, target[..., None], -1)[..., 0]
+        return (weight * nll).sum()
+
+    def along(at):
+        """Central differences along one random direction of each argument."""
+        directions = [np.random.default_rng(at).normal(size=a.shape) for a in (x, head, bias)]
+        step = [d * 1e-6 if number == at else 0 for number, d in enumerate(directions)]
+        ahead, behind = ([a + sign * s for a, s in zip((x, head, bias), step, strict=True)] for sign in (1, -1))
+        return directions[at], (by_hand(*ahead) - by_hand(*behind)) / 2e-6
+
+    how = Readout(num_tiles, cap, temperature, multiplier=multiplier)
+    arrays = [jnp.asarray(a, jnp.float32) for a in (x, head, bias)]
+    with jax.default_matmul_precision("highest"):
+
+        def total(x, head, bias):
+            return cross_entropy(x, BiasedHead(head, bias), jnp.asarray(target), jnp.asarray(weight, jnp.float32), how)
+
+        (loss, _), gradients = jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True)(*arrays)
+        nll = token_losses(arrays[0], BiasedHead(*arrays[1:]), target, num_tiles, cap, temperature, multiplier)
+    assert float(loss) == pytest.approx(by_hand(x, head, bias), rel=1e-6)
+    assert float(jnp.sum(weight * nll)) == pytest.approx(by_hand(x, head, bias), rel=1e-6)
+    for at, gradient in enumerate(gradients):
+        direction, want = along(at)
+        assert float(jnp.sum(gradient * direction)) == pytest.approx(want, rel=1e-4), at
 
 
 def test_on_shards_of_fsdp_tiles_wait_for_each_other_and_the_gradients_are_the_same():

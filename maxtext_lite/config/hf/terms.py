@@ -118,7 +118,7 @@ class PositionScaling(Part):
         if isinstance(scale, bool) or not isinstance(scale, int | float) or scale < 0 or length is None:
             fields.refuse(self._ENTRY, scale, "must be a number beside an original_max_position_embeddings.")
             return keys
-        return keys | {"position_temperature": {"scale": float(scale), "floor_scale": length} if scale else {}}
+        return {**keys, "position_temperature": {"scale": float(scale), "floor_scale": length} if scale else {}}
 
     def write(self, config: ModelConfig) -> JsonObject:
         """See Part."""

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from typing import cast
+from typing import Any, cast
 
 from maxtext_lite.config.errors import UserError, value_text
 from maxtext_lite.config.hf.fields import JsonObject
@@ -51,7 +51,7 @@ def text_fields(fields: JsonObject) -> JsonObject:
     towers = TOWERS.get(kind) if isinstance(kind, str) else None
     if towers is None:
         return fields
-    given = fields.get("text_config")
+    given: Any = fields.get("text_config")
     if not isinstance(given, dict) or not given:
         raise UserError(f"text_config={value_text(given)} of model_type={kind} is not an object of the text's fields.")
     text = {name: value for name, value in cast("JsonObject", given).items() if value is not None}
