@@ -53,7 +53,9 @@ def text_fields(fields: JsonObject) -> JsonObject:
         return fields
     given: Any = fields.get("text_config")
     if not isinstance(given, dict) or not given:
-        raise UserError(f"text_config={value_text(given)} of model_type={kind} is not an object of the text's fields.")
+        raise UserError(
+            f"text_config={value_text(cast(object, given))} of model_type={kind} is not an object of the text's fields."
+        )
     text = {name: value for name, value in cast("JsonObject", given).items() if value is not None}
     inner = text.get("model_type", next(iter(towers)))
     if inner not in towers:
