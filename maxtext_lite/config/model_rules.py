@@ -124,13 +124,8 @@ def _mlp_pattern(config: Config) -> Violation | None:
 
 def _shared_expert(config: Config) -> Violation | None:
     plain = {"base_shared_mlp_dim": -1, "shared_expert_gate": False}
-    reason = "has no use with shared_experts=0, which there is none of"
+    reason = "has no use with shared_experts=0"
     return None if config.shared_experts else unused(config, plain, reason, {"shared_experts": 1})
-
-
-def _shared_width(config: Config) -> Violation | None:
-    width = config.base_shared_mlp_dim
-    return None if width else Violation("base_shared_mlp_dim", "base_shared_mlp_dim=0 is no width.", (-1, 1))
 
 
 def _sparse_mixer(config: Config) -> Violation | None:
@@ -298,7 +293,6 @@ MODEL_RULES: tuple[Callable[[Config], Violation | None], ...] = (
     _routing_groups,
     _chosen_groups,
     _shared_expert,
-    _shared_width,
     _sparse_mixer,
     _experts_that_are_not,
 )

@@ -19,6 +19,8 @@ LATENT = dataclasses.replace(PLAIN, latent=Mla(5, 3, 2, 4, 3), experts=EXPERTS, 
 MODELS = (PLAIN, dataclasses.replace(PLAIN, qk_norm="all_heads"), dataclasses.replace(PLAIN, experts=EXPERTS))
 ONE_BY_ONE = (dataclasses.replace(PLAIN, num_kv_heads=4),)
 OTHERS = {
+    "qwen2_moe": (PLAIN, dataclasses.replace(PLAIN, experts=dataclasses.replace(EXPERTS, shared_gate=True))),
+    "phimoe": (dataclasses.replace(PLAIN, experts=EXPERTS, logits_bias=True),),
     "gpt_neox": ONE_BY_ONE, "phi": (dataclasses.replace(PLAIN, logits_bias=True),),
     "apertus": (dataclasses.replace(PLAIN, xielu=True),),
     **dict.fromkeys(("cohere", "stablelm"), (dataclasses.replace(PLAIN, qk_norm="each_head", rotary_dim=4),)),

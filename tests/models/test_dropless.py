@@ -103,6 +103,20 @@ def test_values_and_gradients_do_not_depend_on_the_mesh_or_on_how_even_choices_a
     assert not [n for n in inner if n > rows]
 
 
+def test_shares_of_the_input_have_their_derivatives_on_a_mesh_with_an_exchange_of_many_rounds():
+    shape = dataclasses.replace(SHAPE, on_input=True)
+    _, run = _compiled(_mesh(fsdp=2, expert=4), lambda *arguments: _with_gradients(*arguments, shape))
+    for expert in (EVEN, UNEVEN):
+        want = []
+        for choice in range(J):  # an expert of share x x
+            share, one = SHARE[..., choice : choice + 1], np.ones((B, T, 1), np.float32)
+            y, dx, _, *dweights = _by_hand(expert[..., choice : choice + 1], x=share * X, share=one)
+            want.append((y, share * dx, (X * dx).sum(-1), *dweights))
+        y, dx, dshare, *dweights = zip(*want, strict=True)
+        expected = sum(y), sum(dx), np.stack(dshare, -1), *(sum(dw) for dw in dweights)
+        _close(jax.device_get(run(expert)), expected)
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_weight_gradients_cross_fsdp_in_their_dtype_as_an_all_to_all(dtype):
     shape = dataclasses.replace(SHAPE, grad_dtype=dtype)

@@ -206,6 +206,37 @@ def test_everything_to_one_expert(factor):
         np.testing.assert_array_equal(np.delete(g, 2, axis=0), 0)
 
 
+def test_shares_of_the_input_with_a_capacity_that_drops_nothing_are_those_without():
+    shape = dataclasses.replace(SHAPE, on_input=True, score="sigmoid", normalised=False)
+    routing = route(X, Router(ROUTER), REAL, shape)
+
+    def total(run):
+        def sums(x, share, weights):
+            return jnp.sum(jnp.sin(run(x, share, weights)))
+
+        return jax.jit(jax.value_and_grad(sums, (0, 1, 2)))(X, routing.share_BTJ, WEIGHTS)
+
+    ample = dataclasses.replace(shape, capacity_factor=Fraction(4))
+    with jax.default_matmul_precision("highest"):
+        got = total(lambda x, share, w: with_capacity(x, routing._replace(share_BTJ=share), w, ample)[0])
+        want = total(lambda x, share, w: dropless(x, routing.expert_BTJ, share, w, shape))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
+
+
+def test_sparsemixer_chooses_and_weighs_as_transformers_does_without_sampling():
+    torch = pytest.importorskip("torch")
+    phimoe = pytest.importorskip("transformers.models.phimoe.modeling_phimoe")
+    shape = dataclasses.replace(SHAPE, score="sparsemixer", normalised=False)
+    router = ROUTER[:, :1] + 0.02 * ROUTER  # logits so near to each other that more than one is left
+    routing = route(X, Router(router), np.ones((B, T), bool), shape)
+    logits = torch.tensor(np.float64(X) @ np.float64(router)).reshape(-1, E)
+    share, expert = phimoe.sparsemixer(logits, jitter_eps=0.01, training=False)
+    np.testing.assert_array_equal(routing.expert_BTJ.reshape(-1, J), expert.numpy())
+    np.testing.assert_allclose(routing.share_BTJ.reshape(-1, J), share.numpy(), atol=1e-6)
+    assert 0.5 < float(np.mean(routing.share_BTJ)) < 0.99
+
+
 @pytest.mark.parametrize("factor", [None, Fraction(1)])
 def test_an_examples_output_does_not_depend_on_its_neighbours_or_its_future(factor):
     shape = dataclasses.replace(SHAPE, capacity_factor=factor)

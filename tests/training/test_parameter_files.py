@@ -1,5 +1,7 @@
 """Parameters are read from any checkpoint that is whole; readers rename nothing."""
 
+import functools
+import math
 import shutil
 
 import jax
@@ -8,9 +10,11 @@ import pytest
 
 from maxtext_lite.config import UserError
 from maxtext_lite.models import Decoder, DecoderShape
-from maxtext_lite.parallel import MESH_AXES, make_mesh
+from maxtext_lite.parallel import MESH_AXES, make_mesh, sharding
 from maxtext_lite.training.parameter_files import (
+    Dealing,
     checkpoints_in,
+    layer_dims_of,
     load_parameters,
     save_parameters,
     whole_checkpoint,
@@ -93,3 +97,27 @@ def test_parameters_that_a_mesh_does_not_split_evenly_are_refused_by_name():
         on_mesh(tensor=4, fsdp=2)
     abstract = on_mesh(data=2, fsdp=2, tensor=2)
     assert abstract["embedding"]["table"].sharding.shard_shape((64, 16)) == (32, 8)
+
+
+def test_stacks_of_two_kinds_of_layers_are_dealt_each_by_its_own_length():
+    """Two of three layers have experts: in a pipeline that goes round twice, and back in one row of layers."""
+    mesh = make_mesh(dict.fromkeys(MESH_AXES, 1), dict.fromkeys(MESH_AXES, 1), jax.devices()[:1])
+    where = sharding(mesh)
+
+    def stacks(*dims):
+        def leaf(num_layers, *rest):
+            lead = (*dims, num_layers // math.prod(dims))
+            return jax.ShapeDtypeStruct((*lead, *rest), np.float32, sharding=where)
+
+        layers = {
+            "dense": {"norm": leaf(2, 5), "up": leaf(2, 5, 7)},
+            "moe": {"norm": leaf(4, 5), "up": leaf(4, 3, 5, 2)},
+        }
+        return {"layers": layers, "final": jax.ShapeDtypeStruct((5,), np.float32, sharding=where)}
+
+    one, rounds = stacks(), stacks(2)
+    assert layer_dims_of(one) == (6,)
+    assert layer_dims_of(rounds) == (2, 3)
+    shapes = functools.partial(jax.tree.map, lambda leaf: leaf.shape)
+    assert shapes(Dealing.of(one, (2, 3)).as_saved(one)) == shapes(rounds)
+    assert shapes(Dealing.of(rounds, (6,)).as_saved(rounds)) == shapes(one)

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import cast
 
 from maxtext_lite.config.errors import UserError, value_text
 from maxtext_lite.config.hf.fields import JsonObject
