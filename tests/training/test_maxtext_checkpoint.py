@@ -128,7 +128,7 @@ def test_a_run_has_the_same_losses_from_the_checkpoint_and_from_the_hugging_face
     (["logits_via_embedding=true"], {}, "has arrays that the model has no place for: decoder/logits_dense/kernel."),
     (["qk_norm=head"], {}, "lacks arrays of the model: decoder/layers_0/self_attention/key_norm/scale"),
     (["num_experts=4"], {}, "num_experts=4 is not of a MaxText model that is read: it must be 1."),
-    (["norm_placement=post"], {}, "norm_placement=post is not of a MaxText model that is read: it must be pre or both."),
+    (["norm_placement=post"], {}, "norm_placement=post is not of a MaxText model that is read: it must be pre or"),
     (["rope_scaling={rope_type: dynamic, factor: 2.0, original_max_position_embeddings: 8}"], {},
      "rope_scaling=dynamic is not of a MaxText model that is read: it must be llama3 or linear."),
     (["steps=3"], {}, "'steps=3' is not key=value with a key that convert takes."),
