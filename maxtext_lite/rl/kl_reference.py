@@ -39,7 +39,8 @@ class Reference:
     def __init__(self, run: TrainingRun[PromptSource], config: RLRunConfig, state: TrainState, step: int):
         decoder = _without_adapters(run, config)
         where = run.directory / DIRECTORY
-        if adapter_of(config.load_parameters_path):  # the frozen model is not that which the run began with
+        path = config.load_parameters_path
+        if path and adapter_of(path):  # the frozen model is not that which the run began with
             raise UserError(
                 f"grpo_beta={config.grpo_beta:g} refers to the model that the run begins with, which is one with the "
                 f"adapter of load_parameters_path={config.load_parameters_path}. Nearest that works: grpo_beta=0, or "
