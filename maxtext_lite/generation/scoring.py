@@ -12,7 +12,7 @@ import numpy as np
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.generation.questions import accuracy, continued, perplexity, read_questions, read_text, with_blank
 from maxtext_lite.generation.requests import EvaluateConfig
-from maxtext_lite.generation.sampler import Sampler, load_on_mesh, mesh_problems
+from maxtext_lite.generation.sampler import Sampler, cast_once, load_on_mesh, mesh_problems
 from maxtext_lite.generation.text_tokens import TextTokens
 from maxtext_lite.models import Decoder
 from maxtext_lite.models.decoder import Params
@@ -55,7 +55,7 @@ class Scorer:
 
     def __init__(self, decoder: Decoder, params: Params, mesh: jax.sharding.Mesh, *, rows_at_once: int):
         self._decoder, self._mesh = decoder, mesh
-        self._params = jax.jit(decoder.cast)(params)
+        self._params = cast_once(decoder, params)
         shards = mesh.shape["fsdp"]
         self._rows = -(-rows_at_once // shards) * shards
         self._score = jax.jit(functools.partial(_row_scores, decoder))
