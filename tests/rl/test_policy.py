@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxtext_lite.models import DecoderShape
 from maxtext_lite.rl.log_probabilities import make_log_probabilities
 from maxtext_lite.rl.policy import POLICY_METRICS
 from maxtext_lite.training.gradients import accumulate_gradients
@@ -103,9 +104,7 @@ def test_loss_metrics_and_gradients_are_those_of_trl_s_formulas(policy, setup): 
     if policy.correction_cap is not None:
         assert 0.05 < metrics["rollout_truncated"] < 0.95
 
-    decoder = types.SimpleNamespace(
-        head=lambda params: params, shape=types.SimpleNamespace(final_soft_cap=0.0, experts=None)
-    )
+    decoder = types.SimpleNamespace(head=lambda params: params, shape=DecoderShape(264, 6, 1, 1, 2, 2, 1))
     counted = int(np.sum(batch["weights"])) if policy.divisor == "target_tokens" else PAIRS
     config = setup(*SGD, "num_vocab_tiling=2").config
     # The tokens of a row may be shared out: [2, T] as [4, T / 2], and back.

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxtext_lite.models import DecoderShape
 from maxtext_lite.parallel import Pipeline, sharding
 from maxtext_lite.training.objective import objective_of
 from maxtext_lite.training.outputs import WHOLE, Outputs, TokenSplit
@@ -105,9 +106,7 @@ def test_loss_and_gradients_of_logits_are_those_in_double_precision(tiles, pairs
     want, rewards, slope = in_double(nll.reshape(EXAMPLES, 2, LENGTH), examples, 0.3, 0.1)
     dlogits = slope.reshape(2 * EXAMPLES, LENGTH, 1) * (probability - np.eye(264)[targets])
 
-    decoder = types.SimpleNamespace(
-        head=lambda params: params, shape=types.SimpleNamespace(final_soft_cap=0.0, experts=None)
-    )
+    decoder = types.SimpleNamespace(head=lambda params: params, shape=DecoderShape(264, 6, 1, 1, 2, 2, 1))
     config = setup(*DPO, f"num_vocab_tiling={tiles}").config
     # The tokens of a row may be shared out: [2, T] as [4, T / 2], and back.
     cut = TokenSplit(lambda a: a.reshape(-1, LENGTH // 2, *a.shape[2:]), lambda a: a.reshape(-1, LENGTH, *a.shape[2:]))
