@@ -29,14 +29,15 @@ from maxtext_lite.config.hf.parts import (
 from maxtext_lite.config.hf.positions import LayerTypes, RopeFields
 from maxtext_lite.config.hf.terms import Inverse, MultipliedRope, RotaryDim, SharedWidth, Switch
 
-_SIGMOID_MIXTURE = (
+_SIGMOID_ROUTING = (
     Fixed(routed_score_func="sigmoid", routed_bias=True),
-    Rename(n_routed_experts="num_experts"), EXPERTS_PER_TOKEN, EXPERT_WIDTH,
+    Rename(n_routed_experts="num_experts"), EXPERTS_PER_TOKEN,
     Defaulted("n_shared_experts", "shared_experts", 1),
     Defaulted("routed_scaling_factor", "routed_scaling_factor", 1.0),
     Defaulted("n_group", "n_routing_groups", 1), Defaulted("topk_group", "topk_routing_group", 1),
     Only("scoring_func", "sigmoid"), Only("topk_method", "noaux_tc"),
 )  # fmt: skip
+_SIGMOID_MIXTURE = (*_SIGMOID_ROUTING, EXPERT_WIDTH)
 _GRANITE = (
     BIASES, RopeFields(10_000.0), SILU, Heads(), Rename(num_local_experts="num_experts"), EXPERTS_PER_TOKEN,
     Fixed(routed_score_func="softmax", norm_topk_prob=True),
@@ -67,11 +68,14 @@ EXPERT_FAMILIES: Mapping[str, Family] = {
         LayerTypes("from", 4096), *_SIGMOID_MIXTURE, Defaulted("norm_topk_prob", "norm_topk_prob", False),
         Defaulted("first_k_dense_replace", "first_num_dense_layers", 0),
     ),
-    "solar_open": family(
-        "SolarOpenForCausalLM", Heads(kv_heads=8, head_dim=128), SILU, Bias("attention_bias", "qkv"),
-        RopeFields(1_000_000.0, partial=1.0), *_SIGMOID_MIXTURE, Defaulted("norm_topk_prob", "norm_topk_prob", True),
-        Ignored("first_k_dense_replace", "intermediate_size", "use_qk_norm"), epsilon=1e-5,
-    ),
+    "solar_open": Family("SolarOpenForCausalLM", (
+        Rename(vocab_size="vocab_size", hidden_size="base_emb_dim", moe_intermediate_size="base_mlp_dim",
+               num_hidden_layers="base_num_decoder_layers"),
+        RANGE, ties(False), Defaulted("rms_norm_eps", "normalization_layer_epsilon", 1e-5),
+        Heads(kv_heads=8, head_dim=128), SILU, Bias("attention_bias", "qkv"),
+        RopeFields(1_000_000.0, partial=1.0), *_SIGMOID_ROUTING, Defaulted("norm_topk_prob", "norm_topk_prob", True),
+        Ignored("first_k_dense_replace", "intermediate_size", "use_qk_norm"),
+    )),
     "minimax_m2": family(
         "MiniMaxM2ForCausalLM", Heads(kv_heads=8, head_dim=128), SILU,
         Fixed(qk_norm="all_heads", routed_score_func="sigmoid", routed_bias=True, norm_topk_prob=True),
