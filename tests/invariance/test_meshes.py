@@ -100,9 +100,12 @@ def test_a_custom_loss_is_that_of_one_device(number, setup, rows, agrees, on_one
 
 
 def test_splits_leave_a_step_in_eight_bits_alone(setup, rows, on_one_device):
-    """By rows to next to nothing. Over tensor and context the last bits of float32 put a few numbers on the other side
-    of a border, and what follows from them: far less than eight bits themselves do to the gradients, which scales of a
-    device's own would do again. (That a projection's scales are the same on every mesh: tests/models.)"""
+    """To far less than eight bits themselves do to the gradients, which scales of a device's own would do again.
+
+    Not to next to nothing: a matmul of fewer rows, or of a part, has other last bits of float32 on some CPUs (of rows
+    alone, on one without AVX-512), which put a few numbers on the other side of a border of rounding, and what follows
+    from them. That a projection's scales are the same however it is split: tests/models.
+    """
 
     def apart(gradients, others):
         pairs = zip(jax.tree.leaves(gradients), jax.tree.leaves(others), strict=True)
@@ -113,11 +116,11 @@ def test_splits_leave_a_step_in_eight_bits_alone(setup, rows, on_one_device):
     want = on_one_device(keys)
     rounding = apart(want.gradients, on_one_device(MODEL).gradients)
     assert 0.004 < rounding < 0.02  # 1 / 127 is 0.008
-    splits = (((4, 4), {}, None, 100), ((2, 8), {"data": 2}, Pipeline(2, 2, 1, "1f1b"), 100),
-              ((1, 16), {"fsdp": 2, "tensor": 2, "context": 2}, None, 5))  # fmt: skip
-    for batch, mesh, pipeline, least in splits:
+    splits = (((4, 4), {}, None), ((2, 8), {"data": 2}, Pipeline(2, 2, 1, "1f1b")),
+              ((1, 16), {"fsdp": 2, "tensor": 2, "context": 2}, None))  # fmt: skip
+    for batch, mesh, pipeline in splits:
         it = setup(*keys, **mesh, pipeline=pipeline)
         got = it.gradients(it.state().params, it.batch(rows, *batch))
-        assert apart(got.gradients, want.gradients) < rounding / least
+        assert apart(got.gradients, want.gradients) < rounding / 5
         np.testing.assert_allclose(got.loss, want.loss, rtol=1e-5)
         assert got.target_tokens == want.target_tokens
