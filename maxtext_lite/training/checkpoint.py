@@ -14,6 +14,7 @@ import orbax.checkpoint as ocp
 
 from maxtext_lite.config import Config, ModelConfig, RLRunConfig, RunConfig, UserError, adapted_weights
 from maxtext_lite.config.errors import full_text
+from maxtext_lite.config.load import defaults_of
 from maxtext_lite.parallel import value_of_host
 from maxtext_lite.training.failures import Failures
 from maxtext_lite.training.local_updates import OuterState
@@ -63,6 +64,9 @@ class Counts:
     noise: NoiseScale = dataclasses.field(default_factory=NoiseScale)
 
 
+_MODEL_KEYS = tuple(key for key in ModelConfig.model_fields if key not in ("model_name", "initializer_range"))
+
+
 def fingerprint(config: Config, data: str, num_replicas: int | None) -> dict[str, Any]:
     """What a run's continuation must share with it: the model, the optimizer's kind and the order of the data.
 
@@ -70,9 +74,8 @@ def fingerprint(config: Config, data: str, num_replicas: int | None) -> dict[str
       num_replicas: of local updates; None without.
       data: the training source's own fingerprint (content, tokenizer, length, packing, split).
     """
-    keys = [key for key in ModelConfig.model_fields if key not in ("model_name", "initializer_range")]
-    keys += ["weight_dtype", "optimizer", "data_shuffle_seed", "dataset_type", "tokenizer_type", "max_target_length"]
-    keys += ["packing"]
+    keys = [*_MODEL_KEYS, "weight_dtype", "optimizer", "data_shuffle_seed", "dataset_type", "tokenizer_type"]
+    keys += ["max_target_length", "packing"]
     values = config.model_dump(include=set(keys))  # in what JSON can hold
     values["lora_targets"] = ",".join(adapted_weights(config))
     values["dtype is float16"] = config.dtype == "float16"  # its loss scale is part of the state
@@ -316,8 +319,12 @@ def _renamed_aside(directory: Path) -> Path:
 
 
 def _as_written_now(fingerprint: dict[str, Any]) -> dict[str, Any]:
-    """A fingerprint in the words of this version: masters used to come with `shard_optimizer_over_data` alone."""
-    now = dict(fingerprint)
+    """A fingerprint in the words of this version.
+
+    A key of the model that the version which wrote it did not have is as by default: every model was then. Masters used
+    to come with `shard_optimizer_over_data` alone.
+    """
+    now = defaults_of(Config).model_dump(include=set(_MODEL_KEYS)) | fingerprint
     had_masters = now.pop("shard_optimizer_over_data", None)
     if had_masters is not None and not now.get("lora_rank"):
         now["master_weights"] = had_masters
