@@ -112,3 +112,21 @@ def missing_file(name: str, namer: str, shipped: Sequence[str]) -> str:
     same = [str(file) for file in files if file.stem == Path(name).stem]
     hint = did_you_mean(name, same) or did_you_mean(name, [*map(str, files), *shipped])
     return f"no config file '{value_text(name)}'{named_by}.{hint}"
+
+
+def missing_model(name: str, shipped: Sequence[str]) -> str:
+    """What is wrong with a model_name that has no file: the models of its family, or the families that there are."""
+    families: dict[str, list[str]] = {}
+    for model in shipped:
+        families.setdefault(_family(model), []).append(model)
+    same = families.get(_family(name.lower()))
+    choices = f"Of that family there are: {', '.join(same)}" if same else f"There are models of: {', '.join(families)}"
+    return (
+        f"model_name={value_text(name)} has no file in configs/models/. {choices}; model_name=default takes the "
+        f"dimensions from the config.{did_you_mean(name, [*shipped, 'default'])}"
+    )
+
+
+def _family(model: str) -> str:
+    """The letters that a model's name begins with."""
+    return re.split(r"[^a-z]", model, maxsplit=1)[0]

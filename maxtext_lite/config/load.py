@@ -11,7 +11,7 @@ from typing import Literal, get_args, get_origin
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from maxtext_lite.config.errors import Refusal, UserError, WrongType, did_you_mean, full_text, value_text
+from maxtext_lite.config.errors import Refusal, UserError, WrongType, full_text, value_text
 from maxtext_lite.config.field_types import path_problem
 from maxtext_lite.config.files import (
     RL_FILE,
@@ -25,7 +25,7 @@ from maxtext_lite.config.files import (
     shipped_configs,
 )
 from maxtext_lite.config.hf.layer import directory_origin, directory_values, in_its_fields
-from maxtext_lite.config.hints import key_hint, words_meant
+from maxtext_lite.config.hints import key_hint, missing_model, words_meant
 from maxtext_lite.config.schema import RL_KEYS, Config, ModelConfig, RLRunConfig, keys_of
 from maxtext_lite.config.suggest import ConfigRequest, WrongValue, suggest
 from maxtext_lite.config.yaml_text import YamlValue, parse_value
@@ -229,12 +229,7 @@ def _model_layer(layers: Sequence[Layer], problems: list[Refusal]) -> list[Layer
     if re.fullmatch(r"[\w][\w.-]*", name):
         path = find_config(f"configs/models/{name}.yml")
     if path is None:
-        choices = ", ".join(["default", *shipped])
-        _refuse(
-            problems,
-            f"model_name={value_text(name)} has no file in configs/models/. There are: {choices}."
-            f"{did_you_mean(name, shipped)}",
-        )
+        _refuse(problems, missing_model(name, shipped))
         return []
     model = read_layer(path, f"configs/models/{name}.yml", problems)
     _drop_unknown_keys(model, problems)

@@ -76,8 +76,11 @@ def test_a_model_of_the_working_directory_is_found(here):
 
 def test_an_unknown_model_is_refused_with_those_there_are():
     (problem,) = problems_of(None, ["model_name=llama3_8b"])
-    assert problem.startswith("model_name=llama3_8b has no file in configs/models/. There are: default, apertus-70b")
+    assert problem.startswith("model_name=llama3_8b has no file in configs/models/. Of that family there are: llama2-")
     assert problem.endswith("Did you mean 'llama3-8b'?")
+    (problem,) = problems_of(None, ["model_name=0.25"])
+    assert "There are models of: apertus, command, deepseek, " in problem
+    assert problem.endswith("; model_name=default takes the dimensions from the config.")
     assert "has no file" in problems_of(None, ["model_name=../base"])[0]
 
 
