@@ -1,0 +1,119 @@
+"""What a prepared dataset consists of: the manifest that `prepare` writes and every reader opens first.
+
+A prepared dataset is a directory: ArrayRecord shards, whose records are consecutive stretches of a stream of token ids,
+the places where documents start in the stream of all shards (`DOCUMENTS_FILE`), and `manifest.json`, written last.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from maxtext_lite.config import UserError
+from maxtext_lite.config.json_file import read_object
+
+MANIFEST_FILE = "manifest.json"
+DOCUMENTS_FILE = "documents.i64"
+"""Where each document starts in the stream, then the stream's length: little-endian int64 [documents + 1]."""
+TOKENS_PER_RECORD = 4096
+"""Of every record of a shard but its last: a row of 2,048 tokens lies in two records at most."""
+
+_FORMAT = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """One file of a prepared dataset.
+
+    Attributes:
+      file: its name below the dataset's directory.
+      documents: documents that start in it; a document never goes on in another shard.
+      tokens: token ids, end-of-text tokens among them.
+      sha256: of the file's bytes.
+      content: SHA-256 of the lengths of its documents, int64, and then its token ids in the manifest's dtype, both
+        little-endian: the same for the same text, however it is stored.
+    """
+
+    file: str
+    documents: int
+    tokens: int
+    sha256: str
+    content: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """A prepared dataset, without its tokens.
+
+    Attributes:
+      tokenizer: `Tokenizer.fingerprint`.
+      vocab_size: the tokenizer's; every token id is below it.
+      dtype: of the token ids in records: uint16 where the vocabulary has at most 65,536 entries, otherwise int32.
+      tokens_per_record: of all records of a shard but the last.
+      shards: in the order of the stream.
+    """
+
+    tokenizer: str
+    vocab_size: int
+    dtype: str
+    tokens_per_record: int
+    shards: tuple[Shard, ...]
+
+    @property
+    def documents(self) -> int:
+        """Documents of all shards."""
+        return sum(shard.documents for shard in self.shards)
+
+    @property
+    def tokens(self) -> int:
+        """Token ids of all shards."""
+        return sum(shard.tokens for shard in self.shards)
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for datasets of the same documents in the same order, tokenized alike, cut into the same shards."""
+        content = hashlib.sha256(f"{self.tokenizer}:{self.dtype}:".encode())
+        for shard in self.shards:
+            content.update(f"{shard.documents}:{shard.tokens}:{shard.content};".encode())
+        return content.hexdigest()
+
+
+def token_dtype(vocab_size: int) -> str:
+    """The dtype of the ids of a vocabulary: half the bytes where it suffices."""
+    return "uint16" if vocab_size <= 2**16 else "int32"
+
+
+def manifest_text(manifest: Manifest) -> str:
+    """The content of `manifest.json`; what follows from the rest stands there for readers."""
+    derived = {"documents": manifest.documents, "tokens": manifest.tokens, "fingerprint": manifest.fingerprint}
+    return json.dumps({"format": _FORMAT} | derived | dataclasses.asdict(manifest), indent=1) + "\n"
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of a prepared dataset.
+
+    Raises:
+      UserError: it is missing, damaged, or of a format that is not known.
+    """
+    path = directory / MANIFEST_FILE
+    stated = read_object(path)
+    if stated.get("format") != _FORMAT:
+        raise UserError(f"{path}: format={stated.get('format')!r} is not known; this version reads format {_FORMAT}.")
+    try:
+        manifest = _manifest(stated)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path}: not a manifest of prepare ({error}).") from None
+    derived = {"documents": manifest.documents, "tokens": manifest.tokens, "fingerprint": manifest.fingerprint}
+    for key, value in derived.items():
+        if stated.get(key) != value:
+            raise UserError(f"{path}: {key}={stated.get(key)!r} contradicts its shards, which make {value!r}.")
+    return manifest
+
+
+def _manifest(stated: dict[str, Any]) -> Manifest:
+    names = [field.name for field in dataclasses.fields(Shard)]
+    shards = tuple(Shard(**{name: shard[name] for name in names}) for shard in stated["shards"])
+    return Manifest(stated["tokenizer"], stated["vocab_size"], stated["dtype"], stated["tokens_per_record"], shards)
