@@ -1,12 +1,14 @@
 """Parameters to a Hugging Face directory's tensors, one at a time."""
 
+import functools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from maxtext_lite.config.hf.config import model_keys
 from maxtext_lite.config.hf.fields import JsonObject, Keys
@@ -76,9 +78,7 @@ class _Layers:
     def __init__(self, stacked: jax.Array, layer_dims: tuple[int, ...]) -> None:
         self._stacked, self._dims = stacked, layer_dims
         self._number, self._layer = -1, np.empty(0)
-        mesh = stacked.sharding.mesh  # type: ignore[attr-defined]
-        # Of several hosts, each has only its own devices' part.
-        self._take = jax.jit(lambda x, index: x[index], out_shardings=sharding(mesh))
+        self._take = _layer_on_every_host(stacked.sharding.mesh)  # type: ignore[attr-defined]
 
     def layer(self, number: int) -> np.ndarray:
         """The layer's values."""
@@ -88,3 +88,9 @@ class _Layers:
             taken = self._take(self._stacked, tuple(map(int, where)))
             self._layer, self._number = np.asarray(taken.addressable_data(0)), number
         return self._layer
+
+
+@functools.cache  # one compilation for all parameters of one shape
+def _layer_on_every_host(mesh: Mesh) -> Callable[[jax.Array, tuple[int, ...]], jax.Array]:
+    """The layer of a stacked parameter, of which each of several hosts has only its own devices' part."""
+    return jax.jit(lambda stacked, index: stacked[index], out_shardings=sharding(mesh))

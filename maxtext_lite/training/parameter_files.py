@@ -4,15 +4,16 @@
 # pyright: reportUnknownLambdaType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # jax, optax and orbax declare some of their functions in part.
 
+import functools
 import math
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 import jax
 import orbax.checkpoint as ocp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 
 from maxtext_lite.config import MlpKind, UserError
 from maxtext_lite.config.errors import full_text, value_text
@@ -270,9 +271,14 @@ def reshaped(tree: Any, abstract: Any) -> Any:
     def change(x: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
         if x.shape == wanted.shape:
             return x
-        return jax.jit(lambda x: x.reshape(wanted.shape), out_shardings=wanted.sharding)(x)
+        return _reshape(wanted.shape, wanted.sharding)(x)
 
     return jax.tree.map(change, tree, abstract)
+
+
+@functools.cache  # one compilation for all parameters of one shape
+def _reshape(shape: tuple[int, ...], where: Sharding) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(lambda x: x.reshape(shape), out_shardings=where)
 
 
 def _shape_differences(saved: Any, wanted: Any) -> list[str]:
