@@ -42,6 +42,7 @@ def main(argv):
         file = words.pop(0) if words and "=" not in words[0] else None
         config = load_config(file, words)
         (train_rl if isinstance(config, RLRunConfig) else train)(config)
+    assert "torch" not in sys.modules  # it is installed for tests alone, and takes seconds to import
     return 0
 code = run_command(main)
 with open(os.path.join(record, process), "w") as file:

@@ -3,12 +3,13 @@
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
 # jax, optax and orbax declare some of their functions in part.
 
+import contextlib
 import dataclasses
 import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,9 +108,9 @@ class _Board:
     """
 
     def __init__(self, directory: Path, purge_step: int, failures: Failures):
-        # Here, because it imports torch, for seconds, wherever that is installed.
-        from tensorboardX import event_file_writer
-        from tensorboardX.proto import event_pb2, summary_pb2
+        with _without_torch():
+            from tensorboardX import event_file_writer
+            from tensorboardX.proto import event_pb2, summary_pb2
 
         self._directory, self._failures = directory, failures
         self._events: Any = event_pb2
@@ -311,3 +312,19 @@ def _duration(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}"
+
+
+@contextlib.contextmanager
+def _without_torch() -> Generator[None]:
+    """What is imported here does not find torch, unless it is there already.
+
+    tensorboardX imports it for an annotation wherever it is installed, which takes seconds and 200 MB of memory.
+    """
+    if "torch" in sys.modules:
+        yield
+        return
+    sys.modules["torch"] = None  # type: ignore[assignment]  # importing it raises ImportError
+    try:
+        yield
+    finally:
+        del sys.modules["torch"]
