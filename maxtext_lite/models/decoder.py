@@ -116,7 +116,9 @@ class Decoder:
         with nnx.use_eager_sharding(False):
             self._graph, state = nnx.split(nnx.eval_shape(lambda: _Modules(shape, block, rngs=nnx.Rngs(params=0))))
             self._layer_graph = graph_of(functools.partial(block, shape))
-            self._dense_layer_graph = graph_of(functools.partial(block, _dense(shape)))
+            self._dense_layer_graph = self._layer_graph
+            if shape.experts is not None:
+                self._dense_layer_graph = graph_of(functools.partial(block, _dense(shape)))
         axes = nnx.to_pure_dict(
             jax.tree.map(
                 lambda param: param.replace(param.axes), state, is_leaf=lambda node: isinstance(node, nnx.Param)

@@ -20,8 +20,12 @@ def graph_of(layer: Callable[..., Block]) -> Any:
 def stacked(axis: str, layer: Callable[..., Block], num_layers: int, rngs: nnx.Rngs) -> Any:
     """A layer whose every parameter holds all layers' values, stacked on a leading dim."""
 
+    graphs: list[Any] = []
+
     def create(key: jax.Array) -> Any:
-        return nnx.split(layer(rngs=nnx.Rngs(params=key)))[1]
+        graph, params = nnx.split(layer(rngs=nnx.Rngs(params=key)))
+        graphs.append(graph)  # the same for every layer: this is traced once
+        return params
 
     stacked = jax.vmap(create)(jax.random.split(rngs.params(), num_layers))
     stacked = jax.tree.map(
@@ -29,7 +33,7 @@ def stacked(axis: str, layer: Callable[..., Block], num_layers: int, rngs: nnx.R
         stacked,
         is_leaf=lambda node: isinstance(node, nnx.Param),
     )
-    return nnx.merge(graph_of(layer), stacked)
+    return nnx.merge(graphs[0], stacked)
 
 
 Kinds = tuple[LayerKind, MlpKind | None]

@@ -347,7 +347,7 @@ def _names(path: Path) -> tuple[str, ...]:
 
 def abstract_state(parts: StepParts) -> TrainState:
     """Shapes, dtypes and shardings of the state; nothing is allocated."""
-    shapes = jax.eval_shape(lambda: create_state(parts, jax.random.key(0)))
+    shapes = jax.eval_shape(lambda params: _state_of(parts, params), parts.decoder.abstract_params)
     return jax.tree.map(
         lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
         shapes,
