@@ -23,6 +23,7 @@ from maxtext_lite.config.field_types import (
     Layers,
     Name,
     NotNegative,
+    Packing,
     PathName,
     PathText,
     Positive,
@@ -293,7 +294,7 @@ class DataConfig(Section):
     chat_template: PathText
     max_target_length: Count
     long_examples: Literal["truncate", "drop", "refuse"]
-    packing: Flag
+    packing: Packing
     data_shuffle_seed: SeedOrMinusOne
     grain_worker_count: CountOrZero
 

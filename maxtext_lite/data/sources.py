@@ -18,7 +18,8 @@ from maxtext_lite.config import DataConfig, UserError
 from maxtext_lite.config.json_file import user_path
 from maxtext_lite.data.answers import open_answers
 from maxtext_lite.data.examples import check_id, num_held_out
-from maxtext_lite.data.packing import FIELDS, DocumentRows, PackedRows, Rows, TokenStream
+from maxtext_lite.data.packing import FIELDS, Rows, TokenStream
+from maxtext_lite.data.row_index import FittedRows, IndexPlace, rows_of
 from maxtext_lite.data.text_files import check_unicode, find_files, json_lines, read_text
 from maxtext_lite.data.token_stream import open_prepared
 from maxtext_lite.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
@@ -215,13 +216,13 @@ class SyntheticSource:
 
 def _open_text(config: DataConfig, tokenizer: Tokenizer, *, key: str, path: str) -> TextSource:
     stream, document_starts, num_empty_documents = _tokenize(_read_documents(find_files(key, path)), tokenizer)
-    layout = (PackedRows if config.packing else DocumentRows)(document_starts, config.max_target_length)
+    layout = rows_of(config.packing, document_starts, config.max_target_length)
     if len(layout) == 0:
         raise UserError(f"{key}={path!r} has no text: every document in it is empty.")
     content = hashlib.sha256(f"{tokenizer.fingerprint}:{stream.dtype}:{len(document_starts)}:".encode())
     content.update(document_starts.tobytes())
     content.update(stream.tobytes())
-    return TextSource(stream, document_starts, layout, 0, len(layout), content.hexdigest(), num_empty_documents)
+    return _source(stream, document_starts, layout, content.hexdigest(), num_empty_documents)
 
 
 def _open_prepared(config: DataConfig, tokenizer: Tokenizer, *, key: str, path: str) -> TextSource:
@@ -233,10 +234,16 @@ def _open_prepared(config: DataConfig, tokenizer: Tokenizer, *, key: str, path: 
             f"{key}={path!r} was prepared with the tokenizer {manifest.tokenizer}; that of the config is "
             f"{tokenizer.fingerprint}. Name the tokenizer of the data, or prepare them again."
         )
-    layout = (PackedRows if config.packing else DocumentRows)(document_starts, config.max_target_length)
+    place = IndexPlace(directory / "rows", manifest.fingerprint)
+    layout = rows_of(config.packing, document_starts, config.max_target_length, place)
     if len(layout) == 0:
         raise UserError(f"{key}={path!r} has no document.")
-    return TextSource(stream, document_starts, layout, 0, len(layout), manifest.fingerprint)
+    return _source(stream, document_starts, layout, manifest.fingerprint)
+
+
+def _source(stream: TokenStream, document_starts: np.ndarray, layout: Rows, content: str, empty: int = 0) -> TextSource:
+    notes = (layout.note,) if isinstance(layout, FittedRows) else ()
+    return TextSource(stream, document_starts, layout, 0, len(layout), content, empty, notes)
 
 
 _OPENED_BY = {"text": _open_text, "array_record": _open_prepared}
