@@ -285,7 +285,7 @@ class DataConfig(Section):
     """The data, its tokens and their order."""
 
     objective: Literal["auto", "pretrain", "sft", "dpo", "grpo"]
-    dataset_type: Literal["text", "array_record", "synthetic", "sft", "dpo", "prompts", "arithmetic"]
+    dataset_type: Literal["text", "array_record", "megatron", "synthetic", "sft", "dpo", "prompts", "arithmetic"]
     dataset_path: PathText
     eval_dataset_path: PathText
     eval_fraction: Share

@@ -13,7 +13,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,7 +29,8 @@ CACHE_VARIABLE = "MAXTEXT_LITE_CACHE"
 _WINDOW_DOCUMENTS = 2**16  # fitted into rows together: a few ten MB, and rows of 98 % and more
 _WINDOW_TOKENS = 2**27  # at most, but for a single document
 _DOCUMENTS_AT_A_TIME = 2**20
-_ABOUT = "index.json"
+ABOUT = "index.json"
+"""The file of an index that is written last: the sizes of the others, and what is known of the rows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +122,7 @@ def rows_of(packing: bool | str, document_starts: np.ndarray, num_tokens: int, p
         return FittedRows(pieces, rows, num_tokens, sum(window.cut for window in windows))
     index = place.get(f"best_fit-{num_tokens}", lambda path: _write_fitted(path, document_starts, num_tokens))
     pieces, rows = (map_array(index / f"{name}.i64", columns=2) for name in ("pieces", "rows"))
-    return FittedRows(pieces, rows, num_tokens, read_object(index / _ABOUT)["cut_documents"])
+    return FittedRows(pieces, rows, num_tokens, read_object(index / ABOUT)["cut_documents"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,11 +137,11 @@ class IndexPlace:
     beside: Path
     fingerprint: str
 
-    def get(self, name: str, write: Callable[[Path], dict[str, int]]) -> Path:
+    def get(self, name: str, write: Callable[[Path], dict[str, Any]]) -> Path:
         """The directory of an index, which is written where there is none.
 
         Args:
-          write: fills a directory; returns what `_ABOUT` is to say.
+          write: fills a directory; returns what `ABOUT` is to say.
         Raises:
           UserError: it can be written neither beside the data nor into the cache, or is not whole.
         """
@@ -156,13 +157,13 @@ class IndexPlace:
             return _made(place / name, write)
 
 
-def _made(final: Path, write: Callable[[Path], dict[str, int]]) -> Path:
+def _made(final: Path, write: Callable[[Path], dict[str, Any]]) -> Path:
     """The index has its name at once and whole, or not at all."""
     making = Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=final.parent))
     try:
         about = write(making)
         sizes = {path.name: path.stat().st_size for path in making.iterdir()}
-        (making / _ABOUT).write_text(json.dumps({"bytes": sizes} | about) + "\n")
+        (making / ABOUT).write_text(json.dumps({"bytes": sizes} | about) + "\n")
         making.chmod(0o755)
         for path in making.iterdir():
             with path.open("rb+") as opened:
@@ -178,7 +179,7 @@ def _made(final: Path, write: Callable[[Path], dict[str, int]]) -> Path:
 
 
 def _checked(index: Path) -> Path:
-    for name, size in read_object(index / _ABOUT)["bytes"].items():
+    for name, size in read_object(index / ABOUT)["bytes"].items():
         file = index / name
         check_file(file)
         if file.stat().st_size != size:
@@ -186,7 +187,7 @@ def _checked(index: Path) -> Path:
     return index
 
 
-def _write_first_rows(path: Path, document_starts: np.ndarray, num_tokens: int) -> dict[str, int]:
+def _write_first_rows(path: Path, document_starts: np.ndarray, num_tokens: int) -> dict[str, Any]:
     before = 0
     with (path / "first_rows.i64").open("wb") as file:
         np.zeros(1, "<i8").tofile(file)
@@ -197,7 +198,7 @@ def _write_first_rows(path: Path, document_starts: np.ndarray, num_tokens: int) 
     return {}
 
 
-def _write_fitted(path: Path, document_starts: np.ndarray, num_tokens: int) -> dict[str, int]:
+def _write_fitted(path: Path, document_starts: np.ndarray, num_tokens: int) -> dict[str, Any]:
     cut = 0
     with (path / "pieces.i64").open("wb") as pieces, (path / "rows.i64").open("wb") as rows:
         np.zeros((1, 2), "<i8").tofile(rows)

@@ -18,6 +18,7 @@ from maxtext_lite.config import DataConfig, UserError
 from maxtext_lite.config.json_file import user_path
 from maxtext_lite.data.answers import open_answers
 from maxtext_lite.data.examples import check_id, num_held_out
+from maxtext_lite.data.megatron import open_megatron
 from maxtext_lite.data.packing import FIELDS, Rows, TokenStream
 from maxtext_lite.data.row_index import FittedRows, IndexPlace, rows_of
 from maxtext_lite.data.text_files import check_unicode, find_files, json_lines, read_text
@@ -241,12 +242,25 @@ def _open_prepared(config: DataConfig, tokenizer: Tokenizer, *, key: str, path: 
     return _source(stream, document_starts, layout, manifest.fingerprint)
 
 
+def _open_megatron(config: DataConfig, tokenizer: Tokenizer, *, key: str, path: str) -> TextSource:
+    found = open_megatron(key, path, tokenizer)
+    layout = rows_of(config.packing, found.document_starts, config.max_target_length, found.place)
+    if len(layout) == 0:
+        raise UserError(f"{key}={path!r} has no document of two tokens.")
+    content = f"{tokenizer.fingerprint}:{found.content}"
+    source = _source(found.stream, found.document_starts, layout, content, found.empty_documents)
+    if not found.unended_documents:
+        return source
+    note = f"{found.unended_documents:,} of {source.num_documents:,} documents do not end with the end-of-text token."
+    return dataclasses.replace(source, notes=(note, *source.notes))
+
+
 def _source(stream: TokenStream, document_starts: np.ndarray, layout: Rows, content: str, empty: int = 0) -> TextSource:
     notes = (layout.note,) if isinstance(layout, FittedRows) else ()
     return TextSource(stream, document_starts, layout, 0, len(layout), content, empty, notes)
 
 
-_OPENED_BY = {"text": _open_text, "array_record": _open_prepared}
+_OPENED_BY = {"text": _open_text, "array_record": _open_prepared, "megatron": _open_megatron}
 
 
 def _tokenize(documents: Iterator[str], tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray, int]:
