@@ -10,11 +10,11 @@ import codecs
 import hashlib
 import pathlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from maxtext_lite.config import DataConfig, UserError
+from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import value_text
 from maxtext_lite.config.json_file import check_file, is_directory, is_there, read_bytes, read_object, user_path
 
@@ -93,7 +93,21 @@ class Tokenizer(Protocol):
         return _PrefixStream(self)
 
 
-def load_tokenizer(config: DataConfig) -> Tokenizer:
+class TokenizerKeys(Protocol):
+    """The keys that name a tokenizer, as a config has them."""
+
+    @property
+    def tokenizer_type(self) -> Literal["byte", "huggingface", "sentencepiece"]:
+        """The library that reads it."""
+        ...
+
+    @property
+    def tokenizer_path(self) -> str:
+        """Its file or directory; "" for byte."""
+        ...
+
+
+def load_tokenizer(config: TokenizerKeys) -> Tokenizer:
     """The tokenizer that `tokenizer_type` and `tokenizer_path` name.
 
     Raises:
