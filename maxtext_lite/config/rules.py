@@ -123,6 +123,7 @@ def _tokenizer_path(config: Config) -> Violation | None:
 
 _OBJECTIVE_OF = {
     "text": "pretrain",
+    "array_record": "pretrain",
     "synthetic": "pretrain",
     "sft": "sft",
     "dpo": "dpo",

@@ -284,7 +284,7 @@ class DataConfig(Section):
     """The data, its tokens and their order."""
 
     objective: Literal["auto", "pretrain", "sft", "dpo", "grpo"]
-    dataset_type: Literal["text", "synthetic", "sft", "dpo", "prompts", "arithmetic"]
+    dataset_type: Literal["text", "array_record", "synthetic", "sft", "dpo", "prompts", "arithmetic"]
     dataset_path: PathText
     eval_dataset_path: PathText
     eval_fraction: Share

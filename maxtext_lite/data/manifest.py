@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ TOKENS_PER_RECORD = 4096
 """Of every record of a shard but its last: a row of 2,048 tokens lies in two records at most."""
 
 _FORMAT = 1
+_END_BYTES = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +37,8 @@ class Shard:
       sha256: of the file's bytes.
       content: SHA-256 of the lengths of its documents, int64, and then its token ids in the manifest's dtype, both
         little-endian: the same for the same text, however it is stored.
+      bytes: the file's size; 0: not stated.
+      ends: SHA-256 of the file's first and last 4,096 bytes, which tells files apart at once; "": not stated.
     """
 
     file: str
@@ -42,6 +46,8 @@ class Shard:
     tokens: int
     sha256: str
     content: str
+    bytes: int = 0
+    ends: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +87,25 @@ class Manifest:
         return content.hexdigest()
 
 
+def stored_shard(directory: Path, file: str, *, documents: int, tokens: int, content: str) -> Shard:
+    """The entry of a shard that has been written, all of whose file is read."""
+    with (directory / file).open("rb") as opened:
+        sha256 = hashlib.file_digest(opened, "sha256").hexdigest()
+    size, ends = size_and_ends(directory / file)
+    return Shard(file, documents, tokens, sha256, content, size, ends)
+
+
+def size_and_ends(file: Path) -> tuple[int, str]:
+    """`Shard.bytes` and `Shard.ends` of a file, of which no more is read."""
+    with file.open("rb") as opened:
+        size = opened.seek(0, os.SEEK_END)
+        opened.seek(0)
+        content = hashlib.sha256(opened.read(_END_BYTES))
+        opened.seek(max(size - _END_BYTES, 0))
+        content.update(opened.read(_END_BYTES))
+    return size, content.hexdigest()
+
+
 def token_dtype(vocab_size: int) -> str:
     """The dtype of the ids of a vocabulary: half the bytes where it suffices."""
     return "uint16" if vocab_size <= 2**16 else "int32"
@@ -114,6 +139,9 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def _manifest(stated: dict[str, Any]) -> Manifest:
-    names = [field.name for field in dataclasses.fields(Shard)]
-    shards = tuple(Shard(**{name: shard[name] for name in names}) for shard in stated["shards"])
+    fields = dataclasses.fields(Shard)
+    not_stated = {field.name: field.default for field in fields if field.default is not dataclasses.MISSING}
+    shards = tuple(
+        Shard(**{field.name: (not_stated | shard)[field.name] for field in fields}) for shard in stated["shards"]
+    )
     return Manifest(stated["tokenizer"], stated["vocab_size"], stated["dtype"], stated["tokens_per_record"], shards)

@@ -9,8 +9,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Protocol
 
 import numpy as np
+
+
+class TokenStream(Protocol):
+    """A sequence of token ids, whose slices are arrays of them: an array, or one that reads them from files."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> np.ndarray:
+        """Token ids, of an integer dtype; a slice has no step."""
+        ...
+
 
 FIELDS = ("tokens", "targets", "segments", "positions", "weights")
 """The arrays of an example."""
@@ -24,8 +36,62 @@ def field_dtype(name: str) -> type[np.generic]:
     return np.int32 if name in FIELDS[:-1] else np.float32
 
 
+class Rows(Protocol):
+    """Which stretches of a stream each row holds; picklable."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens a row, T."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def build(self, stream: TokenStream, row: int) -> dict[str, np.ndarray]:
+        """A row, as `build_row` describes it."""
+        ...
+
+    def count_targets(self, rows: np.ndarray) -> int:
+        """Target tokens of these rows, each counted as often as it stands there."""
+        ...
+
+    def count_targets_between(self, first: int, stop: int) -> int:
+        """Target tokens of rows `first` to `stop - 1`, in constant memory."""
+        ...
+
+
+class _Stretches:
+    """Rows that are one stretch of the stream each, in its order."""
+
+    document_starts: np.ndarray
+    num_tokens: int
+
+    def span(self, row: int) -> tuple[int, int]:
+        """First stream position of the row's inputs, and the one after the last."""
+        starts, stops = self.spans(np.array([row]))
+        return int(starts[0]), int(stops[0])
+
+    def spans(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """`span` of each of these rows."""
+        raise NotImplementedError
+
+    def build(self, stream: TokenStream, row: int) -> dict[str, np.ndarray]:
+        """See `Rows`."""
+        start, stop = self.span(row)
+        return build_row(stream, self.document_starts, start=start, stop=stop, num_tokens=self.num_tokens)
+
+    def count_targets(self, rows: np.ndarray) -> int:
+        """See `Rows`."""
+        starts, stops = self.spans(rows)
+        return int(count_targets(self.document_starts, start=starts, stop=stops).sum())
+
+    def count_targets_between(self, first: int, stop: int) -> int:
+        """See `Rows`."""
+        start, end = self.span(first)[0], self.span(stop - 1)[1]
+        return int(count_targets(self.document_starts, start=start, stop=end))
+
+
 @dataclasses.dataclass(frozen=True)
-class PackedRows:
+class PackedRows(_Stretches):
     """Rows that cut the stream every `num_tokens` tokens; several documents may share a row. The last row is padded.
 
     Attributes:
@@ -40,55 +106,50 @@ class PackedRows:
         # The stream's last token is never an input that has a target, so it alone makes no row.
         return -(-(int(self.document_starts[-1]) - 1) // self.num_tokens) if len(self.document_starts) > 1 else 0
 
-    def span(self, row: int) -> tuple[int, int]:
-        """First stream position of the row's inputs, and the one after the last."""
-        start = row * self.num_tokens
-        return start, min(start + self.num_tokens, int(self.document_starts[-1]))
-
-    def targets_of_rows(self) -> np.ndarray:
-        """Target tokens of each row: all inputs but the last tokens of documents; int64 [rows]."""
-        ends = np.bincount((self.document_starts[1:] - 1) // self.num_tokens, minlength=len(self))[: len(self)]
-        targets = self.num_tokens - ends
-        # Past the stream's end there is nothing; its last token, where it alone is past the rows, is no input.
-        targets[-1:] -= max(len(self) * self.num_tokens - int(self.document_starts[-1]), 0)
-        return targets
+    def spans(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """`span` of each of these rows."""
+        starts = rows * self.num_tokens
+        return starts, np.minimum(starts + self.num_tokens, self.document_starts[-1])
 
 
 @dataclasses.dataclass(frozen=True)
-class DocumentRows:
+class DocumentRows(_Stretches):
     """Rows that never hold two documents: a document starts a row and goes on in further ones; the rest is padding.
 
-    Attributes: as of `PackedRows`.
+    Attributes:
+      document_starts, num_tokens: as of `PackedRows`.
+      known_first_rows: what `first_rows` gives, from a file; None: it is made.
     """
 
     document_starts: np.ndarray
     num_tokens: int
+    known_first_rows: np.ndarray | None = None
 
     @functools.cached_property
     def _first_rows(self) -> np.ndarray:
-        # A document's last token, end-of-text, is never an input that has a target, so it alone makes no row.
-        rows_of_document = -(-(np.diff(self.document_starts) - 1) // self.num_tokens)
-        return np.concatenate([np.zeros(1, np.int64), np.cumsum(rows_of_document)])
+        if self.known_first_rows is not None:
+            return self.known_first_rows
+        return np.concatenate([np.zeros(1, np.int64), first_rows(self.document_starts, self.num_tokens)])
 
     def __len__(self) -> int:
         return int(self._first_rows[-1])
 
-    def span(self, row: int) -> tuple[int, int]:
-        """First stream position of the row's inputs, and the one after the last."""
-        document = int(np.searchsorted(self._first_rows, row, side="right")) - 1
-        start = int(self.document_starts[document]) + (row - int(self._first_rows[document])) * self.num_tokens
-        return start, min(start + self.num_tokens, int(self.document_starts[document + 1]))
+    def spans(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """`span` of each of these rows."""
+        first_rows, document_starts = np.asarray(self._first_rows), np.asarray(self.document_starts)
+        documents = np.searchsorted(first_rows, rows, side="right") - 1
+        starts = document_starts[documents] + (rows - first_rows[documents]) * self.num_tokens
+        return starts, np.minimum(starts + self.num_tokens, document_starts[documents + 1])
 
-    def targets_of_rows(self) -> np.ndarray:
-        """Target tokens of each row: `num_tokens`, but of a document's last row what is left; int64 [rows]."""
-        targets = np.full(len(self), self.num_tokens)  # and every document has a row
-        missing = np.diff(self._first_rows) * self.num_tokens - (np.diff(self.document_starts) - 1)
-        targets[self._first_rows[1:] - 1] -= missing
-        return targets
+
+def first_rows(document_starts: np.ndarray, num_tokens: int, before: int = 0) -> np.ndarray:
+    """The row after the last of each document, where none holds two and `before` rows come first; int64 [documents]."""
+    # A document's last token, end-of-text, is never an input that has a target, so it alone makes no row.
+    return before + np.cumsum(-(-(np.diff(document_starts) - 1) // num_tokens))
 
 
 def build_row(
-    stream: np.ndarray, document_starts: np.ndarray, *, start: int, stop: int, num_tokens: int
+    stream: TokenStream, document_starts: np.ndarray, *, start: int, stop: int, num_tokens: int
 ) -> dict[str, np.ndarray]:
     """The example whose inputs are stream[start:stop], padded at the end to `num_tokens`.
 
@@ -103,14 +164,14 @@ def build_row(
     used = stop - start
     tokens, targets, segments, positions = np.zeros((4, num_tokens), np.int32)
     weights = np.zeros(num_tokens, np.float32)
-    tokens[:used] = stream[start:stop]
-    following = stream[start + 1 : stop + 1]  # one short where the row ends with the stream
-    targets[: len(following)] = following
+    read = stream[start : stop + 1]  # one short where the row ends with the stream
+    tokens[:used] = read[:used]
+    targets[: len(read) - 1] = read[1:]
     weights[:used] = 1.0
 
     # Documents that start after the row's first token; the one that starts at `stop` only ends the last document.
-    first = int(np.searchsorted(document_starts, start, side="right"))
-    last = int(np.searchsorted(document_starts, stop, side="right"))
+    document_starts = np.asarray(document_starts)
+    first, last = np.searchsorted(document_starts, (start, stop), side="right")
     starts = document_starts[first:last] - start
     targets[starts - 1] = 0
     weights[starts - 1] = 0.0
@@ -122,11 +183,11 @@ def build_row(
     return {"tokens": tokens, "targets": targets, "segments": segments, "positions": positions, "weights": weights}
 
 
-def count_targets(document_starts: np.ndarray, *, start: int, stop: int) -> int:
-    """Target tokens of the inputs stream[start:stop]: all but the last token of each document."""
-    last_tokens = document_starts[1:] - 1
-    ends = int(np.searchsorted(last_tokens, stop) - np.searchsorted(last_tokens, start))
-    return stop - start - ends
+def count_targets(document_starts: np.ndarray, *, start: int | np.ndarray, stop: int | np.ndarray) -> np.ndarray:
+    """Target tokens of the inputs stream[start:stop]: all but the last token of each document; of each pair of ends."""
+    next_starts = np.asarray(document_starts)[1:]
+    ends = np.searchsorted(next_starts, stop, side="right") - np.searchsorted(next_starts, start, side="right")
+    return np.asarray(stop - start - ends)
 
 
 @dataclasses.dataclass(frozen=True)

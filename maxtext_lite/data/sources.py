@@ -15,10 +15,12 @@ from typing import Protocol
 import numpy as np
 
 from maxtext_lite.config import DataConfig, UserError
+from maxtext_lite.config.json_file import user_path
 from maxtext_lite.data.answers import open_answers
 from maxtext_lite.data.examples import check_id, num_held_out
-from maxtext_lite.data.packing import FIELDS, DocumentRows, PackedRows, build_row, count_targets
+from maxtext_lite.data.packing import FIELDS, DocumentRows, PackedRows, Rows, TokenStream
 from maxtext_lite.data.text_files import check_unicode, find_files, json_lines, read_text
+from maxtext_lite.data.token_stream import open_prepared
 from maxtext_lite.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 
 SYNTHETIC_TRAINING_EXAMPLES = 2**31 - 1
@@ -91,11 +93,12 @@ def open_sources(
             SyntheticSource(0, SYNTHETIC_TRAINING_EXAMPLES, config.max_target_length, drawn_below),
             SyntheticSource(1, SYNTHETIC_EVALUATION_EXAMPLES, config.max_target_length, drawn_below),
         )
-    if config.dataset_type != "text":
+    open_rows = _OPENED_BY.get(config.dataset_type)
+    if open_rows is None:
         return open_answers(config, tokenizer, begins_as_elsewhere=begins_as_elsewhere)
-    everything = _open_text(config, tokenizer, key="dataset_path", path=config.dataset_path)
+    everything = open_rows(config, tokenizer, key="dataset_path", path=config.dataset_path)
     if config.eval_dataset_path:
-        return everything, _open_text(config, tokenizer, key="eval_dataset_path", path=config.eval_dataset_path)
+        return everything, open_rows(config, tokenizer, key="eval_dataset_path", path=config.eval_dataset_path)
     what = f"examples of {config.max_target_length} tokens"
     held_out = num_held_out(config.eval_fraction, len(everything), what, more="text, a smaller max_target_length or")
     if not held_out:
@@ -110,23 +113,24 @@ class TextSource:
     Attributes:
       stream: token ids of all documents, each followed by end-of-text.
       document_starts: where each document starts, then the stream's length; int64.
-      row_layout: PackedRows or DocumentRows over the stream.
+      row_layout: of rows over the stream.
       first_row: row that is example 0.
       num_rows: number of examples.
-      num_empty_documents: documents without a token, which were left out.
       stream_fingerprint: hash of tokens and documents.
+      num_empty_documents: documents without a token, which were left out.
+      notes: as of `ExampleSource`.
     """
 
-    stream: np.ndarray
+    stream: TokenStream
     document_starts: np.ndarray
-    row_layout: PackedRows | DocumentRows
+    row_layout: Rows
     first_row: int
     num_rows: int
-    num_empty_documents: int
     stream_fingerprint: str
+    num_empty_documents: int = 0
+    notes: tuple[str, ...] = ()
 
     fields = FIELDS
-    notes = ()
 
     @property
     def num_documents(self) -> int:
@@ -147,9 +151,7 @@ class TextSource:
     @property
     def num_target_tokens(self) -> int:
         """Target tokens of all examples."""
-        start, _ = self.row_layout.span(self.first_row)
-        _, stop = self.row_layout.span(self.first_row + self.num_rows - 1)
-        return count_targets(self.document_starts, start=start, stop=stop)
+        return self.row_layout.count_targets_between(self.first_row, self.first_row + self.num_rows)
 
     def rows(self, first: int, stop: int) -> TextSource:
         """The source whose examples are examples `first` to `stop - 1` of this one."""
@@ -161,14 +163,11 @@ class TextSource:
     def __getitem__(self, example_id: int) -> dict[str, np.ndarray]:
         """One example: see `packing.build_row`. Raises IndexError outside [0, len)."""
         check_id(example_id, self.num_rows)
-        start, stop = self.row_layout.span(self.first_row + example_id)
-        return build_row(
-            self.stream, self.document_starts, start=start, stop=stop, num_tokens=self.row_layout.num_tokens
-        )
+        return self.row_layout.build(self.stream, self.first_row + example_id)
 
     def count_targets(self, example_ids: np.ndarray) -> int:
         """Target tokens of these examples, each counted as often as it stands there."""
-        return int(self.row_layout.targets_of_rows()[self.first_row + example_ids].sum())
+        return self.row_layout.count_targets(self.first_row + example_ids)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,7 +221,25 @@ def _open_text(config: DataConfig, tokenizer: Tokenizer, *, key: str, path: str)
     content = hashlib.sha256(f"{tokenizer.fingerprint}:{stream.dtype}:{len(document_starts)}:".encode())
     content.update(document_starts.tobytes())
     content.update(stream.tobytes())
-    return TextSource(stream, document_starts, layout, 0, len(layout), num_empty_documents, content.hexdigest())
+    return TextSource(stream, document_starts, layout, 0, len(layout), content.hexdigest(), num_empty_documents)
+
+
+def _open_prepared(config: DataConfig, tokenizer: Tokenizer, *, key: str, path: str) -> TextSource:
+    directory = user_path(path)
+    stream, document_starts = open_prepared(key, directory)
+    manifest = stream.manifest
+    if manifest.tokenizer != tokenizer.fingerprint:
+        raise UserError(
+            f"{key}={path!r} was prepared with the tokenizer {manifest.tokenizer}; that of the config is "
+            f"{tokenizer.fingerprint}. Name the tokenizer of the data, or prepare them again."
+        )
+    layout = (PackedRows if config.packing else DocumentRows)(document_starts, config.max_target_length)
+    if len(layout) == 0:
+        raise UserError(f"{key}={path!r} has no document.")
+    return TextSource(stream, document_starts, layout, 0, len(layout), manifest.fingerprint)
+
+
+_OPENED_BY = {"text": _open_text, "array_record": _open_prepared}
 
 
 def _tokenize(documents: Iterator[str], tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray, int]:

@@ -1,12 +1,21 @@
 """The manifest of a prepared dataset: read back as it was written, and refused where it contradicts itself."""
 
 import dataclasses
+import hashlib
 import json
 
 import pytest
 
 from maxtext_lite.config import UserError
-from maxtext_lite.data.manifest import MANIFEST_FILE, Manifest, Shard, manifest_text, read_manifest, token_dtype
+from maxtext_lite.data.manifest import (
+    MANIFEST_FILE,
+    Manifest,
+    Shard,
+    manifest_text,
+    read_manifest,
+    stored_shard,
+    token_dtype,
+)
 
 SHARDS = (Shard("00000.array_record", 3, 100, "ab", "cd"), Shard("00001.array_record", 1, 50, "ef", "01"))
 MANIFEST = Manifest("byte", 257, "uint16", 4096, SHARDS)
@@ -44,6 +53,22 @@ def test_a_damaged_manifest_is_refused(change, message, tmp_path):
     (tmp_path / MANIFEST_FILE).write_text(json.dumps(json.loads(manifest_text(MANIFEST)) | change))
     with pytest.raises(UserError, match=message):
         read_manifest(tmp_path)
+
+
+def test_what_is_not_stated_of_a_shard_is_left_open(tmp_path):
+    stated = json.loads(manifest_text(MANIFEST))
+    for shard in stated["shards"]:
+        del shard["bytes"], shard["ends"]
+    (tmp_path / MANIFEST_FILE).write_text(json.dumps(stated))
+    assert read_manifest(tmp_path) == MANIFEST
+
+
+def test_a_shards_entry_is_of_its_file(tmp_path):
+    content = bytes(range(256)) * 40  # 10,240 bytes
+    (tmp_path / "s").write_bytes(content)
+    found = stored_shard(tmp_path, "s", documents=2, tokens=7, content="c")
+    ends = hashlib.sha256(content[:4096] + content[-4096:]).hexdigest()
+    assert found == Shard("s", 2, 7, hashlib.sha256(content).hexdigest(), "c", 10_240, ends)
 
 
 def test_small_vocabularies_take_two_bytes():

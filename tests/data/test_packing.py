@@ -150,7 +150,11 @@ def test_count_targets_is_the_sum_of_the_weights(start):
 def test_targets_of_rows_are_the_sums_of_the_weights(num_tokens, layout_type):
     layout = layout_type(STARTS, num_tokens)
     weights = [int(row["weights"].sum()) for row in all_rows(layout, STREAM, STARTS)]
-    assert layout.targets_of_rows().tolist() == weights
+    assert [layout.count_targets(np.array([row])) for row in range(len(layout))] == weights
+    twice = np.arange(len(layout)).repeat(2)
+    assert layout.count_targets(twice) == 2 * sum(weights)
+    for first in range(len(layout)):
+        assert layout.count_targets_between(first, len(layout)) == sum(weights[first:])
 
 
 @pytest.mark.parametrize("layout_type", LAYOUTS)

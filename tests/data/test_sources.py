@@ -9,6 +9,7 @@ import pytest
 
 from maxtext_lite.config import Config, UserError, load_config, packaged_file
 from maxtext_lite.data.sources import SyntheticSource, open_sources
+from tests.prepared import byte_shards, write_prepared
 
 END = 256
 
@@ -323,3 +324,41 @@ def test_nothing_to_train_on_or_to_hold_out_is_refused(tmp_path):
         "eval_fraction=0.02 holds out 1 of 1 examples of 8 tokens and leaves none to train on. Use more text, a "
         "smaller max_target_length or eval_fraction, or eval_fraction=0 for no evaluation."
     )
+
+
+@pytest.mark.parametrize("packing", ["true", "false"])
+@pytest.mark.parametrize("eval_fraction", [0, 0.3])
+def test_a_prepared_dataset_gives_the_rows_of_its_text(tmp_path, packing, eval_fraction):
+    texts = ["one", "two words", "x" * 50, "the last document of its shard", "another " * 9, "end"]
+    write(tmp_path / "a.jsonl", jsonl(*texts))
+    write_prepared(tmp_path / "d", byte_shards(texts, 2), tokens_per_record=16)
+    changes = {"packing": packing, "eval_fraction": eval_fraction}
+    of_text = open_sources(config_for(tmp_path / "a.jsonl", **changes))
+    of_records = open_sources(config_for(tmp_path / "d", dataset_type="array_record", **changes))
+    for text, records in zip(of_text, of_records, strict=True):
+        if text is None:
+            assert records is None
+            continue
+        assert (len(records), records.num_target_tokens) == (len(text), text.num_target_tokens)
+        ids = np.array([0, len(text) - 1, 0])
+        assert records.count_targets(ids) == text.count_targets(ids)
+        for number in range(len(text)):
+            for name, values in text[number].items():
+                np.testing.assert_array_equal(records[number][name], values)
+        copy = pickle.loads(pickle.dumps(records))
+        np.testing.assert_array_equal(copy[1]["tokens"], text[1]["tokens"])
+        assert copy.fingerprint == records.fingerprint
+        assert records.fingerprint != text.fingerprint  # it is the manifest's
+
+
+def test_a_prepared_dataset_of_another_tokenizer_is_refused(tmp_path):
+    write_prepared(tmp_path, byte_shards(["text"], 1), tokenizer="huggingface:ab:0")
+    assert refusal(tmp_path, dataset_type="array_record") == (
+        f"dataset_path='{tmp_path}' was prepared with the tokenizer huggingface:ab:0; that of the config is byte. Name "
+        "the tokenizer of the data, or prepare them again."
+    )
+
+
+def test_a_prepared_dataset_without_documents_is_refused(tmp_path):
+    write_prepared(tmp_path, [[]])
+    assert refusal(tmp_path, dataset_type="array_record") == f"dataset_path='{tmp_path}' has no document."

@@ -1,0 +1,224 @@
+"""The token ids of a prepared dataset, read by position from its shards, and where its documents start.
+
+`RecordStream` reads no more than the records that a slice lies in. What a process holds of all streams together is
+bounded: a few open shards, each with 8 bytes for each of its records, and a few records.
+"""
+
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportAttributeAccessIssue=false
+# array_record has no annotations.
+
+from __future__ import annotations
+
+import bisect
+import collections
+import dataclasses
+import functools
+import hashlib
+import itertools
+import threading
+from collections.abc import Callable, Hashable, Iterator
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from maxtext_lite.config import UserError
+from maxtext_lite.config.json_file import check_file, is_directory
+from maxtext_lite.data.manifest import DOCUMENTS_FILE, MANIFEST_FILE, Manifest, Shard, read_manifest, size_and_ends
+
+_MOST_OPEN_SHARDS = 64
+_MOST_RECORDS = 512  # of 4,096 ids: 4 to 8 MiB
+_READER_OPTIONS = "readahead_buffer_size:0,max_parallelism:0"  # for random access: no threads, nothing read ahead
+_READER_BUFFER = 32768  # bytes; a record's chunk fits
+_IDS_AT_A_TIME = 2**20
+
+Value = TypeVar("Value")
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordStream:
+    """The token ids of all shards of a prepared dataset, in order.
+
+    It is pickled without what it has open. Any number of threads may read it.
+    """
+
+    directory: Path
+    manifest: Manifest
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    @functools.cached_property
+    def _starts(self) -> list[int]:
+        """Where each shard starts in the stream, then its length."""
+        return [0, *itertools.accumulate(shard.tokens for shard in self.manifest.shards)]
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        """Token ids in the manifest's dtype.
+
+        Raises:
+          UserError: a record is damaged, or its shard is gone; names both.
+        """
+        start, stop, _ = part.indices(len(self))
+        pieces: list[np.ndarray] = []
+        while start < stop:
+            shard = bisect.bisect_right(self._starts, start) - 1
+            record, first = divmod(start - self._starts[shard], self.manifest.tokens_per_record)
+            pieces.append(self._record(shard, record)[first : first + stop - start])
+            start += len(pieces[-1])
+        return pieces[0] if len(pieces) == 1 else np.concatenate([np.zeros(0, self.manifest.dtype), *pieces])
+
+    def _record(self, shard: int, record: int) -> np.ndarray:
+        about = self.manifest.shards[shard]
+        key = self.directory / about.file, about.sha256
+        return _records.get((key, record), lambda: self._read(key, about, record))
+
+    def _read(self, key: Hashable, shard: Shard, record: int) -> np.ndarray:
+        file, dtype = self.directory / shard.file, np.dtype(self.manifest.dtype).newbyteorder("<")
+        reader = _readers.get(key, lambda: open_shard(file, num_records(shard, self.manifest)))
+        try:
+            (content,) = reader.read(record, record + 1)
+        except (RuntimeError, ValueError, IndexError, OSError) as error:
+            reason = str(error).partition(";")[0]
+            raise UserError(f"{file}: record {record} is damaged ({reason}). Copy or prepare the data again.") from None
+        due = min(self.manifest.tokens_per_record, shard.tokens - record * self.manifest.tokens_per_record)
+        if len(content) != due * dtype.itemsize:
+            raise UserError(
+                f"{file}: record {record} has {len(content)} bytes, not those of {due} token ids of "
+                f"{self.manifest.dtype}. Copy or prepare the data again."
+            )
+        return np.frombuffer(content, dtype)
+
+
+class _Newest(Generic[Value]):
+    """The values that were asked for last, made where they are not there. Threads may make the same one at once."""
+
+    def __init__(self, most: int):
+        self._most, self._lock = most, threading.Lock()
+        self._values: collections.OrderedDict[Hashable, Value] = collections.OrderedDict()
+
+    def get(self, key: Hashable, make: Callable[[], Value]) -> Value:
+        with self._lock:
+            if (found := self._values.get(key)) is not None:
+                self._values.move_to_end(key)
+                return found
+        made = make()
+        with self._lock:
+            self._values[key] = made
+            if len(self._values) > self._most:
+                self._values.popitem(last=False)  # whoever reads from it still holds it
+        return made
+
+
+_readers: _Newest[Any] = _Newest(_MOST_OPEN_SHARDS)
+_records: _Newest[np.ndarray] = _Newest(_MOST_RECORDS)
+
+
+def num_records(shard: Shard, manifest: Manifest) -> int:
+    """Records of a shard."""
+    return -(-shard.tokens // manifest.tokens_per_record)
+
+
+def open_shard(file: Path, records: int) -> Any:
+    """An ArrayRecordReader of a file that must have this many records.
+
+    Raises:
+      UserError: it is missing, cut short, no ArrayRecord file, or has another number of records.
+    """
+    from array_record.python import array_record_module
+
+    check_file(file)
+    try:
+        reader = array_record_module.ArrayRecordReader(
+            str(file), options=_READER_OPTIONS, file_reader_buffer_size=_READER_BUFFER
+        )
+        found = reader.num_records() if reader.ok() else None
+    except (RuntimeError, ValueError, OSError) as error:
+        raise UserError(f"{file}: cannot be read ({str(error).partition(';')[0]}).") from None
+    if found is None or (found == 0 and records):
+        raise UserError(f"{file}: cut short, or no ArrayRecord file. Copy or prepare the data again.")
+    if found != records:
+        raise UserError(f"{file} has {found} records; {MANIFEST_FILE} says {records}.")
+    return reader
+
+
+def map_array(file: Path, dtype: str = "<i8") -> np.ndarray:
+    """The numbers in a file, which are read when they are looked at; pickled as the file's name."""
+    if file.stat().st_size == 0:
+        return np.zeros(0, dtype)  # nothing can be mapped
+    mapped = np.memmap(file, dtype, mode="r").view(_Mapped)
+    mapped.made_of = (file, dtype)
+    return mapped
+
+
+class _Mapped(np.memmap):
+    made_of: tuple[Path, str] | None = None  # None: a part of one, or made of one
+
+    def __reduce__(self) -> Any:
+        return (map_array, self.made_of) if self.made_of else np.asarray(self).__reduce__()
+
+
+def open_prepared(key: str, path: Path) -> tuple[RecordStream, np.ndarray]:
+    """The stream of a prepared dataset, and where each document starts in it, then its length; int64, memory-mapped.
+
+    Read are the manifest, and of every shard its size and ends.
+
+    Args:
+      key: what messages call the directory.
+    Raises:
+      UserError: it is no prepared dataset, or a file of it is missing, cut short or of another dataset; names it.
+    """
+    if not is_directory(path):
+        raise UserError(f"{key}={str(path)!r} is not a directory that `python -m maxtext_lite.prepare` made.")
+    manifest = read_manifest(path)
+    for shard in manifest.shards:
+        file = path / shard.file
+        check_file(file)
+        size, ends = size_and_ends(file)
+        if shard.bytes and size != shard.bytes:
+            raise UserError(f"{file} has {size:,} bytes; {MANIFEST_FILE} says {shard.bytes:,}.")
+        if shard.ends and ends != shard.ends:
+            raise UserError(f"{file} is not the file that {MANIFEST_FILE} was written for: its ends differ.")
+        if not (shard.bytes and shard.ends):
+            open_shard(file, num_records(shard, manifest))
+    return RecordStream(path, manifest), _document_starts(path / DOCUMENTS_FILE, manifest)
+
+
+def _document_starts(file: Path, manifest: Manifest) -> np.ndarray:
+    check_file(file)
+    due, size = 8 * (manifest.documents + 1), file.stat().st_size
+    if size != due:
+        raise UserError(f"{file} has {size:,} bytes; {MANIFEST_FILE} says {manifest.documents:,} documents: {due:,}.")
+    starts = map_array(file)
+    if (starts[0], starts[-1]) != (0, manifest.tokens):
+        raise UserError(f"{file} is of {starts[-1]:,} token ids; {MANIFEST_FILE} says {manifest.tokens:,}.")
+    return starts
+
+
+def verify(path: Path) -> Iterator[str]:
+    """Reads all of a prepared dataset; yields the name of each file once nothing is wrong with it.
+
+    Raises:
+      UserError: a file is not what the manifest says; names it.
+    """
+    stream, starts = open_prepared("input", path)
+    manifest, document, position = stream.manifest, 0, 0
+    for shard in manifest.shards:
+        with (path / shard.file).open("rb") as opened:
+            if hashlib.file_digest(opened, "sha256").hexdigest() != shard.sha256:
+                raise UserError(f"{path / shard.file}: the SHA-256 of its bytes is not the one in {MANIFEST_FILE}.")
+        content, stop = hashlib.sha256(), position + shard.tokens
+        for first in range(document, document + shard.documents, _IDS_AT_A_TIME):
+            last = min(first + _IDS_AT_A_TIME, document + shard.documents)
+            lengths = np.diff(starts[first : last + 1])
+            if lengths.min(initial=1) < 1:
+                raise UserError(f"{path / DOCUMENTS_FILE}: documents do not follow each other from number {first} on.")
+            content.update(lengths.astype("<i8").tobytes())
+        for first in range(position, stop, _IDS_AT_A_TIME):
+            content.update(stream[first : min(first + _IDS_AT_A_TIME, stop)].tobytes())
+        if content.hexdigest() != shard.content:
+            raise UserError(f"{path / shard.file} or {DOCUMENTS_FILE}: its documents are not those of {MANIFEST_FILE}.")
+        document, position = document + shard.documents, stop
+        yield shard.file
+    yield DOCUMENTS_FILE
