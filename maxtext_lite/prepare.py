@@ -47,7 +47,9 @@ def main(argv: Sequence[str]) -> int:
     if (number is None) != (of is None):
         raise UserError("--task and --of go together: --task 0 --of 4 is the first quarter of the work.")
     if of is not None and not 0 <= number < of:
-        raise UserError(f"--task {number} --of {of}: the shares are 0 to {of - 1}." if of > 0 else f"--of {of} is no share.")
+        raise UserError(
+            f"--task {number} --of {of}: the shares are 0 to {of - 1}." if of > 0 else f"--of {of} is no share."
+        )
     config = parse_prepare_config(arguments.words)
     _prepare(config, (0, 1) if of is None else (number, of))
     return 0

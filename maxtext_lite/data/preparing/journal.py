@@ -67,9 +67,7 @@ class Journal:
       UserError: the output holds something else, or was begun with other settings or inputs.
     """
 
-    def __init__(
-        self, config: PrepareConfig, files: list[InputFile], tasks: list[Task], tokenizer: Tokenizer
-    ) -> None:
+    def __init__(self, config: PrepareConfig, files: list[InputFile], tasks: list[Task], tokenizer: Tokenizer) -> None:
         self.directory = Path(config.output)
         self.tasks, self._tokenizer = tasks, tokenizer
         self._journal = self.directory / _JOURNAL
@@ -138,7 +136,9 @@ class Journal:
             return None
         stated = read_object(path)
         shard = None if stated["shard"] is None else Shard(**stated["shard"])
-        if shard is not None and not all(map(is_there, (self.directory / shard.file, self.workshop.lengths_path(number)))):
+        if shard is not None and not all(
+            map(is_there, (self.directory / shard.file, self.workshop.lengths_path(number)))
+        ):
             return None  # somebody removed it: it is made again
         return Entry(number, shard, stated["empty"], stated["bad"], tuple(stated["problems"]))
 
@@ -164,7 +164,9 @@ class Journal:
             counts = {"empty": sum(e.empty for e in ordered), "bad": sum(e.bad for e in ordered), "problems": problems}
             shards = tuple(entry.shard for entry in ordered if entry.shard is not None)
             if not shards:
-                raise UserError(f"input={value_text(self._plan['settings']['input'])} has no text: every document is empty.")
+                raise UserError(
+                    f"input={value_text(self._plan['settings']['input'])} has no text: every document is empty."
+                )
             self._write_documents([entry for entry in ordered if entry.shard is not None])
             write_whole(self.directory / PLAN_FILE, _text(self._plan | {"counts": counts}))
             size = self._tokenizer.vocab_size

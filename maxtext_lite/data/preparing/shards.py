@@ -1,5 +1,8 @@
 """One task carried out: its documents tokenized into a shard, and the entry of the journal that says so."""
 
+# pyright: reportMissingTypeStubs=false, reportAttributeAccessIssue=false
+# array_record has no annotations.
+
 from __future__ import annotations
 
 import dataclasses
@@ -15,7 +18,7 @@ from array_record.python.array_record_module import ArrayRecordReader, ArrayReco
 
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import writing
-from maxtext_lite.data.manifest import TOKENS_PER_RECORD, Shard, token_dtype
+from maxtext_lite.data.manifest import TOKENS_PER_RECORD, Shard, stored_shard, token_dtype
 from maxtext_lite.data.preparing.documents import BadLine, DocumentReader
 from maxtext_lite.data.preparing.tasks import InputFile, Task
 from maxtext_lite.data.tokenizer import Tokenizer
@@ -140,12 +143,13 @@ def _written(
     if int(of_documents.sum()) != tokens:
         raise AssertionError(f"task {task.number}: {tokens} tokens, but documents of {of_documents.sum()}")
     content = shard_content(partial[0], of_documents, dtype, stream.sha256)
+    about = {"documents": len(of_documents), "tokens": tokens, "content": content}
+    shard = stored_shard(workshop.directory, partial[0].name, **about)
+    write_whole(paths[1], of_documents.tobytes())
     with partial[0].open("rb") as opened:
         os.fsync(opened.fileno())
-        sha256 = hashlib.file_digest(opened, "sha256").hexdigest()
-    write_whole(paths[1], of_documents.tobytes())
     partial[0].replace(paths[0])
-    shard = Shard(paths[0].name, len(of_documents), tokens, sha256, content)
+    shard = dataclasses.replace(shard, file=paths[0].name)
     return Entry(task.number, shard, empty, bad, tuple(problems))
 
 
@@ -273,4 +277,3 @@ def _check_inputs(task: Task, workshop: Workshop) -> None:
             raise UserError(f"{file.name}: cannot be read ({error}).") from error
         if (status.st_size, status.st_mtime_ns) != (file.num_bytes, file.changed_ns):
             raise UserError(f"{file.name} has changed since prepare began. Remove the output, and begin anew.")
-

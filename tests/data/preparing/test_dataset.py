@@ -90,7 +90,8 @@ def test_processes_and_shares_make_the_same_bytes(texts, tmp_path):
     assert content(tmp_path / "two") == expected
     assert said[-1].startswith("4 of 4 tasks, ")
     shares = [
-        prepare_dataset(config(tmp_path, "shares"), tokenizer=ByteTokenizer(), share=(number, 3)) for number in (2, 0, 1)
+        prepare_dataset(config(tmp_path, "shares"), tokenizer=ByteTokenizer(), share=(number, 3))
+        for number in (2, 0, 1)
     ]
     assert [share is None for share in shares] == [True, True, False]
     assert content(tmp_path / "shares") == expected

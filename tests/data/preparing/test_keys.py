@@ -35,4 +35,7 @@ def test_a_wrong_key_is_named(word, message):
 def test_input_and_output_have_to_be_said():
     with pytest.raises(UserError) as refused:
         parse_prepare_config([])
-    assert [problem.partition(".")[0] for problem in refused.value.problems] == ["input is missing", "output is missing"]
+    assert [problem.partition(".")[0] for problem in refused.value.problems] == [
+        "input is missing",
+        "output is missing",
+    ]
