@@ -66,8 +66,9 @@ def _prepare(config: PrepareConfig, share: tuple[int, int]) -> None:
     for problem in outcome.problems:
         print(f"bad line: {problem}")
     print(
-        f"{config.output}: {manifest.documents:,} documents, {manifest.tokens:,} tokens in {len(manifest.shards)} shards; "
-        f"{outcome.empty:,} empty documents left out, {outcome.bad:,} bad lines; fingerprint {manifest.fingerprint[:16]}"
+        f"{config.output}: {manifest.documents:,} documents, {manifest.tokens:,} tokens in {len(manifest.shards):,} "
+        f"shards of {sum(shard.bytes for shard in manifest.shards):,} bytes; {outcome.empty:,} empty documents left "
+        f"out, {outcome.bad:,} bad lines; fingerprint {manifest.fingerprint[:16]}"
     )
 
 

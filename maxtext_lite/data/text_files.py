@@ -156,7 +156,7 @@ def _expanded(name: str, pieces: Iterable[bytes], most: int) -> Iterator[bytes]:
 
 
 def _zstandard_pieces(name: str, stored: BinaryIO) -> Iterator[bytes]:
-    """What the frames of a .zst hold. Not zstandard's own reader: it takes a frame that is cut short for a whole one."""
+    """What the frames of a .zst hold. Not by zstandard's reader: it takes a frame that is cut short for a whole one."""
     zstandard = extra_module(name, "zstandard")
     frame: Any = None
     while data := stored.read(_ZSTANDARD_PIECE):

@@ -1,8 +1,8 @@
 """What is known of a dataset that is being prepared: its plan, the tasks that are done, and who may write it.
 
-The output holds `prepare.json`, the plan, from the first moment on. While it is incomplete there is also `journal/`: the
-lock, and of each task that is done its entry and the lengths of its documents. The entry is the last that a task writes;
-the manifest is the last of all.
+The output holds `prepare.json`, the plan, from the first moment on. While it is incomplete there is also `journal/`:
+the lock, and of each task that is done its entry and the lengths of its documents. The entry is the last that a task
+writes; the manifest is the last of all.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ class Journal:
                 others = [each.name for each in sorted(self.directory.iterdir()) if not each.name.endswith(TEMPORARY)]
                 if others:
                     raise UserError(
-                        f"output={config.output!r} holds {value_text(others[0])} already, and nothing that prepare began."
+                        f"output={config.output!r} holds {value_text(others[0])} already, "
+                        "and nothing that prepare began."
                     )
             self.directory.mkdir(parents=True, exist_ok=True)
             self._state_plan()
@@ -117,7 +118,8 @@ class Journal:
                 fcntl.flock(opened, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise UserError(
-                    f"{full_text(self.directory)} is in use: another prepare writes there. Wait for it, or stop it first."
+                    f"{full_text(self.directory)} is in use: another prepare writes there. "
+                    "Wait for it, or stop it first."
                 ) from None
             self._opened = opened
             yield

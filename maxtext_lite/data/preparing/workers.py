@@ -105,8 +105,8 @@ def _said(connection: Connection, process: BaseProcess) -> Made | None:
     except (EOFError, ConnectionResetError):
         process.join()
         raise RuntimeError(
-            f"a worker of prepare ended with exit code {process.exitcode}; -9 is what happens where the memory is full: "
-            "set fewer num_workers. The same command goes on from here."
+            f"a worker of prepare ended with exit code {process.exitcode}; -9 is what happens where the memory is "
+            "full: set fewer num_workers. The same command goes on from here."
         ) from None
     if isinstance(said, UserError):
         raise said
@@ -133,7 +133,7 @@ def _work(connection: Connection, workshop: Workshop, config: PrepareConfig, fin
         return
     except UserError as error:
         said = error
-    except Exception:
+    except Exception:  # noqa: BLE001  (the parent raises it)
         said = traceback.format_exc()
     connection.send(said)
 

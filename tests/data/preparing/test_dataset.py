@@ -177,8 +177,8 @@ def test_a_changed_input_or_setting_is_named(texts, tmp_path):
         prepare(tmp_path)
     with pytest.raises(UserError, match=r"holds a\.jsonl already, and nothing that prepare began"):
         prepare_dataset(PrepareConfig(input=[str(tmp_path / "in")], output=str(tmp_path / "in")), tokenizer=other)
+    (tmp_path / "empty.txt").write_text("")
     with pytest.raises(UserError, match="every document is empty"):
-        (tmp_path / "empty.txt").write_text("")
         prepare_dataset(
             PrepareConfig(input=[str(tmp_path / "empty.txt")], output=str(tmp_path / "o")), tokenizer=ByteTokenizer()
         )

@@ -63,12 +63,11 @@ def test_compressed_lines_and_texts(tmp_path):
 @pytest.mark.parametrize("kind", ["parquet", "stream", "file"])
 def test_rows(kind, tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
-    import pyarrow.parquet
-
+    parquet = pytest.importorskip("pyarrow.parquet")
     table = pyarrow.table({"n": list(range(7)), "body": [*TEXTS, None]})
     if kind == "parquet":
         path = tmp_path / "a.parquet"
-        pyarrow.parquet.write_table(table, path, row_group_size=2)
+        parquet.write_table(table, path, row_group_size=2)
     else:
         path = tmp_path / "a.arrow"
         new = pyarrow.ipc.new_stream if kind == "stream" else pyarrow.ipc.new_file

@@ -31,11 +31,10 @@ def test_lines_are_cut_by_bytes_and_small_files_are_joined(tmp_path):
 
 def test_parquet_is_cut_by_row_groups(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
-    import pyarrow.parquet
-
+    parquet = pytest.importorskip("pyarrow.parquet")
     table = pyarrow.table({"text": ["x" * 50] * 100, "other": list(range(100))})
-    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=10, use_dictionary=False)
-    size = pyarrow.parquet.ParquetFile(tmp_path / "a.parquet").metadata.row_group(0).total_byte_size
+    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=10, use_dictionary=False)
+    size = parquet.ParquetFile(tmp_path / "a.parquet").metadata.row_group(0).total_byte_size
     tasks = cut(find_inputs([str(tmp_path / "*.parquet")]), task_bytes=3 * size, field="text")
     assert spans(tasks) == [[("a.parquet", start, min(start + 3, 10))] for start in range(0, 10, 3)]
     with pytest.raises(UserError, match=r"a.parquet has no column 'body'; set text_field to one of text, other\."):
@@ -68,6 +67,6 @@ def test_a_file_is_read_once_and_known_by_its_size_and_time(tmp_path):
     assert (file.num_bytes, file.changed_ns) == (3, 5)
     with pytest.raises(UserError, match=r"a\.txt' is read twice"):
         find_inputs([str(tmp_path), str(tmp_path / "a.txt")])
+    (tmp_path / "b.csv").write_text("x")
     with pytest.raises(UserError, match=r"cannot read '\S*b\.csv'. The files are \.txt, .*\.jsonl\.zst, \.parquet"):
-        (tmp_path / "b.csv").write_text("x")
         find_inputs([str(tmp_path / "b.csv")])
