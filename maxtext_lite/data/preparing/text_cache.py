@@ -1,7 +1,7 @@
 """Plain text that `train` is given, tokenized once: its prepared dataset in a cache, found by the text's content.
 
-An entry is a directory, named after the SHA-256 of the files, their kinds and the tokenizer. It holds a prepared dataset
-and, written last, `text.json`: the fingerprint that the text has without a cache, and checksums of the dataset's files.
+An entry is a directory, named after the SHA-256 of the files, their kinds and the tokenizer. It holds a prepared
+dataset and, written last, `text.json`: the fingerprint that the text has without a cache, and checksums of its files.
 """
 
 from __future__ import annotations
@@ -24,9 +24,6 @@ from maxtext_lite.config.json_file import read_object, user_path
 from maxtext_lite.config.schema import RunConfig
 from maxtext_lite.data.manifest import DOCUMENTS_FILE, MANIFEST_FILE
 from maxtext_lite.data.packing import TokenStream
-from maxtext_lite.data.preparing.dataset import prepare_dataset
-from maxtext_lite.data.preparing.keys import PrepareConfig
-from maxtext_lite.data.preparing.shards import write_whole
 from maxtext_lite.data.text_files import TEXT_SUFFIXES
 from maxtext_lite.data.token_stream import open_prepared
 from maxtext_lite.data.tokenizer import Tokenizer
@@ -65,7 +62,7 @@ def cached_text(config: DataConfig, tokenizer: Tokenizer, files: list[tuple[str,
     Whoever comes while it is made waits for it. What is damaged is made again.
 
     Returns:
-      None where the files are small, or no cache can be written.
+      None where the files are small, or the text is not there and no cache can be written.
     Raises:
       UserError: a file cannot be read, or a line of it is bad.
     """
@@ -77,9 +74,11 @@ def cached_text(config: DataConfig, tokenizer: Tokenizer, files: list[tuple[str,
         try:
             stack.enter_context(_alone(entry))
         except OSError as error:
+            with contextlib.suppress(FileNotFoundError):
+                return _opened(entry)  # that somebody else has made
             complain(
-                f"warning: no cache of the text can be written to {full_text(root)} ({error.strerror}): it is tokenized "
-                f"at every start. {ENVIRONMENT} names another directory."
+                f"warning: no cache of the text can be written to {full_text(root)} ({error.strerror}): it is "
+                f"tokenized at every start. {ENVIRONMENT} names another directory."
             )
             return None
         try:
@@ -119,6 +118,10 @@ def _sha256(file: Path) -> str:
 
 
 def _make(entry: Path, config: DataConfig, tokenizer: Tokenizer, files: list[tuple[str, Path]]) -> None:
+    from maxtext_lite.data.preparing.dataset import prepare_dataset  # here: most runs make none
+    from maxtext_lite.data.preparing.keys import PrepareConfig
+    from maxtext_lite.data.preparing.shards import write_whole
+
     prepared = PrepareConfig.model_construct(
         input=[str(file) for _, file in files],
         output=str(entry),

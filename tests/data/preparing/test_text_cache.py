@@ -55,7 +55,7 @@ def test_a_cached_text_is_the_text(config, tmp_path, monkeypatch, capsys):
             for example in range(len(one)):
                 np.testing.assert_equal(one[example], other[example])
         assert cached[0].notes == (f"read from the cache {entry_of(tmp_path)}",)
-        monkeypatch.setattr(text_cache, "prepare_dataset", None)  # the second start makes nothing
+        monkeypatch.setattr(text_cache, "_make", None)  # the second start makes nothing
     assert capsys.readouterr().err == ""
 
 
@@ -103,13 +103,13 @@ def test_a_damaged_text_is_made_again(damage, config, tmp_path, capsys):
 
 @pytest.mark.usefixtures("large")
 def test_what_a_killed_start_left_is_gone_on_with_or_made_anew(config, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    def killed(*_):
+        raise KeyboardInterrupt
 
-        def killed(*_):
-            raise KeyboardInterrupt
-
+    with monkeypatch.context() as patch:
         patch.setattr("maxtext_lite.data.preparing.journal.Journal.finish", killed)
-        open_sources(config)
+        with pytest.raises(KeyboardInterrupt):
+            open_sources(config)
     entry = entry_of(tmp_path)
     assert (entry / "journal").is_dir()
     shutil.copytree(entry, tmp_path / "left")
@@ -134,6 +134,17 @@ def test_where_nothing_can_be_written_the_text_is_in_memory(config, tmp_path, ca
     (tmp_path / "runs").write_text("a file")
     assert open_sources(config)[0].notes == ()
     assert "warning: no cache of the text can be written to " in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("large")
+def test_a_cache_that_cannot_be_written_is_read(config, monkeypatch):
+    notes = open_sources(config)[0].notes
+
+    def refused(_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(text_cache, "_alone", refused)
+    assert open_sources(config)[0].notes == notes != ()
 
 
 @pytest.mark.usefixtures("large")
