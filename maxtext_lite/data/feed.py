@@ -8,6 +8,7 @@ that reading can happen in worker processes.
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import dataclasses
 import multiprocessing
@@ -26,6 +27,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from maxtext_lite.batching import BatchPlan
+from maxtext_lite.config import UserError
 from maxtext_lite.data.layout import RowLayout, row_layout
 from maxtext_lite.data.order import example_ids
 from maxtext_lite.data.packing import field_dtype
@@ -33,6 +35,8 @@ from maxtext_lite.data.sources import ExampleSource
 
 _READ_AHEAD_THREADS = 2
 _READ_AHEAD_STEPS = 4  # of each reading process; host memory: this many steps of this host's rows, 20 bytes a token
+
+_BATCHES_KNOWN = 2  # read on the host beyond the one that is handed out: hosts agree to stop one step late
 
 _MOST_READS = 2**62  # what is read in one load is an item of a sequence, and Python's end below 2**63
 
@@ -53,6 +57,8 @@ class DeviceBatch:
       num_examples: examples of the whole step, without empty slots.
       num_micro_batches: those in use, the first of the A; 1 for evaluation.
       data_seconds: how long the consumer waited for this batch.
+      problem: why this host cannot read one of the next `_BATCHES_KNOWN` batches, for which `next` will raise it; None
+        where it can. So hosts have the time to end together before that batch.
     """
 
     arrays: dict[str, jax.Array]
@@ -60,6 +66,7 @@ class DeviceBatch:
     num_examples: int
     num_micro_batches: int
     data_seconds: float
+    problem: str | None
 
 
 def training_batches(
@@ -230,7 +237,7 @@ class _Segment(NamedTuple):
 
 
 class BatchIterator(Iterator[DeviceBatch]):
-    """Reads and transfers one batch ahead of the one that `next` returned.
+    """Transfers one batch ahead of the one that `next` returned, and reads two more.
 
     Reading starts when the iterator is made, so that it overlaps compilation.
     """
@@ -239,9 +246,11 @@ class BatchIterator(Iterator[DeviceBatch]):
         # Counted off one by one: a list would have an entry for each step of the run.
         self._segments = (segment for segment in segments for _ in range(_num_batches(segment)))
         self._reader = _grain_iterator([segment.reads for segment in segments], worker_count)
+        self._read: collections.deque[_HostBatch | Exception] = collections.deque()
+        self._all_read = False
         # One thread: it reads and transfers in order, and the transfer of the next batch overlaps the current step.
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="next-batch")
-        self._ahead: concurrent.futures.Future[_Loaded | None] | None
+        self._ahead: concurrent.futures.Future[tuple[_Loaded, str | None] | None] | None
         self._ahead = self._thread.submit(self._load)
 
     def __next__(self) -> DeviceBatch:
@@ -255,10 +264,20 @@ class BatchIterator(Iterator[DeviceBatch]):
         if loaded is None:
             raise StopIteration
         self._ahead = self._thread.submit(self._load)
-        ids, arrays, segment = loaded
+        (ids, arrays, segment), problem = loaded
         # Here and not in the thread: hosts must begin what they do together in one order.
         arrays = segment.layout.hand_out(arrays)
-        return DeviceBatch(arrays, ids, len(ids), segment.num_micro_batches, data_seconds)
+        return DeviceBatch(arrays, ids, len(ids), segment.num_micro_batches, data_seconds, problem)
+
+    def first_problem(self) -> str | None:
+        """Why this host cannot read one of the first batches, for which it waits; None where it can."""
+        if self._ahead is None:
+            return None
+        try:
+            loaded = self._ahead.result()
+        except UserError as error:
+            return str(error)
+        return loaded and loaded[1]
 
     def close(self) -> None:
         """Stops threads and worker processes; `next` raises StopIteration from here on."""
@@ -272,7 +291,26 @@ class BatchIterator(Iterator[DeviceBatch]):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _load(self) -> _Loaded | None:
+    def _load(self) -> tuple[_Loaded, str | None] | None:
+        while len(self._read) <= _BATCHES_KNOWN and not self._all_read:
+            try:
+                batch = self._next_read()
+            except Exception as error:  # noqa: BLE001 whatever it is: raised where the batch is due
+                batch, self._all_read = error, True
+            if batch is None:
+                self._all_read = True
+            else:
+                self._read.append(batch)
+        if not self._read:
+            return None
+        batch = self._read.popleft()
+        if isinstance(batch, Exception):
+            raise batch
+        ids, fields, segment = batch
+        problem = next((str(later) for later in self._read if isinstance(later, UserError)), None)
+        return (ids, segment.layout.to_devices(jax.process_index(), fields), segment), problem
+
+    def _next_read(self) -> _HostBatch | None:
         segment = next(self._segments, None)
         if segment is None:
             return None
@@ -284,11 +322,13 @@ class BatchIterator(Iterator[DeviceBatch]):
             ids, (micro_batches, places), rows = next(self._reader)
             for name, values in rows.items():
                 fields[name][(micro_batches, places) if outer else places] = values
-        return ids, segment.layout.to_devices(host, fields), segment
+        return ids, fields, segment
 
 
+_HostBatch = tuple[np.ndarray, dict[str, np.ndarray], _Segment]
+"""A batch's example ids, this host's rows of it, and the segment that it is of."""
 _Loaded = tuple[np.ndarray, dict[str, jax.Array], _Segment]
-"""A batch's example ids, its arrays as `RowLayout.to_devices` gives them, and the segment that it is of."""
+"""The same with arrays as `RowLayout.to_devices` gives them."""
 
 
 def _num_batches(segment: _Segment) -> int:

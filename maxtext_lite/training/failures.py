@@ -1,4 +1,4 @@
-"""What a run could not write: found by any thread on any host, and ended on by all hosts together."""
+"""What a run could not write or read: found by any thread on any host, and ended on by all hosts together."""
 
 # pyright: reportUnknownMemberType=false
 # jax, optax and orbax declare some of their functions in part.
@@ -30,12 +30,34 @@ class Failures:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._first: str | None = None
+        self._unread: str | None = None
         self.newest: int | None = None
 
     @property
     def found(self) -> bool:
-        """Whether there is a problem."""
+        """Whether something could not be written."""
         return self._first is not None
+
+    @property
+    def ends_run(self) -> bool:
+        """Whether there is a problem."""
+        return self._first is not None or self._unread is not None
+
+    def add_unread(self, problem: str) -> None:
+        """Keeps why the examples of a later step cannot be read: the run ends before it, and is saved."""
+        self._unread = self._unread or problem
+
+    def raise_unread(self, safe: str) -> None:
+        """Ends a run that has been saved. All hosts call it.
+
+        Args:
+          safe: a sentence on what was saved.
+        Raises:
+          UserError: on all hosts, where one has examples that cannot be read.
+        """
+        problems = [problem for problem in exchange(self._unread) if problem is not None]
+        if problems:
+            raise UserError(f"{problems[0]} {safe}")
 
     def add(self, problem: str) -> None:
         """Keeps a problem, unless there is one: those that follow, follow from it."""

@@ -69,6 +69,10 @@ class FeedSteps:
     def prepare(self, step: int) -> None:
         """Waits for the executable of the stage that begins; says so."""
         plan, stage = self._plan, self._plan.stage_at(self._examples_seen)
+        if self._stage is None:  # later ones are found while there is the time to end together
+            if problem := self._batches.first_problem():
+                self._run.failures.add(problem)
+            self._run.failures.raise_together()
         self._step, seconds = self._executables.of(stage)
         if self._stage is None:
             self._say(f"compiled the train step in {seconds:.1f} s")
@@ -89,6 +93,8 @@ class FeedSteps:
         if self._one_at_a_time:
             jax.block_until_ready(state)
         batch = next(self._batches)
+        if batch.problem:
+            self._run.failures.add_unread(batch.problem)
         self._examples_seen += batch.num_examples
         number = np.int32(batch.num_micro_batches) if self._plan.ramps_accumulation else None
         state, metrics = self._step(state, batch.arrays, number)

@@ -207,7 +207,7 @@ class _Loop:
     def train_from(self, state: TrainState) -> RunResult:
         """The steps after those of the log, until the last, a signal or a callback that ends the run."""
         run, log, steps, last_step = self.run, self.log, self.steps, self.terminal.last_step
-        stopping = Stop(run.mesh, lambda: self.signals.received is not None or run.failures.found)
+        stopping = Stop(run.mesh, lambda: self.signals.received is not None or run.failures.ends_run)
         ending = Stop(run.mesh, lambda: self.asked_to_end) if self.callbacks else None
         ends = False
         profiler_steps = run.config.profiler_steps if run.is_first else 0
@@ -235,6 +235,8 @@ class _Loop:
         profile.close()
         log.flush()
         run.wait()
+        saved = "saved" if run.checkpointer else "not saved (enable_checkpointing=false)"
+        run.failures.raise_unread(f"The run ended after step {log.counts.step}, {saved}.")
         return self._result(state, left=last_step - log.counts.step, ended=ends)
 
     def _pause(self, state: TrainState, step: int, *, stops: bool, is_last: bool) -> None:

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxtext_lite.batching import make_plan
-from maxtext_lite.config import load_config
+from maxtext_lite.config import UserError, load_config
 from maxtext_lite.data.feed import EvaluationReads, TrainingReads, evaluation_batches, training_batches
 from maxtext_lite.data.order import example_ids, examples_hash
 
@@ -470,3 +470,21 @@ def ended_in_the_end(program, environment):
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_what_cannot_be_read_is_known_two_batches_before_it_is_due():
+    class Damaged(NumberedSource):
+        def __getitem__(self, example_id):
+            if example_id == 7:
+                raise UserError("shard x: record 7 is damaged")
+            return super().__getitem__(example_id)
+
+    with open_iterator(Damaged(100)) as iterator:  # two examples a step: the fourth step holds example 7
+        assert iterator.first_problem() is None
+        problems = [next(iterator).problem for _ in range(3)]
+        assert problems == [None, "shard x: record 7 is damaged", "shard x: record 7 is damaged"]
+        with pytest.raises(UserError, match="record 7 is damaged"):
+            next(iterator)
+    with open_iterator(Damaged(100), num_steps=3) as iterator:  # which end before it
+        assert [batch.problem for batch in iterator] == [None] * 3
+        assert iterator.first_problem() is None

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import threading
@@ -13,9 +14,10 @@ import numpy as np
 import pytest
 
 from maxtext_lite.config import UserError, load_config
-from maxtext_lite.data import example_ids, examples_hash, open_sources_on_hosts
+from maxtext_lite.data import example_ids, examples_hash, open_sources_on_hosts, token_stream
 from maxtext_lite.training import NonFiniteLoss, run, train
 from maxtext_lite.training.feed_steps import FeedSteps
+from tests.prepared import byte_shards, write_prepared
 from tests.training.conftest import TINY
 
 RUN = [*TINY, "steps=6", "warmup_steps=2", "eval_interval=3", "eval_fraction=0.05", "checkpoint_period=3",
@@ -425,3 +427,45 @@ def test_the_noise_scale_is_logged_and_goes_on_after_a_resume(tmp_path, document
     assert [[r[name] for name in names] for r in got] == [[r[name] for name in names] for r in want]
     assert want[-1]["gradient_noise_scale"] > 0
     assert want[-1]["gradient_noise_scale_ratio"] == pytest.approx(want[-1]["gradient_noise_scale"] / 8)
+
+
+def test_a_damaged_record_ends_the_run_which_is_saved_and_goes_on_once_it_is_repaired(tmp_path):
+    text = "".join(np.random.default_rng(0).choice(list("abcdefgh"), 8000))
+    write_prepared(
+        tmp_path / "data", byte_shards([text], 1), tokens_per_record=1024, options="group_size:1,uncompressed"
+    )
+    keys = ["dataset_type=array_record", "data_shuffle_seed=-1", "run_name=damaged", "eval_interval=-1", "steps=20",
+            "checkpoint_period=100"]  # fmt: skip
+    num_tokens = load_config(None, [*RUN]).max_target_length
+    damaged_step = (1024 * 2 // num_tokens - 1) // 8 + 1  # whose last target is the third record's first token
+    assert 4 < damaged_step < 20
+    shard = tmp_path / "data" / "00000.array_record"
+    content = shard.read_bytes()
+    at = content.index(np.array(list(text[2300:2340].encode()), "<u2").tobytes())
+    shard.write_bytes(content[:at] + b"?" + content[at + 1 :])
+    with pytest.raises(UserError) as caught:
+        _train(tmp_path, tmp_path / "data", *keys)
+    saved_step = damaged_step - 2  # when two more batches have been read
+    assert re.fullmatch(
+        rf"{shard}: record 2 is damaged \(.*\)\. Copy or prepare the data again\. "
+        rf"The run ended after step {saved_step}, saved\.",
+        str(caught.value),
+    )
+    shard.write_bytes(content)
+    token_stream._readers._values.clear()  # another process would not have it
+    result = _train(tmp_path, tmp_path / "data", *keys)
+    steps, _ = _records(result)
+    assert [record["step"] for record in steps] == list(range(1, 21))
+    ids = [np.arange(8 * step, 8 * step + 8) % (-(-8000 // num_tokens)) for step in range(20)]
+    assert [record["examples_hash"] for record in steps] == [examples_hash(numbers) for numbers in ids]
+
+
+def test_what_cannot_be_read_from_the_start_trains_nothing(tmp_path):
+    write_prepared(tmp_path / "data", byte_shards(["x" * 20_000], 1), options="group_size:1,uncompressed")
+    shard = tmp_path / "data" / "00000.array_record"
+    content = shard.read_bytes()
+    shard.write_bytes(content[:5000] + b"?" + content[5001:])
+    keys = ["dataset_type=array_record", "data_shuffle_seed=-1", "eval_interval=-1", "run_name=unread"]
+    with pytest.raises(UserError, match=r"record 0 is damaged \(.*\)\. Copy or prepare the data again\.$"):
+        _train(tmp_path, tmp_path / "data", *keys)
+    assert not list((tmp_path / "unread" / "checkpoints").glob("[0-9]*"))
