@@ -56,12 +56,14 @@ class InspectConfig(BaseModel):
     Attributes:
       max_target_length: tokens of a row.
       packing: how rows are made; "": every way there is, compared.
+      verify: compare all checksums and count which ids occur, for which everything is read.
       tokenizer_type, tokenizer_path: decode rows; they must be those of the dataset.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     max_target_length: Count = 1024
-    packing: Literal["", "concat", "none", "best_fit"] = ""
+    packing: Literal["", "concat", "none"] = ""
+    verify: Flag = True
     tokenizer_type: Literal["byte", "huggingface", "sentencepiece"] = "byte"
     tokenizer_path: PathText = ""
