@@ -31,9 +31,7 @@ def test_texts_become_a_dataset_that_a_run_reads(words, tmp_path, capsys):
     assert [source[row]["tokens"].tolist() for row in range(len(source))] == [[*b"abc", 256], [*b"defg"]]
 
     assert main(["inspect", str(tmp_path / "out"), "max_target_length=4"]) == 0
-    assert (
-        "  concat               2 rows                  7 target tokens, 87.50% of the slots" in capsys.readouterr().out
-    )
+    assert "concat 2 rows 7 target tokens, 87.50% of the slots" in " ".join(capsys.readouterr().out.split())
     assert main(["inspect", str(tmp_path / "out"), "max_target_length=4", "--rows", "1:2", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["tokens"] == [*b"defg"]
 
