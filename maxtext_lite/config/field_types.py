@@ -92,6 +92,14 @@ def _flag(value: object) -> object:
     return value
 
 
+def _packing(value: object) -> object:
+    if isinstance(value, bool) or value == "best_fit":
+        return value
+    if value in ("concat", "none"):
+        return value == "concat"
+    raise WrongType("is not concat (true), none (false) or best_fit.", (True, False, "best_fit"))
+
+
 def _whole(minimum: int, special: int | None = None, *, maximum: int = _LARGEST_COUNT) -> Callable[[object], object]:
     """An integer of at least `minimum`, or the one below it that has a meaning of its own."""
     rule = f"must be at least {minimum}" + ("" if special is None else f", or {special}")
@@ -213,6 +221,8 @@ PathName = Annotated[str, BeforeValidator(_path(empty_allowed=False))]
 """A path that is not empty."""
 Flag = Annotated[bool, BeforeValidator(_flag)]
 """true or false; 0, 1, yes and no are not."""
+Packing = Annotated[bool | str, BeforeValidator(_packing)]
+"""True, which may be written concat; False, which may be written none; or best_fit."""
 Count = Annotated[int, BeforeValidator(_whole(1))]
 """An integer of at least 1 and at most 2**31 - 1, as all that count."""
 Layers = Annotated[int, BeforeValidator(_whole(1, maximum=_MOST_LAYERS))]

@@ -227,7 +227,7 @@ def needs_of(config: Config) -> Needs:
         soft_cap=config.attn_logits_soft_cap,
         sinks=config.attention_sinks,
         values_differ=config.value_dim != config.head_dim,
-        documents=config.packing and config.dataset_type != "synthetic",  # whose rows are one document each
+        documents=bool(config.packing) and config.dataset_type != "synthetic",  # whose rows are one document each
     )
 
 

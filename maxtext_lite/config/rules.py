@@ -124,6 +124,7 @@ def _tokenizer_path(config: Config) -> Violation | None:
 _OBJECTIVE_OF = {
     "text": "pretrain",
     "array_record": "pretrain",
+    "megatron": "pretrain",
     "synthetic": "pretrain",
     "sft": "sft",
     "dpo": "dpo",

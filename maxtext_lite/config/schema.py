@@ -23,6 +23,7 @@ from maxtext_lite.config.field_types import (
     Layers,
     Name,
     NotNegative,
+    Packing,
     PathName,
     PathText,
     Positive,
@@ -284,7 +285,7 @@ class DataConfig(Section):
     """The data, its tokens and their order."""
 
     objective: Literal["auto", "pretrain", "sft", "dpo", "grpo"]
-    dataset_type: Literal["text", "array_record", "synthetic", "sft", "dpo", "prompts", "arithmetic"]
+    dataset_type: Literal["text", "array_record", "megatron", "synthetic", "sft", "dpo", "prompts", "arithmetic"]
     dataset_path: PathText
     eval_dataset_path: PathText
     eval_fraction: Share
@@ -293,7 +294,7 @@ class DataConfig(Section):
     chat_template: PathText
     max_target_length: Count
     long_examples: Literal["truncate", "drop", "refuse"]
-    packing: Flag
+    packing: Packing
     data_shuffle_seed: SeedOrMinusOne
     grain_worker_count: CountOrZero
 

@@ -239,7 +239,7 @@ def _source(
         raise UserError(f"{named} has no answer to learn from. {' '.join(notes)}".rstrip())
     columns = [Sequences.of(column) for column in zip(*kept, strict=True)]
     slots = np.max([sequences.slots for sequences in columns], axis=0)
-    rows = fill_rows(slots, config.max_target_length, packing=config.packing)
+    rows = fill_rows(slots, config.max_target_length, packing=bool(config.packing))
     content = hashlib.sha256(tokenizer.fingerprint.encode())
     for sequences in columns:
         content.update(sequences.content())

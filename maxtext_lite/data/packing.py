@@ -145,7 +145,7 @@ class DocumentRows(_Stretches):
 def first_rows(document_starts: np.ndarray, num_tokens: int, before: int = 0) -> np.ndarray:
     """The row after the last of each document, where none holds two and `before` rows come first; int64 [documents]."""
     # A document's last token, end-of-text, is never an input that has a target, so it alone makes no row.
-    return before + np.cumsum(-(-(np.diff(document_starts) - 1) // num_tokens))
+    return before + np.cumsum(-(-(np.diff(document_starts) - 1) // num_tokens), dtype=np.int64)
 
 
 def build_row(

@@ -17,8 +17,10 @@ from maxtext_lite.config import DataConfig, UserError
 from maxtext_lite.config.json_file import user_path
 from maxtext_lite.data.answers import open_answers
 from maxtext_lite.data.examples import check_id, num_held_out
-from maxtext_lite.data.packing import FIELDS, DocumentRows, PackedRows, Rows, TokenStream
+from maxtext_lite.data.megatron import open_megatron
+from maxtext_lite.data.packing import FIELDS, Rows, TokenStream
 from maxtext_lite.data.preparing.text_cache import cached_text, text_fingerprint
+from maxtext_lite.data.row_index import FittedRows, IndexPlace, rows_of
 from maxtext_lite.data.text_files import check_unicode, find_files, json_lines, read_text
 from maxtext_lite.data.token_stream import open_prepared
 from maxtext_lite.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
@@ -216,18 +218,19 @@ class SyntheticSource:
 def _open_text(config: DataConfig, tokenizer: Tokenizer, *, key: str, path: str) -> TextSource:
     files = find_files(key, path)
     cached = cached_text(config, tokenizer, files)
-    notes: tuple[str, ...] = ()
     if cached is not None:
         stream, document_starts, num_empty_documents = cached.stream, cached.document_starts, cached.empty
-        fingerprint, notes = cached.fingerprint, (cached.note,)
+        fingerprint, place = cached.fingerprint, cached.place
     else:
         stream, document_starts, num_empty_documents = _tokenize(_read_documents(files), tokenizer)
         dtype = str(stream.dtype)
         fingerprint = text_fingerprint(stream, document_starts, tokenizer=tokenizer.fingerprint, dtype=dtype)
-    layout = (PackedRows if config.packing else DocumentRows)(document_starts, config.max_target_length)
+        place = None
+    layout = rows_of(config.packing, document_starts, config.max_target_length, place)
     if len(layout) == 0:
         raise UserError(f"{key}={path!r} has no text: every document in it is empty.")
-    return TextSource(stream, document_starts, layout, 0, len(layout), fingerprint, num_empty_documents, notes)
+    source = _source(stream, document_starts, layout, fingerprint, num_empty_documents)
+    return source if cached is None else dataclasses.replace(source, notes=(cached.note, *source.notes))
 
 
 def _open_prepared(config: DataConfig, tokenizer: Tokenizer, *, key: str, path: str) -> TextSource:
@@ -239,13 +242,32 @@ def _open_prepared(config: DataConfig, tokenizer: Tokenizer, *, key: str, path: 
             f"{key}={path!r} was prepared with the tokenizer {manifest.tokenizer}; that of the config is "
             f"{tokenizer.fingerprint}. Name the tokenizer of the data, or prepare them again."
         )
-    layout = (PackedRows if config.packing else DocumentRows)(document_starts, config.max_target_length)
+    place = IndexPlace(directory / "rows", manifest.fingerprint)
+    layout = rows_of(config.packing, document_starts, config.max_target_length, place)
     if len(layout) == 0:
         raise UserError(f"{key}={path!r} has no document.")
-    return TextSource(stream, document_starts, layout, 0, len(layout), manifest.fingerprint)
+    return _source(stream, document_starts, layout, manifest.fingerprint)
 
 
-_OPENED_BY = {"text": _open_text, "array_record": _open_prepared}
+def _open_megatron(config: DataConfig, tokenizer: Tokenizer, *, key: str, path: str) -> TextSource:
+    found = open_megatron(key, path, tokenizer)
+    layout = rows_of(config.packing, found.document_starts, config.max_target_length, found.place)
+    if len(layout) == 0:
+        raise UserError(f"{key}={path!r} has no document of two tokens.")
+    content = f"{tokenizer.fingerprint}:{found.content}"
+    source = _source(found.stream, found.document_starts, layout, content, found.empty_documents)
+    if not found.unended_documents:
+        return source
+    note = f"{found.unended_documents:,} of {source.num_documents:,} documents do not end with the end-of-text token."
+    return dataclasses.replace(source, notes=(note, *source.notes))
+
+
+def _source(stream: TokenStream, document_starts: np.ndarray, layout: Rows, content: str, empty: int = 0) -> TextSource:
+    notes = (layout.note,) if isinstance(layout, FittedRows) else ()
+    return TextSource(stream, document_starts, layout, 0, len(layout), content, empty, notes)
+
+
+_OPENED_BY = {"text": _open_text, "array_record": _open_prepared, "megatron": _open_megatron}
 
 
 def _tokenize(documents: Iterator[str], tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray, int]:

@@ -14,6 +14,8 @@ from maxtext_lite.data.order import example_ids
 from maxtext_lite.data.sources import ExampleSource, open_sources
 from maxtext_lite.parallel import exchange, value_of_host
 
+_IDS_AT_A_TIME = 2**18  # of the examples whose target tokens are counted: bounds the memory
+
 
 @dataclasses.dataclass(frozen=True)
 class UnreadSource:
@@ -93,6 +95,9 @@ def target_tokens_of_run(source: ExampleSource, *, total_examples: int, seed: in
             # Of an epoch's parts before and after this place, the smaller one is counted.
             before = 2 * part <= len(source)
             first, count = (first, part) if before else (first + part, len(source) - part)
-            counted = source.count_targets(example_ids(first, count, num_examples=len(source), seed=seed))
+            counted = 0
+            for at in range(first, first + count, _IDS_AT_A_TIME):
+                some = min(_IDS_AT_A_TIME, first + count - at)
+                counted += source.count_targets(example_ids(at, some, num_examples=len(source), seed=seed))
             tokens += counted if before else source.num_target_tokens - counted
     return value_of_host(loading_hosts[0], tokens)

@@ -143,17 +143,22 @@ def open_shard(file: Path, records: int) -> Any:
     return reader
 
 
-def map_array(file: Path, dtype: str = "<i8") -> np.ndarray:
-    """The numbers in a file, which are read when they are looked at; pickled as the file's name."""
+def map_array(file: Path, dtype: str = "<i8", columns: int = 0) -> np.ndarray:
+    """The numbers in a file, which are read when they are looked at; pickled as the file's name.
+
+    Args:
+      columns: 0: it is a vector; otherwise a matrix of this width, row by row.
+    """
+    shape = (-1, columns) if columns else (-1,)
     if file.stat().st_size == 0:
-        return np.zeros(0, dtype)  # nothing can be mapped
-    mapped = np.memmap(file, dtype, mode="r").view(_Mapped)
-    mapped.made_of = (file, dtype)
+        return np.zeros(0, dtype).reshape(shape)  # nothing can be mapped
+    mapped = np.memmap(file, dtype, mode="r").reshape(shape).view(_Mapped)
+    mapped.made_of = (file, dtype, columns)
     return mapped
 
 
 class _Mapped(np.memmap):
-    made_of: tuple[Path, str] | None = None  # None: a part of one, or made of one
+    made_of: tuple[Path, str, int] | None = None  # None: a part of one, or made of one
 
     def __reduce__(self) -> Any:
         return (map_array, self.made_of) if self.made_of else np.asarray(self).__reduce__()

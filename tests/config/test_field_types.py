@@ -21,8 +21,12 @@ REFUSED = {
         "steps=9223372036854775808 must be at most 2147483647. Nearest that works: 2147483647.",
     "eval_interval=0": "eval_interval=0 must be at least 1, or -1. Nearest that works: 1.",
     "profiler_steps=-1": "profiler_steps=-1 must be at least 0. Nearest that works: 0.",
-    "packing=1": "packing=1 is not true or false. Nearest that work: true or false.",
-    "packing=yes": "packing=yes is not true or false. Nearest that work: true or false.",
+    "packing=1": "packing=1 is not concat (true), none (false) or best_fit. Nearest that work: true, false or "
+    "best_fit.",
+    "packing=fit": "packing=fit is not concat (true), none (false) or best_fit. Nearest that work: true, false or "
+    "best_fit.",
+    "async_checkpointing=1": "async_checkpointing=1 is not true or false. Nearest that work: true or false.",
+    "async_checkpointing=yes": "async_checkpointing=yes is not true or false. Nearest that work: true or false.",
     "learning_rate=-1": "learning_rate=-1 must be at least 0. Nearest that works: 0.",
     "learning_rate=.inf": "learning_rate=inf is not a finite number. Nearest that works: 0.003.",
     "learning_rate=1e999": "learning_rate=inf is not a finite number. Nearest that works: 0.003.",
@@ -118,3 +122,11 @@ def test_the_path_of_a_file_url_is_named(url, path):
 @pytest.mark.parametrize("value", ["./gs:/bucket", "/a/b:/c", "gs:bucket", "a b:/c", "1:/x", "runs/2026-01-01T10:00"])
 def test_a_local_path_may_hold_colons(value):
     assert load_config(None, [f"base_output_directory={value}"]).base_output_directory == value
+
+
+@pytest.mark.parametrize(
+    ("word", "value"), [("true", True), ("concat", True), ("false", False), ("none", False), ("best_fit", "best_fit")]
+)
+def test_packing_has_names_for_what_true_and_false_mean(word, value):
+    assert load_config(None, [f"packing={word}"]).packing is value or value == "best_fit"
+    assert load_config(None, [f"packing={word}"]) == load_config(None, [f"packing={str(value).lower()}"])

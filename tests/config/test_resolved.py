@@ -34,7 +34,7 @@ texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(
     name=texts.filter(lambda text: "/" not in text and text not in (".", "..")),
     path=texts,
     seed=st.integers(0, 2**63 - 1),
-    packing=st.booleans(),
+    packing=st.sampled_from([True, False, "best_fit"]),
 )
 def test_config_yml_loads_to_an_equal_config(tmp_path, per_device, rate, name, path, seed, packing):
     config = load_config().model_copy(update={

@@ -326,7 +326,7 @@ def test_nothing_to_train_on_or_to_hold_out_is_refused(tmp_path):
     )
 
 
-@pytest.mark.parametrize("packing", ["true", "false"])
+@pytest.mark.parametrize("packing", ["concat", "none", "best_fit"])
 @pytest.mark.parametrize("eval_fraction", [0, 0.3])
 def test_a_prepared_dataset_gives_the_rows_of_its_text(tmp_path, packing, eval_fraction):
     texts = ["one", "two words", "x" * 50, "the last document of its shard", "another " * 9, "end"]
@@ -349,6 +349,15 @@ def test_a_prepared_dataset_gives_the_rows_of_its_text(tmp_path, packing, eval_f
         np.testing.assert_array_equal(copy[1]["tokens"], text[1]["tokens"])
         assert copy.fingerprint == records.fingerprint
         assert records.fingerprint != text.fingerprint  # it is the manifest's
+
+
+def test_best_fit_says_what_became_of_documents(tmp_path):
+    source, _ = open_sources(config_for(write(tmp_path / "a.jsonl", jsonl("x" * 8, "y" * 12)), packing="best_fit"))
+    assert source.notes == (
+        "83.33% of the rows' tokens are of documents, the rest is padding; 1 documents are longer than "
+        "max_target_length=8 and are cut.",
+    )
+    assert texts_of(source) == ["x" * 8, "y" * 12]
 
 
 def test_a_prepared_dataset_of_another_tokenizer_is_refused(tmp_path):

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
 from maxtext_lite.config import UserError
 from maxtext_lite.data.manifest import Manifest
-from maxtext_lite.data.packing import FIELDS, DocumentRows, PackedRows, Rows
+from maxtext_lite.data.packing import FIELDS, Rows
 from maxtext_lite.data.preparing.keys import InspectConfig
+from maxtext_lite.data.row_index import FittedRows, IndexPlace, rows_of
 from maxtext_lite.data.token_stream import RecordStream, open_prepared, verify
 from maxtext_lite.data.tokenizer import Tokenizer, load_tokenizer
 
-_ROWS: dict[str, Callable[[np.ndarray, int], Rows]] = {"concat": PackedRows, "none": DocumentRows}
+_PACKING: dict[str, bool | str] = {"concat": True, "none": False, "best_fit": "best_fit"}
 _BAR = 40  # letters of the longest bar
 _IDS_AT_ONCE = 2**22
 _DOCUMENTS_AT_ONCE = 2**20
@@ -39,7 +40,7 @@ def report(path: Path, config: InspectConfig) -> Iterator[str]:
     yield ""
     yield from _lengths(starts)
     yield ""
-    yield from _packing(starts, config)
+    yield from _packing(path, stream, starts, config)
     yield ""
     if not config.verify:
         yield "checksums: not compared (verify=false)"
@@ -66,15 +67,21 @@ def _lengths(starts: np.ndarray) -> Iterator[str]:
         yield f"  {2**power:>{width},} to {2 ** (power + 1) - 1:>{width},} {int(counts[power]):>13,} {bar}".rstrip()
 
 
-def _packing(starts: np.ndarray, config: InspectConfig) -> Iterator[str]:
+def _rows(path: Path, stream: RecordStream, starts: np.ndarray, packing: str, num_tokens: int) -> Rows:
+    """The rows that a run has; their index, where they need one, stays for it."""
+    return rows_of(_PACKING[packing], starts, num_tokens, IndexPlace(path / "rows", stream.manifest.fingerprint))
+
+
+def _packing(path: Path, stream: RecordStream, starts: np.ndarray, config: InspectConfig) -> Iterator[str]:
     """What each way of making rows makes of an epoch."""
     length = config.max_target_length
     yield f"an epoch in rows of {length:,} tokens:"
-    for name in [config.packing] if config.packing else _ROWS:
-        rows = _ROWS[name](starts, length)
+    for name in [config.packing] if config.packing else _PACKING:
+        rows = _rows(path, stream, starts, name, length)
         targets = rows.count_targets_between(0, len(rows)) if len(rows) else 0
         share = targets / (len(rows) * length) if len(rows) else 0.0
-        yield f"  {name:<9}{len(rows):>14,} rows {targets:>18,} target tokens, {share:.2%} of the slots"
+        cut = f"; {rows.cut_documents:,} documents are cut" if isinstance(rows, FittedRows) else ""
+        yield f"  {name:<9}{len(rows):>14,} rows {targets:>18,} target tokens, {share:.2%} of the slots{cut}"
 
 
 def _vocabulary(stream: RecordStream, manifest: Manifest) -> Iterator[str]:
@@ -99,7 +106,7 @@ def shown_rows(path: Path, config: InspectConfig, first: int, stop: int, *, as_j
       UserError: there are fewer rows, or the tokenizer is not that of the data.
     """
     stream, starts = open_prepared("PATH", path)
-    rows = _ROWS[config.packing or "concat"](starts, config.max_target_length)
+    rows = _rows(path, stream, starts, config.packing or "concat", config.max_target_length)
     if not 0 <= first < stop <= len(rows):
         raise UserError(f"--rows {first}:{stop}: the rows are 0:{len(rows)}.")
     if as_json:

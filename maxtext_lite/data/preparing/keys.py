@@ -63,7 +63,7 @@ class InspectConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     max_target_length: Count = 1024
-    packing: Literal["", "concat", "none"] = ""
+    packing: Literal["", "concat", "none", "best_fit"] = ""
     verify: Flag = True
     tokenizer_type: Literal["byte", "huggingface", "sentencepiece"] = "byte"
     tokenizer_path: PathText = ""

@@ -24,6 +24,7 @@ from maxtext_lite.config.json_file import read_object, user_path
 from maxtext_lite.config.schema import RunConfig
 from maxtext_lite.data.manifest import DOCUMENTS_FILE, MANIFEST_FILE
 from maxtext_lite.data.packing import TokenStream
+from maxtext_lite.data.row_index import CACHE_VARIABLE, IndexPlace
 from maxtext_lite.data.text_files import TEXT_SUFFIXES
 from maxtext_lite.data.token_stream import open_prepared
 from maxtext_lite.data.tokenizer import Tokenizer
@@ -31,9 +32,6 @@ from maxtext_lite.process.output import complain
 
 LEAST_BYTES = 2**25
 """Of the files of a text that is worth a cache; less is tokenized sooner than a cache is looked for and checked."""
-ENVIRONMENT = "MAXTEXT_LITE_CACHE"
-"""The variable that names the cache's directory; by default it is `.cache` in base_output_directory."""
-
 _ABOUT = "text.json"
 _FORMAT = 1
 _IDS_AT_ONCE = 2**22
@@ -46,6 +44,7 @@ class CachedText:
     Attributes:
       fingerprint: the same as of the text in memory.
       empty: documents without a token, which were left out.
+      place: of indices of its rows.
       note: where it lies.
     """
 
@@ -53,6 +52,7 @@ class CachedText:
     document_starts: np.ndarray
     fingerprint: str
     empty: int
+    place: IndexPlace
     note: str
 
 
@@ -68,7 +68,8 @@ def cached_text(config: DataConfig, tokenizer: Tokenizer, files: list[tuple[str,
     """
     if not isinstance(config, RunConfig) or sum(file.stat().st_size for _, file in files) < LEAST_BYTES:
         return None
-    root = user_path(os.environ.get(ENVIRONMENT) or f"{config.base_output_directory}/.cache") / "text"
+    # Beside the runs, where many hosts see it, and where there is room for it.
+    root = user_path(os.environ.get(CACHE_VARIABLE) or f"{config.base_output_directory}/.cache") / "text"
     with contextlib.ExitStack() as stack:
         entry = root / _key(files, tokenizer)
         try:
@@ -78,7 +79,7 @@ def cached_text(config: DataConfig, tokenizer: Tokenizer, files: list[tuple[str,
                 return _opened(entry)  # that somebody else has made
             complain(
                 f"warning: no cache of the text can be written to {full_text(root)} ({error.strerror}): it is "
-                f"tokenized at every start. {ENVIRONMENT} names another directory."
+                f"tokenized at every start. {CACHE_VARIABLE} names another directory."
             )
             return None
         try:
@@ -171,6 +172,7 @@ def _opened(entry: Path) -> CachedText:
             if _sha256(entry / name) != expected:
                 raise UserError(f"{entry / name} is not what was written.")
         stream, starts = open_prepared("dataset_path", entry)
-        return CachedText(stream, starts, about["fingerprint"], about["empty"], f"read from the cache {entry}")
+        place = IndexPlace(entry / "rows", stream.manifest.fingerprint)
+        return CachedText(stream, starts, about["fingerprint"], about["empty"], place, f"read from the cache {entry}")
     except (KeyError, AttributeError, TypeError) as error:
         raise UserError(f"{entry / _ABOUT} is damaged ({error!r}).") from None

@@ -30,10 +30,12 @@ def test_the_report_counts_what_is_there(prepared):
         ["8", "to", "15", "3", "#" * 40],
     ]
     # 39 - 5 targets; concat: 38 inputs that have a next token in 4 rows; none: 1 + 1 + 0 + 1 + 2 rows.
-    packing = lines[lines.index("an epoch in rows of 10 tokens:") + 1 :][:2]
+    packing = lines[lines.index("an epoch in rows of 10 tokens:") + 1 :][:3]
     assert [" ".join(line.split()) for line in packing] == [
         "concat 4 rows 34 target tokens, 85.00% of the slots",
         "none 5 rows 34 target tokens, 68.00% of the slots",
+        # Of 3, 10, 7 and 14 slots the last is cut, into 10 and 4: rows of 10, 10, 7 + 3 and 4.
+        "best_fit 4 rows 34 target tokens, 85.00% of the slots; 1 documents are cut",
     ]
     used = len({*b"".join(text.encode() for text in TEXTS)}) + 1
     assert lines[-2:] == [

@@ -19,7 +19,7 @@ TEXTS = [f"text {number} " + "x" * (number * 37 % 90) for number in range(120)]
 @pytest.fixture
 def config(tmp_path, monkeypatch):
     """Of a text of two kinds of file; the cache is `cache/`, its tasks of 3,000 bytes."""
-    monkeypatch.delenv(text_cache.ENVIRONMENT, raising=False)
+    monkeypatch.delenv(text_cache.CACHE_VARIABLE, raising=False)
     monkeypatch.setattr(dataset, "_MEGABYTE", 3000 // 64)
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in [*TEXTS, ""]))
@@ -61,7 +61,7 @@ def test_a_cached_text_is_the_text(config, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.usefixtures("large")
 def test_another_text_or_tokenizer_has_another_place(config, tmp_path, monkeypatch):
-    monkeypatch.setenv(text_cache.ENVIRONMENT, str(tmp_path / "elsewhere"))
+    monkeypatch.setenv(text_cache.CACHE_VARIABLE, str(tmp_path / "elsewhere"))
     fingerprint = open_sources(config)[0].fingerprint
     shutil.copytree(tmp_path / "in", tmp_path / "copy")
     same = config.model_copy(update={"dataset_path": str(tmp_path / "copy")})
