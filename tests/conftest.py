@@ -56,7 +56,7 @@ TESTS = Path(__file__).parent
 # of tests, and begin the longest files, which have few, at the end.) "." holds the tests of the commands.
 FOLDERS = (
     "invariance", "docs", ".", "rl", "training", "models", "hf", "generation", "aot", "golden", "parallel", "xla",
-    "scripts", "data", "process", "batching", "reporting", "config", "config/hf",
+    "scripts", "data", "data/preparing", "process", "batching", "reporting", "config", "config/hf",
 )  # fmt: skip
 WITHOUT_JAX = ("batching", "reporting", "config")
 """Folders whose tests take milliseconds each."""

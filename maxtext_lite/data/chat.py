@@ -1,14 +1,16 @@
 """Chat templates: from the turns of a conversation to the text that the model was taught to answer."""
 
 import datetime
+import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
-from maxtext_lite.config import DataConfig, UserError
+from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import value_text
 from maxtext_lite.config.json_file import is_directory, is_there, read_object, read_text, user_path
+from maxtext_lite.data.tokenizer import TokenizerKeys
 
 Turn = dict[str, str]
 """{"role": "user", "content": ...}; roles are those that the template knows: system, user, assistant."""
@@ -29,6 +31,8 @@ class ChatTemplate:
       directory: where the tokenizer is, which knows how special tokens are spelled; None where it has no directory.
       file: a file that holds a template, which is then taken.
       today: what templates take for today; None: the date on which they are rendered.
+    Attributes:
+      fingerprint: of the template's text.
     Raises:
       UserError: there is none, or it is not a template.
     """
@@ -40,6 +44,7 @@ class ChatTemplate:
 
         config = {} if directory is None else _fields(directory / "tokenizer_config.json")
         self._file, source = _source(directory, config) if file is None else (file, _read(file))
+        self.fingerprint = hashlib.sha256(source.encode("utf-8", "replace")).hexdigest()
         self._environment = BoundedEnvironment(trim_blocks=True, lstrip_blocks=True)
         self._environment.add_filter("tojson", _to_json)
         self._environment.globals["raise_exception"] = _refuse
@@ -96,7 +101,16 @@ def _reason(error: Exception) -> str:
     return value_text(text.rstrip("."))
 
 
-def chat_template(config: DataConfig, *, today: datetime.datetime | None = None) -> ChatTemplate:
+class ChatKeys(TokenizerKeys, Protocol):
+    """The keys that name a chat template, as a config has them."""
+
+    @property
+    def chat_template(self) -> str:
+        """A file that holds one; "": that of the tokenizer's directory."""
+        ...
+
+
+def chat_template(config: ChatKeys, *, today: datetime.datetime | None = None) -> ChatTemplate:
     """The template that `chat_template` names, or else that of the tokenizer's directory.
 
     Raises:

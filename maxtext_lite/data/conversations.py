@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from maxtext_lite.config import DataConfig, UserError
-from maxtext_lite.data.chat import DATE_OF_TRAINING_DATA, ChatTemplate, Turn, chat_template
+from maxtext_lite.config import UserError
+from maxtext_lite.data.chat import DATE_OF_TRAINING_DATA, ChatKeys, ChatTemplate, Turn, chat_template
 from maxtext_lite.data.text_files import check_unicode
 from maxtext_lite.data.tokenizer import PlacedTokens, Tokenizer
 
@@ -62,7 +62,7 @@ class Renderer:
         did for a model from elsewhere.
     """
 
-    def __init__(self, config: DataConfig, tokenizer: Tokenizer, *, begins_as_elsewhere: bool):
+    def __init__(self, config: ChatKeys, tokenizer: Tokenizer, *, begins_as_elsewhere: bool):
         self._config, self._tokenizer = config, tokenizer
         self._template: ChatTemplate | None = None
         self._begin = _beginning(tokenizer) if begins_as_elsewhere else np.zeros(0, np.int32)
@@ -121,6 +121,16 @@ class Renderer:
         if turns[-1]["role"] != "user":
             raise UserError(f"{where}: the last turn of \"{key}\" is the {turns[-1]['role']}'s, not the user's.")
         return Rendered(where, self._render(where, turns, answer_follows=True), (), False)
+
+    def document(self, where: str, key: str, value: object) -> str:
+        """The text of a conversation, all of which is to be learned.
+
+        Raises:
+          UserError: it is none, or its turns cannot be rendered; names `where`.
+        """
+        turns = _turns(where, key, value)
+        _check_order(where, turns)
+        return self._render(where, turns, answer_follows=False)
 
     def prompt_tokens(self, rendered: Sequence[Rendered]) -> list[np.ndarray]:
         """The tokens of prompts, int32 [number of tokens] each; as `tokens` has them before an answer."""

@@ -6,7 +6,6 @@ An example source is a sequence with random access; which example is read when i
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import itertools
 import pathlib
 from collections.abc import Iterator, Sequence
@@ -20,6 +19,7 @@ from maxtext_lite.data.answers import open_answers
 from maxtext_lite.data.examples import check_id, num_held_out
 from maxtext_lite.data.megatron import open_megatron
 from maxtext_lite.data.packing import FIELDS, Rows, TokenStream
+from maxtext_lite.data.preparing.text_cache import cached_text, text_fingerprint
 from maxtext_lite.data.row_index import FittedRows, IndexPlace, rows_of
 from maxtext_lite.data.text_files import check_unicode, find_files, json_lines, read_text
 from maxtext_lite.data.token_stream import open_prepared
@@ -216,14 +216,21 @@ class SyntheticSource:
 
 
 def _open_text(config: DataConfig, tokenizer: Tokenizer, *, key: str, path: str) -> TextSource:
-    stream, document_starts, num_empty_documents = _tokenize(_read_documents(find_files(key, path)), tokenizer)
-    layout = rows_of(config.packing, document_starts, config.max_target_length)
+    files = find_files(key, path)
+    cached = cached_text(config, tokenizer, files)
+    if cached is not None:
+        stream, document_starts, num_empty_documents = cached.stream, cached.document_starts, cached.empty
+        fingerprint, place = cached.fingerprint, cached.place
+    else:
+        stream, document_starts, num_empty_documents = _tokenize(_read_documents(files), tokenizer)
+        dtype = str(stream.dtype)
+        fingerprint = text_fingerprint(stream, document_starts, tokenizer=tokenizer.fingerprint, dtype=dtype)
+        place = None
+    layout = rows_of(config.packing, document_starts, config.max_target_length, place)
     if len(layout) == 0:
         raise UserError(f"{key}={path!r} has no text: every document in it is empty.")
-    content = hashlib.sha256(f"{tokenizer.fingerprint}:{stream.dtype}:{len(document_starts)}:".encode())
-    content.update(document_starts.tobytes())
-    content.update(stream.tobytes())
-    return _source(stream, document_starts, layout, content.hexdigest(), num_empty_documents)
+    source = _source(stream, document_starts, layout, fingerprint, num_empty_documents)
+    return source if cached is None else dataclasses.replace(source, notes=(cached.note, *source.notes))
 
 
 def _open_prepared(config: DataConfig, tokenizer: Tokenizer, *, key: str, path: str) -> TextSource:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import glob
 import gzip
+import importlib
 import pathlib
 import zlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, BinaryIO
 
 from maxtext_lite.config import UserError, packaged_directory, packaged_file
 from maxtext_lite.config.json_file import check_file, is_directory, is_there, parse_json, user_path
@@ -16,25 +17,30 @@ from maxtext_lite.config.json_file import check_file, is_directory, is_there, pa
 TEXT_SUFFIXES = (".txt", ".txt.gz", ".jsonl", ".jsonl.gz")
 """Files that are read; a directory's other files are not looked at."""
 
-_LONGEST_LINE = 2**28  # bytes of JSON
+LONGEST_LINE = 2**28
+"""Bytes of a line of JSON."""
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+"""With which some begin a file of UTF-8, and which is no part of its text."""
 _SMALL = 2**26  # bytes that any .gz may make
 _EXPANSION = 100  # times that a .gz may grow otherwise; texts grow 2 to 20 times, and gzip reaches 1,032
 _PIECE = 2**20
+_ZSTANDARD_PIECE = 2**14  # which may grow a thousandfold at once
 
 
-def find_files(key: str, path: str) -> list[tuple[str, pathlib.Path]]:
+def find_files(key: str, path: str, kinds: tuple[str, ...] = TEXT_SUFFIXES) -> list[tuple[str, pathlib.Path]]:
     """(name for messages, file) of each file of a path, a glob or the name of a shipped text, in the order of names.
 
     Args:
       key: what messages call the path.
+      kinds: how the names of files that are read end.
     Raises:
       UserError: there is none, or one is of another kind.
     """
-    suffixes = ", ".join(TEXT_SUFFIXES)
+    suffixes = ", ".join(kinds)
     place = user_path(path)
     if is_directory(place):
         everything = f"{glob.escape(str(place))}/**"
-        files = [(str(file), file) for file in _matches(everything) if file.name.endswith(TEXT_SUFFIXES)]
+        files = [(str(file), file) for file in _matches(everything) if file.name.endswith(kinds)]
         if not files:
             raise UserError(f"{key}={path!r} is a directory without a {suffixes} file.")
     elif is_there(place):
@@ -46,7 +52,7 @@ def find_files(key: str, path: str) -> list[tuple[str, pathlib.Path]]:
     else:
         files = [(path, _packaged_text(key, path))]
     for name, file in files:
-        if not name.endswith(TEXT_SUFFIXES):
+        if not name.endswith(kinds):
             raise UserError(f"{key}={path!r}: cannot read {name!r}. The files are {suffixes}.")
         check_file(file)
     return files
@@ -83,8 +89,12 @@ def read_text(name: str, file: pathlib.Path) -> str:
         raise UserError(f"{name}: not UTF-8 text (byte {error.start}: {error.reason}).") from error
 
 
-def _lines(name: str, file: pathlib.Path) -> Iterator[bytes]:
-    """The file's lines, without their ends and its byte-order mark; one of them is in memory at a time."""
+def read_lines(name: str, file: pathlib.Path) -> Iterator[bytes]:
+    """The file's lines, without their ends and its byte-order mark; one of them is in memory at a time.
+
+    Raises:
+      UserError: the file cannot be read, or a line is longer than LONGEST_LINE.
+    """
     # At newlines only: str.splitlines would also split at U+2028, which JSON allows inside a string.
     waiting: list[bytes] = []  # of a line whose end has not come
     number, size = 1, 0
@@ -93,17 +103,14 @@ def _lines(name: str, file: pathlib.Path) -> Iterator[bytes]:
             *lines, rest = piece.split(b"\n")
             for line in lines:
                 whole = b"".join([*waiting, line])
-                yield whole if number > 1 else whole.removeprefix(_BYTE_ORDER_MARK)
+                yield whole if number > 1 else whole.removeprefix(BYTE_ORDER_MARK)
                 waiting, number, size = [], number + 1, 0
             waiting.append(rest)
             size += len(rest)
-            if size > _LONGEST_LINE:
-                raise UserError(f"{name}:{number}: the line has more than {_LONGEST_LINE // 2**20} MiB.")
+            if size > LONGEST_LINE:
+                raise UserError(f"{name}:{number}: the line has more than {LONGEST_LINE // 2**20} MiB.")
     whole = b"".join(waiting)
-    yield whole if number > 1 else whole.removeprefix(_BYTE_ORDER_MARK)
-
-
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+    yield whole if number > 1 else whole.removeprefix(BYTE_ORDER_MARK)
 
 
 @contextlib.contextmanager
@@ -111,18 +118,34 @@ def _opened(name: str, file: pathlib.Path) -> Iterator[Iterator[bytes]]:
     """Pieces of the file's content, decompressed."""
     try:
         with file.open("rb") as stored:
-            if not name.endswith(".gz"):
+            most = max(_SMALL, _EXPANSION * file.stat().st_size)
+            if name.endswith(".zst"):
+                yield _expanded(name, _zstandard_pieces(name, stored), most)
+            elif name.endswith(".gz"):
+                with gzip.open(stored) as opened:
+                    yield _expanded(name, iter(lambda: opened.read(_PIECE), b""), most)
+            else:
                 yield iter(lambda: stored.read(_PIECE), b"")
-                return
-            with gzip.open(stored) as opened:
-                yield _expanded(name, opened, max(_SMALL, _EXPANSION * file.stat().st_size))
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{name}: cannot be read ({error}).") from error
 
 
-def _expanded(name: str, opened: gzip.GzipFile, most: int) -> Iterator[bytes]:
+def extra_module(name: str, module: str) -> Any:
+    """A module of the extra `prepare`, which the file `name` needs.
+
+    Raises:
+      UserError: it is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        package = module.partition(".")[0]
+        raise UserError(f"{name} needs {package} to be read: pip install 'maxtext-lite[prepare]'.") from None
+
+
+def _expanded(name: str, pieces: Iterable[bytes], most: int) -> Iterator[bytes]:
     size = 0
-    while piece := opened.read(_PIECE):
+    for piece in pieces:
         size += len(piece)
         if size > most:
             raise UserError(
@@ -130,6 +153,23 @@ def _expanded(name: str, opened: gzip.GzipFile, most: int) -> Iterator[bytes]:
                 "If that is meant, decompress it."
             )
         yield piece
+
+
+def _zstandard_pieces(name: str, stored: BinaryIO) -> Iterator[bytes]:
+    """What the frames of a .zst hold. Not by zstandard's reader: it takes a frame that is cut short for a whole one."""
+    zstandard = extra_module(name, "zstandard")
+    frame: Any = None
+    while data := stored.read(_ZSTANDARD_PIECE):
+        while data:
+            frame = frame or zstandard.ZstdDecompressor().decompressobj()
+            try:
+                yield frame.decompress(data)
+            except zstandard.ZstdError as error:
+                raise UserError(f"{name}: cannot be read ({error}).") from error
+            data = frame.unused_data
+            frame = None if frame.eof else frame
+    if frame is not None:
+        raise EOFError("it is cut short")
 
 
 def json_lines(name: str, file: pathlib.Path, *, wanted: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -140,19 +180,31 @@ def json_lines(name: str, file: pathlib.Path, *, wanted: str) -> Iterator[tuple[
     Raises:
       UserError: the file cannot be read, or a line is not a JSON object in UTF-8, or longer than 256 MiB.
     """
-    for line_number, line in enumerate(_lines(name, file), start=1):
+    for line_number, line in enumerate(read_lines(name, file), start=1):
         if not line.strip():
             continue
         where = f"{name}:{line_number}"
-        try:
-            value = parse_json(line.decode("utf-8"))
-        except UnicodeDecodeError as error:
-            raise UserError(f"{where}: not UTF-8 text (byte {error.start} of the line: {error.reason}).") from error
-        except ValueError as error:
-            raise UserError(f"{where}: not JSON ({error}).") from error
-        if not isinstance(value, dict):
-            raise UserError(f"{where}: not a JSON object with {wanted}.")
-        yield where, value
+        yield where, json_object(where, line, wanted=wanted)
+
+
+def json_object(where: str, line: bytes, *, wanted: str) -> dict[str, Any]:
+    """The JSON object on a line.
+
+    Args:
+      where: what messages call the line.
+      wanted: what an object has, for messages.
+    Raises:
+      UserError: the line is not a JSON object in UTF-8.
+    """
+    try:
+        value = parse_json(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where}: not UTF-8 text (byte {error.start} of the line: {error.reason}).") from error
+    except ValueError as error:
+        raise UserError(f"{where}: not JSON ({error}).") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{where}: not a JSON object with {wanted}.")
+    return value
 
 
 def json_objects(key: str, path: str, *, reads: str, wanted: str) -> Iterator[tuple[str, dict[str, Any]]]:

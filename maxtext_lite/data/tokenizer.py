@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import codecs
 import hashlib
+import json
 import pathlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from maxtext_lite.config import DataConfig, UserError
+from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import value_text
 from maxtext_lite.config.json_file import check_file, is_directory, is_there, read_bytes, read_object, user_path
+from maxtext_lite.data import cutting
 
 # The names under which published tokenizers keep their end-of-text token, most specific first.
 END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<|end▁of▁sentence|>", "</s>", "<eos>", "<|im_end|>")
@@ -80,6 +82,10 @@ class Tokenizer(Protocol):
         """`encode` of each text, in parallel where the library can."""
         return [self.encode(text) for text in texts]
 
+    def pieces(self, text: str, most: int) -> list[str]:
+        """Parts of about `most` characters whose tokens, joined, are the text's; it alone where none are known."""
+        return [text]
+
     def encode_placed(self, texts: Sequence[str]) -> list[PlacedTokens]:
         """`encode` of each text, with the characters that each token stands for."""
         ...
@@ -93,7 +99,21 @@ class Tokenizer(Protocol):
         return _PrefixStream(self)
 
 
-def load_tokenizer(config: DataConfig) -> Tokenizer:
+class TokenizerKeys(Protocol):
+    """The keys that name a tokenizer, as a config has them."""
+
+    @property
+    def tokenizer_type(self) -> Literal["byte", "huggingface", "sentencepiece"]:
+        """The library that reads it."""
+        ...
+
+    @property
+    def tokenizer_path(self) -> str:
+        """Its file or directory; "" for byte."""
+        ...
+
+
+def load_tokenizer(config: TokenizerKeys) -> Tokenizer:
     """The tokenizer that `tokenizer_type` and `tokenizer_path` name.
 
     Raises:
@@ -130,6 +150,10 @@ class ByteTokenizer(Tokenizer):
     def encode(self, text: str) -> np.ndarray:
         """The UTF-8 bytes, int32."""
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
+
+    def pieces(self, text: str, most: int) -> list[str]:
+        """Of exactly `most` characters, but for the last."""
+        return [text[start : start + most] for start in range(0, len(text), most)] or [text]
 
     def encode_placed(self, texts: Sequence[str]) -> list[PlacedTokens]:
         """`encode` of each text; every byte of a character stands for it."""
@@ -219,6 +243,7 @@ class HuggingFaceTokenizer(Tokenizer):
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.end_of_text_id = self._find_end_of_text(path)
+        self._may_cut = cutting.may_cut(json.loads(content))
         self.fingerprint = f"huggingface:{hashlib.sha256(content).hexdigest()}:{self.end_of_text_id}"
 
     def _find_end_of_text(self, path: pathlib.Path) -> int:
@@ -248,6 +273,10 @@ class HuggingFaceTokenizer(Tokenizer):
     def encode_with_special(self, text: str) -> np.ndarray:
         """`encode`, with the tokens around a text that the tokenizer's own template adds."""
         return np.array(self._tokenizer.encode(text, add_special_tokens=True).ids, np.int32)
+
+    def pieces(self, text: str, most: int) -> list[str]:
+        """Cut at spaces, where the file states a tokenizer that allows it."""
+        return cutting.pieces(text, most) if self._may_cut else [text]
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         """`encode` of each text, on all cores."""

@@ -43,7 +43,7 @@ def test_a_line_that_is_no_object_is_named(line, reason, tmp_path):
 
 
 def test_a_line_that_does_not_end_is_not_read_to_its_end(tmp_path, monkeypatch):
-    monkeypatch.setattr("maxtext_lite.data.text_files._LONGEST_LINE", 2**20)
+    monkeypatch.setattr("maxtext_lite.data.text_files.LONGEST_LINE", 2**20)
     assert len(lines(tmp_path, '{"a": "' + "x" * 2**19 + '"}\n{}')) == 2
     with pytest.raises(UserError, match=r"d\.jsonl:2: the line has more than 1 MiB\."):
         lines(tmp_path, '{}\n{"a": "' + "x" * 2**22 + '"}')

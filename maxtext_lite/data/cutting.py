@@ -1,0 +1,59 @@
+"""Where a long text may be cut so that the tokens of its pieces are those of the whole.
+
+A tokenizer that splits a text into words by one of the known patterns, and merges bytes within each word alone, ends a
+word before a single space between two letters: no alternative of the patterns goes from a letter on into a space, and
+none but `\\s+(?!\\S)`, which stands before white space, looks further than it matches. So both sides of such a place
+are tokenized as they are within the whole. Of any other tokenizer nothing is assumed, and nothing is cut.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+_LETTERS_AROUND_A_SPACE = re.compile(r"(?<=[A-Za-z]) (?=[A-Za-z])")
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_PATTERNS = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}{_REST}",  # cl100k, Llama 3
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{_REST}",  # Qwen 2 and 3
+)
+
+
+def may_cut(stated: dict[str, Any]) -> bool:
+    """Whether a `tokenizer.json` states a tokenizer of which the module's claim holds."""
+    model, words = stated.get("model") or {}, stated.get("pre_tokenizer") or {}
+    normalizer = (stated.get("normalizer") or {}).get("type", "NFC")  # a space and a letter compose with nothing
+    steps = words.get("pretokenizers", []) if words.get("type") == "Sequence" else [words]
+    added = stated.get("added_tokens") or []
+    return (
+        model.get("type") == "BPE"
+        and not (model.get("dropout") or stated.get("truncation") or stated.get("padding"))
+        and normalizer == "NFC"
+        and bool(steps)
+        and all(map(_ends_words_before_spaces, steps))
+        and steps[-1].get("type") == "ByteLevel"
+        and (steps[-1].get("use_regex") is True or any(step.get("type") == "Split" for step in steps))
+        and not any(each["lstrip"] or each["rstrip"] or " " in each["content"] for each in added)
+    )
+
+
+def _ends_words_before_spaces(step: dict[str, Any]) -> bool:
+    match step:
+        case {"type": "ByteLevel", "add_prefix_space": False}:  # with GPT-2's own pattern, or none
+            return True
+        case {"type": "Digits"}:
+            return True
+        case {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}:
+            return pattern in _PATTERNS
+        case _:
+            return False
+
+
+def pieces(text: str, most: int) -> list[str]:
+    """The text, cut at the first place after each `most` characters of it where that changes no token."""
+    found, start = [], 0
+    while place := _LETTERS_AROUND_A_SPACE.search(text, start + most):
+        found.append(text[start : place.start()])
+        start = place.start()
+    return [*found, text[start:]]

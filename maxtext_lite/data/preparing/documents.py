@@ -1,0 +1,130 @@
+"""The documents of a piece of input, one after the other, and what is said of lines that hold none."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from maxtext_lite.config import UserError
+from maxtext_lite.data.conversations import Renderer
+from maxtext_lite.data.preparing.keys import PrepareConfig
+from maxtext_lite.data.preparing.tasks import Piece, check_column, parquet_file
+from maxtext_lite.data.text_files import (
+    BYTE_ORDER_MARK,
+    LONGEST_LINE,
+    check_unicode,
+    extra_module,
+    json_object,
+    read_lines,
+    read_text,
+)
+from maxtext_lite.data.tokenizer import Tokenizer
+
+_ROWS_AT_ONCE = 1024
+
+
+class BadLine(NamedTuple):
+    """A line or row that holds no document; `problem` says which and why."""
+
+    problem: str
+
+
+class DocumentReader:
+    """Reads the documents of pieces as the config says."""
+
+    def __init__(self, config: PrepareConfig, tokenizer: Tokenizer) -> None:
+        self._field = config.field
+        self._renderer = Renderer(config, tokenizer, begins_as_elsewhere=False) if config.chat else None
+
+    def read(self, piece: Piece) -> Iterator[str | BadLine]:
+        """Each document as it stands, also an empty one; blank lines are none.
+
+        Raises:
+          UserError: the file cannot be read, is a .txt that is not UTF-8, or has a line that is too long to be one.
+        """
+        if piece.name.endswith((".txt", ".txt.gz", ".txt.zst")):
+            yield read_text(piece.name, Path(piece.path))
+            return
+        if piece.name.endswith((".parquet", ".arrow")):
+            since = f" from row group {piece.start}" if piece.start else ""
+            for row, value in enumerate(self._rows(piece), start=1):
+                yield self._document(f"{piece.name}: row {row}{since}", value)
+            return
+        of_range = piece.name.endswith(".jsonl")
+        lines = _range_lines(piece) if of_range else enumerate(read_lines(piece.name, Path(piece.path)), start=1)
+        for place, line in lines:
+            if line.strip():
+                yield self._document(f"{piece.name}{': line at byte ' if of_range else ':'}{place}", line)
+
+    def _document(self, where: str, value: Any) -> str | BadLine:
+        wanted = f'{"a list" if self._renderer else "a string"} under "{self._field}"'
+        of = "a JSON object" if isinstance(value, bytes) else "a row"
+        try:
+            if isinstance(value, bytes):
+                value = json_object(where, value, wanted=wanted).get(self._field)
+            elif callable(value):
+                value = value()
+            if self._renderer:
+                return self._renderer.document(where, self._field, value)
+            if not isinstance(value, str):
+                raise UserError(f"{where}: not {of} with {wanted}.")
+            check_unicode(where, self._field, value)
+        except UnicodeDecodeError as error:
+            return BadLine(f"{where}: not UTF-8 text ({error.reason}).")
+        except UserError as error:
+            return BadLine(" ".join(error.problems))
+        return value
+
+    def _rows(self, piece: Piece) -> Iterator[Callable[[], Any]]:
+        """For each row, what gives its value."""
+        arrow = extra_module(piece.name, "pyarrow")
+        try:
+            with contextlib.ExitStack() as stack:
+                if piece.name.endswith(".parquet"):
+                    opened = stack.enter_context(parquet_file(piece.name, piece.path))
+                    batches = opened.iter_batches(
+                        _ROWS_AT_ONCE, range(piece.start, piece.stop), [self._field], use_threads=False
+                    )
+                else:
+                    batches = _arrow_batches(stack.enter_context(arrow.memory_map(piece.path)), arrow)
+                for batch in batches:
+                    check_column(piece.name, batch.schema, self._field)
+                    for value in batch.column(self._field):
+                        yield value.as_py
+        except (OSError, arrow.ArrowException) as error:
+            raise UserError(f"{piece.name}: cannot be read ({error}).") from error
+
+
+def _arrow_batches(opened: Any, arrow: Any) -> Iterator[Any]:
+    """The batches of a file of Arrow's stream format, which Hugging Face writes, or of its file format."""
+    if opened.read(6) == b"ARROW1":
+        opened.seek(0)
+        reader = arrow.ipc.open_file(opened)
+        yield from (reader.get_batch(number) for number in range(reader.num_record_batches))
+        return
+    opened.seek(0)
+    yield from arrow.ipc.open_stream(opened)
+
+
+def _range_lines(piece: Piece) -> Iterator[tuple[int, bytes]]:
+    """(first byte, line) of each line that begins in the piece; the last one may end after it."""
+    try:
+        with Path(piece.path).open("rb") as opened:
+            place = piece.start
+            if place:  # what is left of a line that begins before
+                opened.seek(place - 1)
+                place += len(_one_line(piece, opened, place - 1)) - 1
+            while place < piece.stop and (line := _one_line(piece, opened, place)):
+                yield place, line.removesuffix(b"\n").removeprefix(b"" if place else BYTE_ORDER_MARK)
+                place += len(line)
+    except OSError as error:
+        raise UserError(f"{piece.name}: cannot be read ({error}).") from error
+
+
+def _one_line(piece: Piece, opened: Any, place: int) -> bytes:
+    line = opened.readline(LONGEST_LINE + 1)
+    if len(line) > LONGEST_LINE:
+        raise UserError(f"{piece.name}: the line at byte {place} has more than {LONGEST_LINE // 2**20} MiB.")
+    return line

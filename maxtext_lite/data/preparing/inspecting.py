@@ -1,0 +1,151 @@
+"""A look at a prepared dataset: what it holds, whether it is whole, and rows as a model sees them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from maxtext_lite.config import UserError
+from maxtext_lite.data.manifest import Manifest
+from maxtext_lite.data.packing import FIELDS, Rows
+from maxtext_lite.data.preparing.keys import InspectConfig
+from maxtext_lite.data.row_index import FittedRows, IndexPlace, rows_of
+from maxtext_lite.data.token_stream import RecordStream, open_prepared, verify
+from maxtext_lite.data.tokenizer import Tokenizer, load_tokenizer
+
+_PACKING: dict[str, bool | str] = {"concat": True, "none": False, "best_fit": "best_fit"}
+_BAR = 40  # letters of the longest bar
+_IDS_AT_ONCE = 2**22
+_DOCUMENTS_AT_ONCE = 2**20
+_MOST_FREQUENT = 10
+
+
+def report(path: Path, config: InspectConfig) -> Iterator[str]:
+    """Lines on a prepared dataset; with `verify`, all of it is read.
+
+    Raises:
+      UserError: it is none, or a file of it is not what the manifest says.
+    """
+    stream, starts = open_prepared("PATH", path)
+    manifest = stream.manifest
+    num_bytes = sum(shard.bytes for shard in manifest.shards)
+    yield f"{path}: {manifest.documents:,} documents, {manifest.tokens:,} tokens, end-of-text tokens among them"
+    yield f"shards: {len(manifest.shards):,} of {num_bytes:,} bytes; ids are {manifest.dtype}"
+    yield f"fingerprint: {manifest.fingerprint}"
+    yield f"tokenizer: {manifest.tokenizer}, {manifest.vocab_size:,} ids"
+    yield ""
+    yield from _lengths(starts)
+    yield ""
+    yield from _packing(path, stream, starts, config)
+    yield ""
+    if not config.verify:
+        yield "checksums: not compared (verify=false)"
+        return
+    files = sum(1 for _ in verify(path))
+    yield f"checksums: the {files:,} files are those of the manifest"
+    yield from _vocabulary(stream, manifest)
+
+
+def _lengths(starts: np.ndarray) -> Iterator[str]:
+    """A histogram: documents by the power of two that their tokens reach."""
+    counts = np.zeros(64, np.int64)
+    longest, shortest = 0, 2**62
+    for first in range(0, len(starts) - 1, _DOCUMENTS_AT_ONCE):
+        lengths = np.diff(starts[first : first + _DOCUMENTS_AT_ONCE + 1])
+        counts += np.bincount(np.frexp(lengths.astype(np.float64))[1] - 1, minlength=64)
+        longest, shortest = max(longest, int(lengths.max())), min(shortest, int(lengths.min()))
+    mean = int(starts[-1]) / (len(starts) - 1)
+    yield f"tokens of a document: {shortest:,} to {longest:,}, {mean:,.1f} on average"
+    used = np.flatnonzero(counts)
+    width = len(f"{2 ** (int(used[-1]) + 1) - 1:,}")
+    for power in range(int(used[0]), int(used[-1]) + 1):
+        bar = "#" * -(-int(counts[power]) * _BAR // int(counts.max()))
+        yield f"  {2**power:>{width},} to {2 ** (power + 1) - 1:>{width},} {int(counts[power]):>13,} {bar}".rstrip()
+
+
+def _rows(path: Path, stream: RecordStream, starts: np.ndarray, packing: str, num_tokens: int) -> Rows:
+    """The rows that a run has; their index, where they need one, stays for it."""
+    return rows_of(_PACKING[packing], starts, num_tokens, IndexPlace(path / "rows", stream.manifest.fingerprint))
+
+
+def _packing(path: Path, stream: RecordStream, starts: np.ndarray, config: InspectConfig) -> Iterator[str]:
+    """What each way of making rows makes of an epoch."""
+    length = config.max_target_length
+    yield f"an epoch in rows of {length:,} tokens:"
+    for name in [config.packing] if config.packing else _PACKING:
+        rows = _rows(path, stream, starts, name, length)
+        targets = rows.count_targets_between(0, len(rows)) if len(rows) else 0
+        share = targets / (len(rows) * length) if len(rows) else 0.0
+        cut = f"; {rows.cut_documents:,} documents are cut" if isinstance(rows, FittedRows) else ""
+        yield f"  {name:<9}{len(rows):>14,} rows {targets:>18,} target tokens, {share:.2%} of the slots{cut}"
+
+
+def _vocabulary(stream: RecordStream, manifest: Manifest) -> Iterator[str]:
+    counts = np.zeros(manifest.vocab_size, np.int64)
+    for start in range(0, len(stream), _IDS_AT_ONCE):
+        found = np.bincount(stream[start : start + _IDS_AT_ONCE], minlength=manifest.vocab_size)
+        if len(found) > manifest.vocab_size:
+            raise UserError(f"token id {len(found) - 1} is none of the tokenizer's {manifest.vocab_size}.")
+        counts += found
+    used = int(np.count_nonzero(counts))
+    frequent = np.sort(counts)[::-1][:_MOST_FREQUENT].sum() / counts.sum()
+    yield (
+        f"vocabulary: {used:,} of {manifest.vocab_size:,} ids occur ({used / manifest.vocab_size:.1%}); the "
+        f"{_MOST_FREQUENT} most frequent are {frequent:.1%} of the tokens"
+    )
+
+
+def shown_rows(path: Path, config: InspectConfig, first: int, stop: int, *, as_json: bool) -> Iterator[str]:
+    """Rows `first` to `stop - 1` in the order of the data: their arrays, or their text with documents and loss marked.
+
+    Raises:
+      UserError: there are fewer rows, or the tokenizer is not that of the data.
+    """
+    stream, starts = open_prepared("PATH", path)
+    rows = _rows(path, stream, starts, config.packing or "concat", config.max_target_length)
+    if not 0 <= first < stop <= len(rows):
+        raise UserError(f"--rows {first}:{stop}: the rows are 0:{len(rows)}.")
+    if as_json:
+        for row in range(first, stop):
+            arrays = rows.build(stream, row)
+            yield json.dumps({"row": row} | {name: arrays[name].tolist() for name in FIELDS})
+        return
+    tokenizer = load_tokenizer(config)
+    if tokenizer.fingerprint != stream.manifest.tokenizer:
+        raise UserError(
+            f"{path} was prepared with the tokenizer {stream.manifest.tokenizer}, and tokenizer_type="
+            f"{config.tokenizer_type} tokenizer_path={config.tokenizer_path!r} is {tokenizer.fingerprint}. Name the "
+            "tokenizer of the data, or show the rows with --json."
+        )
+    for row in range(first, stop):
+        yield from _shown(row, rows.build(stream, row), tokenizer)
+
+
+def _shown(row: int, arrays: dict[str, np.ndarray], tokenizer: Tokenizer) -> Iterator[str]:
+    """A row's text: what has no loss stands in [[ ]], and each document begins on a line of its own."""
+    real = int(np.count_nonzero(arrays["segments"]))
+    learned = int(np.count_nonzero(arrays["weights"]))
+    yield f"=== row {row}: {real} tokens, {learned} of them with a target, {len(arrays['segments']) - real} padding"
+    for segment, places in itertools.groupby(range(real), key=lambda place: arrays["segments"][place]):
+        members = np.fromiter(places, np.int64)
+        yield f"--- document {segment}: {len(members)} tokens, positions from {arrays['positions'][members[0]]}"
+        text = ""
+        for has_loss, stretch in itertools.groupby(members, key=lambda place: arrays["weights"][place] != 0):
+            ids = arrays["tokens"][list(stretch)]
+            written = "".join(_text(tokenizer, part) for part in np.split(ids, _ends(ids, tokenizer.end_of_text_id)))
+            text += written if has_loss else f"[[{written}]]"
+        yield text
+
+
+def _ends(ids: np.ndarray, end_of_text_id: int) -> np.ndarray:
+    """Where to split ids so that an end-of-text token stands alone."""
+    places = np.flatnonzero(ids == end_of_text_id)
+    return np.unique(np.concatenate([places, places + 1]))
+
+
+def _text(tokenizer: Tokenizer, ids: np.ndarray) -> str:
+    return "end of text" if ids.tolist() == [tokenizer.end_of_text_id] else tokenizer.decode(ids)

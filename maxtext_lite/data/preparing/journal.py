@@ -1,0 +1,241 @@
+"""What is known of a dataset that is being prepared: its plan, the tasks that are done, and who may write it.
+
+The output holds `prepare.json`, the plan, from the first moment on. While it is incomplete there is also `journal/`:
+the lock, and of each task that is done its entry and the lengths of its documents. The entry is the last that a task
+writes; the manifest is the last of all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from maxtext_lite.config import UserError
+from maxtext_lite.config.errors import full_text, value_text, writing
+from maxtext_lite.config.json_file import is_there, read_object
+from maxtext_lite.data.chat import chat_template
+from maxtext_lite.data.manifest import (
+    DOCUMENTS_FILE,
+    MANIFEST_FILE,
+    TOKENS_PER_RECORD,
+    Manifest,
+    Shard,
+    manifest_text,
+    read_manifest,
+    token_dtype,
+)
+from maxtext_lite.data.preparing.keys import PrepareConfig
+from maxtext_lite.data.preparing.shards import TEMPORARY, Entry, Workshop, write_whole
+from maxtext_lite.data.preparing.tasks import InputFile, Task
+from maxtext_lite.data.tokenizer import Tokenizer
+
+PLAN_FILE = "prepare.json"
+_JOURNAL = "journal"
+_LOCK = "lock"
+_FORMAT = 1
+_OWN = (PLAN_FILE, MANIFEST_FILE, DOCUMENTS_FILE, _JOURNAL)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """A dataset that is complete.
+
+    Attributes:
+      empty: documents without a token, which were left out.
+      bad: lines that held no document; `problems` of the first of them.
+    """
+
+    manifest: Manifest
+    empty: int
+    bad: int
+    problems: tuple[str, ...]
+
+
+class Journal:
+    """The record of one output, for one config and its inputs.
+
+    Raises:
+      UserError: the output holds something else, or was begun with other settings or inputs.
+    """
+
+    def __init__(self, config: PrepareConfig, files: list[InputFile], tasks: list[Task], tokenizer: Tokenizer) -> None:
+        self.directory = Path(config.output)
+        self.tasks, self._tokenizer = tasks, tokenizer
+        self._journal = self.directory / _JOURNAL
+        self._plan = _plan(config, files, tasks, tokenizer)
+        self.workshop = Workshop(
+            self.directory, self._journal, {file.path: file for file in files}, len(tasks), config.max_bad_fraction
+        )
+        with writing(self.directory):
+            if not is_there(self.directory / PLAN_FILE) and self.directory.is_dir():
+                others = [each.name for each in sorted(self.directory.iterdir()) if not each.name.endswith(TEMPORARY)]
+                if others:
+                    raise UserError(
+                        f"output={config.output!r} holds {value_text(others[0])} already, "
+                        "and nothing that prepare began."
+                    )
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._state_plan()
+
+    def _state_plan(self) -> None:
+        """Writes the plan where there is none, or compares it with the one that is there."""
+        path = self.directory / PLAN_FILE
+        if not is_there(path):
+            partial = path.with_name(f"{PLAN_FILE}.{os.getpid()}{TEMPORARY}")
+            write_whole(partial, _text(self._plan))
+            with contextlib.suppress(FileExistsError):  # of another share, which is as good
+                os.link(partial, path)
+            partial.unlink()
+        stated = read_object(path)
+        problems = _differences(stated, json.loads(_text(self._plan)))
+        if problems:
+            raise UserError([
+                f"{full_text(self.directory)} was begun otherwise: {problem} Give another output, or remove this one."
+                for problem in problems
+            ])  # fmt: skip
+
+    @contextlib.contextmanager
+    def hold(self, *, shared: bool) -> Iterator[None]:
+        """Nobody else writes the output meanwhile, or only those who share. A lock ends with its process.
+
+        Raises:
+          UserError: another process writes there.
+        """
+        with contextlib.ExitStack() as stack:
+            with writing(self._journal):
+                self._journal.mkdir(exist_ok=True)
+                opened = stack.enter_context((self._journal / _LOCK).open("ab"))
+            try:
+                fcntl.flock(opened, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(
+                    f"{full_text(self.directory)} is in use: another prepare writes there. "
+                    "Wait for it, or stop it first."
+                ) from None
+            self._opened = opened
+            yield
+
+    def is_complete(self) -> bool:
+        """Whether the manifest is there."""
+        return is_there(self.directory / MANIFEST_FILE)
+
+    def done(self) -> dict[int, Entry]:
+        """The tasks that are done, by number."""
+        return {entry.number: entry for task in self.tasks if (entry := self._entry(task.number)) is not None}
+
+    def _entry(self, number: int) -> Entry | None:
+        path = self._entry_path(number)
+        if not is_there(path):
+            return None
+        stated = read_object(path)
+        shard = None if stated["shard"] is None else Shard(**stated["shard"])
+        if shard is not None and not all(
+            map(is_there, (self.directory / shard.file, self.workshop.lengths_path(number)))
+        ):
+            return None  # somebody removed it: it is made again
+        return Entry(number, shard, stated["empty"], stated["bad"], tuple(stated["problems"]))
+
+    def _entry_path(self, number: int) -> Path:
+        return self._journal / f"{number:05d}.json"
+
+    def record(self, entry: Entry) -> None:
+        """States that a task is done: what it made is there."""
+        with writing(self._journal):
+            write_whole(self._entry_path(entry.number), _text(dataclasses.asdict(entry)))
+
+    def finish(self) -> Outcome | None:
+        """Writes the manifest, where all tasks are done; None where some are not. To be called within `hold`."""
+        with writing(self.directory):
+            fcntl.flock(self._opened, fcntl.LOCK_EX)  # of shares, one finishes, once no other works
+            if self.is_complete():
+                return self.outcome()
+            entries = self.done()
+            if len(entries) < len(self.tasks):
+                return None
+            ordered = [entries[task.number] for task in self.tasks]
+            problems = [problem for entry in ordered for problem in entry.problems][:5]
+            counts = {"empty": sum(e.empty for e in ordered), "bad": sum(e.bad for e in ordered), "problems": problems}
+            shards = tuple(entry.shard for entry in ordered if entry.shard is not None)
+            if not shards:
+                raise UserError(
+                    f"input={value_text(self._plan['settings']['input'])} has no text: every document is empty."
+                )
+            self._write_documents([entry for entry in ordered if entry.shard is not None])
+            write_whole(self.directory / PLAN_FILE, _text(self._plan | {"counts": counts}))
+            size = self._tokenizer.vocab_size
+            fingerprint = self._tokenizer.fingerprint
+            manifest = Manifest(fingerprint, size, token_dtype(size), TOKENS_PER_RECORD, shards)
+            for partial in [*self.directory.glob(f"*{TEMPORARY}"), *self._journal.glob(f"*{TEMPORARY}")]:
+                partial.unlink(missing_ok=True)
+            write_whole(self.directory / MANIFEST_FILE, manifest_text(manifest).encode())
+            return self.outcome()
+
+    def _write_documents(self, entries: list[Entry]) -> None:
+        """Joins the lengths of documents to where each starts."""
+        partial = self.directory / f"{DOCUMENTS_FILE}{TEMPORARY}"
+        with partial.open("wb") as opened:
+            start = 0
+            for entry in entries:
+                lengths = np.fromfile(self.workshop.lengths_path(entry.number), "<i8")
+                stops = start + np.cumsum(lengths)
+                opened.write((stops - lengths).astype("<i8").tobytes())
+                start = int(stops[-1])
+            opened.write(np.array([start], "<i8").tobytes())
+            opened.flush()
+            os.fsync(opened.fileno())
+        partial.replace(self.directory / DOCUMENTS_FILE)
+
+    def outcome(self) -> Outcome:
+        """What a complete output holds; its journal is removed."""
+        shutil.rmtree(self._journal, ignore_errors=True)
+        counts: dict[str, Any] = read_object(self.directory / PLAN_FILE)["counts"]
+        manifest = read_manifest(self.directory)
+        return Outcome(manifest, counts["empty"], counts["bad"], tuple(counts["problems"]))
+
+
+def _plan(config: PrepareConfig, files: list[InputFile], tasks: list[Task], tokenizer: Tokenizer) -> dict[str, Any]:
+    """All that the output's bytes follow from, but the inputs' own."""
+    names = ("input", "tokenizer_type", "field", "chat", "task_megabytes")
+    settings = {name: getattr(config, name) for name in names} | {"tokenizer": tokenizer.fingerprint}
+    if config.chat:
+        settings["chat_template"] = chat_template(config).fingerprint
+    inputs = [dataclasses.asdict(file) for file in files]
+    return {"format": _FORMAT, "settings": settings, "tasks": len(tasks), "inputs": inputs}
+
+
+def _differences(stated: dict[str, Any], ours: dict[str, Any]) -> list[str]:
+    """What makes two plans of different datasets, the first few."""
+    if stated.get("format") != ours["format"]:
+        return [f"format={stated.get('format')!r}, not {ours['format']!r}."]
+    settings = stated.get("settings", {})
+    problems = [
+        f"with {key}={value_text(settings.get(key))}, not {value_text(value)}."
+        for key, value in ours["settings"].items()
+        if settings.get(key) != value and key != "input"  # what it finds is compared
+    ]
+    before = {file["path"]: file for file in stated.get("inputs", [])}
+    now = {file["path"]: file for file in ours["inputs"]}
+    problems += [f"{now[path]['name']} is new." for path in now.keys() - before.keys()]
+    problems += [f"{before[path]['name']} is not among the inputs any more." for path in before.keys() - now.keys()]
+    parts = ("num_bytes", "changed_ns")
+    problems += [
+        f"{file['name']} has changed since."
+        for path, file in now.items()
+        if path in before and [before[path][part] for part in parts] != [file[part] for part in parts]
+    ]
+    if not problems and list(before) != list(now):
+        problems.append("its inputs were in another order.")
+    return sorted(problems)[:5]
+
+
+def _text(value: object) -> bytes:
+    return (json.dumps(value, indent=1) + "\n").encode()

@@ -1,0 +1,292 @@
+"""One task carried out: its documents tokenized into a shard, and the entry of the journal that says so."""
+
+# pyright: reportMissingTypeStubs=false, reportAttributeAccessIssue=false
+# array_record has no annotations.
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import secrets
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
+
+from maxtext_lite.config import UserError
+from maxtext_lite.config.errors import writing
+from maxtext_lite.data.manifest import TOKENS_PER_RECORD, Shard, stored_shard, token_dtype
+from maxtext_lite.data.preparing.documents import BadLine, DocumentReader
+from maxtext_lite.data.preparing.tasks import InputFile, Task
+from maxtext_lite.data.tokenizer import Tokenizer
+
+TEMPORARY = ".partial"
+"""How names of files end that are being written; whatever has one may be removed when nobody writes."""
+
+_OPTIONS = "group_size:1,uncompressed"  # a record is read at random in half the time that a compressed one takes
+_CHARACTERS_AT_ONCE = 2**22  # bounds the memory of what the tokenizer library returns
+_DOCUMENTS_AT_ONCE = 4096
+_CHARACTERS_OF_A_PIECE, _PIECES_AT_ONCE = 2**19, 8
+_RECORDS_AT_ONCE = 512
+_PROBLEMS_NAMED = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """What the journal says of a task that is done.
+
+    Attributes:
+      shard: None where the task has no token.
+      empty: documents without a token, which were left out.
+      bad: lines that hold no document.
+      problems: of the first of them.
+    """
+
+    number: int
+    shard: Shard | None
+    empty: int
+    bad: int
+    problems: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Workshop:
+    """Where tasks are carried out, and by what.
+
+    Attributes:
+      directory: shards are written there.
+      journal: lengths of documents and entries are.
+      inputs: by path, as they must still be.
+      num_tasks: of the whole dataset.
+      max_bad_fraction: of the lines of each task.
+    """
+
+    directory: Path
+    journal: Path
+    inputs: dict[str, InputFile]
+    num_tasks: int
+    max_bad_fraction: float
+
+    def shard_name(self, number: int) -> str:
+        """The name of a task's shard."""
+        return f"{number:05d}-of-{self.num_tasks:05d}.array_record"
+
+    def lengths_path(self, number: int) -> Path:
+        """Where the lengths of its documents stand, int64, end-of-text tokens counted."""
+        return self.journal / f"{number:05d}.lengths"
+
+
+def run_task(
+    task: Task,
+    workshop: Workshop,
+    reader: DocumentReader,
+    tokenizer: Tokenizer,
+    *,
+    made: Callable[[int], None] = lambda tokens: None,
+) -> Entry:
+    """Writes the shard of a task and the lengths of its documents; each has its name only once it is whole.
+
+    Args:
+      made: is told of tokens that were made since it was last.
+    Raises:
+      UserError: an input cannot be read or has changed, too many of its lines are bad, or the disk is full.
+    """
+    _check_inputs(task, workshop)
+    path, lengths_path = workshop.directory / workshop.shard_name(task.number), workshop.lengths_path(task.number)
+    end = _partial(path), _partial(lengths_path)
+    try:
+        with writing(workshop.directory):
+            return _written(task, workshop, reader, tokenizer, made, (path, lengths_path), end)
+    finally:
+        for partial in end:
+            partial.unlink(missing_ok=True)
+
+
+def _written(
+    task: Task,
+    workshop: Workshop,
+    reader: DocumentReader,
+    tokenizer: Tokenizer,
+    made: Callable[[int], None],
+    paths: tuple[Path, Path],
+    partial: tuple[Path, Path],
+) -> Entry:
+    dtype = np.dtype(token_dtype(tokenizer.vocab_size)).newbyteorder("<")
+    stream = _RecordWriter(partial[0], dtype)
+    lengths: list[np.ndarray] = []
+    empty = bad = 0
+    problems: list[str] = []
+    for documents in _batches(each for piece in task.pieces for each in reader.read(piece)):
+        texts = [each for each in documents if not isinstance(each, BadLine)]
+        problems += [each.problem for each in documents if isinstance(each, BadLine)][: _PROBLEMS_NAMED - len(problems)]
+        bad += len(documents) - len(texts)
+        if bad and not workshop.max_bad_fraction:
+            raise UserError([*problems, _HOW_TO_GO_ON])
+        ids, counts = tokenized(tokenizer, texts, dtype)
+        lengths.append(counts[counts > 1])
+        empty += len(counts) - len(lengths[-1])
+        stream.write(ids)
+        made(len(ids))
+    of_documents = np.concatenate([np.zeros(0, "<i8"), *lengths]).astype("<i8")
+    total = len(of_documents) + empty + bad
+    if bad > workshop.max_bad_fraction * total:
+        raise UserError([
+            f"{bad} of the {total} lines of task {task.number} are bad, more than "
+            f"max_bad_fraction={workshop.max_bad_fraction:g} of them. The first:", *problems,
+        ])  # fmt: skip
+    tokens = stream.close()
+    _check_inputs(task, workshop)
+    if not tokens:
+        return Entry(task.number, None, empty, bad, tuple(problems))
+    if int(of_documents.sum()) != tokens:
+        raise AssertionError(f"task {task.number}: {tokens} tokens, but documents of {of_documents.sum()}")
+    content = shard_content(partial[0], of_documents, dtype, stream.sha256)
+    about = {"documents": len(of_documents), "tokens": tokens, "content": content}
+    shard = stored_shard(workshop.directory, partial[0].name, **about)
+    write_whole(paths[1], of_documents.tobytes())
+    with partial[0].open("rb") as opened:
+        os.fsync(opened.fileno())
+    partial[0].replace(paths[0])
+    shard = dataclasses.replace(shard, file=paths[0].name)
+    return Entry(task.number, shard, empty, bad, tuple(problems))
+
+
+_HOW_TO_GO_ON = "Mend or remove the line, or allow a share of bad lines with max_bad_fraction=0.001."
+
+
+def tokenized(tokenizer: Tokenizer, texts: list[str], dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
+    """(token ids of the texts, each text that has any followed by end-of-text; tokens of each text and one)."""
+    encoded = _encoded(tokenizer, texts)
+    counts = np.array([len(ids) + 1 for ids in encoded], np.int64)
+    stops = np.cumsum(np.where(counts > 1, counts, 0))
+    stream = np.full(stops[-1] if len(stops) else 0, tokenizer.end_of_text_id, dtype)
+    for ids, count, stop in zip(encoded, counts.tolist(), stops.tolist(), strict=True):
+        stream[stop - count : stop - 1] = ids
+    return stream, counts
+
+
+def _encoded(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
+    """The token ids of each text; of a long one, its pieces' joined."""
+    pieces = [tokenizer.pieces(text, _CHARACTERS_OF_A_PIECE) for text in texts]
+    if all(len(of_text) == 1 for of_text in pieces):
+        return tokenizer.encode_documents(texts)
+    encoded = []
+    for of_text in pieces:
+        groups = (of_text[first : first + _PIECES_AT_ONCE] for first in range(0, len(of_text), _PIECES_AT_ONCE))
+        encoded.append(np.concatenate([ids for group in groups for ids in tokenizer.encode_documents(group)]))
+    return encoded
+
+
+def _batches(documents: Iterable[str | BadLine]) -> Iterator[list[str | BadLine]]:
+    """Documents in order, as many at once as are worth a call of the tokenizer."""
+    batch: list[str | BadLine] = []
+    characters = 0
+    for document in documents:
+        batch.append(document)
+        characters += len(document)
+        if len(batch) == _DOCUMENTS_AT_ONCE or characters >= _CHARACTERS_AT_ONCE:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+class _RecordWriter:
+    """Writes a stream of token ids as records of TOKENS_PER_RECORD, the last one shorter."""
+
+    def __init__(self, path: Path, dtype: np.dtype) -> None:
+        self._writer: Any = None
+        self._path, self._dtype = path, dtype
+        self._rest = np.zeros(0, dtype)
+        self._tokens = 0
+        self.sha256 = hashlib.sha256()  # of the ids: what is read back must have it
+
+    def write(self, ids: np.ndarray) -> None:
+        """Adds token ids to the stream."""
+        self.sha256.update(ids.tobytes())
+        self._tokens += len(ids)
+        whole = np.concatenate([self._rest, ids])
+        stop = len(whole) - len(whole) % TOKENS_PER_RECORD
+        for start in range(0, stop, TOKENS_PER_RECORD):
+            self._write_record(whole[start : start + TOKENS_PER_RECORD])
+        self._rest = whole[stop:]
+
+    def _write_record(self, ids: np.ndarray) -> None:
+        try:
+            if self._writer is None:
+                self._writer = ArrayRecordWriter(str(self._path), _OPTIONS)
+            self._writer.write(ids.tobytes())
+        except RuntimeError as error:
+            raise _not_written(self._path, error) from None
+
+    def close(self) -> int:
+        """Writes what is left; returns the stream's length."""
+        if len(self._rest):
+            self._write_record(self._rest)
+        try:
+            if self._writer is not None:
+                self._writer.close()
+        except RuntimeError as error:
+            raise _not_written(self._path, error) from None
+        return self._tokens
+
+
+def _not_written(path: Path, error: RuntimeError) -> UserError:
+    return UserError(f"{path} cannot be written: {str(error).partition(';')[0]}.")
+
+
+def shard_content(path: Path, lengths: np.ndarray, dtype: np.dtype, of_ids: Any = None) -> str:
+    """`Shard.content` of a shard, read from its file.
+
+    Args:
+      of_ids: the SHA-256 that its token ids must have; None: not known.
+    Raises:
+      UserError: it cannot be read, or holds other ids.
+    """
+    content, ids = hashlib.sha256(lengths.astype("<i8").tobytes()), hashlib.sha256()
+    try:
+        reader: Any = ArrayRecordReader(str(path), "readahead_buffer_size:0,max_parallelism:0")
+        records = reader.num_records()
+        for start in range(0, records, _RECORDS_AT_ONCE):
+            for record in reader.read(start, min(start + _RECORDS_AT_ONCE, records)):
+                content.update(record)
+                ids.update(record)
+        reader.close()
+    except (RuntimeError, IndexError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read ({str(error).partition(';')[0]}).") from None
+    if of_ids is not None and ids.digest() != of_ids.digest():
+        raise UserError(f"{path}: what was written is not what can be read. Is the disk full, or failing?")
+    return content.hexdigest()
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Writes a file that has its name only once it is whole and on the disk."""
+    partial = _partial(path)
+    try:
+        with partial.open("wb") as opened:
+            opened.write(content)
+            opened.flush()
+            os.fsync(opened.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _partial(path: Path) -> Path:
+    # A name of its own: a worker that has outlived its prepare may still write the same shard.
+    return path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}{TEMPORARY}")
+
+
+def _check_inputs(task: Task, workshop: Workshop) -> None:
+    """Refuses inputs that are not what they were when the tasks were cut."""
+    for path in dict.fromkeys(piece.path for piece in task.pieces):
+        file = workshop.inputs[path]
+        try:
+            status = Path(path).stat()
+        except OSError as error:
+            raise UserError(f"{file.name}: cannot be read ({error}).") from error
+        if (status.st_size, status.st_mtime_ns) != (file.num_bytes, file.changed_ns):
+            raise UserError(f"{file.name} has changed since prepare began. Remove the output, and begin anew.")

@@ -1,0 +1,178 @@
+"""Plain text that `train` is given, tokenized once: its prepared dataset in a cache, found by the text's content.
+
+An entry is a directory, named after the SHA-256 of the files, their kinds and the tokenizer. It holds a prepared
+dataset and, written last, `text.json`: the fingerprint that the text has without a cache, and checksums of its files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from maxtext_lite.config import DataConfig, UserError
+from maxtext_lite.config.errors import full_text
+from maxtext_lite.config.json_file import read_object, user_path
+from maxtext_lite.config.schema import RunConfig
+from maxtext_lite.data.manifest import DOCUMENTS_FILE, MANIFEST_FILE
+from maxtext_lite.data.packing import TokenStream
+from maxtext_lite.data.row_index import CACHE_VARIABLE, IndexPlace
+from maxtext_lite.data.text_files import TEXT_SUFFIXES
+from maxtext_lite.data.token_stream import open_prepared
+from maxtext_lite.data.tokenizer import Tokenizer
+from maxtext_lite.process.output import complain
+
+LEAST_BYTES = 2**25
+"""Of the files of a text that is worth a cache; less is tokenized sooner than a cache is looked for and checked."""
+_ABOUT = "text.json"
+_FORMAT = 1
+_IDS_AT_ONCE = 2**22
+
+
+@dataclasses.dataclass(frozen=True)
+class CachedText:
+    """A text in the cache.
+
+    Attributes:
+      fingerprint: the same as of the text in memory.
+      empty: documents without a token, which were left out.
+      place: of indices of its rows.
+      note: where it lies.
+    """
+
+    stream: TokenStream
+    document_starts: np.ndarray
+    fingerprint: str
+    empty: int
+    place: IndexPlace
+    note: str
+
+
+def cached_text(config: DataConfig, tokenizer: Tokenizer, files: list[tuple[str, Path]]) -> CachedText | None:
+    """The text of these files, from the cache, where it is made if it is not there.
+
+    Whoever comes while it is made waits for it. What is damaged is made again.
+
+    Returns:
+      None where the files are small, or the text is not there and no cache can be written.
+    Raises:
+      UserError: a file cannot be read, or a line of it is bad.
+    """
+    if not isinstance(config, RunConfig) or sum(file.stat().st_size for _, file in files) < LEAST_BYTES:
+        return None
+    # Beside the runs, where many hosts see it, and where there is room for it.
+    root = user_path(os.environ.get(CACHE_VARIABLE) or f"{config.base_output_directory}/.cache") / "text"
+    with contextlib.ExitStack() as stack:
+        entry = root / _key(files, tokenizer)
+        try:
+            stack.enter_context(_alone(entry))
+        except OSError as error:
+            with contextlib.suppress(FileNotFoundError):
+                return _opened(entry)  # that somebody else has made
+            complain(
+                f"warning: no cache of the text can be written to {full_text(root)} ({error.strerror}): it is "
+                f"tokenized at every start. {CACHE_VARIABLE} names another directory."
+            )
+            return None
+        try:
+            return _opened(entry)
+        except FileNotFoundError:
+            complain(f"tokenizing the text once, into {full_text(entry)}; the next start reads it from there")
+        except UserError as error:
+            complain(f"warning: the cached text is damaged and is made again: {' '.join(error.problems)}")
+            shutil.rmtree(entry)
+        _make(entry, config, tokenizer, files)
+        return _opened(entry)
+
+
+@contextlib.contextmanager
+def _alone(entry: Path) -> Iterator[None]:
+    """No other process looks at the entry or makes it meanwhile."""
+    entry.parent.mkdir(parents=True, exist_ok=True)
+    with entry.with_suffix(".lock").open("ab") as opened:
+        fcntl.flock(opened, fcntl.LOCK_EX)
+        yield
+
+
+def _key(files: list[tuple[str, Path]], tokenizer: Tokenizer) -> str:
+    key = hashlib.sha256(f"{_FORMAT}:{tokenizer.fingerprint}:".encode())
+    for name, file in files:
+        kind = next(suffix for suffix in sorted(TEXT_SUFFIXES, key=len, reverse=True) if name.endswith(suffix))
+        key.update(f"{kind}:{_sha256(file)};".encode())
+    return key.hexdigest()[:32]
+
+
+def _sha256(file: Path) -> str:
+    try:
+        with file.open("rb") as opened:
+            return hashlib.file_digest(opened, "sha256").hexdigest()
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read ({error}).") from error
+
+
+def _make(entry: Path, config: DataConfig, tokenizer: Tokenizer, files: list[tuple[str, Path]]) -> None:
+    from maxtext_lite.data.preparing.dataset import prepare_dataset  # here: most runs make none
+    from maxtext_lite.data.preparing.keys import PrepareConfig
+    from maxtext_lite.data.preparing.shards import write_whole
+
+    prepared = PrepareConfig.model_construct(
+        input=[str(file) for _, file in files],
+        output=str(entry),
+        tokenizer_type=config.tokenizer_type,
+        tokenizer_path=config.tokenizer_path,
+    )
+    try:
+        outcome = prepare_dataset(prepared, tokenizer=tokenizer, say=complain)
+    except UserError as error:
+        if not any("was begun otherwise" in problem for problem in error.problems):
+            raise
+        shutil.rmtree(entry)  # what a killed run left, of the same text in other files
+        outcome = prepare_dataset(prepared, tokenizer=tokenizer, say=complain)
+    assert outcome is not None
+    stream, starts = open_prepared("dataset_path", entry)
+    fingerprint = text_fingerprint(stream, starts, tokenizer=outcome.manifest.tokenizer, dtype=outcome.manifest.dtype)
+    names = [MANIFEST_FILE, DOCUMENTS_FILE, *(shard.file for shard in outcome.manifest.shards)]
+    about = {
+        "fingerprint": fingerprint,
+        "empty": outcome.empty,
+        "sha256": {name: _sha256(entry / name) for name in names},
+    }
+    write_whole(entry / _ABOUT, json.dumps(about, indent=1).encode())
+
+
+def text_fingerprint(stream: TokenStream, document_starts: np.ndarray, *, tokenizer: str, dtype: str) -> str:
+    """The fingerprint of a text's tokens and documents, which a run's checkpoints state."""
+    content = hashlib.sha256(f"{tokenizer}:{dtype}:{len(document_starts)}:".encode())
+    content.update(np.ascontiguousarray(document_starts, np.int64).data)
+    for start in range(0, len(stream), _IDS_AT_ONCE):
+        content.update(np.ascontiguousarray(stream[start : start + _IDS_AT_ONCE]).data)
+    return content.hexdigest()
+
+
+def _opened(entry: Path) -> CachedText:
+    """A whole entry.
+
+    Raises:
+      FileNotFoundError: there is none, or not all of it yet.
+      UserError: it is damaged.
+    """
+    if not (entry / _ABOUT).exists():
+        raise FileNotFoundError(entry)
+    about = read_object(entry / _ABOUT)
+    try:
+        for name, expected in about["sha256"].items():
+            if _sha256(entry / name) != expected:
+                raise UserError(f"{entry / name} is not what was written.")
+        stream, starts = open_prepared("dataset_path", entry)
+        place = IndexPlace(entry / "rows", stream.manifest.fingerprint)
+        return CachedText(stream, starts, about["fingerprint"], about["empty"], place, f"read from the cache {entry}")
+    except (KeyError, AttributeError, TypeError) as error:
+        raise UserError(f"{entry / _ABOUT} is damaged ({error!r}).") from None

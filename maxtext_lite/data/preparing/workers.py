@@ -1,0 +1,155 @@
+"""Tasks carried out by several processes, or by this one: what is made does not depend on how many there are."""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from maxtext_lite.config import UserError
+from maxtext_lite.data.preparing.documents import DocumentReader
+from maxtext_lite.data.preparing.keys import PrepareConfig
+from maxtext_lite.data.preparing.shards import Entry, Workshop, run_task
+from maxtext_lite.data.preparing.tasks import Task
+from maxtext_lite.data.tokenizer import Tokenizer, load_tokenizer
+
+_ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Made:
+    """Something that has happened.
+
+    Attributes:
+      tokens: that have been made since the worker last said so.
+      cpu_seconds: that it took.
+      entry: of a task that is done by it; else None.
+    """
+
+    tokens: int
+    cpu_seconds: float
+    entry: Entry | None
+
+
+def run_here(tasks: Sequence[Task], workshop: Workshop, config: PrepareConfig, tokenizer: Tokenizer) -> Iterator[Made]:
+    """Carries tasks out in this process, one after the other; the tokenizer's library may use several threads."""
+    reader = DocumentReader(config, tokenizer)
+    for task in tasks:
+        steps: list[int] = []
+        start = time.process_time()
+        entry = run_task(task, workshop, reader, tokenizer, made=steps.append)
+        yield Made(sum(steps), time.process_time() - start, entry)
+
+
+def run_in_processes(
+    tasks: Sequence[Task], workshop: Workshop, config: PrepareConfig, fingerprint: str, *, num_workers: int
+) -> Iterator[Made]:
+    """Carries tasks out in as many processes, each with its own tokenizer and a single thread.
+
+    They end with this process, however it ends: a worker whose pipe is closed has nobody to work for.
+
+    Args:
+      fingerprint: the tokenizer's, which each of them must find.
+    Raises:
+      UserError: of a task.
+      RuntimeError: a worker failed otherwise, or was killed.
+    """
+    context = multiprocessing.get_context("spawn")
+    waiting = list(reversed(tasks))
+    workers: dict[Connection, BaseProcess] = {}
+    before = {name: os.environ.get(name) for name in _ONE_THREAD}
+    os.environ.update(_ONE_THREAD)
+    try:
+        for _ in range(min(num_workers, len(tasks))):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(theirs, workshop, config, fingerprint), daemon=True)
+            process.start()
+            theirs.close()
+            workers[ours] = process
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+    try:
+        while workers:
+            for connection in multiprocessing.connection.wait(list(workers)):
+                assert isinstance(connection, Connection)
+                said = _said(connection, workers[connection])
+                if said is None or said.entry is not None:  # it has begun, or ended a task
+                    if waiting:
+                        connection.send(waiting.pop())
+                    else:
+                        connection.close()
+                        workers.pop(connection).join()
+                if said is not None:
+                    yield said
+    finally:
+        for process in workers.values():
+            process.kill()
+        for connection, process in workers.items():
+            process.join()
+            connection.close()
+
+
+def _said(connection: Connection, process: BaseProcess) -> Made | None:
+    """What a worker says: None that it is ready."""
+    try:
+        said = connection.recv()
+    except (EOFError, ConnectionResetError):
+        process.join()
+        raise RuntimeError(
+            f"a worker of prepare ended with exit code {process.exitcode}; -9 is what happens where the memory is "
+            "full: set fewer num_workers. The same command goes on from here."
+        ) from None
+    if isinstance(said, UserError):
+        raise said
+    if isinstance(said, str):
+        raise RuntimeError(f"a worker of prepare failed:\n{said}")
+    return said
+
+
+def _work(connection: Connection, workshop: Workshop, config: PrepareConfig, fingerprint: str) -> None:
+    """A worker: says when it is ready, and of each task it is sent how it goes on; ends when the pipe is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the parent decides
+    said: Any
+    try:
+        tokenizer = load_tokenizer(config)
+        if tokenizer.fingerprint != fingerprint:
+            raise UserError(f"tokenizer_path={config.tokenizer_path!r} has changed since prepare began.")
+        reader = DocumentReader(config, tokenizer)
+        connection.send(None)
+        while True:
+            clock = _Clock(connection)
+            said = run_task(connection.recv(), workshop, reader, tokenizer, made=clock.made)
+            connection.send(Made(0, clock.elapsed(), said))
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return
+    except UserError as error:
+        said = error
+    except Exception:  # noqa: BLE001  (the parent raises it)
+        said = traceback.format_exc()
+    connection.send(said)
+
+
+class _Clock:
+    """Tells the parent of tokens as they are made, and of the CPU time that they took."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._since = time.process_time()
+
+    def elapsed(self) -> float:
+        """CPU seconds since it was last asked."""
+        before, self._since = self._since, time.process_time()
+        return self._since - before
+
+    def made(self, tokens: int) -> None:
+        """Raises BrokenPipeError where nobody listens any more: the parent was killed."""
+        self._connection.send(Made(tokens, self.elapsed(), None))

@@ -1,0 +1,109 @@
+"""The command `prepare`: text, tokenized once into a dataset that runs read; `prepare inspect` looks at one."""
+
+import re
+import sys
+from collections.abc import Sequence
+
+from maxtext_lite.cli import ArgumentParser, local_path, parse_keys, run_command, whole_number
+from maxtext_lite.config import UserError
+from maxtext_lite.data.preparing.keys import InspectConfig, PrepareConfig
+
+EXAMPLE = "prepare input=texts/*.jsonl.zst output=data/texts tokenizer_type=huggingface tokenizer_path=tokenizer.json"
+_TEXTS = ("output", "tokenizer_path", "chat_template", "text_field")
+
+
+def parse_prepare_config(words: Sequence[str]) -> PrepareConfig:
+    """The keys of `prepare` from key=value words, of which the last of a key wins.
+
+    Raises:
+      UserError: with every problem.
+    """
+    config, problems = parse_keys(PrepareConfig, words, texts=_TEXTS, example=EXAMPLE)
+    problems += [f"{key} is missing. Example: {EXAMPLE}" for key in ("input", "output") if not getattr(config, key)]
+    if (config.tokenizer_type == "byte") != (config.tokenizer_path == ""):
+        said = "is empty" if config.tokenizer_path == "" else "has no use"
+        problems.append(f"tokenizer_path {said} with tokenizer_type={config.tokenizer_type}.")
+    if config.chat_template and not config.chat:
+        problems.append("chat_template has no use without chat=true.")
+    if problems:
+        raise UserError(problems)
+    return config
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prepares what the arguments name, or shows it; returns the exit code.
+
+    Raises:
+      UserError: with every problem of the arguments, the inputs or the dataset.
+    """
+    if argv[:1] == ["inspect"]:
+        return _inspect(argv[1:])
+    parser = ArgumentParser(
+        prog="maxtext-lite prepare",
+        description=f"{__doc__} It goes on where it was stopped. Example: {EXAMPLE} `prepare inspect --help` says what "
+        "can be looked at.",
+    )
+    parser.keys = PrepareConfig.model_fields
+    parser.add_argument("words", nargs="*", metavar="key=value", help=", ".join(PrepareConfig.model_fields))
+    parser.add_argument("--task", type=whole_number, help="the share of the work to do, from 0; for arrays of jobs")
+    parser.add_argument("--of", type=whole_number, help="into how many shares the work is divided")
+    arguments = parser.parse_intermixed_args(argv)
+    number, of = arguments.task, arguments.of
+    if (number is None) != (of is None):
+        raise UserError("--task and --of go together: --task 0 --of 4 is the first quarter of the work.")
+    if of is not None and not 0 <= number < of:
+        raise UserError(f"--task {number} --of {of}: of N shares, the first is 0 and the last is N - 1.")
+    config = parse_prepare_config(arguments.words)
+    _prepare(config, (0, 1) if of is None else (number, of))
+    return 0
+
+
+def _prepare(config: PrepareConfig, share: tuple[int, int]) -> None:
+    from maxtext_lite.data.preparing.dataset import prepare_dataset
+
+    outcome = prepare_dataset(config, share=share, say=lambda line: print(line, flush=True))
+    if outcome is None:
+        print(f"share {share[0]} of {share[1]} is done; the last one to end writes the manifest")
+        return
+    manifest = outcome.manifest
+    for problem in outcome.problems:
+        print(f"bad line: {problem}")
+    print(
+        f"{config.output}: {manifest.documents:,} documents, {manifest.tokens:,} tokens in {len(manifest.shards):,} "
+        f"shards of {sum(shard.bytes for shard in manifest.shards):,} bytes; {outcome.empty:,} empty documents left "
+        f"out, {outcome.bad:,} bad lines; fingerprint {manifest.fingerprint[:16]}"
+    )
+
+
+def _inspect(argv: Sequence[str]) -> int:
+    example = "prepare inspect data/texts max_target_length=2048"
+    parser = ArgumentParser(
+        prog="maxtext-lite prepare inspect", description=f"What a prepared dataset holds. Example: {example}"
+    )
+    parser.keys = InspectConfig.model_fields
+    parser.add_argument("path", type=local_path, metavar="PATH", help="the output of prepare")
+    parser.add_argument("words", nargs="*", metavar="key=value", help=", ".join(InspectConfig.model_fields))
+    parser.add_argument("--rows", metavar="A:B", help="show rows A to B - 1: their text, documents and what has a loss")
+    parser.add_argument("--json", action="store_true", help="with --rows: their arrays, a line of JSON a row")
+    arguments = parser.parse_intermixed_args(argv)
+    config, problems = parse_keys(InspectConfig, arguments.words, texts=("tokenizer_path",), example=example)
+    bounds = re.fullmatch(r"([0-9]{1,15}):([0-9]{1,15})", arguments.rows or "0:1")
+    if bounds is None:
+        problems.append(f"--rows {arguments.rows}: two numbers belong there, as in --rows 0:3.")
+    if arguments.json and not arguments.rows:
+        problems.append("--json has no use without --rows.")
+    if problems or bounds is None:
+        raise UserError(problems)
+    from maxtext_lite.data.preparing.inspecting import report, shown_rows
+
+    if arguments.rows:
+        lines = shown_rows(arguments.path, config, int(bounds[1]), int(bounds[2]), as_json=arguments.json)
+    else:
+        lines = report(arguments.path, config)
+    for line in lines:
+        print(line, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

@@ -1,0 +1,209 @@
+"""A prepared dataset is the same for any number of workers and any kills, and holds what a reader expects of it."""
+
+import contextlib
+import hashlib
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from array_record.python.array_record_module import ArrayRecordReader
+
+from maxtext_lite.config import UserError
+from maxtext_lite.data.manifest import read_manifest
+from maxtext_lite.data.preparing import dataset, shards
+from maxtext_lite.data.preparing.dataset import prepare_dataset
+from maxtext_lite.data.preparing.keys import PrepareConfig
+from maxtext_lite.data.tokenizer import ByteTokenizer
+
+TASK_BYTES = 12_000
+STEP = int(os.environ.get("PREPARE_KILL_STEP", "5"))  # 1: killed at every change of the disk, not at every fifth
+
+
+@pytest.fixture(autouse=True)
+def small_tasks(monkeypatch):
+    monkeypatch.setattr(dataset, "_MEGABYTE", TASK_BYTES)
+
+
+@pytest.fixture
+def texts(tmp_path):
+    """The documents of an input of three tasks of lines and one of two small texts, in `in/`."""
+    draw = random.Random(1)
+    documents = ["ab" * draw.randrange(400) for _ in range(70)]
+    documents[3] = documents[69] = ""
+    (tmp_path / "in").mkdir()
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in documents)
+    (tmp_path / "in" / "a.jsonl").write_text(lines)
+    (tmp_path / "in" / "b.txt").write_text("the first text")
+    (tmp_path / "in" / "c.txt").write_text("x" * 9000)
+    assert 3 * TASK_BYTES > len(lines) > 2 * TASK_BYTES
+    return [*documents, "the first text", "x" * 9000]
+
+
+def config(tmp_path, output="out", **keys):
+    return PrepareConfig(input=[str(tmp_path / "in")], output=str(tmp_path / output), task_megabytes=1, **keys)
+
+
+def prepare(tmp_path, output="out", **keys):
+    return prepare_dataset(config(tmp_path, output, **keys), tokenizer=ByteTokenizer())
+
+
+def content(directory):
+    return {path.name: path.read_bytes() for path in Path(directory).iterdir()}
+
+
+def test_the_stream_is_that_of_the_documents(texts, tmp_path):
+    outcome = prepare(tmp_path)
+    full = [text for text in texts if text]
+    expected = np.concatenate([np.array([*text.encode(), 256]) for text in full])
+    lengths = np.array([len(text) + 1 for text in full])
+    assert (outcome.empty, outcome.bad) == (len(texts) - len(full), 0)
+    manifest = read_manifest(tmp_path / "out")
+    assert (manifest.documents, manifest.tokens, manifest.dtype) == (len(full), len(expected), "uint16")
+    starts = np.fromfile(tmp_path / "out" / "documents.i64", "<i8")
+    np.testing.assert_array_equal(starts, np.cumsum([0, *lengths]))
+    first = before = 0
+    for shard in manifest.shards:
+        reader = ArrayRecordReader(str(tmp_path / "out" / shard.file), "")
+        records = reader.read_all()
+        reader.close()
+        assert [len(record) for record in records[:-1]] == [2 * 4096] * (len(records) - 1)
+        np.testing.assert_array_equal(np.frombuffer(b"".join(records), "<u2"), expected[first : first + shard.tokens])
+        of_shard = lengths[before : before + shard.documents].astype("<i8").tobytes() + b"".join(records)
+        assert shard.content == hashlib.sha256(of_shard).hexdigest()
+        assert shard.sha256 == hashlib.sha256((tmp_path / "out" / shard.file).read_bytes()).hexdigest()
+        first, before = first + shard.tokens, before + shard.documents
+    assert len(manifest.shards) == 4
+    assert sorted(content(tmp_path / "out")) == sorted(
+        ["manifest.json", "documents.i64", "prepare.json", *(shard.file for shard in manifest.shards)]
+    )
+
+
+def test_processes_and_shares_make_the_same_bytes(texts, tmp_path):
+    prepare(tmp_path)
+    expected = content(tmp_path / "out")
+    said = []
+    prepare_dataset(config(tmp_path, "two", num_workers=2), say=said.append)
+    assert content(tmp_path / "two") == expected
+    assert said[-1].startswith("4 of 4 tasks, ")
+    shares = [
+        prepare_dataset(config(tmp_path, "shares"), tokenizer=ByteTokenizer(), share=(number, 3))
+        for number in (2, 0, 1)
+    ]
+    assert [share is None for share in shares] == [True, True, False]
+    assert content(tmp_path / "shares") == expected
+
+
+class Killed(BaseException):
+    """The process is no more: nothing that it would do afterwards happens."""
+
+
+@contextlib.contextmanager
+def killed_at(place):
+    """From its `place`-th change of the disk on, nothing that prepare does happens; tells how many there were."""
+    changes = [0]
+
+    def lethal(function):
+        def change(*arguments, **keys):
+            changes[0] += 1
+            if changes[0] > place:
+                raise Killed
+            return function(*arguments, **keys)
+
+        return change
+
+    class Writer(shards.ArrayRecordWriter):
+        write = lethal(shards.ArrayRecordWriter.write)
+        close = lethal(shards.ArrayRecordWriter.close)
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(Killed):
+        patch.setattr(shards, "ArrayRecordWriter", Writer)
+        for name in ("fsync", "link"):
+            patch.setattr(os, name, lethal(getattr(os, name)))
+        for name in ("replace", "unlink", "mkdir"):
+            patch.setattr(Path, name, lethal(getattr(Path, name)))
+        patch.setattr("shutil.rmtree", lethal(shutil.rmtree))
+        yield changes
+
+
+def test_killed_at_every_change_of_the_disk_it_goes_on_to_the_same_bytes(texts, tmp_path):
+    prepare(tmp_path, "whole")
+    expected = content(tmp_path / "whole")
+    survived, place = False, 0
+    while not survived:
+        with killed_at(place) as changes:
+            prepare(tmp_path, f"cut{place}")
+            survived = changes[0] <= place
+        with killed_at(place // 2):  # and once more, sooner
+            prepare(tmp_path, f"cut{place}")
+        prepare(tmp_path, f"cut{place}")
+        assert content(tmp_path / f"cut{place}") == expected, place
+        place += STEP
+    assert place > 50
+
+
+def test_tasks_that_are_done_are_not_done_again(texts, tmp_path, monkeypatch):
+    with killed_at(40):
+        prepare(tmp_path)
+    numbers = []
+    run_task = shards.run_task
+    monkeypatch.setattr(
+        "maxtext_lite.data.preparing.workers.run_task",
+        lambda task, *rest, **keys: (numbers.append(task.number), run_task(task, *rest, **keys))[1],
+    )
+    done = sorted(int(path.stem) for path in (tmp_path / "out" / "journal").glob("*.json"))
+    assert 0 < len(done) < 4
+    prepare(tmp_path)
+    assert sorted([*done, *numbers]) == [0, 1, 2, 3]
+
+
+def test_a_changed_input_or_setting_is_named(texts, tmp_path):
+    with killed_at(40):
+        prepare(tmp_path)
+    with pytest.raises(UserError, match=r"was begun otherwise: with task_megabytes=1, not 2\."):
+        prepare_dataset(config(tmp_path).model_copy(update={"task_megabytes": 2}), tokenizer=ByteTokenizer())
+    other = ByteTokenizer()
+    other.fingerprint = "another"
+    with pytest.raises(UserError, match=r"begun otherwise: with tokenizer=byte, not another\."):
+        prepare_dataset(config(tmp_path), tokenizer=other)
+    os.utime(tmp_path / "in" / "b.txt")
+    with pytest.raises(UserError, match=r"in/b\.txt has changed since\."):
+        prepare(tmp_path)
+    (tmp_path / "in" / "b.txt").unlink()
+    with pytest.raises(UserError, match=r"in/b\.txt is not among the inputs any more\."):
+        prepare(tmp_path)
+    with pytest.raises(UserError, match=r"holds a\.jsonl already, and nothing that prepare began"):
+        prepare_dataset(PrepareConfig(input=[str(tmp_path / "in")], output=str(tmp_path / "in")), tokenizer=other)
+    (tmp_path / "empty.txt").write_text("")
+    with pytest.raises(UserError, match="every document is empty"):
+        prepare_dataset(
+            PrepareConfig(input=[str(tmp_path / "empty.txt")], output=str(tmp_path / "o")), tokenizer=ByteTokenizer()
+        )
+
+
+def test_an_input_that_changes_meanwhile_is_named(texts, tmp_path, monkeypatch):
+    class Slow(ByteTokenizer):
+        def encode_documents(self, texts):
+            os.utime(tmp_path / "in" / "a.jsonl")
+            return super().encode_documents(texts)
+
+    with pytest.raises(UserError, match=r"in/a\.jsonl has changed since prepare began"):
+        prepare_dataset(config(tmp_path), tokenizer=Slow())
+
+
+def test_bad_lines_are_counted_and_named_and_end_it_past_their_share(texts, tmp_path):
+    with (tmp_path / "in" / "a.jsonl").open("a") as opened:
+        opened.write('{"tex": 1}\nno\n')
+    for share in (0.0, 0.05):
+        with pytest.raises(UserError) as refused:
+            prepare(tmp_path, max_bad_fraction=share)
+        assert any("not a JSON object with a string under" in problem for problem in refused.value.problems)
+    last = refused.value.problems[0]
+    bad, lines = (int(last.split()[at]) for at in (0, 3))
+    assert bad == 2
+    assert bad > 0.05 * lines
+    outcome = prepare(tmp_path, max_bad_fraction=0.5)  # the share may change: the bytes do not depend on it
+    assert (outcome.bad, len(outcome.problems), outcome.manifest.documents) == (2, 2, sum(map(bool, texts)))

@@ -1,0 +1,118 @@
+"""The documents of every kind of file, and what is said of lines that are none."""
+
+import gzip
+import json
+import random
+
+import pytest
+
+from maxtext_lite.config import UserError
+from maxtext_lite.data.preparing.documents import BadLine, DocumentReader
+from maxtext_lite.data.preparing.keys import PrepareConfig
+from maxtext_lite.data.preparing.tasks import cut, find_inputs
+from maxtext_lite.data.tokenizer import ByteTokenizer
+
+TEXTS = ["one", "", "two\u2028three", "Größe 😀", "x" * 300, "last"]
+
+
+def read(path, *, task_bytes=2**20, **keys):
+    config = PrepareConfig(**keys)
+    reader = DocumentReader(config, ByteTokenizer())
+    tasks = cut(find_inputs([str(path)]), task_bytes=task_bytes, field=config.field)
+    return [each for task in tasks for piece in task.pieces for each in reader.read(piece)]
+
+
+def json_lines(texts):
+    return "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts).encode()
+
+
+@pytest.mark.parametrize("ends", [True, False])
+@pytest.mark.parametrize("task_bytes", [1, 2, 7, 16, 17, 300, 10**6])
+def test_ranges_of_bytes_hold_every_line_once(task_bytes, ends, tmp_path):
+    content = b"\xef\xbb\xbf" + json_lines(TEXTS).replace(b"\n", b"\n\n", 2)
+    (tmp_path / "a.jsonl").write_bytes(content if ends else content[:-1])
+    assert read(tmp_path / "a.jsonl", task_bytes=task_bytes) == TEXTS
+
+
+def test_any_cut_of_random_lines(tmp_path):
+    draw = random.Random(0)
+    for trial in range(30):
+        texts = ["x" * draw.choice([0, 1, 5, 40, 200]) for _ in range(draw.randrange(1, 30))]
+        (tmp_path / f"{trial}.jsonl").write_bytes(json_lines(texts))
+        assert read(tmp_path / f"{trial}.jsonl", task_bytes=draw.randrange(1, 400)) == texts
+
+
+def test_compressed_lines_and_texts(tmp_path):
+    zstandard = pytest.importorskip("zstandard")
+    content = json_lines(TEXTS)
+    half = len(json_lines(TEXTS[:3]))
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(content))
+    frames = [zstandard.compress(content[:half]), zstandard.compress(content[half:])]
+    (tmp_path / "b.jsonl.zst").write_bytes(b"".join(frames))  # as pzstd writes them
+    (tmp_path / "c.txt").write_text("a text\nof lines\n")
+    (tmp_path / "d.txt.zst").write_bytes(zstandard.compress(b"another\n"))
+    assert read(tmp_path) == [*TEXTS, *TEXTS, "a text\nof lines\n", "another\n"]
+    (tmp_path / "b.jsonl.zst").write_bytes(frames[0] + frames[1][:-3])
+    with pytest.raises(UserError, match=r"b\.jsonl\.zst: cannot be read"):
+        read(tmp_path / "b.jsonl.zst")
+    (tmp_path / "b.jsonl.zst").write_bytes(b"no frame")
+    with pytest.raises(UserError, match=r"b\.jsonl\.zst: cannot be read \("):
+        read(tmp_path / "b.jsonl.zst")
+
+
+@pytest.mark.parametrize("kind", ["parquet", "stream", "file"])
+def test_rows(kind, tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = pyarrow.table({"n": list(range(7)), "body": [*TEXTS, None]})
+    if kind == "parquet":
+        path = tmp_path / "a.parquet"
+        parquet.write_table(table, path, row_group_size=2)
+    else:
+        path = tmp_path / "a.arrow"
+        new = pyarrow.ipc.new_stream if kind == "stream" else pyarrow.ipc.new_file
+        with new(str(path), table.schema) as writer:
+            writer.write_table(table, max_chunksize=3)
+    *documents, bad = read(path, task_bytes=1, text_field="body")
+    assert documents == TEXTS
+    assert isinstance(bad, BadLine)
+    assert bad.problem.endswith('not a row with a string under "body".')
+    with pytest.raises(UserError, match="has no column 'text'"):
+        read(path)
+
+
+def test_what_is_said_of_bad_lines(tmp_path):
+    lines = [b'{"text": "good"}', b"{", b'{"text": 3}', b'{"text": "\xff"}', b'{"text": "\\ud800"}', b"[]"]
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b"\n".join(lines[:2])))
+    said = read(tmp_path)
+    assert [each for each in said if isinstance(each, str)] == ["good", "good"]
+    problems = [each.problem.removeprefix(f"{tmp_path}/") for each in said if isinstance(each, BadLine)]
+    assert problems == [
+        "a.jsonl: line at byte 17: not JSON (Expecting property name enclosed in double quotes at column 2).",
+        'a.jsonl: line at byte 19: not a JSON object with a string under "text".',
+        "a.jsonl: line at byte 31: not UTF-8 text (byte 10 of the line: invalid start byte).",
+        'a.jsonl: line at byte 45: "text" is not valid Unicode (surrogates not allowed).',
+        'a.jsonl: line at byte 64: not a JSON object with a string under "text".',
+        "b.jsonl.gz:2: not JSON (Expecting property name enclosed in double quotes at column 2).",
+    ]
+    (tmp_path / "c.txt").write_bytes(b"ab\xff")
+    with pytest.raises(UserError, match=r"c\.txt: not UTF-8 text \(byte 2"):
+        read(tmp_path / "c.txt")
+
+
+def test_a_line_that_is_too_long_ends_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("maxtext_lite.data.preparing.documents.LONGEST_LINE", 100)
+    (tmp_path / "a.jsonl").write_bytes(json_lines(TEXTS))
+    with pytest.raises(UserError, match=r"a\.jsonl: the line at byte \d+ has more than"):
+        read(tmp_path / "a.jsonl")
+
+
+def test_conversations_are_written_by_the_chat_template(tmp_path):
+    (tmp_path / "t.jinja").write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
+    turns = [{"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "5"}]
+    lines = [json.dumps({"messages": turns}), json.dumps({"messages": turns[:0]})]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    text, bad = read(tmp_path / "a.jsonl", chat=True, chat_template=str(tmp_path / "t.jinja"))
+    assert text == "<user>2 + 3?<assistant>5"
+    assert 'line at byte 93: "messages" is not a list of turns' in bad.problem

@@ -1,0 +1,81 @@
+"""A shard holds the tokens of its task, and what cannot be written or read back is named."""
+
+import hashlib
+
+import numpy as np
+import pytest
+from array_record.python.array_record_module import ArrayRecordReader
+
+from maxtext_lite.config import UserError
+from maxtext_lite.data.preparing import shards
+from maxtext_lite.data.preparing.documents import DocumentReader
+from maxtext_lite.data.preparing.keys import PrepareConfig
+from maxtext_lite.data.preparing.shards import Workshop, run_task, shard_content, tokenized, write_whole
+from maxtext_lite.data.preparing.tasks import cut, find_inputs
+from maxtext_lite.data.tokenizer import ByteTokenizer
+
+
+def run(tmp_path, text="x" * 9000):
+    (tmp_path / "a.txt").write_text(text)
+    files = find_inputs([str(tmp_path / "a.txt")])
+    (task,) = cut(files, task_bytes=10, field="text")
+    workshop = Workshop(tmp_path, tmp_path, {file.path: file for file in files}, 1, 0.0)
+    return run_task(task, workshop, DocumentReader(PrepareConfig(), ByteTokenizer()), ByteTokenizer())
+
+
+def test_texts_are_tokenized_into_one_stream():
+    ids, counts = tokenized(ByteTokenizer(), ["ab", "", "c"], np.dtype("<u2"))
+    assert ids.tolist() == [97, 98, 256, 99, 256]
+    assert counts.tolist() == [3, 1, 2]
+    assert [len(each) for each in tokenized(ByteTokenizer(), [], np.dtype("<u2"))] == [0, 0]
+
+
+@pytest.mark.parametrize("tokens", [1, 4095, 4096, 4097, 3 * 4096])
+def test_records_are_whole_but_for_the_last(tokens, tmp_path):
+    entry = run(tmp_path, "x" * (tokens - 1) if tokens > 1 else "")
+    if tokens == 1:  # an empty text
+        assert (entry.shard, entry.empty) == (None, 1)
+        return
+    assert entry.shard.file == "00000-of-00001.array_record"
+    reader = ArrayRecordReader(str(tmp_path / entry.shard.file), "")
+    records = reader.read_all()
+    reader.close()
+    sizes = [len(record) // 2 for record in records]
+    assert sizes == [4096] * (tokens // 4096) + [tokens % 4096] * (tokens % 4096 > 0)
+    content = hashlib.sha256(np.array([tokens], "<i8").tobytes() + b"".join(records)).hexdigest()
+    assert (
+        entry.shard.content
+        == content
+        == shard_content(tmp_path / entry.shard.file, np.array([tokens]), np.dtype("<u2"))
+    )
+    assert np.fromfile(tmp_path / "00000.lengths", "<i8").tolist() == [tokens]
+
+
+def test_what_is_read_back_must_be_what_was_written(tmp_path, monkeypatch):
+    class Forgetful(shards.ArrayRecordWriter):
+        def write(self, record):
+            super().write(bytes(len(record)))
+
+    monkeypatch.setattr(shards, "ArrayRecordWriter", Forgetful)
+    with pytest.raises(UserError, match="what was written is not what can be read"):
+        run(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_a_full_disk_is_named(tmp_path, monkeypatch):
+    class Full(shards.ArrayRecordWriter):
+        def close(self):
+            super().close()
+            raise RuntimeError("close() failed: No space left on device; writing x")
+
+    monkeypatch.setattr(shards, "ArrayRecordWriter", Full)
+    with pytest.raises(UserError, match=r"cannot be written: close\(\) failed: No space left on device\."):
+        run(tmp_path)
+
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(shards.os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_whole(tmp_path / "b", b"content")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]

@@ -1,0 +1,72 @@
+"""Inputs are cut into tasks by their sizes alone: large files into stretches, small ones joined."""
+
+import json
+import os
+
+import pytest
+
+from maxtext_lite.config import UserError
+from maxtext_lite.data.preparing.tasks import cut, find_inputs
+
+
+def spans(tasks):
+    return [[(piece.name.rpartition("/")[2], piece.start, piece.stop) for piece in task.pieces] for task in tasks]
+
+
+def test_lines_are_cut_by_bytes_and_small_files_are_joined(tmp_path):
+    for name, size in {"a.jsonl": 250, "b.txt": 30, "c.txt": 15, "d.jsonl.gz": 500, "e.txt": 1, "no.csv": 5}.items():
+        (tmp_path / name).write_bytes(b"x" * size)
+    (tmp_path / ".hidden.txt").write_bytes(b"x")
+    tasks = cut(find_inputs([str(tmp_path)]), task_bytes=100, field="text")
+    assert spans(tasks) == [
+        [("a.jsonl", 0, 100)],
+        [("a.jsonl", 100, 200)],
+        [("a.jsonl", 200, 250), ("b.txt", 0, 30), ("c.txt", 0, 15)],
+        [("d.jsonl.gz", 0, 500)],
+        [("e.txt", 0, 1)],
+    ]
+    assert [task.number for task in tasks] == list(range(5))
+    assert [task.num_bytes for task in tasks] == [100, 100, 95, 500, 1]
+
+
+def test_parquet_is_cut_by_row_groups(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = pyarrow.table({"text": ["x" * 50] * 100, "other": list(range(100))})
+    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=10, use_dictionary=False)
+    size = parquet.ParquetFile(tmp_path / "a.parquet").metadata.row_group(0).total_byte_size
+    tasks = cut(find_inputs([str(tmp_path / "*.parquet")]), task_bytes=3 * size, field="text")
+    assert spans(tasks) == [[("a.parquet", start, min(start + 3, 10))] for start in range(0, 10, 3)]
+    with pytest.raises(UserError, match=r"a.parquet has no column 'body'; set text_field to one of text, other\."):
+        cut(find_inputs([str(tmp_path)]), task_bytes=100, field="body")
+    (tmp_path / "b.parquet").write_bytes(b"PAR1 and nothing else")
+    with pytest.raises(UserError, match=r"b\.parquet: cannot be read"):
+        cut(find_inputs([str(tmp_path)]), task_bytes=100, field="text")
+
+
+def test_a_dataset_of_hugging_face_is_read_as_its_state_names_it(tmp_path):
+    dataset = tmp_path / "ds"
+    dataset.mkdir()
+    names = ["data-00000-of-00002.arrow", "data-00001-of-00002.arrow"]
+    for name in [*names, "cache-77.arrow"]:
+        (dataset / name).write_bytes(b"x")
+    (dataset / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
+    assert [file.path for file in find_inputs([f"{dataset}/"])] == [str(dataset / name) for name in names]
+    (dataset / names[1]).unlink()
+    with pytest.raises(UserError, match=r"'data-00001-of-00002\.arrow', which its state\.json names, is not there"):
+        find_inputs([str(dataset)])
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    with pytest.raises(UserError, match=r"holds several datasets; name one: \S+/train, \S+/test\."):
+        find_inputs([str(tmp_path)])
+
+
+def test_a_file_is_read_once_and_known_by_its_size_and_time(tmp_path):
+    (tmp_path / "a.txt").write_text("abc")
+    os.utime(tmp_path / "a.txt", ns=(1, 5))
+    (file,) = find_inputs([str(tmp_path / "a.txt")])
+    assert (file.num_bytes, file.changed_ns) == (3, 5)
+    with pytest.raises(UserError, match=r"a\.txt' is read twice"):
+        find_inputs([str(tmp_path), str(tmp_path / "a.txt")])
+    (tmp_path / "b.csv").write_text("x")
+    with pytest.raises(UserError, match=r"cannot read '\S*b\.csv'. The files are \.txt, .*\.jsonl\.zst, \.parquet"):
+        find_inputs([str(tmp_path / "b.csv")])

@@ -1,0 +1,154 @@
+"""A text of the cache has the rows and the fingerprint that it has without, and a damaged one is not used."""
+
+import fcntl
+import gzip
+import json
+import os
+import shutil
+
+import numpy as np
+import pytest
+
+from maxtext_lite.config import UserError, load_config
+from maxtext_lite.data.preparing import dataset, text_cache
+from maxtext_lite.data.sources import open_sources
+
+TEXTS = [f"text {number} " + "x" * (number * 37 % 90) for number in range(120)]
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    """Of a text of two kinds of file; the cache is `cache/`, its tasks of 3,000 bytes."""
+    monkeypatch.delenv(text_cache.CACHE_VARIABLE, raising=False)
+    monkeypatch.setattr(dataset, "_MEGABYTE", 3000 // 64)
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in [*TEXTS, ""]))
+    (tmp_path / "in" / "b.txt.gz").write_bytes(gzip.compress("Größe".encode() * 100))
+    return load_config(None, [
+        f"dataset_path={tmp_path / 'in'}", "eval_fraction=0.1", "max_target_length=64",
+        f"base_output_directory={tmp_path / 'runs'}",
+    ])  # fmt: skip
+
+
+@pytest.fixture
+def large(monkeypatch):
+    """Any text is worth a cache."""
+    monkeypatch.setattr(text_cache, "LEAST_BYTES", 1)
+
+
+def entry_of(tmp_path):
+    (entry,) = (path for path in (tmp_path / "runs" / ".cache" / "text").iterdir() if path.is_dir())
+    return entry
+
+
+def test_a_cached_text_is_the_text(config, tmp_path, monkeypatch, capsys):
+    in_memory = open_sources(config)
+    assert not (tmp_path / "runs").exists(), "a small text is not cached"
+    monkeypatch.setattr(text_cache, "LEAST_BYTES", 1)
+    for line in ("tokenizing the text once, into ", ""):
+        cached = open_sources(config)
+        assert capsys.readouterr().err.startswith(line)
+        for one, other in zip(cached, in_memory, strict=True):
+            assert one.fingerprint == other.fingerprint
+            assert (len(one), one.num_target_tokens, one.num_empty_documents) == (
+                len(other), other.num_target_tokens, 1)  # fmt: skip
+            for example in range(len(one)):
+                np.testing.assert_equal(one[example], other[example])
+        assert cached[0].notes == (f"read from the cache {entry_of(tmp_path)}",)
+        monkeypatch.setattr(text_cache, "_make", None)  # the second start makes nothing
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.usefixtures("large")
+def test_another_text_or_tokenizer_has_another_place(config, tmp_path, monkeypatch):
+    monkeypatch.setenv(text_cache.CACHE_VARIABLE, str(tmp_path / "elsewhere"))
+    fingerprint = open_sources(config)[0].fingerprint
+    shutil.copytree(tmp_path / "in", tmp_path / "copy")
+    same = config.model_copy(update={"dataset_path": str(tmp_path / "copy")})
+    assert open_sources(same)[0].fingerprint == fingerprint
+    assert len(list((tmp_path / "elsewhere" / "text").glob("*.lock"))) == 1
+    with (tmp_path / "in" / "a.jsonl").open("r+b") as opened:  # as many bytes, at the same time
+        status = os.fstat(opened.fileno())
+        opened.seek(12)
+        opened.write(b"T")
+    os.utime(tmp_path / "in" / "a.jsonl", ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert open_sources(config)[0].fingerprint != fingerprint
+    assert len(list((tmp_path / "elsewhere" / "text").glob("*.lock"))) == 2
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.usefixtures("large")
+@pytest.mark.parametrize("damage", ["flipped", "cut", "gone", "documents", "manifest", "about", "about is a list"])
+def test_a_damaged_text_is_made_again(damage, config, tmp_path, capsys):
+    fingerprint = open_sources(config)[0].fingerprint
+    entry = entry_of(tmp_path)
+    shard = sorted(entry.glob("*.array_record"))[0]
+    before = {path.name: path.read_bytes() for path in entry.iterdir()}
+    match damage:
+        case "gone":
+            shard.unlink()
+        case "about is a list":
+            (entry / "text.json").write_text('{"sha256": []}')
+        case _:
+            path = {"documents": entry / "documents.i64", "manifest": entry / "manifest.json",
+                    "about": entry / "text.json"}.get(damage, shard)  # fmt: skip
+            content = bytearray(path.read_bytes())
+            content[len(content) // 2] ^= 1
+            path.write_bytes(content[:-1] if damage in ("cut", "about") else content)
+    capsys.readouterr()
+    assert open_sources(config)[0].fingerprint == fingerprint
+    assert capsys.readouterr().err.startswith("warning: the cached text is damaged and is made again: ")
+    assert {path.name: path.read_bytes() for path in entry.iterdir()} == before
+
+
+@pytest.mark.usefixtures("large")
+def test_what_a_killed_start_left_is_gone_on_with_or_made_anew(config, tmp_path, monkeypatch):
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("maxtext_lite.data.preparing.journal.Journal.finish", killed)
+        with pytest.raises(KeyboardInterrupt):
+            open_sources(config)
+    entry = entry_of(tmp_path)
+    assert (entry / "journal").is_dir()
+    shutil.copytree(entry, tmp_path / "left")
+    fingerprint = open_sources(config)[0].fingerprint
+    shutil.rmtree(entry)
+    shutil.copytree(tmp_path / "left", entry)
+    (tmp_path / "in").rename(tmp_path / "moved")
+    moved = config.model_copy(update={"dataset_path": str(tmp_path / "moved")})
+    assert open_sources(moved)[0].fingerprint == fingerprint
+
+
+@pytest.mark.usefixtures("large")
+def test_who_comes_while_it_is_made_waits(config, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(fcntl, "flock", lambda opened, how: asked.append((opened.name.rpartition(".")[2], how)))
+    open_sources(config)
+    assert asked[0] == ("lock", fcntl.LOCK_EX)  # without LOCK_NB: it blocks
+
+
+@pytest.mark.usefixtures("large")
+def test_where_nothing_can_be_written_the_text_is_in_memory(config, tmp_path, capsys):
+    (tmp_path / "runs").write_text("a file")
+    assert open_sources(config)[0].notes == ()
+    assert "warning: no cache of the text can be written to " in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("large")
+def test_a_cache_that_cannot_be_written_is_read(config, monkeypatch):
+    notes = open_sources(config)[0].notes
+
+    def refused(_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(text_cache, "_alone", refused)
+    assert open_sources(config)[0].notes == notes != ()
+
+
+@pytest.mark.usefixtures("large")
+def test_a_bad_line_is_named_as_it_is_without_a_cache(config, tmp_path):
+    (tmp_path / "in" / "a.jsonl").write_text("no\n")
+    with pytest.raises(UserError, match=r"a\.jsonl: line at byte 0: not JSON"):
+        open_sources(config)

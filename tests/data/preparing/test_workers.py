@@ -1,0 +1,58 @@
+"""Workers report what they make, hand on what is wrong, and end when nobody listens to them."""
+
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from maxtext_lite.config import UserError
+from maxtext_lite.data.preparing import workers
+from maxtext_lite.data.preparing.keys import PrepareConfig
+from maxtext_lite.data.preparing.shards import Workshop
+from maxtext_lite.data.preparing.tasks import cut, find_inputs
+from maxtext_lite.data.preparing.workers import run_here, run_in_processes
+from maxtext_lite.data.tokenizer import ByteTokenizer
+
+
+def job(tmp_path, content):
+    (tmp_path / "a.jsonl").write_text(content)
+    files = find_inputs([str(tmp_path / "a.jsonl")])
+    tasks = cut(files, task_bytes=40, field="text")
+    workshop = Workshop(tmp_path, tmp_path, {file.path: file for file in files}, len(tasks), 0.0)
+    return tasks, workshop, PrepareConfig()
+
+
+def test_this_process_reports_tokens_and_entries(tmp_path):
+    made = list(run_here(*job(tmp_path, '{"text": "abc"}\n' * 8), ByteTokenizer()))
+    assert [each.tokens for each in made] == [12, 8, 12, 0]  # no line begins in the last 8 of 128 bytes
+    assert [each.entry.shard and each.entry.shard.tokens for each in made] == [12, 8, 12, None]
+
+
+def test_a_worker_hands_on_what_is_wrong(tmp_path):
+    with pytest.raises(UserError, match=r"a\.jsonl: line at byte 0: not JSON"):
+        list(run_in_processes(*job(tmp_path, "no\n"), "byte", num_workers=1))
+    assert workers._ONE_THREAD.keys() & os.environ.keys() <= {"OMP_NUM_THREADS"}
+
+
+def test_a_worker_that_was_killed_is_told_of(tmp_path):
+    running = run_in_processes(*job(tmp_path, '{"text": "abc"}\n' * 1000), "byte", num_workers=1)
+    next(running)
+    (child,) = [int(p) for p in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()][-1:]
+    os.kill(child, signal.SIGKILL)
+    with pytest.raises(RuntimeError, match="ended with exit code -9"):
+        list(running)
+
+
+@pytest.mark.parametrize("moment", ["between tasks", "within a task"])
+def test_a_worker_ends_when_its_parent_has_gone(moment, tmp_path, monkeypatch):
+    monkeypatch.setattr(workers.signal, "signal", lambda *_: None)
+    tasks, workshop, config = job(tmp_path, '{"text": "abc"}\n')
+    ours, theirs = multiprocessing.Pipe()
+    if moment == "within a task":
+        ours.send(tasks[0])
+    ours.close()
+    workers._work(theirs, workshop, config, "byte")
+    theirs.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]

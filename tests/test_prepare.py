@@ -1,0 +1,57 @@
+"""The command: from texts to a dataset that a run reads, in one go, in shares or a second time; and a look at it."""
+
+import json
+
+import pytest
+
+from maxtext_lite.config import UserError, load_config
+from maxtext_lite.data.sources import open_sources
+from maxtext_lite.prepare import main
+
+
+@pytest.fixture
+def words(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "abc"}\n{"text": ""}\nno\n{"text": "defg"}\n')
+    return [f"input={tmp_path / 'a.jsonl'}", f"output={tmp_path / 'out'}", "max_bad_fraction=0.25"]
+
+
+def test_texts_become_a_dataset_that_a_run_reads(words, tmp_path, capsys):
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert f"bad line: {tmp_path}/a.jsonl: line at byte 29: not JSON" in out
+    assert "2 documents, 9 tokens in 1 shards of " in out
+    assert "1 empty documents left out, 1 bad lines" in out
+    assert main(words) == 0
+    assert "is complete: it was prepared from these inputs before" in capsys.readouterr().out
+    config = load_config(None, [
+        "dataset_type=array_record", f"dataset_path={tmp_path / 'out'}", "max_target_length=4", "eval_fraction=0",
+        "eval_interval=-1",
+    ])  # fmt: skip
+    source, _ = open_sources(config)
+    assert [source[row]["tokens"].tolist() for row in range(len(source))] == [[*b"abc", 256], [*b"defg"]]
+
+    assert main(["inspect", str(tmp_path / "out"), "max_target_length=4"]) == 0
+    assert "concat 2 rows 7 target tokens, 87.50% of the slots" in " ".join(capsys.readouterr().out.split())
+    assert main(["inspect", str(tmp_path / "out"), "max_target_length=4", "--rows", "1:2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == [*b"defg"]
+
+
+def test_a_share_says_that_others_are_missing(words, tmp_path, capsys):
+    assert main([*words, "--task", "1", "--of", "2"]) == 0
+    assert capsys.readouterr().out == "share 1 of 2 is done; the last one to end writes the manifest\n"
+    assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--task", "1"], "--task and --of go together"),
+    (["--task", "2", "--of", "2"], "--task 2 --of 2: of N shares, the first is 0 and the last is N - 1."),
+    (["outpt=x"], "unknown key 'outpt' (command line). Did you mean 'output'?"),
+    (["inspect", "x", "max_target_lenth=3"], "unknown key 'max_target_lenth' (command line). Did you mean 'max_t"),
+    (["inspect", "x", "--rows", "3"], "--rows 3: two numbers belong there, as in --rows 0:3."),
+    (["inspect", "x", "--json"], "--json has no use without --rows."),
+    (["inspect", "not-there"], "PATH='not-there' is not a directory that `python -m maxtext_lite.prepare` made."),
+])  # fmt: skip
+def test_a_wrong_argument_is_named(arguments, message):
+    with pytest.raises(UserError) as refused:
+        main(arguments)
+    assert any(problem.startswith(message) for problem in refused.value.problems), refused.value.problems
