@@ -168,6 +168,14 @@ class BatchPlan:
         """
         return self.length.steps_left(step, examples_seen)
 
+    def end(self, step: int, examples_seen: int) -> int:
+        """Examples seen at the run's end, after `step` steps that consumed `examples_seen`; see `RunLength.end`."""
+        return self.length.end(step, examples_seen)
+
+    def steps_within(self, examples_seen: int, end: int) -> int:
+        """Steps of whole batches that end at no more than `end` examples; see `RunLength.steps_within`."""
+        return self.length.steps_within(examples_seen, end)
+
     @property
     def total_examples(self) -> int:
         """Examples of the whole run, those of a short last batch included."""

@@ -106,6 +106,11 @@ def continued(history: History, parts: Sequence[SourcePart], *, examples_seen: i
     return (*earlier, now)
 
 
+def as_json(history: History) -> list[dict[str, Any]]:
+    """A history as a checkpoint keeps it; `Mixture.of` reads its entries."""
+    return [dataclasses.asdict(mixture) for mixture in history]
+
+
 @dataclasses.dataclass(frozen=True)
 class Stretch:
     """Rows that one rule mixes: from a mixture's first row, or from where a source was left out.
@@ -142,13 +147,14 @@ class RowStream:
     A source that may give no further row is left out from where its turn comes; the others go on by their weights.
 
     Attributes:
+      last: the mixture that the run has now.
       stretches: in order, without gaps; the last one ends only where no source is left.
       left_out: the sources that the last mixture leaves out, in order.
       lone: the fingerprint of the source with which alone the run began; None: it began with several.
     """
 
     def __init__(self, history: History):
-        first = history[0].parts
+        first, self.last = history[0].parts, history[-1]
         self.lone = first[0].fingerprint if len(first) == 1 else None
         self.stretches: list[Stretch] = []
         self.left_out: list[LeftOut] = []

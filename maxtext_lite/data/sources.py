@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from maxtext_lite.config import DataConfig, UserError
+from maxtext_lite.config import DataConfig, UserError, single_path
 from maxtext_lite.data.answers import open_answers
 from maxtext_lite.data.examples import check_id, num_held_out
 from maxtext_lite.data.packing import FIELDS, DocumentRows, PackedRows, build_row, count_targets
@@ -93,7 +93,7 @@ def open_sources(
         )
     if config.dataset_type != "text":
         return open_answers(config, tokenizer, begins_as_elsewhere=begins_as_elsewhere)
-    everything = _open_text(config, tokenizer, key="dataset_path", path=config.dataset_path)
+    everything = _open_text(config, tokenizer, key="dataset_path", path=single_path(config.dataset_path))
     if config.eval_dataset_path:
         return everything, _open_text(config, tokenizer, key="eval_dataset_path", path=config.eval_dataset_path)
     what = f"examples of {config.max_target_length} tokens"
