@@ -30,7 +30,8 @@ class MixtureSource:
     """Sources whose examples are numbered through: those of the first, then those of the second, and so on.
 
     Attributes:
-      parts: what each has in the mixture; in the order of their fingerprints.
+      parts: what each has in the mixture, in the order of their fingerprints; of held-out examples those that training
+        has.
       sources: in the same order.
       stream: which example each position of the run holds; None: nothing is asked of the run (held-out examples).
     """
