@@ -158,8 +158,8 @@ def test_what_is_learned_is_what_the_data_are_for(overrides, message):
 
 @pytest.mark.parametrize(("overrides", "problem"), [
     ("dataset_type=dpo", "dataset_path=[{\"path\": \"a\", \"weight\": 1, \"max_epochs\": -1, \"name\": \"a\"}, "
-     "{\"path\": \"b\", \"weight\": 2, \"max_epochs\": -1, \"name\": \"b\"}] lists sources, which dataset_type=dpo does "
-     "not mix. Nearest that work: dataset_path=a or dataset_type=text."),
+     "{\"path\": \"b\", \"weight\": 2, \"max_epochs\": -1, \"name\": \"b\"}] lists sources, which dataset_type=dpo "
+     "does not mix. Nearest that work: dataset_path=a or dataset_type=text."),
     ("num_epochs=2", "num_epochs=2 has no meaning with the 2 sources of dataset_path, each of which has epochs of its "
      "own: state steps. Nearest that works: 0."),
     ("mixture_exhausted=stop", "mixture_exhausted=stop has no use where no source has max_epochs. Nearest that works: "
