@@ -108,7 +108,7 @@ def _mixture(config: Config, plan: BatchPlan) -> dict[str, list[dict[str, Any]]]
     source = _training_source(config)
     source = in_run(source, history_now(config, source, [], examples_seen=0, tokens_seen=0))
     steps = steps_left(config, plan, source, step=0, examples_seen=0)
-    return {"mixture": mixture_table(source, 0, plan.samples_before(steps + 1))}
+    return {"mixture": mixture_table(source, 0, plan.examples_after(steps, 0))}
 
 
 def _count_examples(config: Config) -> int:

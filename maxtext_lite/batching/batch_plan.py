@@ -168,9 +168,9 @@ class BatchPlan:
         """
         return self.length.steps_left(step, examples_seen)
 
-    def end(self, step: int, examples_seen: int) -> int:
-        """Examples seen at the run's end, after `step` steps that consumed `examples_seen`; see `RunLength.end`."""
-        return self.length.end(step, examples_seen)
+    def examples_after(self, steps: int, examples_seen: int) -> int:
+        """Examples seen after so many further steps; see `RunLength.examples_after`."""
+        return self.length.examples_after(steps, examples_seen)
 
     def steps_within(self, examples_seen: int, end: int) -> int:
         """Steps of whole batches that end at no more than `end` examples; see `RunLength.steps_within`."""

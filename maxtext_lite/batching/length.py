@@ -75,13 +75,9 @@ class RunLength:
         steps, seen = self._whole_batches(examples_seen)
         return steps + (self.trains_short_batch and seen < self.stated_examples)
 
-    def end(self, step: int, examples_seen: int) -> int:
-        """Examples that the run has seen at its end, when it goes on after `step` steps and `examples_seen` examples.
-
-        Raises:
-          ValueError: step or examples_seen is negative.
-        """
-        left, seen = self.steps_left(step, examples_seen), examples_seen
+    def examples_after(self, steps: int, examples_seen: int) -> int:
+        """Examples that the run has seen after so many steps further, of the `steps_left` after `examples_seen`."""
+        left, seen = steps, examples_seen
         for stage, following in itertools.pairwise(self.stages):
             batch = stage.global_batch_to_train
             steps = min(left, max(-(-(following.samples_before - seen) // batch), 0))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from maxtext_lite.batching import BatchPlan
 from maxtext_lite.config import DataConfig, UserError
+from maxtext_lite.config.errors import any_of
 from maxtext_lite.config.source_list import MIXABLE
 from maxtext_lite.data.mixture_history import History, Mixture, RowStream, continued, history_of
 from maxtext_lite.data.mixture_source import MixtureSource, parts_of
@@ -47,25 +49,27 @@ def steps_left(config: DataConfig, plan: BatchPlan, source: Any, *, step: int, e
     Raises:
       UserError: a source would pass its max_epochs, or none would be left.
     """
-    left, ends = plan.steps_left(step, examples_seen), plan.end(step, examples_seen)
+    left = plan.steps_left(step, examples_seen)
+    ends = plan.examples_after(left, examples_seen)
     ended = sources_ended(source, ends)
     if not ended:
         return left
     (name, position), *_ = ended.items()
-    if config.mixture_exhausted == "stop":
-        return plan.steps_within(examples_seen, position)
-    others = ["mixture_exhausted=stop", "a larger max_epochs"]
+    mode, last = config.mixture_exhausted, source.stream.end
+    is_never_empty = last is None or ends <= last
+    if mode == "drop" and is_never_empty:
+        return left
     said = f"max_epochs of the source {name} is reached at example {position:,}"
-    if config.mixture_exhausted == "drop":
-        end = source.stream.end
-        if end is None or ends <= end:
-            return left
-        said, position = f"max_epochs leaves no source after example {end:,}", end
-    elif source.stream.end is None or ends <= source.stream.end:
-        others.insert(1, "mixture_exhausted=drop")
-    fitting = step + plan.steps_within(examples_seen, position)
-    works = ", ".join([f"steps={fitting}"] * (fitting > 0) + others[:-1]) + f" or {others[-1]}"
-    raise UserError(f"dataset_path: {said}, and the run has {ends:,}. Nearest that work: {works}.")
+    if mode == "drop" and last is not None:
+        said, position = f"max_epochs leaves no source after example {last:,}", last
+    fitting = plan.steps_within(examples_seen, position)
+    if mode == "stop" and step + fitting:
+        return fitting
+    works = [f"steps={step + fitting}", "mixture_exhausted=stop"] if step + fitting else []
+    works += ["mixture_exhausted=drop"] if is_never_empty else []
+    raise UserError(
+        f"dataset_path: {said}, and the run has {ends:,}. Nearest that work: {any_of([*works, 'a larger max_epochs'])}."
+    )
 
 
 def sources_ended(source: Any, end: int) -> dict[str, int]:
@@ -74,6 +78,17 @@ def sources_ended(source: Any, end: int) -> dict[str, int]:
         return {}
     names = {part.fingerprint: part.name for part in source.parts}
     return {names[out.fingerprint]: out.position for out in source.stream.left_out if out.position < end}
+
+
+def sentences_on_ends(config: DataConfig, source: Any, end: int) -> list[str]:
+    """For people: which sources a run leaves out before it ends with `end` examples, or which one ends it."""
+    stops = config.mixture_exhausted == "stop"
+    ended = list(sources_ended(source, sys.maxsize if stops else end).items())
+    what = f"the run ends with example {end:,}" if stops else "the others go on"
+    return [
+        f"{name} has given all rows of its max_epochs when its turn comes at example {position:,}: {what}"
+        for name, position in (ended[:1] if stops else ended)
+    ]
 
 
 def mixture_table(source: Any, first: int, end: int) -> list[dict[str, Any]]:

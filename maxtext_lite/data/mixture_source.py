@@ -187,10 +187,10 @@ def parts_of(config: DataConfig, sources: Sequence[ExampleSource]) -> list[Sourc
     """
     if isinstance(sources[0], MixtureSource):
         return list(sources[0].parts)
+    if isinstance(sources[0], OwnExamples):
+        return [SourcePart("", sources[0].fingerprint, "1", None)]
     if not isinstance(config.dataset_path, SourceList):
-        (source,) = sources
-        name = "" if isinstance(source, OwnExamples) else name_of_path(config.dataset_path)
-        return [SourcePart(name, source.fingerprint, "1", None)]
+        return [SourcePart(name_of_path(config.dataset_path), sources[0].fingerprint, "1", None)]
     parts: dict[str, SourcePart] = {}
     for entry, source in zip(config.dataset_path.entries, sources, strict=True):
         if twin := parts.get(source.fingerprint):

@@ -34,8 +34,8 @@ from maxtext_lite.data import (
     mixture_table,
     mixture_text,
     open_sources_on_hosts,
+    sentences_on_ends,
     source_tokens_of_run,
-    sources_ended,
     steps_left,
     target_tokens_of_run,
 )
@@ -291,7 +291,8 @@ class TrainingRun(Generic[Data]):
         Raises:
           UserError: they cannot be written; on all hosts.
         """
-        self.failures.on_first_host(self.directory, self._write_about)
+        end = self.plan.examples_after(self.steps_left(counts), counts.examples_seen)
+        self.failures.on_first_host(self.directory, lambda: self._write_about(end))
         if not self.is_first:
             return
         terminal.say(describe(self.config))
@@ -311,12 +312,10 @@ class TrainingRun(Generic[Data]):
         for name, source in (("training", self.source), ("held-out", self.eval_source)):
             for note in () if source is None else source.notes:
                 terminal.say(f"{name} data: {note}")
-        end = self.plan.end(counts.step, counts.examples_seen)
         if table := mixture_table(self.source, counts.examples_seen, end):
             terminal.say(mixture_text(table))
-        for name, position in sources_ended(self.source, end).items():
-            what = "the run ends" if self.config.mixture_exhausted == "stop" else "the others go on"
-            terminal.say(f"{name} has no row left at example {position:,}, by its max_epochs: {what}")
+        for sentence in sentences_on_ends(self.config, self.source, end):
+            terminal.say(sentence)
         unknown = why_unknown(
             num_replicas=self.plan.mesh["data"],
             accumulation=self.plan.gradient_accumulation_steps,
@@ -328,15 +327,19 @@ class TrainingRun(Generic[Data]):
         if counts.step:
             terminal.say(f"resuming {self.directory} after step {counts.step}")
 
-    def _write_about(self) -> None:
-        """Config, plan and environment, and what came with the parameters."""
+    def _write_about(self, end: int) -> None:
+        """Config, plan and environment, and what came with the parameters.
+
+        Args:
+          end: examples that the run has seen at its end.
+        """
         with writing(self.directory / "config.yml"):
             write_resolved(self.config, self.directory / "config.yml")
         path = self.config.load_parameters_path
         if carried := hf_directory(path) if path else None:  # so that the run can be exported and talked to
             own = self.config.tokenizer_path == tokenizer_keys(carried).get("tokenizer_path", "")
             carry_files(carried, self.directory / "hf", but=() if own else CARRIED[1:])
-        mixture = mixture_table(self.source, 0, self.plan.total_examples)
+        mixture = mixture_table(self.source, 0, end)
         _write_json(self.directory / "plan.json", self.plan.to_json() | ({"mixture": mixture} if mixture else {}))
         _write_json(self.directory / "environment.json", environment())
 
@@ -372,7 +375,11 @@ def open_run(config: Config, sources: Sources | None = None, own: OwnParts = CON
         begins_as_elsewhere=comes_from_elsewhere(config),
     )
     plan = make_plan(config, **machine, num_examples=len(source))
-    return TrainingRun(config, plan, source=source, eval_source=eval_source, own=own)
+    run = TrainingRun(config, plan, source=source, eval_source=eval_source, own=own)
+    if not any((run.directory / "checkpoints").glob("*")):  # of others, their history says what sources have given
+        history = history_now(config, source, [], examples_seen=0, tokens_seen=0)
+        steps_left(config, plan, in_run(source, history), step=0, examples_seen=0)
+    return run
 
 
 def machine_of(devices: Sequence[Device]) -> dict[str, Any]:

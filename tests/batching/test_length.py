@@ -159,12 +159,12 @@ def test_a_batch_that_does_not_fit_is_trained_as_a_short_one():
 
 @pytest.mark.parametrize("length", [RunLength(SEEDS_RAMP.all_stages, 12, None, False), epochs(26, short=True),
                                     epochs(26, short=False)])  # fmt: skip
-def test_the_end_of_a_run_is_where_its_steps_one_by_one_lead(length):
+def test_steps_at_once_lead_where_they_lead_one_by_one(length):
     for step, start in [(0, 0), (4, 4), (2, 9), (11, 16), (3, 30)]:
         seen = start
         for _ in range(length.steps_left(step, start)):
             seen += length.step_examples(seen)
-        assert length.end(step, start) == seen
+        assert length.examples_after(length.steps_left(step, start), start) == seen
     stated = RunLength(SEEDS_RAMP.all_stages, 12, None, False)
     for end in (0, 4, 8, 17, 24, 30):
         seen = steps = 0

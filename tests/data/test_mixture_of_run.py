@@ -8,7 +8,7 @@ from maxtext_lite.data.mixture_of_run import (
     in_run,
     mixture_table,
     mixture_text,
-    sources_ended,
+    sentences_on_ends,
     steps_left,
 )
 from maxtext_lite.data.mixture_source import MixtureSource, parts_of
@@ -50,7 +50,11 @@ def test_a_run_that_stops_there_has_the_whole_batches_before_it():
     assert left(run) == 7
     assert left(run, step=5, examples_seen=40) == 2
     assert left(run, step=9, examples_seen=56) == 0
-    assert sources_ended(run[2], 160) == {"a": 60}
+    assert sentences_on_ends(run[0], run[2], 56) == [
+        "a has given all rows of its max_epochs when its turn comes at example 60: the run ends with example 56"
+    ]
+    with pytest.raises(UserError, match=r"the run has 640\. Nearest that work: mixture_exhausted=drop"):
+        left(begun("steps=10", "mixture_exhausted=stop", "per_device_batch_size=64"))
     ramp = ["enable_rampup_batch_size=true", "per_device_batch_size_start=4", "per_device_batch_size_increment=4",
             "global_rampup_samples=16"]  # fmt: skip
     assert left(begun("steps=20", "mixture_exhausted=stop", *ramp)) == 4 + 5  # 4 x 4 + 5 x 8 = 56
@@ -67,6 +71,9 @@ def test_a_run_that_drops_it_goes_on_until_nothing_is_left():
         "dataset_path: max_epochs leaves no source after example 330, and the run has 336. Nearest that work: "
         "steps=41, mixture_exhausted=stop or a larger max_epochs.",
     )
+    assert sentences_on_ends(run[0], run[2], 60) == []
+    (said,) = sentences_on_ends(run[0], run[2], 61)
+    assert said.endswith("at example 60: the others go on")
     table = mixture_table(run[2], 0, 328)
     assert {row["name"]: (row["rows"], row["epochs"]) for row in table} == {"a": (30, 1.5), "b": (298, 2.98)}
     assert [row["token_share"] for row in table] == [30 / 328, 298 / 328]
