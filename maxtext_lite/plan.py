@@ -1,14 +1,16 @@
 """The command `plan`: everything about batch size for a machine that need not exist. Imports no jax."""
 
+import functools
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from maxtext_lite.batching import BatchPlan, format_plan, load_plan
 from maxtext_lite.batching.devices import device_named
 from maxtext_lite.cli import ArgumentParser, config_arguments, local_path, real_number, run_command, whole_number
-from maxtext_lite.config import Config, UserError
+from maxtext_lite.config import Config, SourceList, UserError
 from maxtext_lite.config.errors import value_text
 from maxtext_lite.reporting.pipeline_view import pipeline_svg, pipeline_text
 
@@ -26,7 +28,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--devices", type=whole_number, default=1, help="devices of the mesh, all of them (default 1)")
     parser.add_argument("--hosts", type=whole_number, default=1, help="hosts that they are attached to (default 1)")
     parser.add_argument(
-        "--examples", type=whole_number, help="training examples in the data (default: counted for num_epochs)"
+        "--examples",
+        type=whole_number,
+        help="training examples in the data (default: counted for num_epochs and for mixtures)",
     )
     parser.add_argument("--device", metavar="NAME", help="what they are, as v5e or h100: platform and memory follow")
     parser.add_argument(
@@ -48,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     memory_gb = arguments.device_memory_gb
     if device and memory_gb is None:
         memory_gb = device.memory_bytes / 1e9
-    _, plan = load_plan(
+    config, plan = load_plan(
         arguments.config,
         arguments.overrides,
         num_devices=arguments.devices,
@@ -59,10 +63,15 @@ def main(argv: Sequence[str]) -> int:
     )
     if arguments.draw or arguments.draw_to:
         return _draw(plan, arguments.draw_to)
+    mixture = _mixture(config, plan) if arguments.examples is None else {}
     if arguments.json:
-        print(json.dumps(plan.to_json(), indent=2))
+        print(json.dumps(plan.to_json() | mixture, indent=2))
         return 0
     print(format_plan(plan))
+    if mixture:
+        from maxtext_lite.data import mixture_text
+
+        print(mixture_text(mixture["mixture"]))
     return 0
 
 
@@ -86,10 +95,31 @@ def _draw(plan: BatchPlan, path: Path | None) -> int:
     return 0
 
 
-def _count_examples(config: Config) -> int:
-    from maxtext_lite.data import open_sources  # numpy and tokenizers, only where the data is asked for
+def _mixture(config: Config, plan: BatchPlan) -> dict[str, list[dict[str, Any]]]:
+    """What the run takes of each source, where the config lists them.
 
-    return len(open_sources(config, vocab_size=config.vocab_size)[0])
+    Raises:
+      UserError: a source is not there, or would pass its max_epochs.
+    """
+    if not isinstance(config.dataset_path, SourceList):
+        return {}
+    from maxtext_lite.data import history_now, in_run, mixture_table, steps_left
+
+    source = _training_source(config)
+    source = in_run(source, history_now(config, source, [], examples_seen=0, tokens_seen=0))
+    steps = steps_left(config, plan, source, step=0, examples_seen=0)
+    return {"mixture": mixture_table(source, 0, plan.examples_after(steps, 0))}
+
+
+def _count_examples(config: Config) -> int:
+    return len(_training_source(config))
+
+
+@functools.cache
+def _training_source(config: Config) -> Any:
+    from maxtext_lite.data import open_mixture  # numpy and tokenizers, only where the data is asked for
+
+    return open_mixture(config, vocab_size=config.vocab_size)[0]
 
 
 if __name__ == "__main__":

@@ -63,6 +63,7 @@ WITHOUT_JAX = ("batching", "reporting", "config")
 
 STAND_INS = {
     "invariance/test_hosts.py": "parallel/test_distributed.py",
+    "invariance/test_mixtures.py": "data/test_mixture_history.py",
     "invariance/test_models.py": "invariance/test_meshes.py",
     "invariance/test_resume.py": "training/test_loop.py",
     "invariance/test_rl_hosts.py": "rl/test_rollout_steps.py",

@@ -179,6 +179,30 @@ def test_examples_are_those_of_the_data_unless_they_are_given(tmp_path, capsys):
     assert capsys.readouterr().err == "error: num_examples=0: there is no training example.\n"
 
 
+def test_a_mixture_is_shown_and_a_source_that_would_pass_its_max_epochs_refused(tmp_path, capsys):
+    """Rows of 15 bytes, one for each of 11 and 5 lines: halves of 40 examples take 20 of each, b's 4 times."""
+    for name, lines in (("a", 11), ("b", 5)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"text": "{name * 15}"}}\n' for _ in range(lines)))
+    keys = ["packing=false", "max_target_length=16", "eval_interval=-1", "eval_fraction=0", "per_device_batch_size=4",
+            "steps=10", "warmup_steps=0"]  # fmt: skip
+    listed = "dataset_path=[{{path: {0}/a.jsonl, weight: 1}}, {{path: {0}/b.jsonl, weight: 1, max_epochs: {1}}}]".format
+    assert main([*keys, listed(tmp_path, 4), "--json"]) == 0
+    table = {row["name"]: row for row in json.loads(capsys.readouterr().out)["mixture"]}
+    assert table == {
+        "a": {"name": "a", "examples": 11, "target_tokens": 165, "rows": 20, "token_share": 0.5, "epochs": 20 / 11},
+        "b": {"name": "b", "examples": 5, "target_tokens": 75, "rows": 20, "token_share": 0.5, "epochs": 4},
+    }
+    assert main([*keys, listed(tmp_path, 4)]) == 0
+    assert capsys.readouterr().out.splitlines()[-3].split()[:2] == ["source", "examples"]
+    assert run_command(main, [*keys, listed(tmp_path, 3)]) == 2
+    assert capsys.readouterr().err.startswith("error: dataset_path: max_epochs of the source b is reached at example 3")
+    assert main([*keys, listed(tmp_path, 3), "mixture_exhausted=stop", "--json"]) == 0
+    stopped = json.loads(capsys.readouterr().out)["mixture"]
+    assert sum(row["rows"] for row in stopped) == 28
+    # The data need not be there where their number is stated.
+    assert main([*keys, listed("nowhere", 3), "--examples", "16"]) == 0
+
+
 def test_counting_the_examples_imports_no_jax():
     program = (
         "import sys; from maxtext_lite.plan import main; code = main(['num_epochs=2']);"

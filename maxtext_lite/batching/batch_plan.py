@@ -168,6 +168,14 @@ class BatchPlan:
         """
         return self.length.steps_left(step, examples_seen)
 
+    def examples_after(self, steps: int, examples_seen: int) -> int:
+        """Examples seen after so many further steps; see `RunLength.examples_after`."""
+        return self.length.examples_after(steps, examples_seen)
+
+    def steps_within(self, examples_seen: int, end: int) -> int:
+        """Steps of whole batches that end at no more than `end` examples; see `RunLength.steps_within`."""
+        return self.length.steps_within(examples_seen, end)
+
     @property
     def total_examples(self) -> int:
         """Examples of the whole run, those of a short last batch included."""

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from maxtext_lite.batching.batch import SmallerBatch
@@ -74,6 +74,20 @@ class RunLength:
             return max(self.stated_steps - step, 0)
         steps, seen = self._whole_batches(examples_seen)
         return steps + (self.trains_short_batch and seen < self.stated_examples)
+
+    def examples_after(self, steps: int, examples_seen: int) -> int:
+        """Examples that the run has seen after so many steps further, of the `steps_left` after `examples_seen`."""
+        left, seen = steps, examples_seen
+        for stage, following in itertools.pairwise(self.stages):
+            batch = stage.global_batch_to_train
+            steps = min(left, max(-(-(following.samples_before - seen) // batch), 0))
+            left, seen = left - steps, seen + steps * batch
+        seen += left * self.stages[-1].global_batch_to_train
+        return seen if self.stated_examples is None else max(min(seen, self.stated_examples), examples_seen)
+
+    def steps_within(self, examples_seen: int, end: int) -> int:
+        """Steps after `examples_seen` examples, of whole batches, after which at most `end` have been seen."""
+        return replace(self, stated_examples=end)._whole_batches(examples_seen)[0]
 
     def _whole_batches(self, examples_seen: int) -> tuple[int, int]:
         """(whole batches that fit from here to the end of the data, examples seen after them)."""

@@ -24,6 +24,7 @@ from maxtext_lite.config.schema import (
     RLRunConfig,
     RunConfig,
 )
+from maxtext_lite.config.source_list import MixtureEntry, SourceList, single_path
 from maxtext_lite.config.yaml_text import YamlValue, parse_value
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "LayerKind",
     "LocalUpdatesConfig",
     "MeshConfig",
+    "MixtureEntry",
     "Mla",
     "MlpKind",
     "ModelConfig",
@@ -50,6 +52,7 @@ __all__ = [
     "Remat",
     "RopeScaling",
     "RunConfig",
+    "SourceList",
     "UserError",
     "YamlValue",
     "adapted_weights",
@@ -59,5 +62,6 @@ __all__ = [
     "packaged_file",
     "parse_value",
     "remat_of",
+    "single_path",
     "write_resolved",
 ]

@@ -209,13 +209,16 @@ def _serialised(value: Fraction) -> int | float | str:
 
 _exactly = PlainSerializer(_serialised)
 
+path_text = _path(empty_allowed=True)
+"""Returns a path as it is, "" included; raises WrongType where it is none."""
+
 Text = Annotated[str, BeforeValidator(_text(empty_allowed=True))]
 """Any printable text, "" included."""
 Name = Annotated[str, BeforeValidator(_text(empty_allowed=False))]
 """Printable text that is not empty."""
 Lines = Annotated[str, BeforeValidator(_text(empty_allowed=False, also="\n\t", most=_LONGEST_LINES))]
 """Text that is not empty: printable, but for line breaks and tabs."""
-PathText = Annotated[str, BeforeValidator(_path(empty_allowed=True))]
+PathText = Annotated[str, BeforeValidator(path_text)]
 """A path, whose names have at most 255 bytes each; "" included."""
 PathName = Annotated[str, BeforeValidator(_path(empty_allowed=False))]
 """A path that is not empty."""

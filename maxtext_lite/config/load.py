@@ -27,6 +27,7 @@ from maxtext_lite.config.files import (
 from maxtext_lite.config.hf.layer import directory_origin, directory_values, in_its_fields
 from maxtext_lite.config.hints import key_hint, missing_model, words_meant
 from maxtext_lite.config.schema import RL_KEYS, Config, ModelConfig, RLRunConfig, keys_of
+from maxtext_lite.config.source_list import SourceList, is_source_list
 from maxtext_lite.config.suggest import ConfigRequest, WrongValue, suggest
 from maxtext_lite.config.yaml_text import YamlValue, parse_value
 
@@ -185,9 +186,11 @@ def _override_value(key: str, text: str) -> YamlValue:
     try:
         value = parse_value(text)
     except ValueError:
-        if not is_text:
+        if not is_text or (_may_list_sources(key) and text.lstrip().startswith("[{")):
             raise
         return YamlValue(text, text)
+    if _may_list_sources(key) and is_source_list(value.value):
+        return value
     # A path such as *.txt or [ab].txt is text for a key that holds text, though YAML reads an alias or a list.
     if is_text and (value.text is None or (value.text == "" and value.value is None)):
         return YamlValue(text, text)
@@ -276,7 +279,13 @@ def _directory_layer(layers: Sequence[Layer], problems: list[Refusal]) -> list[L
 
 def _holds_text(key: str) -> bool:
     field = RLRunConfig.model_fields.get(key)
-    return field is not None and (field.annotation is str or get_origin(field.annotation) is Literal)
+    is_text = field is not None and (field.annotation is str or get_origin(field.annotation) is Literal)
+    return is_text or _may_list_sources(key)
+
+
+def _may_list_sources(key: str) -> bool:
+    field = RLRunConfig.model_fields.get(key)
+    return field is not None and SourceList in get_args(field.annotation)
 
 
 def _plain(key: str, value: YamlValue) -> object:

@@ -11,6 +11,7 @@ from maxtext_lite.config.model_rules import MODEL_RULES
 from maxtext_lite.config.remat import REMAT_TENSORS, listed
 from maxtext_lite.config.rl_rules import RL_DATASETS, RL_RULES, dataset_of_objective, unused_arithmetic
 from maxtext_lite.config.schema import Config, RLRunConfig
+from maxtext_lite.config.source_list import MIXABLE, SourceList
 from maxtext_lite.config.violation import Violation, divisors_of, unused
 
 _BYTE_TOKENS = 257  # 256 bytes and the end of text
@@ -172,6 +173,28 @@ def _dataset_path(config: Config) -> Violation | None:
     )
 
 
+def _mixture(config: Config) -> Violation | None:
+    """A mixture where there can be none, and what is about one where there is none."""
+    value = config.dataset_path
+    if not isinstance(value, SourceList):
+        reason = "has no use without a list of sources in dataset_path"
+        return unused(config, {"mixture_exhausted": "error"}, reason)
+    if config.dataset_type not in MIXABLE:
+        kinds = [{"dataset_type": kind} for kind in MIXABLE if not isinstance(config, RLRunConfig)]
+        rule = f"lists sources, which dataset_type={config.dataset_type} does not mix."
+        return Violation("dataset_path", f"dataset_path={value_text(value)} {rule}", (value.entries[0].path, *kinds))
+    if config.num_epochs and len(value.entries) > 1:
+        return Violation(
+            "num_epochs",
+            f"num_epochs={number_text(config.num_epochs)} has no meaning with the {len(value.entries)} sources of "
+            "dataset_path, each of which has epochs of its own: state steps.",
+            ({"num_epochs": 0},),
+        )
+    if config.mixture_exhausted != "error" and all(entry.max_epochs == -1 for entry in value.entries):
+        return unused(config, {"mixture_exhausted": "error"}, "has no use where no source has max_epochs")
+    return None
+
+
 def _eval_data(config: Config) -> Violation | None:
     needs = config.eval_interval > 0 and config.dataset_type != "synthetic" and not config.eval_dataset_path
     if not needs or config.eval_fraction > 0:
@@ -255,6 +278,7 @@ RULES: tuple[Callable[[Config], Violation | None], ...] = (
     _conversations_only,
     _z_loss_of_pairs,
     _dataset_path,
+    _mixture,
     _eval_data,
     _eval_share,
     unknown_to_kernel,

@@ -42,6 +42,7 @@ from maxtext_lite.config.model_parts import (
     RopeScalingOrNone,
 )
 from maxtext_lite.config.rl_sections import PolicyConfig, RewardConfig, RLConfig, RolloutConfig, TaskConfig
+from maxtext_lite.config.source_list import PathOrSources
 
 Normalization = Literal[
     "rms_norm", "rms_norm_plus_one", "layer_norm", "layer_norm_plus_one", "layer_norm_no_bias", "layer_norm_plain"
@@ -286,7 +287,8 @@ class DataConfig(Section):
 
     objective: Literal["auto", "pretrain", "sft", "dpo", "grpo"]
     dataset_type: Literal["text", "array_record", "megatron", "synthetic", "sft", "dpo", "prompts", "arithmetic"]
-    dataset_path: PathText
+    dataset_path: PathOrSources
+    mixture_exhausted: Literal["error", "stop", "drop"]
     eval_dataset_path: PathText
     eval_fraction: Share
     tokenizer_type: Literal["byte", "huggingface", "sentencepiece"]

@@ -5,6 +5,15 @@ from typing import TYPE_CHECKING
 
 from maxtext_lite.data.answers import PairSource, example_shape
 from maxtext_lite.data.chat import ChatTemplate
+from maxtext_lite.data.mixture_of_run import (
+    history_now,
+    in_run,
+    mixture_table,
+    mixture_text,
+    sentences_on_ends,
+    steps_left,
+)
+from maxtext_lite.data.mixture_source import MixtureSource, named_sources, open_mixture
 from maxtext_lite.data.own_examples import Examples, own_examples
 from maxtext_lite.data.packing import REFERENCE, field_dtype
 from maxtext_lite.data.prompts import Prompt, PromptSource, open_prompts
@@ -14,7 +23,7 @@ from maxtext_lite.data.tokenizer import Tokenizer, check_vocabulary, load_tokeni
 if TYPE_CHECKING:
     from maxtext_lite.data.feed import BatchIterator, DeviceBatch, evaluation_batches, training_batches
     from maxtext_lite.data.order import example_ids, examples_hash
-    from maxtext_lite.data.sources_on_hosts import open_sources_on_hosts, target_tokens_of_run
+    from maxtext_lite.data.sources_on_hosts import open_sources_on_hosts, source_tokens_of_run, target_tokens_of_run
 
 __all__ = [
     "REFERENCE",
@@ -23,6 +32,7 @@ __all__ = [
     "DeviceBatch",
     "ExampleSource",
     "Examples",
+    "MixtureSource",
     "PairSource",
     "Prompt",
     "PromptSource",
@@ -33,11 +43,20 @@ __all__ = [
     "example_shape",
     "examples_hash",
     "field_dtype",
+    "history_now",
+    "in_run",
     "load_tokenizer",
+    "mixture_table",
+    "mixture_text",
+    "named_sources",
+    "open_mixture",
     "open_prompts",
     "open_sources",
     "open_sources_on_hosts",
     "own_examples",
+    "sentences_on_ends",
+    "source_tokens_of_run",
+    "steps_left",
     "target_tokens_of_run",
     "training_batches",
 ]
@@ -48,6 +67,7 @@ _WITH_JAX = {
     "evaluation_batches": "feed",
     "training_batches": "feed",
     "open_sources_on_hosts": "sources_on_hosts",
+    "source_tokens_of_run": "sources_on_hosts",
     "target_tokens_of_run": "sources_on_hosts",
     "example_ids": "order",
     "examples_hash": "order",

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from maxtext_lite.config import DataConfig, UserError
+from maxtext_lite.config import DataConfig, UserError, single_path
 from maxtext_lite.data.conversations import DPO_FIELDS, SFT_FIELDS, Rendered, Renderer, Tokenized
 from maxtext_lite.data.examples import check_id, num_held_out
 from maxtext_lite.data.packing import FIELDS, REFERENCE, FilledRows, fill_rows
@@ -202,7 +202,7 @@ def open_answers(
       UserError: a file is missing or a line is not one, or nothing is left to train on or to hold out.
     """
     renderer = Renderer(config, tokenizer, begins_as_elsewhere=begins_as_elsewhere)
-    lines = list(_read_lines(config, renderer, "dataset_path", config.dataset_path))
+    lines = list(_read_lines(config, renderer, "dataset_path", single_path(config.dataset_path)))
 
     def source(lines: Sequence[_Line], key: str) -> AnswerSource | PairSource:
         return _source(config, tokenizer, renderer, lines, f"{key}={getattr(config, key)!r}")

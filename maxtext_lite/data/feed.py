@@ -29,7 +29,7 @@ from jax.sharding import NamedSharding
 from maxtext_lite.batching import BatchPlan
 from maxtext_lite.config import UserError
 from maxtext_lite.data.layout import RowLayout, row_layout
-from maxtext_lite.data.order import example_ids
+from maxtext_lite.data.mixture_source import ids_of_run
 from maxtext_lite.data.packing import field_dtype
 from maxtext_lite.data.sources import ExampleSource
 
@@ -194,12 +194,8 @@ class TrainingReads:
 
     def __getitem__(self, index: int) -> HostRows:
         step, load = divmod(index, self.loads_per_step)
-        ids = example_ids(
-            self.first_example + step * self.step_examples,
-            self.step_examples,
-            num_examples=len(self.source),
-            seed=self.seed,
-        )
+        first = self.first_example + step * self.step_examples
+        ids = ids_of_run(self.source, first, self.step_examples, seed=self.seed)
         # Example j is in micro-batch j % A, slot j // A: with any other A, a device still holds the same examples.
         slots, micro_batches = np.divmod(np.arange(self.step_examples), self.micro_batches)
         own = np.flatnonzero(np.isin(slots, self.host_slots))

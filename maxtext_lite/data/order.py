@@ -21,6 +21,7 @@ _AT_A_TIME = 2**16  # ids, so that what is worked on stays in the cache
 # Numbers of at least 16 bits are encrypted until they are below num_examples: a few times where there are many
 # examples, 65 where there are 1,000. Small permutations are made whole, by sorting random keys.
 _LARGEST_SORTED = 2**16
+_MOST_KEPT = 256  # permutations: two epochs' of each source of a mixture; 32 MB where all of them are as large
 
 
 def example_ids(first: int, count: int, *, num_examples: int, seed: int) -> np.ndarray:
@@ -90,7 +91,7 @@ def _shuffled(indices: np.ndarray, *, num_examples: int, seed: int) -> np.ndarra
     return found
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=_MOST_KEPT)
 def _round_keys(seed: int) -> tuple[int, ...]:
     """The 32-bit numbers that std::seed_seq{seed} generates, one for each of the _ROUNDS.
 
@@ -131,11 +132,12 @@ def _epoch_key(seed: int, epoch: int) -> int:
         return int(_splitmix64(_splitmix64(np.uint64(seed)) ^ np.uint64(epoch)))
 
 
-@functools.lru_cache(maxsize=8)  # of every step of an epoch; readers ahead may be in the next one
+@functools.lru_cache(maxsize=_MOST_KEPT)
 def _sorted_permutation(num_examples: int, key: int) -> np.ndarray:
     """The numbers below num_examples, in the order of splitmix64(key + number), which are all different."""
     with np.errstate(over="ignore"):
-        permutation = np.argsort(_splitmix64(np.uint64(key) + np.arange(num_examples, dtype=np.uint64)))
+        order = np.argsort(_splitmix64(np.uint64(key) + np.arange(num_examples, dtype=np.uint64)))
+    permutation = order.astype(np.uint16)
     permutation.flags.writeable = False
     return permutation
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from maxtext_lite.config import RLRunConfig, UserError
+from maxtext_lite.config import RLRunConfig, UserError, single_path
 from maxtext_lite.config.rl_rules import ANSWER_REWARDS, reward_names
 from maxtext_lite.data.conversations import Rendered, Renderer
 from maxtext_lite.data.examples import check_id, num_held_out
@@ -84,7 +84,7 @@ def open_prompts(
     asking = _Asking(config, tokenizer, Renderer(config, tokenizer, begins_as_elsewhere=begins_as_elsewhere))
     if config.dataset_type == "arithmetic":
         return _open_arithmetic(asking)
-    lines = list(_read_lines(asking, "dataset_path", config.dataset_path))
+    lines = list(_read_lines(asking, "dataset_path", single_path(config.dataset_path)))
     if not lines:
         raise UserError(f"dataset_path={config.dataset_path!r} has no line, and so no prompt.")
     if config.eval_dataset_path:

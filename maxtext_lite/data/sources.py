@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from maxtext_lite.config import DataConfig, UserError
+from maxtext_lite.config import DataConfig, UserError, single_path
 from maxtext_lite.config.json_file import user_path
 from maxtext_lite.data.answers import open_answers
 from maxtext_lite.data.examples import check_id, num_held_out
@@ -98,7 +98,7 @@ def open_sources(
     open_rows = _OPENED_BY.get(config.dataset_type)
     if open_rows is None:
         return open_answers(config, tokenizer, begins_as_elsewhere=begins_as_elsewhere)
-    everything = open_rows(config, tokenizer, key="dataset_path", path=config.dataset_path)
+    everything = open_rows(config, tokenizer, key="dataset_path", path=single_path(config.dataset_path))
     if config.eval_dataset_path:
         return everything, open_rows(config, tokenizer, key="eval_dataset_path", path=config.eval_dataset_path)
     what = f"examples of {config.max_target_length} tokens"

@@ -10,11 +10,9 @@ import jax
 import numpy as np
 
 from maxtext_lite.config import DataConfig, UserError
-from maxtext_lite.data.order import example_ids
+from maxtext_lite.data.mixture_source import MixtureSource, Opened, each_config, joined, target_tokens_between
 from maxtext_lite.data.sources import ExampleSource, open_sources
 from maxtext_lite.parallel import exchange, value_of_host
-
-_IDS_AT_A_TIME = 2**18  # of the examples whose target tokens are counted: bounds the memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,11 +48,12 @@ def open_sources_on_hosts(
       UserError: on every host, if one could not open its data, or if hosts found different data.
     """
     outcome: dict[str, Any] = {}
-    sources: tuple[ExampleSource, ExampleSource | None] | None = None
+    opened: list[Opened] | None = None
     if jax.process_index() in loading_hosts:
         try:
-            sources = open_sources(config, vocab_size=vocab_size, begins_as_elsewhere=begins_as_elsewhere)
-            outcome = {"found": [None if source is None else _summary(source) for source in sources]}
+            keys = {"vocab_size": vocab_size, "begins_as_elsewhere": begins_as_elsewhere}
+            opened = [open_sources(each, **keys) for each in each_config(config)]
+            outcome = {"found": [None if source is None else _summary(source) for pair in opened for source in pair]}
         except UserError as error:
             outcome = {"problems": list(error.problems)}
     outcomes = exchange(outcome)
@@ -68,11 +67,12 @@ def open_sources_on_hosts(
             f"dataset_path: host {others[0]} finds other data than host {loading_hosts[0]}. All hosts that read must "
             "see the same files."
         )
-    if sources is None:
-        train, evaluation = (None if summary is None else UnreadSource(**summary) for summary in found)
-        assert train is not None
-        return train, evaluation
-    return sources
+    if opened is None:
+        known = [None if summary is None else UnreadSource(**summary) for summary in found]
+        opened = [
+            (train, held_out) for train, held_out in zip(known[::2], known[1::2], strict=True) if train is not None
+        ]
+    return joined(config, opened)
 
 
 def _summary(source: ExampleSource) -> dict[str, object]:
@@ -86,18 +86,16 @@ def target_tokens_of_run(source: ExampleSource, *, total_examples: int, seed: in
     """Target tokens of the first `total_examples` examples of a run, exactly. All hosts call it."""
     tokens = 0
     if jax.process_index() == loading_hosts[0]:
-        epochs, part = divmod(total_examples, len(source))
-        tokens = epochs * source.num_target_tokens
-        if source.num_target_tokens == len(source) * source.num_tokens:  # every row is full
-            tokens += part * source.num_tokens
-        elif part:
-            first = epochs * len(source)
-            # Of an epoch's parts before and after this place, the smaller one is counted.
-            before = 2 * part <= len(source)
-            first, count = (first, part) if before else (first + part, len(source) - part)
-            counted = 0
-            for at in range(first, first + count, _IDS_AT_A_TIME):
-                some = min(_IDS_AT_A_TIME, first + count - at)
-                counted += source.count_targets(example_ids(at, some, num_examples=len(source), seed=seed))
-            tokens += counted if before else source.num_target_tokens - counted
+        first = 0
+        if isinstance(source, MixtureSource) and source.stream:  # what earlier mixtures gave, the run has counted
+            first, tokens = source.stream.last.examples_seen, source.stream.last.tokens_seen
+        tokens += target_tokens_between(source, first, max(total_examples, first), seed=seed)
     return value_of_host(loading_hosts[0], tokens)
+
+
+def source_tokens_of_run(
+    source: MixtureSource, first: int, stop: int, *, seed: int, loading_hosts: Sequence[int]
+) -> dict[str, int]:
+    """Target tokens of each source at positions of a run, by name; `MixtureSource.target_tokens`. All hosts call it."""
+    reads = jax.process_index() == loading_hosts[0]
+    return value_of_host(loading_hosts[0], source.target_tokens(first, stop, seed) if reads else None)

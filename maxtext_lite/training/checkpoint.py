@@ -15,6 +15,8 @@ import orbax.checkpoint as ocp
 from maxtext_lite.config import Config, ModelConfig, RLRunConfig, RunConfig, UserError, adapted_weights
 from maxtext_lite.config.errors import full_text
 from maxtext_lite.config.load import defaults_of
+from maxtext_lite.data.mixture_history import as_json, history_before_names
+from maxtext_lite.data.mixture_source import MIXTURE
 from maxtext_lite.parallel import value_of_host
 from maxtext_lite.training.failures import Failures
 from maxtext_lite.training.local_updates import OuterState
@@ -104,6 +106,9 @@ class Checkpointer:
       failures: collects what cannot be written.
       say: takes sentences about checkpoints, some from a background thread; called on the first host.
       holds: see `Saver`.
+    Attributes:
+      mixtures: the history of the run's mixtures, as JSON: that of the checkpoint which was restored, and what further
+        ones are saved with.
     """
 
     def __init__(
@@ -122,6 +127,7 @@ class Checkpointer:
         self._failures = Failures() if failures is None else failures
         self._say = say if jax.process_index() == 0 else lambda _: None
         self._failures.on_first_host(self._directory, self._prepare)
+        self.mixtures: list[dict[str, Any]] = []
         self._saver = Saver(self._failures, holds)
         self._newest = self._find_newest()
 
@@ -146,6 +152,7 @@ class Checkpointer:
         layer_dims = list(layer_dims_of(state.plain_params))
         counted = dataclasses.asdict(counts)
         about = {"format": FORMAT, **counted, "layer_dims": layer_dims, "fingerprint": self._fingerprint}
+        about["mixtures"] = self.mixtures
         items = {
             "params": ocp.args.StandardSave(state.model_params),
             "update_state": ocp.args.StandardSave(_update_state(state)),
@@ -205,6 +212,7 @@ class Checkpointer:
                 f"load_parameters_path={self._directory.parent} for its parameters."
             )
         self._refuse_other_run(step, about["fingerprint"])
+        self.mixtures = about.get("mixtures") or as_json(history_before_names(about["fingerprint"][_DATA]))
         wanted = {"params": abstract.model_params, "update_state": _update_state(abstract)}
         dealing = Dealing.of(abstract.plain_params, tuple(about["layer_dims"]))
         # With local updates, all of the update's state has replicas before layers.
@@ -228,6 +236,8 @@ class Checkpointer:
     def _refuse_other_run(self, step: int, saved: dict[str, Any]) -> None:
         here, saved = self._fingerprint, _as_written_now(saved)
         keys = sorted(key for key in saved.keys() | here.keys() if saved.get(key) != here.get(key))
+        if any(fingerprint[_DATA].startswith(MIXTURE) for fingerprint in (here, saved)):
+            keys = [key for key in keys if key != _DATA]  # the history says which sources are which
         where = f"the checkpoint of step {step} in {self._directory}"
         if _ADAFACTOR in here and saved.get("optimizer") == here["optimizer"] and _ADAFACTOR not in saved:
             raise UserError(

@@ -56,7 +56,7 @@ class FeedSteps:
             run.plan,
             sharding=sharding(run.mesh, TRAIN_BATCH_AXES),
             examples_seen=counts.examples_seen,
-            num_steps=run.plan.steps_left(counts.step, counts.examples_seen),
+            num_steps=run.steps_left(counts),
             seed=run.config.data_shuffle_seed,
             worker_count=run.config.grain_worker_count,
         )

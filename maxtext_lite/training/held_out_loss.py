@@ -6,9 +6,9 @@ from typing import cast
 import jax
 from jax.stages import Wrapped
 
-from maxtext_lite.data import DeviceBatch, ExampleSource, evaluation_batches
+from maxtext_lite.data import DeviceBatch, ExampleSource, MixtureSource, evaluation_batches, named_sources
 from maxtext_lite.parallel import sharding
-from maxtext_lite.training.arrays import Params, Tree
+from maxtext_lite.training.arrays import Params, Record, Tree
 from maxtext_lite.training.metrics import evaluation_text
 from maxtext_lite.training.objective import NEXT_TOKEN, ScoredObjective
 from maxtext_lite.training.run import TrainingRun
@@ -42,13 +42,22 @@ class HeldOutLoss:
         self._run, self._objective = run, cast(ScoredObjective, run.parts.objective)
         self._eval_step = make_eval_step(run.parts)
 
-    def of(self, state: TrainState, step: int) -> tuple[dict[str, float | int], str]:
+    def of(self, state: TrainState, step: int) -> tuple[Record, str]:
         """See `loop.Evaluation`."""
         del step
         run = self._run
         assert run.eval_source is not None
         where = sharding(run.mesh, EVAL_BATCH_AXES)
-        with evaluation_batches(run.eval_source, run.plan, sharding=where, eval_steps=run.config.eval_steps) as batches:
-            params = run.decoder.joined(state.model_params, state.frozen)
-            found = evaluate(self._eval_step, params, batches, self._objective)
-        return found, evaluation_text(found)
+        params = run.decoder.joined(state.model_params, state.frozen)
+        scores: dict[str, list[Tree]] = {}
+        for name, source in named_sources(run.eval_source).items():
+            with evaluation_batches(source, run.plan, sharding=where, eval_steps=run.config.eval_steps) as batches:
+                scores[name] = list(scores_of(self._eval_step, params, batches))
+        found: Record = {**self._objective.evaluation([each for of_source in scores.values() for each in of_source])}
+        text = evaluation_text(found)
+        if isinstance(run.eval_source, MixtureSource):
+            found["eval_losses"] = {
+                name: self._objective.evaluation(each)["eval_loss"] for name, each in scores.items()
+            }
+            text += "".join(f"  {name} {loss:.4f}" for name, loss in found["eval_losses"].items())
+        return found, text

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import optax
@@ -67,7 +67,7 @@ class Evaluation(Protocol):
         """Whether it is also judged untrained, at step 0."""
         ...
 
-    def of(self, state: TrainState, step: int) -> tuple[Mapping[str, float | int], str]:
+    def of(self, state: TrainState, step: int) -> tuple[Mapping[str, Any], str]:
         """The entries of an evaluation's record, and what the terminal says of them. All hosts call it."""
         ...
 
@@ -167,7 +167,7 @@ def train_run(run: TrainingRun[Data], begin: Begin, callbacks: Sequence[Callback
         open_things.callback(terminal.close)
         open_things.enter_context(run.opened(terminal.say))
         state, counts = run.restore_or_init()
-        left = run.plan.steps_left(counts.step, counts.examples_seen)
+        left = run.steps_left(counts)
         if not left:
             terminal.say(f"nothing to do: {run.directory} has {counts.step} steps already, which is all")
             return RunResult(run.directory, counts.step, None, None, False, run.is_first, state)
@@ -283,7 +283,7 @@ class _Loop:
         step = self.log.counts.step
         found, text = self.evaluation.of(state, step)
         self.eval_loss = found.get("eval_loss")
-        record = {"step": step, **found}
+        record = {"step": step, **found, **self.run.token_shares(self.log.counts)}
         self.log.write(record)
         self.terminal.say(f"step {step}/{self.terminal.last_step}  {text}")
         self._tell(lambda callback: callback.after_evaluation(step, record, state))
@@ -295,5 +295,7 @@ class _Loop:
             saved = "saved" if run.checkpointer else "not saved (enable_checkpointing=false)"
             by = self.signals.received.name if self.signals.received else "another host"
             self.terminal.say(f"stopped by {'a callback' if ended else by} after step {log.counts.step}, {saved}")
+        for name, shares in run.token_shares(log.counts).items():
+            self.terminal.say(f"{name}: " + ", ".join(f"{source} {share:.4%}" for source, share in shares.items()))
         log.advise()
         return RunResult(run.directory, log.counts.step, log.loss, self.eval_loss, interrupted, run.is_first, state)

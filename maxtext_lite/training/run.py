@@ -28,9 +28,18 @@ from maxtext_lite.config.hf.adapter import adapter_of
 from maxtext_lite.config.hf.config import CARRIED, has_hf_weights, hf_directory, tokenizer_keys
 from maxtext_lite.data import (
     ExampleSource,
+    MixtureSource,
+    history_now,
+    in_run,
+    mixture_table,
+    mixture_text,
     open_sources_on_hosts,
+    sentences_on_ends,
+    source_tokens_of_run,
+    steps_left,
     target_tokens_of_run,
 )
+from maxtext_lite.data.mixture_history import History, as_json
 from maxtext_lite.hf import carry_files
 from maxtext_lite.models import Decoder
 from maxtext_lite.parallel import accelerator_of, start_devices, tree_shardings
@@ -89,6 +98,7 @@ class TrainingRun(Generic[Data]):
       is_first: this process writes the run directory.
       failures: what could not be written.
       checkpointer: None where enable_checkpointing is false, and before `opened`.
+      history: the mixtures that the run has had, once its state is there; () where its data cannot be mixed.
     Args:
       own: what of a step is not as the config says.
       devices: those that train; None: all.
@@ -124,6 +134,8 @@ class TrainingRun(Generic[Data]):
             )
         self.failures = Failures()
         self.checkpointer: Checkpointer | None = None
+        self.history: History = ()
+        self._source_tokens: tuple[int, dict[str, int]] | None = None
         self._lease: Lease | None = None
 
     @contextlib.contextmanager
@@ -219,14 +231,20 @@ class TrainingRun(Generic[Data]):
         return learning_rate_schedule(config, last=last, units_per_step=total / last)
 
     def restore_or_init(self) -> tuple[TrainState, Counts]:
-        """The state and counts of the newest checkpoint, or those of a new run."""
+        """The state and counts of the newest checkpoint, or those of a new run; gives the source its history.
+
+        Raises:
+          UserError: the checkpoint is of another run, or a source has changed or would pass its max_epochs.
+        """
         abstract = self.abstract_state
         if self.checkpointer and self.checkpointer.latest_step() is not None:
             state, counts = self.checkpointer.restore(abstract)
+            self._mix(self.checkpointer.mixtures, counts)
             if self.parts.optimizer.has_ended(counts.skipped_in_a_row):  # by a limit that is lower than it was
                 none = jax.device_put(jax.numpy.int32(0), abstract.skipped_in_a_row.sharding)
                 state = dataclasses.replace(state, skipped_in_a_row=none)
             return state, counts
+        self._mix([], Counts())
         path = self.config.load_parameters_path
         if path:  # before anything is compiled: it may not be there, or not fit
             adapter = adapter_of(path)
@@ -236,13 +254,45 @@ class TrainingRun(Generic[Data]):
             return state_from(self.parts, params, self.config.seed, adapters), Counts()
         return init_state(self.parts, self.config.seed), Counts()
 
+    def _mix(self, saved: Sequence[dict[str, Any]], counts: Counts) -> None:
+        seen = {"examples_seen": counts.examples_seen, "tokens_seen": counts.tokens_seen}
+        self.history = history_now(self.config, self.source, saved, **seen)
+        self.source = cast(Data, in_run(cast(ExampleSource, self.source), self.history))
+        if self.checkpointer:
+            self.checkpointer.mixtures = as_json(self.history)
+
+    def steps_left(self, counts: Counts) -> int:
+        """Steps that remain after those of `counts`, in the data too.
+
+        Raises:
+          UserError: a source would pass its max_epochs.
+        """
+        seen = {"step": counts.step, "examples_seen": counts.examples_seen}
+        return steps_left(self.config, self.plan, self.source, **seen)
+
+    def token_shares(self, counts: Counts) -> dict[str, dict[str, float]]:
+        """Each source's share of the target tokens since the mixture last changed; {} without a mixture.
+
+        All hosts call it, each time with counts that are no less than before.
+        """
+        source = self.source
+        if not isinstance(source, MixtureSource) or source.stream is None:
+            return {}
+        first, tokens = self._source_tokens or (source.stream.last.examples_seen, {})
+        seed, hosts = self.config.data_shuffle_seed, self.plan.loading_hosts
+        more = source_tokens_of_run(source, first, counts.examples_seen, seed=seed, loading_hosts=hosts)
+        tokens = {name: tokens.get(name, 0) + n for name, n in more.items()}
+        self._source_tokens = counts.examples_seen, tokens
+        return {"source_token_shares": {name: n / max(sum(tokens.values()), 1) for name, n in tokens.items()}}
+
     def introduce(self, terminal: Terminal, counts: Counts) -> None:
         """Prints the config and the plan, and writes them into the run directory. All hosts call it.
 
         Raises:
           UserError: they cannot be written; on all hosts.
         """
-        self.failures.on_first_host(self.directory, self._write_about)
+        end = self.plan.examples_after(self.steps_left(counts), counts.examples_seen)
+        self.failures.on_first_host(self.directory, lambda: self._write_about(end))
         if not self.is_first:
             return
         terminal.say(describe(self.config))
@@ -262,6 +312,10 @@ class TrainingRun(Generic[Data]):
         for name, source in (("training", self.source), ("held-out", self.eval_source)):
             for note in () if source is None else source.notes:
                 terminal.say(f"{name} data: {note}")
+        if table := mixture_table(self.source, counts.examples_seen, end):
+            terminal.say(mixture_text(table))
+        for sentence in sentences_on_ends(self.config, self.source, end):
+            terminal.say(sentence)
         unknown = why_unknown(
             num_replicas=self.plan.mesh["data"],
             accumulation=self.plan.gradient_accumulation_steps,
@@ -273,15 +327,20 @@ class TrainingRun(Generic[Data]):
         if counts.step:
             terminal.say(f"resuming {self.directory} after step {counts.step}")
 
-    def _write_about(self) -> None:
-        """Config, plan and environment, and what came with the parameters."""
+    def _write_about(self, end: int) -> None:
+        """Config, plan and environment, and what came with the parameters.
+
+        Args:
+          end: examples that the run has seen at its end.
+        """
         with writing(self.directory / "config.yml"):
             write_resolved(self.config, self.directory / "config.yml")
         path = self.config.load_parameters_path
         if carried := hf_directory(path) if path else None:  # so that the run can be exported and talked to
             own = self.config.tokenizer_path == tokenizer_keys(carried).get("tokenizer_path", "")
             carry_files(carried, self.directory / "hf", but=() if own else CARRIED[1:])
-        _write_json(self.directory / "plan.json", self.plan.to_json())
+        mixture = mixture_table(self.source, 0, end)
+        _write_json(self.directory / "plan.json", self.plan.to_json() | ({"mixture": mixture} if mixture else {}))
         _write_json(self.directory / "environment.json", environment())
 
     @property
@@ -316,7 +375,11 @@ def open_run(config: Config, sources: Sources | None = None, own: OwnParts = CON
         begins_as_elsewhere=comes_from_elsewhere(config),
     )
     plan = make_plan(config, **machine, num_examples=len(source))
-    return TrainingRun(config, plan, source=source, eval_source=eval_source, own=own)
+    run = TrainingRun(config, plan, source=source, eval_source=eval_source, own=own)
+    if not any((run.directory / "checkpoints").glob("*")):  # of others, their history says what sources have given
+        history = history_now(config, source, [], examples_seen=0, tokens_seen=0)
+        steps_left(config, plan, in_run(source, history), step=0, examples_seen=0)
+    return run
 
 
 def machine_of(devices: Sequence[Device]) -> dict[str, Any]:

@@ -155,3 +155,20 @@ def test_a_length_that_nothing_states_is_refused_also_without_load_config():
 def test_a_batch_that_does_not_fit_is_trained_as_a_short_one():
     plan = plan_of("num_epochs=1", "last_batch=train", num_examples=10)
     assert (plan.steps, plan.last_batch_examples, plan.total_examples) == (1, 10, 10)
+
+
+@pytest.mark.parametrize("length", [RunLength(SEEDS_RAMP.all_stages, 12, None, False), epochs(26, short=True),
+                                    epochs(26, short=False)])  # fmt: skip
+def test_steps_at_once_lead_where_they_lead_one_by_one(length):
+    for step, start in [(0, 0), (4, 4), (2, 9), (11, 16), (3, 30)]:
+        seen = start
+        for _ in range(length.steps_left(step, start)):
+            seen += length.step_examples(seen)
+        assert length.examples_after(length.steps_left(step, start), start) == seen
+    stated = RunLength(SEEDS_RAMP.all_stages, 12, None, False)
+    for end in (0, 4, 8, 17, 24, 30):
+        seen = steps = 0
+        while seen + stated.step_examples(seen) <= end:
+            seen, steps = seen + stated.step_examples(seen), steps + 1
+        assert stated.steps_within(0, end) == steps
+    assert stated.steps_within(9, 8) == 0

@@ -15,6 +15,8 @@ REFUSED = {
                                   "it. Nearest that works: tokenizer_type=byte.",
     "dataset_path=": "dataset_path is empty, but dataset_type=text reads a file, directory or glob: name it. "
                      "Nearest that works: dataset_type=synthetic.",
+    "mixture_exhausted=drop": "mixture_exhausted=drop has no use without a list of sources in dataset_path. Nearest "
+                              "that works: error.",
     "objective=sft": "objective=sft contradicts dataset_type=text, whose data are for pretrain. Nearest that work: "
                      "objective=pretrain or dataset_type=sft.",
     "chat_template=x.jinja": "chat_template=x.jinja has no use with dataset_type=text. Nearest that work: "
@@ -152,3 +154,21 @@ def test_what_is_learned_is_what_the_data_are_for(overrides, message):
     for kind, objective in (("text", "pretrain"), ("synthetic", "pretrain"), ("sft", "sft"), ("dpo", "dpo")):
         config = load_config(None, [f"dataset_type={kind}", f"objective={objective}"])
         assert config.rows_per_example == (2 if kind == "dpo" else 1)
+
+
+@pytest.mark.parametrize(("overrides", "problem"), [
+    ("dataset_type=dpo", "dataset_path=[{\"path\": \"a\", \"weight\": 1, \"max_epochs\": -1, \"name\": \"a\"}, "
+     "{\"path\": \"b\", \"weight\": 2, \"max_epochs\": -1, \"name\": \"b\"}] lists sources, which dataset_type=dpo "
+     "does not mix. Nearest that work: dataset_path=a or dataset_type=text."),
+    ("num_epochs=2", "num_epochs=2 has no meaning with the 2 sources of dataset_path, each of which has epochs of its "
+     "own: state steps. Nearest that works: 0."),
+    ("mixture_exhausted=stop", "mixture_exhausted=stop has no use where no source has max_epochs. Nearest that works: "
+     "error."),
+])  # fmt: skip
+def test_what_contradicts_a_mixture_is_refused(overrides, problem):
+    mixture = "dataset_path=[{path: a, weight: 1}, {path: b, weight: 2}]"
+    load_config(None, [mixture])
+    load_config(None, [mixture, "dataset_type=sft"])
+    with pytest.raises(UserError) as refused:
+        load_config(None, [mixture, overrides])
+    assert refused.value.problems == (problem,)

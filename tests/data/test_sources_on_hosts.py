@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from maxtext_lite.config import UserError, load_config
-from maxtext_lite.data import open_sources, open_sources_on_hosts, sources_on_hosts, target_tokens_of_run
+from maxtext_lite.data import example_ids, open_sources, open_sources_on_hosts, sources_on_hosts, target_tokens_of_run
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_the_target_tokens_of_a_run_are_counted_exactly(packing, config):
     config = config.model_copy(update={"packing": packing == "true"})
     source, _ = open_sources(config)
     for total_examples in (0, 1, len(source), 2 * len(source) + 5):
-        ids = sources_on_hosts.example_ids(0, total_examples, num_examples=len(source), seed=3)
+        ids = example_ids(0, total_examples, num_examples=len(source), seed=3)
         by_hand = sum(int((source[int(i)]["weights"] > 0).sum()) for i in ids)
         assert target_tokens_of_run(source, total_examples=total_examples, seed=3, loading_hosts=[0]) == by_hand
 

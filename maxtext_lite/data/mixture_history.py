@@ -1,0 +1,264 @@
+"""The rows of a run whose mixture may change: a closed form over the mixtures that it has had, and from where on each.
+
+That list and the number of examples seen are all that a run must remember: what each source has given, and where it
+goes on, follows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from maxtext_lite.config import UserError
+from maxtext_lite.data.mixture_rule import MixtureRule, position_of, rule_of
+from maxtext_lite.data.order import FILE_ORDER, example_ids
+
+_PLAIN = ""  # the name of a source of a checkpoint that did not say it
+_SALT_BYTES = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class SourcePart:
+    """A source's part in a mixture.
+
+    Attributes:
+      name: for people; a source is known by its fingerprint.
+      fingerprint: of its rows.
+      row_weight: exact, as "3/10"; of the rows of a mixture, those of this source are in proportion to it.
+      most_rows: that the source may give in the whole run; None: any number.
+    """
+
+    name: str
+    fingerprint: str
+    row_weight: str
+    most_rows: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixture:
+    """What a run's rows are mixed of from one place on.
+
+    Attributes:
+      examples_seen: by the run before the mixture's first row; `tokens_seen` its target tokens.
+      parts: in the order of their fingerprints, so that the order in which a config lists them does not matter.
+    """
+
+    examples_seen: int
+    tokens_seen: int
+    parts: tuple[SourcePart, ...]
+
+    @classmethod
+    def of(cls, entries: Mapping[str, Any]) -> Mixture:
+        """The mixture of a checkpoint's JSON."""
+        parts = tuple(SourcePart(**part) for part in entries["parts"])
+        return cls(entries["examples_seen"], entries["tokens_seen"], parts)
+
+    @property
+    def meaning(self) -> list[tuple[str, Fraction, int | None]]:
+        """What the rows follow from; names and the weights' scale are no part of it."""
+        weights = [Fraction(part.row_weight) for part in self.parts]
+        return [
+            (part.fingerprint, weight / sum(weights), part.most_rows)
+            for part, weight in zip(self.parts, weights, strict=True)
+        ]
+
+
+History = tuple[Mixture, ...]
+"""The mixtures of a run, the first from example 0 on."""
+
+
+def history_of(parts: Sequence[SourcePart]) -> History:
+    """That of a run which begins with these parts."""
+    return (Mixture(0, 0, tuple(sorted(parts, key=lambda part: part.fingerprint))),)
+
+
+def history_before_names(fingerprint: str) -> History:
+    """That of a run which had one source and did not record it."""
+    return history_of([SourcePart(_PLAIN, fingerprint, "1", None)])
+
+
+def continued(history: History, parts: Sequence[SourcePart], *, examples_seen: int, tokens_seen: int) -> History:
+    """The history of a run that goes on with these parts after so many examples.
+
+    Raises:
+      UserError: a source has other rows than under this name before.
+    """
+    now = dataclasses.replace(history_of(parts)[0], examples_seen=examples_seen, tokens_seen=tokens_seen)
+    known = {part.fingerprint for mixture in history for part in mixture.parts}
+    named = {part.name: part.fingerprint for mixture in history for part in mixture.parts}
+    changed = [
+        f"dataset_path: the source named {part.name} has other rows than the run's source of that name: its content or "
+        "its tokenizer has changed. Use the text and the tokenizer that the run began with, or give the new source a "
+        "name of its own."
+        for part in now.parts
+        if part.fingerprint not in known and part.name in named
+    ]
+    if changed:
+        raise UserError(changed)
+    if now.meaning == history[-1].meaning:
+        return history
+    earlier = tuple(mixture for mixture in history if mixture.examples_seen < examples_seen)
+    return (*earlier, now)
+
+
+def as_json(history: History) -> list[dict[str, Any]]:
+    """A history as a checkpoint keeps it; `Mixture.of` reads its entries."""
+    return [dataclasses.asdict(mixture) for mixture in history]
+
+
+@dataclasses.dataclass(frozen=True)
+class Stretch:
+    """Rows that one rule mixes: from a mixture's first row, or from where a source was left out.
+
+    Attributes:
+      first: position in the run of its first row; `stop` is that after its last, None: it has no end.
+      sources: fingerprints, in the rule's order.
+      given: rows that each has given before.
+    """
+
+    first: int
+    stop: int | None
+    sources: tuple[str, ...]
+    rule: MixtureRule
+    given: tuple[int, ...]
+
+    def counts(self, examples_seen: int) -> dict[str, int]:
+        """Rows that each of its sources has given by a place in it or at its end."""
+        more = self.rule.counts(examples_seen - self.first)
+        return {name: given + n for name, given, n in zip(self.sources, self.given, more, strict=True)}
+
+
+@dataclasses.dataclass(frozen=True)
+class LeftOut:
+    """A source that has given all the rows it may, and the position in the run where it would have given another."""
+
+    position: int
+    fingerprint: str
+
+
+class RowStream:
+    """Which row each position of a run holds, as its history has it. Picklable, and never changed.
+
+    A source that may give no further row is left out from where its turn comes; the others go on by their weights.
+
+    Attributes:
+      last: the mixture that the run has now.
+      stretches: in order, without gaps; the last one ends only where no source is left.
+      left_out: the sources that the last mixture leaves out, in order.
+      lone: the fingerprint of the source with which alone the run began; None: it began with several.
+    """
+
+    def __init__(self, history: History):
+        first, self.last = history[0].parts, history[-1]
+        self.lone = first[0].fingerprint if len(first) == 1 else None
+        self.stretches: list[Stretch] = []
+        self.left_out: list[LeftOut] = []
+        given: dict[str, int] = {}
+        ends = [mixture.examples_seen for mixture in history[1:]]
+        for mixture, end in zip(history, [*ends, None], strict=True):
+            self.left_out = []
+            start: int | None = mixture.examples_seen
+            live = list(mixture.parts)
+            while live and start is not None:
+                stretch, ended = _stretch(live, start, end, given)
+                self.stretches.append(stretch)
+                if ended is not None:
+                    self.left_out.append(LeftOut(stretch.stop or 0, ended.fingerprint))
+                    live.remove(ended)
+                if stretch.stop is not None:
+                    given |= stretch.counts(stretch.stop)
+                start = stretch.stop if ended is not None else None
+
+    @property
+    def end(self) -> int | None:
+        """The position at which no source has a row left; None: there is none."""
+        return self.stretches[-1].stop
+
+    def rows(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray, list[str]]:
+        """What is at the positions `first .. first + count - 1` of the run.
+
+        Returns:
+          The number of each row's source in the list of fingerprints that is returned too, and the row's position
+          within its source, which counts on through its epochs; int64 [count].
+        """
+        numbers, positions, names = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], dict[str, int]()
+        for stretch in self.within(first, first + count):
+            start, stop = stretch.bounds
+            sources, ranks = stretch.of.rule.rows_at(np.arange(start, stop, dtype=np.int64) - stretch.of.first)
+            own = [names.setdefault(name, len(names)) for name in stretch.of.sources]
+            numbers.append(np.array(own, np.int64)[sources])
+            positions.append(np.array(stretch.of.given, np.int64)[sources] + ranks)
+        found = np.concatenate(numbers)
+        if len(found) != count:
+            raise IndexError(f"rows {first} to {first + count - 1} of a run whose sources end at {self.end}")
+        return found, np.concatenate(positions), list(names)
+
+    def within(self, first: int, stop: int) -> list[PartOfStretch]:
+        """The stretches that hold positions from `first` to `stop` - 1, and which of these."""
+        parts: list[PartOfStretch] = []
+        for stretch in self.stretches:
+            start = max(first, stretch.first)
+            end = stop if stretch.stop is None else min(stop, stretch.stop)
+            if start < end:
+                parts.append(PartOfStretch(stretch, (start, end)))
+        return parts
+
+    def given(self, examples_seen: int) -> dict[str, int]:
+        """Rows that each source has given in the run's first `examples_seen` rows."""
+        counts: dict[str, int] = {}
+        for stretch in self.stretches:
+            if stretch.first <= examples_seen:
+                end = examples_seen if stretch.stop is None else min(examples_seen, stretch.stop)
+                counts |= stretch.counts(end)
+        return counts
+
+    def seed(self, fingerprint: str, seed: int) -> int:
+        """The seed of a source's order, given data_shuffle_seed: that itself for the source that was alone at first."""
+        if seed == FILE_ORDER or fingerprint == self.lone:
+            return seed
+        return int.from_bytes(hashlib.sha256(f"{seed}:{fingerprint}".encode()).digest()[:_SALT_BYTES], "big")
+
+    def salt(self, fingerprint: str) -> int:
+        """What is added to a source's rows where they are hashed; 0 for the source that was alone at first."""
+        if fingerprint == self.lone:
+            return 0
+        return int.from_bytes(hashlib.sha256(fingerprint.encode()).digest()[:_SALT_BYTES], "big")
+
+
+@dataclasses.dataclass(frozen=True)
+class PartOfStretch:
+    """Positions `bounds[0]` to `bounds[1]` - 1 of a run, which one stretch holds."""
+
+    of: Stretch
+    bounds: tuple[int, int]
+
+
+def rows_of_source(positions: np.ndarray, *, num_examples: int, seed: int) -> np.ndarray:
+    """The rows at these positions of one source, whose epochs are orders of their own: `order.example_ids`, of any."""
+    rows = np.empty(len(positions), np.int64)
+    if len(positions):
+        first = int(positions.min())
+        ids = example_ids(first, int(positions.max()) - first + 1, num_examples=num_examples, seed=seed)
+        rows[:] = ids[positions - first]
+    return rows
+
+
+def _stretch(
+    live: Sequence[SourcePart], start: int, end: int | None, given: Mapping[str, int]
+) -> tuple[Stretch, SourcePart | None]:
+    """The rows from `start` that these sources give, and the one of them whose rows end it before `end`."""
+    rule = rule_of([Fraction(part.row_weight) for part in live])
+    before = tuple(given.get(part.fingerprint, 0) for part in live)
+    ended: SourcePart | None = None
+    for number, (part, rows) in enumerate(zip(live, before, strict=True)):
+        if part.most_rows is None:
+            continue
+        stop = start + position_of(rule, number, max(part.most_rows - rows, 0))
+        if end is None or stop < end:
+            end, ended = stop, part
+    return Stretch(start, end, tuple(part.fingerprint for part in live), rule, before), ended

@@ -1,0 +1,226 @@
+"""Which source of a mixture the n-th row comes from, and which of that source's rows it is: a function of n alone.
+
+Nothing is drawn and nothing is stored, so the rows of any positions are known without those before them. Weights are
+exact fractions and all that is rounded is rounded in integers: every host finds the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import heapq
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import TypeAlias
+
+import numpy as np
+
+LONGEST_PERIOD = 2**16
+"""Rows of the longest period that is tabulated."""
+
+_LOW = np.uint64(2**32 - 1)
+_HALF = np.uint64(32)
+
+
+def rule_of(weights: Sequence[Fraction]) -> MixtureRule:
+    """The rule for these weights of rows, of which only the ratios count.
+
+    Raises:
+      ValueError: there is none, or one is not above 0.
+    """
+    if not weights or min(weights) <= 0:
+        raise ValueError(f"no mixture of the weights {[str(weight) for weight in weights]}")
+    total = sum(weights, Fraction(0))
+    shares = tuple(weight / total for weight in weights)
+    period = math.lcm(*(share.denominator for share in shares))
+    if period <= LONGEST_PERIOD:
+        return _periodic(tuple(int(share * period) for share in shares))
+    return _tree(shares)
+
+
+@dataclasses.dataclass(frozen=True)
+class PeriodicRule:
+    """Tijdeman's rule, over one period.
+
+    After any n rows source s has given n x share within `bound` = 1 - 1 / (2k - 2) rows of k sources, 0 of one. So
+    the period, after which each has given a whole number of rows, ends with none owed, and repeats.
+
+    Attributes:
+      source_of: the source of each row of a period, int64.
+      rank_of: how many rows that source has given before it in the period, int64.
+      rows: of each source in a period, int64.
+    Source: Tijdeman 1980, "The chairman assignment problem", Discrete Mathematics 32, theorem 1.
+    """
+
+    source_of: np.ndarray
+    rank_of: np.ndarray
+    rows: np.ndarray
+
+    @property
+    def bound(self) -> Fraction:
+        """Rows by which a source's count may differ from n x its share, after any n rows."""
+        return Fraction(2 * len(self.rows) - 3, 2 * len(self.rows) - 2) if len(self.rows) > 1 else Fraction(0)
+
+    def rows_at(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The source of each of these positions of the mixture, and the position within that source; int64."""
+        periods, places = np.divmod(positions, len(self.source_of))
+        sources = self.source_of[places]
+        return sources, periods * self.rows[sources] + self.rank_of[places]
+
+    def counts(self, n: int) -> list[int]:
+        """Rows that each source has given after n rows."""
+        periods, part = divmod(n, len(self.source_of))
+        begun = np.bincount(self.source_of[:part], minlength=len(self.rows))
+        return [periods * int(whole) + int(more) for whole, more in zip(self.rows, begun, strict=True)]
+
+
+@dataclasses.dataclass(frozen=True)
+class TreeRule:
+    """Huffman's tree over the sources; each node halves its rows in order, as exactly as whole rows can be.
+
+    Of a node's first m rows, floor(m p + 1/2) go left, where p is the left child's share of the node's weight. That
+    differs from m p by at most 1/2, and so does what goes right from m (1 - p). A child of weight w below a node of
+    weight W, of whose rows m differs from n W by e, has thus n w within 1/2 + e w / W. Down to a source of weight w the
+    difference is at most 1/2 the sum of w / W(v) over the nodes v on the way, the source among them and the root not.
+
+    Whatever the weights, that is below 1.68 = psi / 2, psi being the sum of the reciprocals of Fibonacci's numbers:
+    Huffman merges the two lightest, so that a node's sibling weighs no less than each of the node's own children, which
+    were merged before; weights on the way up grow at least as Fibonacci's numbers 1, 1, 2, 3, 5, ... do.
+
+    p is rounded to 64 bits: that moves a count by less than n / 2**63 rows.
+
+    Attributes:
+      children: left and right child of each node, the root first; below 0: source -1 - child. int64 [nodes, 2].
+      left_shares: 2**64 p of each node, uint64.
+      shares: of the sources.
+    Source: for the growth of weights, Buro 1993, "On the maximum length of Huffman codes".
+    """
+
+    children: np.ndarray
+    left_shares: np.ndarray
+    shares: tuple[Fraction, ...]
+
+    @property
+    def bound(self) -> Fraction:
+        """Rows by which a source's count may differ from n x its share, after any n rows up to 2**40."""
+        worst = Fraction(0)
+        waiting = [(0, Fraction(1), Fraction(0))]  # node, weight, and the sum of 1 / W(v) on the way to it
+        while waiting:
+            node, weight, passed = waiting.pop()
+            for side, child in enumerate(self.children[node].tolist()):
+                own = self._weight(node, weight, side)
+                on_the_way = passed + 1 / own
+                if child < 0:
+                    worst = max(worst, own * on_the_way / 2)
+                else:
+                    waiting.append((child, own, on_the_way))
+        return worst + Fraction(1, 2**23)
+
+    def _weight(self, node: int, weight: Fraction, side: int) -> Fraction:
+        left = Fraction(int(self.left_shares[node]), 2**64)
+        return weight * (1 - left if side else left)
+
+    def rows_at(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The source of each of these positions of the mixture, and the position within that source; int64."""
+        sources = np.empty(len(positions), np.int64)
+        ranks = positions.astype(np.uint64)
+        nodes, walking = np.zeros(len(positions), np.int64), np.arange(len(positions))
+        while len(walking):
+            here, rank = nodes[walking], ranks[walking]
+            shares = self.left_shares[here]
+            before = _rounded_share(rank, shares)
+            right = _rounded_share(rank + np.uint64(1), shares) == before
+            ranks[walking] = np.where(right, rank - before, before)
+            nodes[walking] = self.children[here, right.astype(np.int64)]
+            is_source = nodes[walking] < 0
+            sources[walking[is_source]] = -1 - nodes[walking[is_source]]
+            walking = walking[~is_source]
+        return sources, ranks.astype(np.int64)
+
+    def counts(self, n: int) -> list[int]:
+        """Rows that each source has given after n rows."""
+        counts = [0] * len(self.shares)
+        waiting = [(0, n)]
+        while waiting:
+            node, rows = waiting.pop()
+            left = (rows * int(self.left_shares[node]) + 2**63) >> 64
+            for child, given in zip(self.children[node].tolist(), (left, rows - left), strict=True):
+                if child < 0:
+                    counts[-1 - child] = given
+                else:
+                    waiting.append((child, given))
+        return counts
+
+
+MixtureRule: TypeAlias = PeriodicRule | TreeRule
+
+
+def position_of(rule: MixtureRule, source: int, rank: int) -> int:
+    """The position of a mixture at which a source gives its row number `rank`, the first being 0."""
+    low, high = rank, rank + 1
+    while rule.counts(high)[source] <= rank:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if rule.counts(middle)[source] <= rank else (low, middle)
+    return low
+
+
+@functools.lru_cache(maxsize=16)
+def _periodic(rows: tuple[int, ...]) -> PeriodicRule:
+    """The period in which source s gives rows[s] rows.
+
+    Of the sources that may give a row, the one gives it that must do so soonest; of several, the first. Row j of s may
+    be row n, counted from 1, of the mixture once n x share - j >= 1 / (2k - 2), and must be it before n x share - j
+    exceeds 1 - 1 / (2k - 2).
+    """
+    period, unit = sum(rows), max(2 * len(rows) - 2, 1)
+    becoming: list[list[int]] = [[] for _ in range(period + 1)]  # sources whose next row may be given from here on
+    given = [0] * len(rows)
+
+    def wait(source: int, n: int) -> None:
+        first = -(-period * (1 + unit * given[source]) // (unit * rows[source]))
+        becoming[max(first, n)].append(source)
+
+    for source in range(len(rows)):
+        wait(source, 1)
+    ready: list[tuple[int, int]] = []
+    source_of, rank_of = np.zeros((2, period), np.int64)
+    for n in range(1, period + 1):
+        for source in becoming[n]:
+            last = (unit * (given[source] + 1) - 1) * period // (unit * rows[source])
+            heapq.heappush(ready, (last, source))
+        _, source = heapq.heappop(ready)
+        source_of[n - 1], rank_of[n - 1] = source, given[source]
+        given[source] += 1
+        if given[source] < rows[source]:
+            wait(source, n + 1)
+    return PeriodicRule(source_of, rank_of, np.array(rows, np.int64))
+
+
+def _rounded_share(rows: np.ndarray, shares: np.ndarray) -> np.ndarray:
+    """floor(rows x shares / 2**64 + 1/2), exactly; uint64, of products of 128 bits."""
+    rows_high, rows_low, shares_high, shares_low = rows >> _HALF, rows & _LOW, shares >> _HALF, shares & _LOW
+    low, left, right = rows_low * shares_low, rows_high * shares_low, rows_low * shares_high
+    middle = (low >> _HALF) + (left & _LOW) + (right & _LOW)
+    high = rows_high * shares_high + (left >> _HALF) + (right >> _HALF) + (middle >> _HALF)
+    return high + ((middle >> np.uint64(31)) & np.uint64(1))
+
+
+@functools.lru_cache(maxsize=16)
+def _tree(shares: tuple[Fraction, ...]) -> TreeRule:
+    # The lightest two are merged; of equal weights, the one that was there first.
+    waiting = [(share, -1 - source) for source, share in enumerate(shares)]
+    order = {node: number for number, (_, node) in enumerate(waiting)}
+    heap = [(share, order[node], node) for share, node in waiting]
+    heapq.heapify(heap)
+    merged: list[tuple[int, int, Fraction]] = []
+    while len(heap) > 1:
+        (light, _, one), (heavy, _, other) = heapq.heappop(heap), heapq.heappop(heap)
+        merged.append((one, other, light / (light + heavy)))
+        heapq.heappush(heap, (light + heavy, len(shares) + len(merged), len(merged) - 1))
+    last = len(merged) - 1  # the root, which is to be node 0
+    children = [[child if child < 0 else last - child for child in pair[:2]] for pair in reversed(merged)]
+    left = [min(max(round(share * 2**64), 1), 2**64 - 1) for _, _, share in reversed(merged)]
+    return TreeRule(np.array(children, np.int64), np.array(left, np.uint64), shares)

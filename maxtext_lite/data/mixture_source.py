@@ -1,0 +1,257 @@
+"""Several sources as one, of which a run's history says what is mixed of them; and one source, whose mixture is it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+
+from maxtext_lite.config import DataConfig, SourceList, UserError
+from maxtext_lite.config.source_list import name_of_path
+from maxtext_lite.data.examples import check_id
+from maxtext_lite.data.mixture_history import RowStream, SourcePart, rows_of_source
+from maxtext_lite.data.order import example_ids
+from maxtext_lite.data.own_examples import OwnExamples
+from maxtext_lite.data.sources import ExampleSource, open_sources
+
+MIXTURE = "mixture:"
+"""What the fingerprint of a mixture begins with: the run's history says which sources it had when."""
+
+_MOST_COUNTED = 2**20  # ids at a time
+
+Opened = tuple[ExampleSource, ExampleSource | None]
+"""Training examples, and held-out ones."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MixtureSource:
+    """Sources whose examples are numbered through: those of the first, then those of the second, and so on.
+
+    Attributes:
+      parts: what each has in the mixture, in the order of their fingerprints; of held-out examples those that training
+        has.
+      sources: in the same order.
+      stream: which example each position of the run holds; None: nothing is asked of the run (held-out examples).
+    """
+
+    parts: tuple[SourcePart, ...]
+    sources: tuple[ExampleSource, ...]
+    stream: RowStream | None = None
+
+    @functools.cached_property
+    def _first_ids(self) -> np.ndarray:
+        return np.cumsum([0, *(len(source) for source in self.sources)], dtype=np.int64)
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the sources; their weights are no part of it."""
+        return MIXTURE + ",".join(part.fingerprint for part in self.parts)
+
+    @property
+    def fields(self) -> Sequence[str]:
+        """See `ExampleSource`; the same of all sources."""
+        return self.sources[0].fields
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """Those of the sources, with their names."""
+        named = zip(self.parts, self.sources, strict=True)
+        return [f"{part.name}: {note}" for part, source in named for note in source.notes]
+
+    @property
+    def num_tokens(self) -> int:
+        """See `ExampleSource`; the same of all sources."""
+        return self.sources[0].num_tokens
+
+    @property
+    def num_target_tokens(self) -> int:
+        """Target tokens of all examples."""
+        return sum(source.num_target_tokens for source in self.sources)
+
+    def __len__(self) -> int:
+        return int(self._first_ids[-1])
+
+    def __getitem__(self, example_id: int) -> dict[str, np.ndarray]:
+        """One example. Raises IndexError outside [0, len)."""
+        check_id(example_id, len(self))
+        number = int(np.searchsorted(self._first_ids, example_id, side="right")) - 1
+        return self.sources[number][example_id - int(self._first_ids[number])]
+
+    def count_targets(self, example_ids: np.ndarray) -> int:
+        """Target tokens of these examples, each counted as often as it stands there."""
+        numbers = self._numbers(example_ids)
+        return sum(
+            source.count_targets(example_ids[numbers == number] - first)
+            for number, (source, first) in enumerate(zip(self.sources, self._first_ids.tolist(), strict=False))
+        )
+
+    def _numbers(self, ids: np.ndarray) -> np.ndarray:
+        """For each example, the number of its source; int64."""
+        return np.searchsorted(self._first_ids, ids, side="right") - 1
+
+    def with_stream(self, stream: RowStream) -> MixtureSource:
+        """The same sources in a run of this history."""
+        return dataclasses.replace(self, stream=stream)
+
+    def ids_of_run(self, first: int, count: int, seed: int) -> np.ndarray:
+        """The examples at these positions of the run, int64."""
+        numbers, positions, fingerprints = self._stream.rows(first, count)
+        ids = np.empty(count, np.int64)
+        places = {part.fingerprint: place for place, part in enumerate(self.parts)}
+        for number, fingerprint in enumerate(fingerprints):
+            own, place = numbers == number, places[fingerprint]
+            rows = rows_of_source(
+                positions[own], num_examples=len(self.sources[place]), seed=self._stream.seed(fingerprint, seed)
+            )
+            ids[own] = self._first_ids[place] + rows
+        return ids
+
+    def hashed(self, ids: np.ndarray) -> np.ndarray:
+        """What `order.examples_hash` is to take in place of ids, which change with the list of sources; uint64."""
+        hashed = np.empty(len(ids), np.uint64)
+        numbers = self._numbers(ids)
+        for number, part in enumerate(self.parts):
+            own = numbers == number
+            rows = (ids[own] - self._first_ids[number]).astype(np.uint64)
+            hashed[own] = rows + np.uint64(self._stream.salt(part.fingerprint))
+        return hashed
+
+    def epochs(self, examples_seen: int) -> dict[str, float]:
+        """How often each source has been read by a place of the run, by name."""
+        given = self._stream.given(examples_seen)
+        named = zip(self.parts, self.sources, strict=True)
+        return {part.name: given.get(part.fingerprint, 0) / len(source) for part, source in named}
+
+    def target_tokens(self, first: int, stop: int, seed: int) -> dict[str, int]:
+        """Target tokens that each source gives from one place of the run to another, by name; exactly."""
+        before, after = self._stream.given(first), self._stream.given(stop)
+        return {
+            part.name: _target_tokens(
+                source,
+                before.get(part.fingerprint, 0),
+                after.get(part.fingerprint, 0),
+                self._stream.seed(part.fingerprint, seed),
+            )
+            for part, source in zip(self.parts, self.sources, strict=True)
+        }
+
+    @property
+    def _stream(self) -> RowStream:
+        assert self.stream is not None, "these examples belong to no run"
+        return self.stream
+
+
+def each_config(config: DataConfig) -> list[DataConfig]:
+    """The config of each source by itself; a held-out text of its own comes with the first."""
+    if not isinstance(config.dataset_path, SourceList):
+        return [config]
+    first, *others = [{"dataset_path": entry.path} for entry in config.dataset_path.entries]
+    none = {"eval_dataset_path": "", "eval_fraction": 0.0} if config.eval_dataset_path else {}
+    return [config.model_copy(update=update) for update in [first, *(other | none for other in others)]]
+
+
+def joined(config: DataConfig, opened: Sequence[Opened]) -> Opened:
+    """What was opened for each of `each_config`, as one: itself where the config lists no sources.
+
+    Raises:
+      UserError: two sources have the same rows.
+    """
+    if not isinstance(config.dataset_path, SourceList):
+        return opened[0]
+    parts = parts_of(config, [training for training, _ in opened])
+    training = _in_order(parts, [training for training, _ in opened])
+    held_out = [(part, source) for part, (_, source) in zip(parts, opened, strict=True) if source is not None]
+    if not held_out or config.eval_dataset_path:
+        return training, opened[0][1]
+    return training, _in_order(*zip(*held_out, strict=True))
+
+
+def open_mixture(config: DataConfig, *, vocab_size: int | None = None) -> Opened:
+    """`open_sources` of each source that the config lists, as one.
+
+    Raises:
+      UserError: one could not be opened, or two have the same rows.
+    """
+    return joined(config, [open_sources(each, vocab_size=vocab_size) for each in each_config(config)])
+
+
+def parts_of(config: DataConfig, sources: Sequence[ExampleSource]) -> list[SourcePart]:
+    """What each source has in the mixture of a config; of a single source all.
+
+    A weight is one of target tokens: rows are in proportion to it over the mean target tokens of the source's rows.
+
+    Raises:
+      UserError: two sources have the same rows.
+    """
+    if isinstance(sources[0], MixtureSource):
+        return list(sources[0].parts)
+    if isinstance(sources[0], OwnExamples):
+        return [SourcePart("", sources[0].fingerprint, "1", None)]
+    if not isinstance(config.dataset_path, SourceList):
+        return [SourcePart(name_of_path(config.dataset_path), sources[0].fingerprint, "1", None)]
+    parts: dict[str, SourcePart] = {}
+    for entry, source in zip(config.dataset_path.entries, sources, strict=True):
+        if twin := parts.get(source.fingerprint):
+            raise UserError(
+                f"dataset_path: the sources {twin.name} and {entry.name} have the same rows. Leave out one, and "
+                "give the other the sum of their weights."
+            )
+        most = None if entry.max_epochs == -1 else int(entry.max_epochs * len(source))
+        weight = entry.weight * len(source) / source.num_target_tokens
+        parts[source.fingerprint] = SourcePart(entry.name, source.fingerprint, str(weight), most)
+    return list(parts.values())
+
+
+def _in_order(parts: Sequence[SourcePart], sources: Sequence[ExampleSource]) -> MixtureSource:
+    ordered = sorted(zip(parts, sources, strict=True), key=lambda pair: pair[0].fingerprint)
+    return MixtureSource(tuple(part for part, _ in ordered), tuple(source for _, source in ordered))
+
+
+def named_sources(source: ExampleSource) -> dict[str, ExampleSource]:
+    """The sources of a mixture by name; of any other, itself under an empty one."""
+    if not isinstance(source, MixtureSource):
+        return {"": source}
+    return {part.name: each for part, each in zip(source.parts, source.sources, strict=True)}
+
+
+def ids_of_run(source: ExampleSource, first: int, count: int, *, seed: int) -> np.ndarray:
+    """The examples at the positions `first` to `first + count - 1` of a run, of one source or of a mixture; int64."""
+    if isinstance(source, MixtureSource):
+        return source.ids_of_run(first, count, seed)
+    return example_ids(first, count, num_examples=len(source), seed=seed)
+
+
+def target_tokens_between(source: ExampleSource, first: int, stop: int, *, seed: int) -> int:
+    """Target tokens of the examples at the positions `first` to `stop` - 1 of a run, exactly."""
+    if isinstance(source, MixtureSource):
+        return sum(source.target_tokens(first, stop, seed).values())
+    return _target_tokens(source, first, stop, seed)
+
+
+def _target_tokens(source: ExampleSource, first: int, stop: int, seed: int) -> int:
+    """Of one source's positions; of an epoch's part or the rest of it, the smaller is counted."""
+    if source.num_target_tokens == len(source) * source.num_tokens:  # every row is full
+        return (stop - first) * source.num_tokens
+
+    def count(start: int, end: int) -> int:
+        pieces = [(at, min(at + _MOST_COUNTED, end)) for at in range(start, end, _MOST_COUNTED)]
+        return sum(
+            source.count_targets(example_ids(at, to - at, num_examples=len(source), seed=seed)) for at, to in pieces
+        )
+
+    tokens = 0
+    while first < stop:
+        epoch, place = divmod(first, len(source))
+        here = min(stop - first, len(source) - place)
+        if here == len(source):  # this and all other whole epochs
+            here = (stop - first) // len(source) * len(source)
+            tokens += here // len(source) * source.num_target_tokens
+        elif 2 * here <= len(source):
+            tokens += count(first, first + here)
+        else:
+            start, end = epoch * len(source), (epoch + 1) * len(source)
+            tokens += source.num_target_tokens - count(start, first) - count(first + here, end)
+        first += here
+    return tokens

@@ -1,0 +1,101 @@
+import pytest
+
+from maxtext_lite.batching import make_plan
+from maxtext_lite.config import UserError, load_config
+from maxtext_lite.data.mixture_history import as_json, history_of
+from maxtext_lite.data.mixture_of_run import (
+    history_now,
+    in_run,
+    mixture_table,
+    mixture_text,
+    sentences_on_ends,
+    steps_left,
+)
+from maxtext_lite.data.mixture_source import MixtureSource, parts_of
+from tests.data.test_feed import NumberedSource
+
+SIZES = {"a": 20, "b": 100}
+
+
+def begun(*keys, a="max_epochs: 1.5", b=""):
+    """A run of two equal halves: a has 20 examples, and with max_epochs of 1.5 gives 30."""
+    entries = f"[{{path: a, weight: 1, {a}}}, {{path: b, weight: 1, {b}}}]"
+    config = load_config(None, [f"dataset_path={entries}", "per_device_batch_size=8", "warmup_steps=0", *keys])
+    sources = [NumberedSource(size, fingerprint=f"rows of {name}") for name, size in SIZES.items()]
+    parts = parts_of(config, sources)
+    assert [part.most_rows for part in parts] == [30 if a else None, 300 if b else None]
+    source = MixtureSource(tuple(parts), tuple(sources))
+    history = history_now(config, source, [], examples_seen=0, tokens_seen=0)
+    return config, make_plan(config, num_devices=1), in_run(source, history)
+
+
+def left(run, step=0, examples_seen=0):
+    return steps_left(*run, step=step, examples_seen=examples_seen)
+
+
+def test_a_source_that_would_pass_its_max_epochs_is_refused_before_the_run():
+    """a's row number 30 would be example 60 (rows 0, 2, ... are a's): 7 batches of 8 end before it, 8 do not."""
+    assert left(begun("steps=7")) == 7
+    with pytest.raises(UserError) as error:
+        left(begun("steps=8"))
+    assert error.value.problems == (
+        "dataset_path: max_epochs of the source a is reached at example 60, and the run has 64. Nearest that work: "
+        "steps=7, mixture_exhausted=stop, mixture_exhausted=drop or a larger max_epochs.",
+    )
+    assert left(begun("steps=99", a="")) == 99
+
+
+def test_a_run_that_stops_there_has_the_whole_batches_before_it():
+    run = begun("steps=20", "mixture_exhausted=stop")
+    assert left(run) == 7
+    assert left(run, step=5, examples_seen=40) == 2
+    assert left(run, step=9, examples_seen=56) == 0
+    assert sentences_on_ends(run[0], run[2], 56) == [
+        "a has given all rows of its max_epochs when its turn comes at example 60: the run ends with example 56"
+    ]
+    with pytest.raises(UserError, match=r"the run has 640\. Nearest that work: mixture_exhausted=drop"):
+        left(begun("steps=10", "mixture_exhausted=stop", "per_device_batch_size=64"))
+    ramp = ["enable_rampup_batch_size=true", "per_device_batch_size_start=4", "per_device_batch_size_increment=4",
+            "global_rampup_samples=16"]  # fmt: skip
+    assert left(begun("steps=20", "mixture_exhausted=stop", *ramp)) == 4 + 5  # 4 x 4 + 5 x 8 = 56
+
+
+def test_a_run_that_drops_it_goes_on_until_nothing_is_left():
+    """a's 30 rows and b's 300: 330 examples, 41 whole batches of 8."""
+    run = begun("steps=41", "mixture_exhausted=drop", b="max_epochs: 3")
+    assert left(run) == 41
+    assert run[2].stream.end == 330
+    with pytest.raises(UserError) as error:
+        left(begun("steps=42", "mixture_exhausted=drop", b="max_epochs: 3"))
+    assert error.value.problems == (
+        "dataset_path: max_epochs leaves no source after example 330, and the run has 336. Nearest that work: "
+        "steps=41, mixture_exhausted=stop or a larger max_epochs.",
+    )
+    assert sentences_on_ends(run[0], run[2], 60) == []
+    (said,) = sentences_on_ends(run[0], run[2], 61)
+    assert said.endswith("at example 60: the others go on")
+    table = mixture_table(run[2], 0, 328)
+    assert {row["name"]: (row["rows"], row["epochs"]) for row in table} == {"a": (30, 1.5), "b": (298, 2.98)}
+    assert [row["token_share"] for row in table] == [30 / 328, 298 / 328]
+    assert {row["name"]: row["rows"] for row in mixture_table(run[2], 60, 999)} == {"a": 0, "b": 270}
+    lines = mixture_text(table).splitlines()
+    headings = ["source", "examples", "target tokens", "rows in this run", "of tokens", "epochs"]
+    assert lines[0].split() == " ".join(headings).split()
+    assert lines[2].split() == ["b", "100", "800", "298", "90.8537%", "2.98"]
+
+
+def test_a_resumed_run_goes_on_from_its_history_and_a_lone_source_needs_none():
+    config, _, source = begun()
+    saved = as_json(history_of([source.parts[0]]))
+    history = history_now(config, source, saved, examples_seen=9, tokens_seen=8)
+    assert [mixture.examples_seen for mixture in history] == [0, 9]
+    plain = NumberedSource(20, fingerprint="rows of a")
+    alone = load_config(None, ["dataset_path=x/a.jsonl"])
+    lone = history_now(alone, plain, [], examples_seen=0, tokens_seen=0)
+    assert lone[0].parts[0].name == "a"
+    assert in_run(plain, lone) is plain
+    after_two = history_now(alone, plain, as_json(history), examples_seen=12, tokens_seen=9)
+    assert in_run(plain, after_two).stream.given(15) == {"rows of a": 9 + 2 + 3, "rows of b": 1}
+    assert history_now(config.model_copy(update={"dataset_type": "dpo"}), plain, saved, examples_seen=9,
+                       tokens_seen=8) == ()  # fmt: skip
+    assert mixture_table(plain, 0, 5) == []
