@@ -26,7 +26,7 @@ def text_source(rng: random.Random, name: str, *, packing: bool) -> TextSource:
     starts = np.cumsum([0, *lengths], dtype=np.int64)
     stream = np.random.default_rng(rng.randint(0, 999)).integers(0, 99, int(starts[-1])).astype(np.uint16)
     layout = (PackedRows if packing else DocumentRows)(starts, 8)
-    return TextSource(stream, starts, layout, 0, len(layout), 0, name)
+    return TextSource(stream, starts, layout, 0, len(layout), name)
 
 
 class TijdemansLoop:
