@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, PlainSerializer, ValidationError
 from maxtext_lite.config.errors import WrongType, did_you_mean, value_text
 from maxtext_lite.config.field_types import Exact, ExactOrUnlimited, Name, PathName, Section, path_text
 
-MIXABLE = ("text", "sft")
+MIXABLE = ("text", "array_record", "megatron", "sft")
 """The values of dataset_type whose sources may be mixed."""
 
 _MOST_SOURCES = 1000
