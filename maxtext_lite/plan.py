@@ -63,15 +63,11 @@ def main(argv: Sequence[str]) -> int:
     )
     if arguments.draw or arguments.draw_to:
         return _draw(plan, arguments.draw_to)
-    mixture = _mixture(config, plan) if arguments.examples is None else {}
+    mixture, sentences = _mixture(config, plan) if arguments.examples is None else ({}, [])
     if arguments.json:
         print(json.dumps(plan.to_json() | mixture, indent=2))
         return 0
-    print(format_plan(plan))
-    if mixture:
-        from maxtext_lite.data import mixture_text
-
-        print(mixture_text(mixture["mixture"]))
+    print("\n".join([format_plan(plan), *sentences]))
     return 0
 
 
@@ -95,20 +91,19 @@ def _draw(plan: BatchPlan, path: Path | None) -> int:
     return 0
 
 
-def _mixture(config: Config, plan: BatchPlan) -> dict[str, list[dict[str, Any]]]:
-    """What the run takes of each source, where the config lists them.
+def _mixture(config: Config, plan: BatchPlan) -> tuple[dict[str, Any], list[str]]:
+    """What the run takes of each source, as JSON and in sentences, where the config lists sources.
 
     Raises:
       UserError: a source is not there, or would pass its max_epochs.
     """
     if not isinstance(config.dataset_path, SourceList):
-        return {}
-    from maxtext_lite.data import history_now, in_run, mixture_table, steps_left
+        return {}, []
+    from maxtext_lite.data.mixture_of_run import in_run, mixture_sentences, mixture_table, steps_left
 
-    source = _training_source(config)
-    source = in_run(source, history_now(config, source, [], examples_seen=0, tokens_seen=0))
-    steps = steps_left(config, plan, source, step=0, examples_seen=0)
-    return {"mixture": mixture_table(source, 0, plan.examples_after(steps, 0))}
+    source, _ = in_run(config, _training_source(config))
+    end = plan.examples_after(steps_left(config, plan, source, step=0, examples_seen=0), 0)
+    return {"mixture": mixture_table(source, 0, end)}, mixture_sentences(config, source, 0, end)
 
 
 def _count_examples(config: Config) -> int:

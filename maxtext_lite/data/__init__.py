@@ -5,14 +5,6 @@ from typing import TYPE_CHECKING
 
 from maxtext_lite.data.answers import PairSource, example_shape
 from maxtext_lite.data.chat import ChatTemplate
-from maxtext_lite.data.mixture_of_run import (
-    history_now,
-    in_run,
-    mixture_table,
-    mixture_text,
-    sentences_on_ends,
-    steps_left,
-)
 from maxtext_lite.data.mixture_source import MixtureSource, named_sources, open_mixture
 from maxtext_lite.data.own_examples import Examples, own_examples
 from maxtext_lite.data.packing import REFERENCE, field_dtype
@@ -43,20 +35,14 @@ __all__ = [
     "example_shape",
     "examples_hash",
     "field_dtype",
-    "history_now",
-    "in_run",
     "load_tokenizer",
-    "mixture_table",
-    "mixture_text",
     "named_sources",
     "open_mixture",
     "open_prompts",
     "open_sources",
     "open_sources_on_hosts",
     "own_examples",
-    "sentences_on_ends",
     "source_tokens_of_run",
-    "steps_left",
     "target_tokens_of_run",
     "training_batches",
 ]

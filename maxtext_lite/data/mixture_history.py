@@ -16,7 +16,7 @@ import numpy as np
 
 from maxtext_lite.config import UserError
 from maxtext_lite.data.mixture_rule import MixtureRule, position_of, rule_of
-from maxtext_lite.data.order import FILE_ORDER, example_ids
+from maxtext_lite.data.order import FILE_ORDER
 
 _PLAIN = ""  # the name of a source of a checkpoint that did not say it
 _SALT_BYTES = 8
@@ -133,14 +133,6 @@ class Stretch:
         return {name: given + n for name, given, n in zip(self.sources, self.given, more, strict=True)}
 
 
-@dataclasses.dataclass(frozen=True)
-class LeftOut:
-    """A source that has given all the rows it may, and the position in the run where it would have given another."""
-
-    position: int
-    fingerprint: str
-
-
 class RowStream:
     """Which row each position of a run holds, as its history has it. Picklable, and never changed.
 
@@ -149,7 +141,8 @@ class RowStream:
     Attributes:
       last: the mixture that the run has now.
       stretches: in order, without gaps; the last one ends only where no source is left.
-      left_out: the sources that the last mixture leaves out, in order.
+      left_out: the sources that the last mixture leaves out, in order: fingerprints, and the positions in the run where
+        they would have given another row.
       lone: the fingerprint of the source with which alone the run began; None: it began with several.
     """
 
@@ -157,22 +150,21 @@ class RowStream:
         first, self.last = history[0].parts, history[-1]
         self.lone = first[0].fingerprint if len(first) == 1 else None
         self.stretches: list[Stretch] = []
-        self.left_out: list[LeftOut] = []
         given: dict[str, int] = {}
         ends = [mixture.examples_seen for mixture in history[1:]]
         for mixture, end in zip(history, [*ends, None], strict=True):
-            self.left_out = []
+            self.left_out: dict[str, int] = {}
             start: int | None = mixture.examples_seen
             live = list(mixture.parts)
             while live and start is not None:
                 stretch, ended = _stretch(live, start, end, given)
                 self.stretches.append(stretch)
-                if ended is not None:
-                    self.left_out.append(LeftOut(stretch.stop or 0, ended.fingerprint))
-                    live.remove(ended)
                 if stretch.stop is not None:
                     given |= stretch.counts(stretch.stop)
-                start = stretch.stop if ended is not None else None
+                start = None
+                if ended is not None and stretch.stop is not None:
+                    start = self.left_out[ended.fingerprint] = stretch.stop
+                    live.remove(ended)
 
     @property
     def end(self) -> int | None:
@@ -187,26 +179,18 @@ class RowStream:
           within its source, which counts on through its epochs; int64 [count].
         """
         numbers, positions, names = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], dict[str, int]()
-        for stretch in self.within(first, first + count):
-            start, stop = stretch.bounds
-            sources, ranks = stretch.of.rule.rows_at(np.arange(start, stop, dtype=np.int64) - stretch.of.first)
-            own = [names.setdefault(name, len(names)) for name in stretch.of.sources]
-            numbers.append(np.array(own, np.int64)[sources])
-            positions.append(np.array(stretch.of.given, np.int64)[sources] + ranks)
+        for stretch in self.stretches:
+            stop = first + count if stretch.stop is None else min(first + count, stretch.stop)
+            here = np.arange(max(first, stretch.first), stop, dtype=np.int64)
+            if len(here):
+                sources, ranks = stretch.rule.rows_at(here - stretch.first)
+                own = [names.setdefault(name, len(names)) for name in stretch.sources]
+                numbers.append(np.array(own, np.int64)[sources])
+                positions.append(np.array(stretch.given, np.int64)[sources] + ranks)
         found = np.concatenate(numbers)
         if len(found) != count:
             raise IndexError(f"rows {first} to {first + count - 1} of a run whose sources end at {self.end}")
         return found, np.concatenate(positions), list(names)
-
-    def within(self, first: int, stop: int) -> list[PartOfStretch]:
-        """The stretches that hold positions from `first` to `stop` - 1, and which of these."""
-        parts: list[PartOfStretch] = []
-        for stretch in self.stretches:
-            start = max(first, stretch.first)
-            end = stop if stretch.stop is None else min(stop, stretch.stop)
-            if start < end:
-                parts.append(PartOfStretch(stretch, (start, end)))
-        return parts
 
     def given(self, examples_seen: int) -> dict[str, int]:
         """Rows that each source has given in the run's first `examples_seen` rows."""
@@ -228,24 +212,6 @@ class RowStream:
         if fingerprint == self.lone:
             return 0
         return int.from_bytes(hashlib.sha256(fingerprint.encode()).digest()[:_SALT_BYTES], "big")
-
-
-@dataclasses.dataclass(frozen=True)
-class PartOfStretch:
-    """Positions `bounds[0]` to `bounds[1]` - 1 of a run, which one stretch holds."""
-
-    of: Stretch
-    bounds: tuple[int, int]
-
-
-def rows_of_source(positions: np.ndarray, *, num_examples: int, seed: int) -> np.ndarray:
-    """The rows at these positions of one source, whose epochs are orders of their own: `order.example_ids`, of any."""
-    rows = np.empty(len(positions), np.int64)
-    if len(positions):
-        first = int(positions.min())
-        ids = example_ids(first, int(positions.max()) - first + 1, num_examples=num_examples, seed=seed)
-        rows[:] = ids[positions - first]
-    return rows
 
 
 def _stretch(

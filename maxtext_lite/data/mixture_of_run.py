@@ -10,37 +10,38 @@ from maxtext_lite.batching import BatchPlan
 from maxtext_lite.config import DataConfig, UserError
 from maxtext_lite.config.errors import any_of
 from maxtext_lite.config.source_list import MIXABLE
-from maxtext_lite.data.mixture_history import History, Mixture, RowStream, continued, history_of
+from maxtext_lite.data.mixture_history import Mixture, RowStream, as_json, continued, history_of
 from maxtext_lite.data.mixture_source import MixtureSource, parts_of
-from maxtext_lite.data.sources import ExampleSource
 
 
-def history_now(
-    config: DataConfig, source: Any, saved: Sequence[Mapping[str, Any]], *, examples_seen: int, tokens_seen: int
-) -> History:
-    """The mixtures of a run up to the one that it goes on with; none of a run whose data cannot be mixed.
+def in_run(
+    config: DataConfig,
+    source: Any,
+    saved: Sequence[Mapping[str, Any]] = (),
+    seen: tuple[int, int] = (0, 0),
+) -> tuple[Any, list[dict[str, Any]]]:
+    """A source as a run reads it, and the history of the run's mixtures as JSON, which further checkpoints hold.
+
+    Of a run that never had another source it is the source itself; where data cannot be mixed, there is no history.
 
     Args:
-      saved: the history of its checkpoint, as JSON; none at its start.
+      saved: the history of the checkpoint that the run goes on from.
+      seen: examples and target tokens that it has seen.
     Raises:
       UserError: a source has other rows than under this name before.
     """
     if config.dataset_type not in MIXABLE:
-        return ()
+        return source, []
     parts = parts_of(config, [source])
-    if not saved:
-        return history_of(parts)
-    history = tuple(Mixture.of(entries) for entries in saved)
-    return continued(history, parts, examples_seen=examples_seen, tokens_seen=tokens_seen)
-
-
-def in_run(source: ExampleSource, history: History) -> ExampleSource:
-    """The source of a run of this history: of one that never had another source, the source itself."""
+    history = history_of(parts)
+    if saved:
+        before = tuple(Mixture.of(entries) for entries in saved)
+        history = continued(before, parts, examples_seen=seen[0], tokens_seen=seen[1])
     if isinstance(source, MixtureSource):
-        return source.with_stream(RowStream(history))
-    if not history or (len(history) == 1 and len(history[0].parts) == 1):
-        return source
-    return MixtureSource(history[-1].parts, (source,), RowStream(history))
+        source = source.with_stream(RowStream(history))
+    elif len(history) > 1:
+        source = MixtureSource(tuple(parts), (source,), RowStream(history))
+    return source, as_json(history)
 
 
 def steps_left(config: DataConfig, plan: BatchPlan, source: Any, *, step: int, examples_seen: int) -> int:
@@ -51,7 +52,7 @@ def steps_left(config: DataConfig, plan: BatchPlan, source: Any, *, step: int, e
     """
     left = plan.steps_left(step, examples_seen)
     ends = plan.examples_after(left, examples_seen)
-    ended = sources_ended(source, ends)
+    ended = _ended(source, ends)
     if not ended:
         return left
     (name, position), *_ = ended.items()
@@ -72,23 +73,12 @@ def steps_left(config: DataConfig, plan: BatchPlan, source: Any, *, step: int, e
     )
 
 
-def sources_ended(source: Any, end: int) -> dict[str, int]:
+def _ended(source: Any, end: int) -> dict[str, int]:
     """The sources that have no row to give where their turn comes, before a run's end: names, and where that is."""
     if not isinstance(source, MixtureSource) or source.stream is None:
         return {}
     names = {part.fingerprint: part.name for part in source.parts}
-    return {names[out.fingerprint]: out.position for out in source.stream.left_out if out.position < end}
-
-
-def sentences_on_ends(config: DataConfig, source: Any, end: int) -> list[str]:
-    """For people: which sources a run leaves out before it ends with `end` examples, or which one ends it."""
-    stops = config.mixture_exhausted == "stop"
-    ended = list(sources_ended(source, sys.maxsize if stops else end).items())
-    what = f"the run ends with example {end:,}" if stops else "the others go on"
-    return [
-        f"{name} has given all rows of its max_epochs when its turn comes at example {position:,}: {what}"
-        for name, position in (ended[:1] if stops else ended)
-    ]
+    return {names[each]: position for each, position in source.stream.left_out.items() if position < end}
 
 
 def mixture_table(source: Any, first: int, end: int) -> list[dict[str, Any]]:
@@ -98,40 +88,32 @@ def mixture_table(source: Any, first: int, end: int) -> list[dict[str, Any]]:
     """
     if not isinstance(source, MixtureSource) or source.stream is None:
         return []
-    if source.stream.end is not None:
-        end = min(end, source.stream.end)
-    before, after = source.stream.given(first), source.stream.given(end)
-    rows = [after.get(part.fingerprint, 0) - before.get(part.fingerprint, 0) for part in source.parts]
-    tokens = [n * each.num_target_tokens / len(each) for n, each in zip(rows, source.sources, strict=True)]
-    return [
+    before, after = source.epochs(first), source.epochs(end)
+    table: list[dict[str, Any]] = [
         {
             "name": part.name,
             "examples": len(each),
             "target_tokens": each.num_target_tokens,
-            "rows": n,
-            "token_share": of_tokens / max(sum(tokens), 1),
-            "epochs": after.get(part.fingerprint, 0) / len(each),
+            "rows": round((after[part.name] - before[part.name]) * len(each)),
+            "token_share": (after[part.name] - before[part.name]) * each.num_target_tokens,
+            "epochs": after[part.name],
         }
-        for part, each, n, of_tokens in zip(source.parts, source.sources, rows, tokens, strict=True)
+        for part, each in zip(source.parts, source.sources, strict=True)
     ]
+    total = sum(row["token_share"] for row in table) or 1
+    return [row | {"token_share": row["token_share"] / total} for row in table]
 
 
-def mixture_text(table: Sequence[Mapping[str, Any]]) -> str:
-    """A `mixture_table` in lines."""
-    heading = ("source", "examples", "target tokens", "rows in this run", "of tokens", "epochs")
-    lines = [heading] + [
-        (
-            row["name"],
-            f"{row['examples']:,}",
-            f"{row['target_tokens']:,}",
-            f"{row['rows']:,}",
-            f"{row['token_share']:.4%}",
-            f"{row['epochs']:.4g}",
-        )
-        for row in table
+def mixture_sentences(config: DataConfig, source: Any, first: int, end: int) -> list[str]:
+    """A `mixture_table` for people, and which sources the run leaves out, or which one ends it."""
+    stops = config.mixture_exhausted == "stop"
+    ended = list(_ended(source, sys.maxsize if stops else end).items())
+    what = f"the run ends with example {end:,}" if stops else "the others go on"
+    return [
+        f"source {row['name']}: {row['examples']:,} examples, {row['target_tokens']:,} target tokens; {row['rows']:,} "
+        f"rows to be read, {row['token_share']:.4%} of the tokens; {row['epochs']:.4g} epochs in the whole run"
+        for row in mixture_table(source, first, end)
+    ] + [
+        f"source {name} has given all rows of its max_epochs when its turn comes at example {position:,}: {what}"
+        for name, position in (ended[:1] if stops else ended)
     ]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(heading))]
-    return "\n".join(
-        "  ".join([line[0].ljust(widths[0]), *(text.rjust(n) for text, n in zip(line[1:], widths[1:], strict=True))])
-        for line in lines
-    )

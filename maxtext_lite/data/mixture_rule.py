@@ -43,8 +43,8 @@ def rule_of(weights: Sequence[Fraction]) -> MixtureRule:
 class PeriodicRule:
     """Tijdeman's rule, over one period.
 
-    After any n rows source s has given n x share within `bound` = 1 - 1 / (2k - 2) rows of k sources, 0 of one. So
-    the period, after which each has given a whole number of rows, ends with none owed, and repeats.
+    After any n rows source s has given n x share within 1 - 1 / (2k - 2) rows of k sources, 0 of one. So the
+    period, after which each has given a whole number of rows, ends with none owed, and repeats.
 
     Attributes:
       source_of: the source of each row of a period, int64.
@@ -56,11 +56,6 @@ class PeriodicRule:
     source_of: np.ndarray
     rank_of: np.ndarray
     rows: np.ndarray
-
-    @property
-    def bound(self) -> Fraction:
-        """Rows by which a source's count may differ from n x its share, after any n rows."""
-        return Fraction(2 * len(self.rows) - 3, 2 * len(self.rows) - 2) if len(self.rows) > 1 else Fraction(0)
 
     def rows_at(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The source of each of these positions of the mixture, and the position within that source; int64."""
@@ -93,33 +88,11 @@ class TreeRule:
     Attributes:
       children: left and right child of each node, the root first; below 0: source -1 - child. int64 [nodes, 2].
       left_shares: 2**64 p of each node, uint64.
-      shares: of the sources.
     Source: for the growth of weights, Buro 1993, "On the maximum length of Huffman codes".
     """
 
     children: np.ndarray
     left_shares: np.ndarray
-    shares: tuple[Fraction, ...]
-
-    @property
-    def bound(self) -> Fraction:
-        """Rows by which a source's count may differ from n x its share, after any n rows up to 2**40."""
-        worst = Fraction(0)
-        waiting = [(0, Fraction(1), Fraction(0))]  # node, weight, and the sum of 1 / W(v) on the way to it
-        while waiting:
-            node, weight, passed = waiting.pop()
-            for side, child in enumerate(self.children[node].tolist()):
-                own = self._weight(node, weight, side)
-                on_the_way = passed + 1 / own
-                if child < 0:
-                    worst = max(worst, own * on_the_way / 2)
-                else:
-                    waiting.append((child, own, on_the_way))
-        return worst + Fraction(1, 2**23)
-
-    def _weight(self, node: int, weight: Fraction, side: int) -> Fraction:
-        left = Fraction(int(self.left_shares[node]), 2**64)
-        return weight * (1 - left if side else left)
 
     def rows_at(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The source of each of these positions of the mixture, and the position within that source; int64."""
@@ -140,7 +113,7 @@ class TreeRule:
 
     def counts(self, n: int) -> list[int]:
         """Rows that each source has given after n rows."""
-        counts = [0] * len(self.shares)
+        counts = [0] * (len(self.children) + 1)
         waiting = [(0, n)]
         while waiting:
             node, rows = waiting.pop()
@@ -211,9 +184,7 @@ def _rounded_share(rows: np.ndarray, shares: np.ndarray) -> np.ndarray:
 @functools.lru_cache(maxsize=16)
 def _tree(shares: tuple[Fraction, ...]) -> TreeRule:
     # The lightest two are merged; of equal weights, the one that was there first.
-    waiting = [(share, -1 - source) for source, share in enumerate(shares)]
-    order = {node: number for number, (_, node) in enumerate(waiting)}
-    heap = [(share, order[node], node) for share, node in waiting]
+    heap = [(share, source, -1 - source) for source, share in enumerate(shares)]
     heapq.heapify(heap)
     merged: list[tuple[int, int, Fraction]] = []
     while len(heap) > 1:
@@ -223,4 +194,4 @@ def _tree(shares: tuple[Fraction, ...]) -> TreeRule:
     last = len(merged) - 1  # the root, which is to be node 0
     children = [[child if child < 0 else last - child for child in pair[:2]] for pair in reversed(merged)]
     left = [min(max(round(share * 2**64), 1), 2**64 - 1) for _, _, share in reversed(merged)]
-    return TreeRule(np.array(children, np.int64), np.array(left, np.uint64), shares)
+    return TreeRule(np.array(children, np.int64), np.array(left, np.uint64))

@@ -11,7 +11,7 @@ import numpy as np
 from maxtext_lite.config import DataConfig, SourceList, UserError
 from maxtext_lite.config.source_list import name_of_path
 from maxtext_lite.data.examples import check_id
-from maxtext_lite.data.mixture_history import RowStream, SourcePart, rows_of_source
+from maxtext_lite.data.mixture_history import RowStream, SourcePart
 from maxtext_lite.data.order import example_ids
 from maxtext_lite.data.own_examples import OwnExamples
 from maxtext_lite.data.sources import ExampleSource, open_sources
@@ -102,10 +102,11 @@ class MixtureSource:
         places = {part.fingerprint: place for place, part in enumerate(self.parts)}
         for number, fingerprint in enumerate(fingerprints):
             own, place = numbers == number, places[fingerprint]
-            rows = rows_of_source(
-                positions[own], num_examples=len(self.sources[place]), seed=self._stream.seed(fingerprint, seed)
-            )
-            ids[own] = self._first_ids[place] + rows
+            if not own.any():
+                continue
+            keys = {"num_examples": len(self.sources[place]), "seed": self._stream.seed(fingerprint, seed)}
+            # A source's positions follow each other, whatever stands between its rows.
+            ids[own] = self._first_ids[place] + example_ids(int(positions[own][0]), int(own.sum()), **keys)
         return ids
 
     def hashed(self, ids: np.ndarray) -> np.ndarray:

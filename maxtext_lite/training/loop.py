@@ -295,7 +295,8 @@ class _Loop:
             saved = "saved" if run.checkpointer else "not saved (enable_checkpointing=false)"
             by = self.signals.received.name if self.signals.received else "another host"
             self.terminal.say(f"stopped by {'a callback' if ended else by} after step {log.counts.step}, {saved}")
-        for name, shares in run.token_shares(log.counts).items():
-            self.terminal.say(f"{name}: " + ", ".join(f"{source} {share:.4%}" for source, share in shares.items()))
+        for shares in run.token_shares(log.counts).values():
+            said = ", ".join(f"{source} {share:.4%}" for source, share in shares.items())
+            self.terminal.say(f"target tokens by source since the mixture last changed: {said}")
         log.advise()
         return RunResult(run.directory, log.counts.step, log.loss, self.eval_loss, interrupted, run.is_first, state)

@@ -29,17 +29,11 @@ from maxtext_lite.config.hf.config import CARRIED, has_hf_weights, hf_directory,
 from maxtext_lite.data import (
     ExampleSource,
     MixtureSource,
-    history_now,
-    in_run,
-    mixture_table,
-    mixture_text,
     open_sources_on_hosts,
-    sentences_on_ends,
     source_tokens_of_run,
-    steps_left,
     target_tokens_of_run,
 )
-from maxtext_lite.data.mixture_history import History, as_json
+from maxtext_lite.data.mixture_of_run import in_run, mixture_sentences, mixture_table, steps_left
 from maxtext_lite.hf import carry_files
 from maxtext_lite.models import Decoder
 from maxtext_lite.parallel import accelerator_of, start_devices, tree_shardings
@@ -98,7 +92,6 @@ class TrainingRun(Generic[Data]):
       is_first: this process writes the run directory.
       failures: what could not be written.
       checkpointer: None where enable_checkpointing is false, and before `opened`.
-      history: the mixtures that the run has had, once its state is there; () where its data cannot be mixed.
     Args:
       own: what of a step is not as the config says.
       devices: those that train; None: all.
@@ -134,7 +127,6 @@ class TrainingRun(Generic[Data]):
             )
         self.failures = Failures()
         self.checkpointer: Checkpointer | None = None
-        self.history: History = ()
         self._source_tokens: tuple[int, dict[str, int]] | None = None
         self._lease: Lease | None = None
 
@@ -255,11 +247,10 @@ class TrainingRun(Generic[Data]):
         return init_state(self.parts, self.config.seed), Counts()
 
     def _mix(self, saved: Sequence[dict[str, Any]], counts: Counts) -> None:
-        seen = {"examples_seen": counts.examples_seen, "tokens_seen": counts.tokens_seen}
-        self.history = history_now(self.config, self.source, saved, **seen)
-        self.source = cast(Data, in_run(cast(ExampleSource, self.source), self.history))
+        seen = counts.examples_seen, counts.tokens_seen
+        self.source, mixtures = in_run(self.config, self.source, saved, seen)
         if self.checkpointer:
-            self.checkpointer.mixtures = as_json(self.history)
+            self.checkpointer.mixtures = mixtures
 
     def steps_left(self, counts: Counts) -> int:
         """Steps that remain after those of `counts`, in the data too.
@@ -267,8 +258,7 @@ class TrainingRun(Generic[Data]):
         Raises:
           UserError: a source would pass its max_epochs.
         """
-        seen = {"step": counts.step, "examples_seen": counts.examples_seen}
-        return steps_left(self.config, self.plan, self.source, **seen)
+        return steps_left(self.config, self.plan, self.source, step=counts.step, examples_seen=counts.examples_seen)
 
     def token_shares(self, counts: Counts) -> dict[str, dict[str, float]]:
         """Each source's share of the target tokens since the mixture last changed; {} without a mixture.
@@ -312,9 +302,7 @@ class TrainingRun(Generic[Data]):
         for name, source in (("training", self.source), ("held-out", self.eval_source)):
             for note in () if source is None else source.notes:
                 terminal.say(f"{name} data: {note}")
-        if table := mixture_table(self.source, counts.examples_seen, end):
-            terminal.say(mixture_text(table))
-        for sentence in sentences_on_ends(self.config, self.source, end):
+        for sentence in mixture_sentences(self.config, self.source, counts.examples_seen, end):
             terminal.say(sentence)
         unknown = why_unknown(
             num_replicas=self.plan.mesh["data"],
@@ -377,8 +365,7 @@ def open_run(config: Config, sources: Sources | None = None, own: OwnParts = CON
     plan = make_plan(config, **machine, num_examples=len(source))
     run = TrainingRun(config, plan, source=source, eval_source=eval_source, own=own)
     if not any((run.directory / "checkpoints").glob("*")):  # of others, their history says what sources have given
-        history = history_now(config, source, [], examples_seen=0, tokens_seen=0)
-        steps_left(config, plan, in_run(source, history), step=0, examples_seen=0)
+        steps_left(config, plan, in_run(config, source)[0], step=0, examples_seen=0)
     return run
 
 

@@ -1,12 +1,10 @@
 import dataclasses
 import json
 
-import numpy as np
 import pytest
 
 from maxtext_lite.config import UserError
 from maxtext_lite.data.mixture_history import (
-    LeftOut,
     Mixture,
     RowStream,
     SourcePart,
@@ -14,9 +12,8 @@ from maxtext_lite.data.mixture_history import (
     continued,
     history_before_names,
     history_of,
-    rows_of_source,
 )
-from maxtext_lite.data.order import FILE_ORDER, example_ids
+from maxtext_lite.data.order import FILE_ORDER
 from tests.mixture_trials import try_history
 
 
@@ -48,7 +45,7 @@ def test_a_source_that_may_give_no_more_is_left_out_where_its_turn_comes():
     found = "".join(names[number][-1] for number in numbers)
     assert found == "abcabcbccccc"
     assert [positions[i] for i, name in enumerate(found) if name == "c"] == list(range(7))
-    assert stream.left_out == [LeftOut(6, "rows of a"), LeftOut(8, "rows of b")]
+    assert stream.left_out == {"rows of a": 6, "rows of b": 8}
     ends = RowStream(history_of([part("a", most=2), part("b", most=3)]))
     assert ends.end == 5
     with pytest.raises(IndexError, match="a run whose sources end at 5"):
@@ -93,10 +90,3 @@ def test_the_source_with_which_a_run_began_alone_keeps_the_order_and_hash_that_i
     assert len(seeds) == 5
     assert of_several.seed("rows of b", 5) == stream.seed("rows of b", 5)
     assert of_several.seed("rows of b", FILE_ORDER) == FILE_ORDER
-
-
-def test_rows_of_a_source_are_those_of_its_own_order():
-    positions = np.array([40, 41, 43, 42])
-    expected = example_ids(0, 50, num_examples=17, seed=3)[positions]
-    assert rows_of_source(positions, num_examples=17, seed=3).tolist() == expected.tolist()
-    assert rows_of_source(positions[:0], num_examples=17, seed=3).tolist() == []

@@ -3,14 +3,7 @@ import pytest
 from maxtext_lite.batching import make_plan
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.data.mixture_history import as_json, history_of
-from maxtext_lite.data.mixture_of_run import (
-    history_now,
-    in_run,
-    mixture_table,
-    mixture_text,
-    sentences_on_ends,
-    steps_left,
-)
+from maxtext_lite.data.mixture_of_run import in_run, mixture_sentences, mixture_table, steps_left
 from maxtext_lite.data.mixture_source import MixtureSource, parts_of
 from tests.data.test_feed import NumberedSource
 
@@ -25,8 +18,7 @@ def begun(*keys, a="max_epochs: 1.5", b=""):
     parts = parts_of(config, sources)
     assert [part.most_rows for part in parts] == [30 if a else None, 300 if b else None]
     source = MixtureSource(tuple(parts), tuple(sources))
-    history = history_now(config, source, [], examples_seen=0, tokens_seen=0)
-    return config, make_plan(config, num_devices=1), in_run(source, history)
+    return config, make_plan(config, num_devices=1), in_run(config, source)[0]
 
 
 def left(run, step=0, examples_seen=0):
@@ -50,8 +42,8 @@ def test_a_run_that_stops_there_has_the_whole_batches_before_it():
     assert left(run) == 7
     assert left(run, step=5, examples_seen=40) == 2
     assert left(run, step=9, examples_seen=56) == 0
-    assert sentences_on_ends(run[0], run[2], 56) == [
-        "a has given all rows of its max_epochs when its turn comes at example 60: the run ends with example 56"
+    assert mixture_sentences(run[0], run[2], 0, 56)[2:] == [
+        "source a has given all rows of its max_epochs when its turn comes at example 60: the run ends with example 56"
     ]
     with pytest.raises(UserError, match=r"the run has 640\. Nearest that work: mixture_exhausted=drop"):
         left(begun("steps=10", "mixture_exhausted=stop", "per_device_batch_size=64"))
@@ -71,31 +63,29 @@ def test_a_run_that_drops_it_goes_on_until_nothing_is_left():
         "dataset_path: max_epochs leaves no source after example 330, and the run has 336. Nearest that work: "
         "steps=41, mixture_exhausted=stop or a larger max_epochs.",
     )
-    assert sentences_on_ends(run[0], run[2], 60) == []
-    (said,) = sentences_on_ends(run[0], run[2], 61)
-    assert said.endswith("at example 60: the others go on")
+    assert len(mixture_sentences(run[0], run[2], 0, 60)) == 2
+    assert mixture_sentences(run[0], run[2], 0, 61)[2].endswith("at example 60: the others go on")
     table = mixture_table(run[2], 0, 328)
     assert {row["name"]: (row["rows"], row["epochs"]) for row in table} == {"a": (30, 1.5), "b": (298, 2.98)}
-    assert [row["token_share"] for row in table] == [30 / 328, 298 / 328]
+    assert [row["token_share"] for row in table] == [pytest.approx(30 / 328), pytest.approx(298 / 328)]
     assert {row["name"]: row["rows"] for row in mixture_table(run[2], 60, 999)} == {"a": 0, "b": 270}
-    lines = mixture_text(table).splitlines()
-    headings = ["source", "examples", "target tokens", "rows in this run", "of tokens", "epochs"]
-    assert lines[0].split() == " ".join(headings).split()
-    assert lines[2].split() == ["b", "100", "800", "298", "90.8537%", "2.98"]
+    assert mixture_sentences(run[0], run[2], 0, 328)[1] == (
+        "source b: 100 examples, 800 target tokens; 298 rows to be read, 90.8537% of the tokens; 2.98 epochs in the "
+        "whole run"
+    )
 
 
 def test_a_resumed_run_goes_on_from_its_history_and_a_lone_source_needs_none():
     config, _, source = begun()
-    saved = as_json(history_of([source.parts[0]]))
-    history = history_now(config, source, saved, examples_seen=9, tokens_seen=8)
-    assert [mixture.examples_seen for mixture in history] == [0, 9]
-    plain = NumberedSource(20, fingerprint="rows of a")
-    alone = load_config(None, ["dataset_path=x/a.jsonl"])
-    lone = history_now(alone, plain, [], examples_seen=0, tokens_seen=0)
-    assert lone[0].parts[0].name == "a"
-    assert in_run(plain, lone) is plain
-    after_two = history_now(alone, plain, as_json(history), examples_seen=12, tokens_seen=9)
-    assert in_run(plain, after_two).stream.given(15) == {"rows of a": 9 + 2 + 3, "rows of b": 1}
-    assert history_now(config.model_copy(update={"dataset_type": "dpo"}), plain, saved, examples_seen=9,
-                       tokens_seen=8) == ()  # fmt: skip
-    assert mixture_table(plain, 0, 5) == []
+    two, history = in_run(config, source, as_json(history_of([source.parts[0]])), (9, 8))
+    assert [(mixture["examples_seen"], mixture["tokens_seen"]) for mixture in history] == [(0, 0), (9, 8)]
+    assert two.stream.given(11) == {"rows of a": 10, "rows of b": 1}
+    plain, alone = NumberedSource(20, fingerprint="rows of a"), load_config(None, ["dataset_path=x/a.jsonl"])
+    same, lone = in_run(alone, plain)
+    assert same is plain
+    assert lone[0]["parts"][0]["name"] == "a"
+    after_two, _ = in_run(alone, plain, history, (12, 9))
+    assert after_two.stream.given(15) == {"rows of a": 9 + 2 + 3, "rows of b": 1}
+    assert mixture_table(plain, 0, 5) == mixture_sentences(alone, plain, 0, 5) == []
+    pairs = config.model_copy(update={"dataset_type": "dpo"})
+    assert in_run(pairs, plain) == (plain, [])

@@ -1,3 +1,4 @@
+import heapq
 import math
 import random
 from fractions import Fraction
@@ -37,6 +38,21 @@ def exact(weights):
     return [Fraction(str(weight)) for weight in weights]
 
 
+def bound_of_tree(weights):
+    """Half the sum of w / W over the nodes from a leaf of Huffman's tree up to below its root, at its largest."""
+    heap = [(weight, number, [(weight, Fraction(0))]) for number, weight in enumerate(weights)]
+    order = len(heap)
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        merged, total = [], Fraction(0)
+        for weight, _, leaves in (heapq.heappop(heap), heapq.heappop(heap)):
+            merged += [(leaf, passed + 1 / weight) for leaf, passed in leaves]
+            total += weight
+        order += 1
+        heapq.heappush(heap, (total, order, merged))
+    return max(leaf * passed / 2 for leaf, passed in heap[0][2])
+
+
 def worst_difference(rule, weights, rows=ROWS):
     """Counted: the most by which a source's rows differ from n x share over all n <= rows, to 1e-9."""
     sources, ranks = rule.rows_at(np.arange(rows))
@@ -61,8 +77,7 @@ def test_tijdemans_rule_is_within_its_bound_of_n_times_the_weight_after_every_ro
     rule = rule_of(weights)
     assert isinstance(rule, PeriodicRule)
     k = len(weights)
-    assert rule.bound == (0 if k == 1 else 1 - Fraction(1, 2 * k - 2))
-    assert worst_difference(rule, weights) <= rule.bound < 1
+    assert worst_difference(rule, weights) <= (0 if k == 1 else 1 - Fraction(1, 2 * k - 2))
 
 
 @pytest.mark.parametrize("name", TREES)
@@ -70,9 +85,8 @@ def test_the_trees_rule_is_within_its_bound_of_n_times_the_weight_after_every_ro
     weights = exact(TREES[name])
     rule = rule_of(weights)
     assert isinstance(rule, TreeRule)
-    worst = worst_difference(rule, weights)
-    assert worst <= rule.bound < Fraction(168, 100)
-    assert len(weights) != 2 or rule.bound < Fraction(51, 100)
+    assert worst_difference(rule, weights) <= bound_of_tree(weights) < Fraction(168, 100)
+    assert len(weights) != 2 or bound_of_tree(weights) == Fraction(1, 2)
 
 
 def test_random_small_mixtures_are_within_their_bounds():
@@ -82,7 +96,8 @@ def test_random_small_mixtures_are_within_their_bounds():
             Fraction(rng.randint(1, rng.choice([3, 50, 9999])), rng.randint(1, 9)) for _ in range(rng.randint(2, 9))
         ]
         rule = rule_of(weights)
-        assert worst_difference(rule, weights, rows=2000) <= rule.bound
+        bound = 1 if isinstance(rule, PeriodicRule) else bound_of_tree(weights)
+        assert worst_difference(rule, weights, rows=2000) <= bound
 
 
 @pytest.mark.parametrize("weights", [PERIODIC["five"], TREES["irrational"], TREES["100 sources"]])
@@ -108,7 +123,7 @@ def test_far_positions_are_exact(weights):
         assert [b - a for a, b in zip(before, after, strict=True)] == [int(s == source) for s in range(len(weights))]
         assert before[source] == rank
         share = exact(weights)[source] / sum(exact(weights))
-        assert abs(rank - position * share) <= rule.bound + Fraction(position, 2**63)
+        assert abs(rank - position * share) <= Fraction(168, 100) + Fraction(position, 2**63)
 
 
 def test_only_the_ratios_of_weights_count_and_a_mixture_of_none_is_refused():
