@@ -41,7 +41,6 @@ from maxtext_lite.data.manifest import (
     stored_shard,
 )
 
-ROUNDS = 5
 BATCH_ROWS = 32
 SHARDS = 4
 SCENES_OF = 3000  # characters of each document that the shipped text is cut into, at a line's end
@@ -54,6 +53,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=2000, help="rows that each reader gives in a round, about")
     parser.add_argument("--tokens", type=int, default=2048, help="tokens a row")
     parser.add_argument("--copies", type=int, default=8, help="of the shipped text")
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--workers", type=int, default=0, help="grain_worker_count of our reader")
     parser.add_argument(
         "--trains", type=float, default=6000, help="tokens/s that the model trains, for the last column"
@@ -67,7 +67,7 @@ def main() -> None:
         readers = readers_of(directory, arguments.tokens, arguments.workers)
         due = arguments.rows * arguments.tokens
         best: dict[str, tuple[float, float]] = {}
-        for _ in range(ROUNDS):
+        for _ in range(arguments.rounds):
             for name, read in readers.items():
                 best[name] = max(best.get(name, (0.0, 0.0)), rates(read(), due), key=lambda rate: rate[1])
     print(f"{machine()}\n")

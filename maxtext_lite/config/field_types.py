@@ -97,7 +97,7 @@ def _packing(value: object) -> object:
         return value
     if value in ("concat", "none"):
         return value == "concat"
-    raise WrongType("is not concat (true), none (false) or best_fit.", (True, False, "best_fit"))
+    raise WrongType("is not concat (true), none (false) or best_fit.", (True, False))
 
 
 def _whole(minimum: int, special: int | None = None, *, maximum: int = _LARGEST_COUNT) -> Callable[[object], object]:

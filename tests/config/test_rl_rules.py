@@ -19,8 +19,8 @@ REFUSED = {
     "trainer_devices_fraction=0.5": "trainer_devices_fraction=0.5 and sampler_devices_fraction=1 are more than all "
                                     "devices, and not both 1. Nearest that works: sampler_devices_fraction=0.5.",
     "dataset_type=sft": "dataset_type=sft has no prompts for RL. Nearest that work: prompts or arithmetic.",
-    "dataset_type=prompt": "dataset_type=prompt is not one of text, synthetic, sft, dpo, prompts, arithmetic. Nearest "
-                           "that works: prompts.",
+    "dataset_type=prompt": "dataset_type=prompt is not one of text, array_record, megatron, synthetic, sft, dpo, "
+                           "prompts, arithmetic. Nearest that works: prompts.",
     "dataset_path=": "dataset_path is empty, but dataset_type=prompts reads a file, directory or "
                      "glob: name it. Nearest that works: dataset_type=arithmetic.",
     "objective=sft": "objective=sft contradicts dataset_type=prompts, whose data are for grpo. Nearest that works: "

@@ -124,7 +124,8 @@ def test_loading_and_generating_beside_transformers(monkeypatch, capsys):
 
 def test_readers_of_prepared_data():
     done = subprocess.run(
-        [sys.executable, "scripts/bench_data.py", "--rows", "64", "--tokens", "512", "--copies", "1"],
+        [sys.executable, "scripts/bench_data.py", "--rows", "64", "--tokens", "512", "--copies", "1", "--rounds",
+         "1"],
         cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu"}, capture_output=True,
         text=True, timeout=300, check=False,
     )  # fmt: skip
