@@ -245,7 +245,7 @@ class BatchIterator(Iterator[DeviceBatch]):
     def __init__(self, segments: Sequence[_Segment], *, worker_count: int) -> None:
         # Counted off one by one: a list would have an entry for each step of the run.
         self._segments = (segment for segment in segments for _ in range(_num_batches(segment)))
-        self._reader = _grain_iterator([segment.reads for segment in segments], worker_count)
+        self._reader = read_ahead([segment.reads for segment in segments], worker_count)
         self._read: collections.deque[_HostBatch | Exception] = collections.deque()
         self._all_read = False
         # One thread: it reads and transfers in order, and the transfer of the next batch overlaps the current step.
@@ -351,9 +351,8 @@ def _read_rows(
     return HostRows(ids, np.stack([micro_batches, np.searchsorted(host_slots, slots)]), rows)
 
 
-def _grain_iterator(
-    reads: Sequence[TrainingReads | EvaluationReads], worker_count: int
-) -> grain.DatasetIterator[HostRows]:
+def read_ahead(reads: Sequence[TrainingReads | EvaluationReads], worker_count: int) -> grain.DatasetIterator[HostRows]:
+    """What is read in each load, in order, by threads (worker_count=0) or processes; close it."""
     dataset = grain.MapDataset.concatenate([grain.MapDataset.source(part) for part in reads])
     if worker_count == 0:
         return iter(

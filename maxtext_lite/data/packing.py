@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from typing import Protocol
 
 import numpy as np
@@ -171,16 +172,21 @@ def build_row(
 
     # Documents that start after the row's first token; the one that starts at `stop` only ends the last document.
     document_starts = np.asarray(document_starts)
-    first, last = np.searchsorted(document_starts, (start, stop), side="right")
+    first, last = document_starts.searchsorted((start, stop), side="right")
     starts = document_starts[first:last] - start
     targets[starts - 1] = 0
     weights[starts - 1] = 0.0
-    inner_starts = starts[starts < used]
-    segments[inner_starts] = 1
-    segments[:used] = np.cumsum(segments[:used]) + 1
-    bounds = np.concatenate([np.zeros(1, np.int64), inner_starts, np.full(1, used, np.int64)])
-    positions[:used] = np.arange(used) - np.repeat(bounds[:-1], np.diff(bounds))
+    bounds = [0, *starts[starts < used].tolist(), used]
+    places = _places(num_tokens)
+    for segment, (begin, end) in enumerate(itertools.pairwise(bounds), start=1):
+        segments[begin:end] = segment
+        positions[begin:end] = places[: end - begin]
     return {"tokens": tokens, "targets": targets, "segments": segments, "positions": positions, "weights": weights}
+
+
+@functools.lru_cache(maxsize=4)
+def _places(num_tokens: int) -> np.ndarray:
+    return np.arange(num_tokens, dtype=np.int32)
 
 
 def count_targets(document_starts: np.ndarray, *, start: int | np.ndarray, stop: int | np.ndarray) -> np.ndarray:

@@ -77,12 +77,12 @@ class FittedRows:
         read_all = [stream[start : start + slots + 1] for start, slots in pieces]
         if not 0 < sum(map(len, read_all)) - len(pieces) == after - before <= self.num_tokens:
             raise UserError(f"the index of row {row} is damaged{_where(self.rows)}.")
-        used = 0
+        used, places = 0, np.arange(self.num_tokens, dtype=np.int32)
         for segment, read in enumerate(read_all, start=1):
             slots = len(read) - 1
             here = slice(used, used + slots)
             tokens[here], targets[here] = read[:-1], read[1:]
-            segments[here], positions[here] = segment, np.arange(slots)
+            segments[here], positions[here] = segment, places[:slots]
             used += slots
         weights[:used] = 1.0
         return {"tokens": tokens, "targets": targets, "segments": segments, "positions": positions, "weights": weights}

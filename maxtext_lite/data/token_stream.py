@@ -32,6 +32,7 @@ _MOST_RECORDS = 512  # of 4,096 ids: 4 to 8 MiB
 _READER_OPTIONS = "readahead_buffer_size:0,max_parallelism:0"  # for random access: no threads, nothing read ahead
 _READER_BUFFER = 32768  # bytes; a record's chunk fits
 _IDS_AT_A_TIME = 2**20
+_AGAIN = "Copy or prepare the data again."
 
 Value = TypeVar("Value")
 
@@ -69,26 +70,33 @@ class RecordStream:
             start += len(pieces[-1])
         return pieces[0] if len(pieces) == 1 else np.concatenate([np.zeros(0, self.manifest.dtype), *pieces])
 
-    def _record(self, shard: int, record: int) -> np.ndarray:
-        about = self.manifest.shards[shard]
-        key = self.directory / about.file, about.sha256
-        return _records.get((key, record), lambda: self._read(key, about, record))
+    @functools.cached_property
+    def _keys(self) -> list[tuple[str, str]]:
+        """What shards are known by among those of all streams: the file, and what was written there."""
+        return [(str(self.directory / shard.file), shard.sha256) for shard in self.manifest.shards]
 
-    def _read(self, key: Hashable, shard: Shard, record: int) -> np.ndarray:
-        file, dtype = self.directory / shard.file, np.dtype(self.manifest.dtype).newbyteorder("<")
-        reader = _readers.get(key, lambda: open_shard(file, num_records(shard, self.manifest)))
+    def _record(self, shard: int, record: int) -> np.ndarray:
+        return _records.get((self._keys[shard], record), lambda: self._read(shard, record))
+
+    def _read(self, number: int, record: int) -> np.ndarray:
+        key, shard = self._keys[number], self.manifest.shards[number]
+        reader = _readers.get(key, lambda: open_shard(self.directory / shard.file, num_records(shard, self.manifest)))
         try:
             (content,) = reader.read(record, record + 1)
         except (RuntimeError, ValueError, IndexError, OSError) as error:
             reason = str(error).partition(";")[0]
-            raise UserError(f"{file}: record {record} is damaged ({reason}). Copy or prepare the data again.") from None
+            raise UserError(f"{key[0]}: record {record} is damaged ({reason}). {_AGAIN}") from None
         due = min(self.manifest.tokens_per_record, shard.tokens - record * self.manifest.tokens_per_record)
-        if len(content) != due * dtype.itemsize:
+        if len(content) != due * self._dtype.itemsize:
             raise UserError(
-                f"{file}: record {record} has {len(content)} bytes, not those of {due} token ids of "
-                f"{self.manifest.dtype}. Copy or prepare the data again."
+                f"{key[0]}: record {record} has {len(content)} bytes, not those of {due} token ids of "
+                f"{self.manifest.dtype}. {_AGAIN}"
             )
-        return np.frombuffer(content, dtype)
+        return np.frombuffer(content, self._dtype)
+
+    @functools.cached_property
+    def _dtype(self) -> np.dtype[Any]:
+        return np.dtype(self.manifest.dtype).newbyteorder("<")
 
 
 class _Newest(Generic[Value]):
@@ -137,7 +145,7 @@ def open_shard(file: Path, records: int) -> Any:
     except (RuntimeError, ValueError, OSError) as error:
         raise UserError(f"{file}: cannot be read ({str(error).partition(';')[0]}).") from None
     if found is None or (found == 0 and records):
-        raise UserError(f"{file}: cut short, or no ArrayRecord file. Copy or prepare the data again.")
+        raise UserError(f"{file}: cut short, or no ArrayRecord file. {_AGAIN}")
     if found != records:
         raise UserError(f"{file} has {found} records; {MANIFEST_FILE} says {records}.")
     return reader

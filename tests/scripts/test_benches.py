@@ -120,3 +120,18 @@ def test_loading_and_generating_beside_transformers(monkeypatch, capsys):
     assert [row[1] for row in loads[2:]] == ["ours", "transformers", "ratio"]
     assert {len(row) for row in loads} == {2 + 3 * 3}
     assert (len(steps), steps[2][:2], steps[2][-1]) == (3, ["float32", "2"], "100%")
+
+
+def test_readers_of_prepared_data():
+    done = subprocess.run(
+        [sys.executable, "scripts/bench_data.py", "--rows", "64", "--tokens", "512", "--copies", "1"],
+        cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu"}, capture_output=True,
+        text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in done.stdout.splitlines()[4:]]
+    assert [row[0] for row in rows] == ["ours, concat", "ours, best_fit", "ours, none", "grain", "sequential"]
+    for row in rows:
+        row_rate, token_rate = (float(cell.replace(",", "")) for cell in row[1:3])
+        assert 0.5 * 512 < token_rate / row_rate <= 512  # the targets of a row
+    assert [row[3] for row in rows if row[0] == "grain"] == ["1.00"]
