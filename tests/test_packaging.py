@@ -143,16 +143,14 @@ def test_every_package_that_is_imported_is_declared():
         "pydantic_core": "pydantic",
     }
     base = {canonicalize_name(Requirement(text).name) for text in PROJECT["dependencies"]}
-    with_hf, with_harness, with_math, with_prepare = (
+    with_hf, with_harness, with_math = (
         base | {canonicalize_name(Requirement(text).name) for text in EXTRAS[extra]}
-        for extra in ("hf", "harness", "math", "prepare")
+        for extra in ("hf", "harness", "math")
     )
     for module in modules().values():
         declared = with_hf if module.package == "hf" else base
         if module.name == "maxtext_lite.harness":
             declared = with_harness
-        if module.name.startswith("maxtext_lite.data.preparing"):
-            declared = with_prepare
         if module.name == "maxtext_lite.rl.reward_functions":
             declared = with_math
         for found in imports(module):

@@ -1,12 +1,16 @@
 """The command: from texts to a dataset that a run reads, in one go, in shares or a second time; and a look at it."""
 
 import json
+import re
 
 import pytest
 
+from maxtext_lite import prepare
 from maxtext_lite.config import UserError, load_config
+from maxtext_lite.data.preparing.keys import PrepareConfig
 from maxtext_lite.data.sources import open_sources
 from maxtext_lite.prepare import main
+from tests.source_tree import REPOSITORY
 
 
 @pytest.fixture
@@ -55,3 +59,19 @@ def test_a_wrong_argument_is_named(arguments, message):
     with pytest.raises(UserError) as refused:
         main(arguments)
     assert any(problem.startswith(message) for problem in refused.value.problems), refused.value.problems
+
+
+def test_the_commands_of_the_page_are_understood(monkeypatch):
+    page = (REPOSITORY / "docs" / "data.md").read_text(encoding="utf-8")
+    commands = re.findall(r"^python -m maxtext_lite\.prepare (.*)$", page, re.MULTILINE)
+    asked = []
+    monkeypatch.setattr(prepare, "_prepare", lambda config, share: asked.append((config.output, share)))
+    monkeypatch.setattr("maxtext_lite.data.preparing.inspecting.report", lambda path, config: iter([]))
+    monkeypatch.setattr("maxtext_lite.data.preparing.inspecting.shown_rows", lambda *_, as_json: iter([]))
+    for command in commands:
+        index = command.replace("$SLURM_ARRAY_TASK_ID", "3").replace("$SLURM_ARRAY_TASK_COUNT", "16")
+        assert main(index.replace("$JOB_COMPLETION_INDEX", "4").split()) == 0
+    assert asked == [("data/texts", (0, 1)), ("data/texts", (3, 16)), ("data/texts", (4, 16))]
+    assert len(commands) == 6
+    stated = set(re.findall(r"^\| `(\w+)`(?:, `(\w+)`)? \|", page, re.MULTILINE))
+    assert {key for keys in stated for key in keys if key} == set(PrepareConfig.model_fields)

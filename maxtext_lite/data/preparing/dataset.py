@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 
 from maxtext_lite.data.preparing.journal import Journal, Outcome
@@ -43,17 +44,15 @@ def prepare_dataset(
         return journal.outcome()
     number, of = share
     with journal.hold(shared=of > 1):
-        done = journal.done()
+        done = range(len(tasks)) if journal.is_complete() else journal.done()  # another may just have ended
         todo = [task for task in tasks[number::of] if task.number not in done]
         progress = Progress(todo, say=say, before=len(tasks[number::of]) - len(todo))
-        num_workers = config.num_workers if config.num_workers > 0 else len(os.sched_getaffinity(0))
-        running = (
-            run_here(todo, journal.workshop, config, tokenizer)
-            if here
-            else run_in_processes(
-                todo, journal.workshop, config, tokenizer.fingerprint, num_workers=num_workers
-            )
-        )  # fmt: skip
+        if here:
+            running = run_here(todo, journal.workshop, config, tokenizer)
+        else:
+            num_workers = config.num_workers if config.num_workers > 0 else _cores()
+            fingerprint = tokenizer.fingerprint
+            running = run_in_processes(todo, journal.workshop, config, fingerprint, num_workers=num_workers)
         with progress:
             for made in running:
                 if made.entry is not None:
@@ -62,3 +61,8 @@ def prepare_dataset(
         if todo:
             say(progress.text())
         return journal.finish()
+
+
+def _cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

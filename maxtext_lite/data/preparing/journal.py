@@ -155,12 +155,12 @@ class Journal:
     def finish(self) -> Outcome | None:
         """Writes the manifest, where all tasks are done; None where some are not. To be called within `hold`."""
         with writing(self.directory):
-            fcntl.flock(self._opened, fcntl.LOCK_EX)  # of shares, one finishes, once no other works
+            if len(self.done()) < len(self.tasks) and not self.is_complete():
+                return None
+            fcntl.flock(self._opened, fcntl.LOCK_EX)  # of shares that end together, one finishes
             if self.is_complete():
                 return self.outcome()
             entries = self.done()
-            if len(entries) < len(self.tasks):
-                return None
             ordered = [entries[task.number] for task in self.tasks]
             problems = [problem for entry in ordered for problem in entry.problems][:5]
             counts = {"empty": sum(e.empty for e in ordered), "bad": sum(e.bad for e in ordered), "problems": problems}

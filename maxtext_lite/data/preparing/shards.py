@@ -143,7 +143,7 @@ def _written(
         return Entry(task.number, None, empty, bad, tuple(problems))
     if int(of_documents.sum()) != tokens:
         raise AssertionError(f"task {task.number}: {tokens} tokens, but documents of {of_documents.sum()}")
-    content = shard_content(partial[0], of_documents, dtype, stream.sha256)
+    content = shard_content(partial[0], of_documents, stream.sha256)
     about = {"documents": len(of_documents), "tokens": tokens, "content": content}
     shard = stored_shard(workshop.directory, partial[0].name, **about)
     write_whole(paths[1], of_documents.tobytes())
@@ -199,7 +199,7 @@ class _RecordWriter:
 
     def __init__(self, path: Path, dtype: np.dtype) -> None:
         self._writer: Any = None
-        self._path, self._dtype = path, dtype
+        self._path = path
         self._rest = np.zeros(0, dtype)
         self._tokens = 0
         self.sha256 = hashlib.sha256()  # of the ids: what is read back must have it
@@ -238,11 +238,11 @@ def _not_written(path: Path, error: RuntimeError) -> UserError:
     return UserError(f"{path} cannot be written: {str(error).partition(';')[0]}.")
 
 
-def shard_content(path: Path, lengths: np.ndarray, dtype: np.dtype, of_ids: Any = None) -> str:
+def shard_content(path: Path, lengths: np.ndarray, of_ids: Any) -> str:
     """`Shard.content` of a shard, read from its file.
 
     Args:
-      of_ids: the SHA-256 that its token ids must have; None: not known.
+      of_ids: the SHA-256 that its token ids must have.
     Raises:
       UserError: it cannot be read, or holds other ids.
     """
@@ -257,7 +257,7 @@ def shard_content(path: Path, lengths: np.ndarray, dtype: np.dtype, of_ids: Any 
         reader.close()
     except (RuntimeError, IndexError, ValueError) as error:
         raise UserError(f"{path}: cannot be read ({str(error).partition(';')[0]}).") from None
-    if of_ids is not None and ids.digest() != of_ids.digest():
+    if ids.digest() != of_ids.digest():
         raise UserError(f"{path}: what was written is not what can be read. Is the disk full, or failing?")
     return content.hexdigest()
 

@@ -129,13 +129,17 @@ def _work(connection: Connection, workshop: Workshop, config: PrepareConfig, fin
             clock = _Clock(connection)
             said = run_task(connection.recv(), workshop, reader, tokenizer, made=clock.made)
             connection.send(Made(0, clock.elapsed(), said))
-    except (EOFError, BrokenPipeError, ConnectionResetError):
+    except (EOFError, BrokenPipeError, ConnectionResetError, _NobodyListensError):
         return
     except UserError as error:
         said = error
     except Exception:  # noqa: BLE001  (the parent raises it)
         said = traceback.format_exc()
     connection.send(said)
+
+
+class _NobodyListensError(Exception):
+    """The parent was killed. No OSError: a task takes those for what the disk says."""
 
 
 class _Clock:
@@ -151,5 +155,8 @@ class _Clock:
         return self._since - before
 
     def made(self, tokens: int) -> None:
-        """Raises BrokenPipeError where nobody listens any more: the parent was killed."""
-        self._connection.send(Made(tokens, self.elapsed(), None))
+        """Raises _NobodyListensError where the parent was killed."""
+        try:
+            self._connection.send(Made(tokens, self.elapsed(), None))
+        except OSError:
+            raise _NobodyListensError from None

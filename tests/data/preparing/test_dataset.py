@@ -97,6 +97,31 @@ def test_processes_and_shares_make_the_same_bytes(texts, tmp_path):
     assert content(tmp_path / "shares") == expected
 
 
+def test_who_comes_when_all_is_done_does_nothing_again(texts, tmp_path, monkeypatch):
+    prepare(tmp_path)
+    expected = content(tmp_path / "out")
+    answers = iter([False, True, True, True])  # it ended between the first look and the lock
+    monkeypatch.setattr("maxtext_lite.data.preparing.journal.Journal.is_complete", lambda _: next(answers))
+    monkeypatch.setattr("maxtext_lite.data.preparing.workers.run_task", None)
+    assert prepare(tmp_path).manifest == read_manifest(tmp_path / "out")
+    assert content(tmp_path / "out") == expected
+
+
+def test_a_share_that_ends_first_does_not_wait_for_the_others(texts, tmp_path):
+    of_shares = config(tmp_path, "shares")
+    other = []
+
+    class Meanwhile(ByteTokenizer):  # while share 0 works and holds its lock, share 1 begins and ends
+        def encode_documents(self, documents):
+            if not other:
+                other.append(0)
+                other[0] = prepare_dataset(of_shares, tokenizer=ByteTokenizer(), share=(1, 2))
+            return super().encode_documents(documents)
+
+    assert prepare_dataset(of_shares, tokenizer=Meanwhile(), share=(0, 2)) is not None
+    assert other == [None]
+
+
 class Killed(BaseException):
     """The process is no more: nothing that it would do afterwards happens."""
 

@@ -2,8 +2,6 @@
 
 import multiprocessing
 import os
-import signal
-from pathlib import Path
 
 import pytest
 
@@ -39,8 +37,8 @@ def test_a_worker_hands_on_what_is_wrong(tmp_path):
 def test_a_worker_that_was_killed_is_told_of(tmp_path):
     running = run_in_processes(*job(tmp_path, '{"text": "abc"}\n' * 1000), "byte", num_workers=1)
     next(running)
-    (child,) = [int(p) for p in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()][-1:]
-    os.kill(child, signal.SIGKILL)
+    (child,) = multiprocessing.active_children()
+    child.kill()
     with pytest.raises(RuntimeError, match="ended with exit code -9"):
         list(running)
 
@@ -50,9 +48,17 @@ def test_a_worker_ends_when_its_parent_has_gone(moment, tmp_path, monkeypatch):
     monkeypatch.setattr(workers.signal, "signal", lambda *_: None)
     tasks, workshop, config = job(tmp_path, '{"text": "abc"}\n')
     ours, theirs = multiprocessing.Pipe()
-    if moment == "within a task":
-        ours.send(tasks[0])
-    ours.close()
+    ours.send(tasks[0])
+    run_task = workers.run_task
+
+    def run_after_it_has_gone(*arguments, **keys):
+        if moment == "within a task":
+            ours.close()
+        return run_task(*arguments, **keys)
+
+    monkeypatch.setattr(workers, "run_task", run_after_it_has_gone)
+    if moment == "between tasks":
+        ours.close()
     workers._work(theirs, workshop, config, "byte")
     theirs.close()
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
