@@ -62,7 +62,8 @@ def test_a_wrong_argument_is_named(arguments, message):
 
 
 def test_the_commands_of_the_page_are_understood(monkeypatch):
-    page = (REPOSITORY / "docs" / "data.md").read_text(encoding="utf-8")
+    whole = (REPOSITORY / "docs" / "data.md").read_text(encoding="utf-8")
+    page = "".join(re.findall(r"^## (?:Preparing|Inspecting)$.*?(?=^## |\Z)", whole, re.MULTILINE | re.DOTALL))
     commands = re.findall(r"^python -m maxtext_lite\.prepare (.*)$", page, re.MULTILINE)
     asked = []
     monkeypatch.setattr(prepare, "_prepare", lambda config, share: asked.append((config.output, share)))
