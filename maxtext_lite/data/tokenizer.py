@@ -239,6 +239,8 @@ class HuggingFaceTokenizer(Tokenizer):
             raise UserError(
                 f"tokenizer_path={str(path)!r} is not a tokenizer.json ({value_text(str(error))})."
             ) from error
+        self._tokenizer.no_truncation()  # a file may ask for either, and a document is neither cut nor filled up here
+        self._tokenizer.no_padding()
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)

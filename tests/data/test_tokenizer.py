@@ -185,6 +185,20 @@ def test_the_library_gives_the_same_ids(tmp_path):
     assert load_tokenizer(config_for("sentencepiece", path)).encode(UNICODE).tolist() == direct
 
 
+def test_a_file_that_asks_for_truncation_and_padding_gets_neither(tmp_path):
+    path = train_bpe(tmp_path, ["<|endoftext|>"])
+    whole = load_tokenizer(config_for("huggingface", path))
+    library = tokenizers.Tokenizer.from_file(str(path))
+    library.enable_truncation(3)
+    library.enable_padding(length=50)
+    library.save(str(path))
+    assert len(tokenizers.Tokenizer.from_file(str(path)).encode(UNICODE).ids) == 50
+    tokenizer, texts = load_tokenizer(config_for("huggingface", path)), ["a", UNICODE]
+    expected = [whole.encode(text).tolist() for text in texts]
+    assert [tokenizer.encode(text).tolist() for text in texts] == expected
+    assert [ids.tolist() for ids in tokenizer.encode_documents(texts)] == expected
+
+
 @pytest.mark.parametrize(
     ("special_tokens", "stated", "expected"),
     [
