@@ -4,12 +4,43 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from maxtext_lite.cli import ArgumentParser, config_arguments, run_command
+from pydantic import BaseModel, ConfigDict
+
+from maxtext_lite.cli import ArgumentParser, config_arguments, parse_keys, run_command
 from maxtext_lite.config import Config, RLRunConfig, UserError, load_config
+from maxtext_lite.config.field_types import Flag
 from maxtext_lite.process.output import complain, go_on_without_stdout
 
 EXIT_NON_FINITE = 3
 EXIT_STOPPED_BY_SIGNAL = 75
+
+
+class DataOnly(BaseModel):
+    """What `train` takes as key=value beside the keys of a config.
+
+    Attributes:
+      data_only: read the data without a model, and say how fast; no run directory.
+      ids: print the ids of the examples of each step.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    data_only: Flag = False
+    ids: Flag = False
+
+
+def parse_data_only(words: Sequence[str]) -> DataOnly:
+    """`DataOnly` from key=value words, of which the last of a key wins.
+
+    Raises:
+      UserError: a value is not true or false, or `ids` is asked of a run that trains.
+    """
+    asked, problems = parse_keys(DataOnly, words, texts=(), example="train data_only=true ids=true")
+    if asked.ids and not asked.data_only:
+        problems.append("ids=true has no use without data_only=true.")
+    if problems:
+        raise UserError(problems)
+    return asked
 
 
 def main(argv: Sequence[str]) -> int:
@@ -21,9 +52,16 @@ def main(argv: Sequence[str]) -> int:
     parser = ArgumentParser(prog="maxtext-lite train", description=__doc__)
     config_arguments(parser)
     arguments = parser.parse(argv)
-    config = load_config(arguments.config, arguments.overrides)
+    own = [word for word in arguments.overrides if word.partition("=")[0] in DataOnly.model_fields]
+    asked = parse_data_only(own)
+    config = load_config(arguments.config, [word for word in arguments.overrides if word not in own])
     if isinstance(config, RLRunConfig):
         raise UserError("a config of reinforcement learning is not one that train runs; train_rl does.")
+    if asked.data_only:
+        from maxtext_lite.training.data_only import read_data
+
+        read_data(config, with_ids=asked.ids)
+        return 0
     from maxtext_lite.training import train  # jax, only once the config is known to be right
 
     return finish(train, config)

@@ -35,13 +35,14 @@ sys.addaudithook(hook)
 from maxtext_lite.cli import run_command
 from maxtext_lite.config import RLRunConfig, load_config
 def main(argv):
-    from maxtext_lite.rl.rollout_steps import train_rl
     from maxtext_lite.training import train
     for words in all_overrides:
         words = [word.replace("{process}", process) for word in words]
         file = words.pop(0) if words and "=" not in words[0] else None
         config = load_config(file, words)
-        (train_rl if isinstance(config, RLRunConfig) else train)(config)
+        if isinstance(config, RLRunConfig):
+            from maxtext_lite.rl.rollout_steps import train_rl as train
+        train(config)
     assert "torch" not in sys.modules  # it is installed for tests alone, and takes seconds to import
     return 0
 code = run_command(main)

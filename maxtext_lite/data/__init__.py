@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from maxtext_lite.data.answers import PairSource, example_shape
 from maxtext_lite.data.chat import ChatTemplate
-from maxtext_lite.data.mixture_source import MixtureSource, named_sources, open_mixture
+from maxtext_lite.data.mixture_source import MixtureSource, hash_of_run, named_sources, open_mixture
 from maxtext_lite.data.own_examples import Examples, own_examples
 from maxtext_lite.data.packing import REFERENCE, field_dtype
 from maxtext_lite.data.prompts import Prompt, PromptSource, open_prompts
@@ -35,6 +35,7 @@ __all__ = [
     "example_shape",
     "examples_hash",
     "field_dtype",
+    "hash_of_run",
     "load_tokenizer",
     "named_sources",
     "open_mixture",

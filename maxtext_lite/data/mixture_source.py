@@ -12,7 +12,7 @@ from maxtext_lite.config import DataConfig, SourceList, UserError
 from maxtext_lite.config.source_list import name_of_path
 from maxtext_lite.data.examples import check_id
 from maxtext_lite.data.mixture_history import RowStream, SourcePart
-from maxtext_lite.data.order import example_ids
+from maxtext_lite.data.order import example_ids, examples_hash
 from maxtext_lite.data.own_examples import OwnExamples
 from maxtext_lite.data.sources import ExampleSource, open_sources
 
@@ -119,6 +119,12 @@ class MixtureSource:
             hashed[own] = rows + np.uint64(self._stream.salt(part.fingerprint))
         return hashed
 
+    def named_rows(self, ids: np.ndarray) -> list[tuple[str, int]]:
+        """Of each example the name of its source and its number there."""
+        numbers = self._numbers(ids)
+        rows = (ids - self._first_ids[numbers]).tolist()
+        return [(self.parts[number].name, row) for number, row in zip(numbers.tolist(), rows, strict=True)]
+
     def epochs(self, examples_seen: int) -> dict[str, float]:
         """How often each source has been read by a place of the run, by name."""
         given = self._stream.given(examples_seen)
@@ -222,6 +228,11 @@ def ids_of_run(source: ExampleSource, first: int, count: int, *, seed: int) -> n
     if isinstance(source, MixtureSource):
         return source.ids_of_run(first, count, seed)
     return example_ids(first, count, num_examples=len(source), seed=seed)
+
+
+def hash_of_run(source: ExampleSource, ids: np.ndarray) -> str:
+    """`order.examples_hash` of examples that a run consumed, of one source or of a mixture."""
+    return examples_hash(source.hashed(ids) if isinstance(source, MixtureSource) else ids)
 
 
 def target_tokens_between(source: ExampleSource, first: int, stop: int, *, seed: int) -> int:

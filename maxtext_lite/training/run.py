@@ -354,19 +354,24 @@ def open_run(config: Config, sources: Sources | None = None, own: OwnParts = CON
     Raises:
       UserError: the config cannot be trained on these devices or this data, or contradicts the run directory.
     """
+    plan, (source, eval_source) = open_data(config, sources)
+    run = TrainingRun(config, plan, source=source, eval_source=eval_source, own=own)
+    if not any((run.directory / "checkpoints").glob("*")):  # of others, their history says what sources have given
+        steps_left(config, plan, in_run(config, source)[0], step=0, examples_seen=0)
+    return run
+
+
+def open_data(config: Config, sources: Sources | None = None) -> tuple[BatchPlan, Sources]:
+    """The batches of a config's run, and the data that it reads; arguments and errors as of `open_run`."""
     machine = machine_of(start_devices())
     sizes, _ = batch_sizes(config, **machine)  # so that what is wrong is refused before data are opened
-    source, eval_source = sources or open_sources_on_hosts(
+    sources = sources or open_sources_on_hosts(
         config,
         vocab_size=config.vocab_size,
         loading_hosts=sizes.loading.loading_hosts,
         begins_as_elsewhere=comes_from_elsewhere(config),
     )
-    plan = make_plan(config, **machine, num_examples=len(source))
-    run = TrainingRun(config, plan, source=source, eval_source=eval_source, own=own)
-    if not any((run.directory / "checkpoints").glob("*")):  # of others, their history says what sources have given
-        steps_left(config, plan, in_run(config, source)[0], step=0, examples_seen=0)
-    return run
+    return make_plan(config, **machine, num_examples=len(sources[0])), sources
 
 
 def machine_of(devices: Sequence[Device]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from maxtext_lite.batching import batch_size_advice
-from maxtext_lite.data import MixtureSource, examples_hash
+from maxtext_lite.data import MixtureSource, hash_of_run
 from maxtext_lite.training.arrays import Record
 from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.metrics import MetricsLog, Terminal
@@ -98,9 +98,8 @@ class StepLog:
         )
         self.loss = values["loss"]
         stage = run.plan.stage_at(counts.examples_seen)
-        mixed: Record = {"examples_hash": examples_hash(taken.example_ids)}
+        mixed: Record = {"examples_hash": hash_of_run(run.source, taken.example_ids)}
         if isinstance(run.source, MixtureSource):
-            mixed["examples_hash"] = examples_hash(run.source.hashed(taken.example_ids))
             mixed["source_epochs"] = run.source.epochs(self.counts.examples_seen)
         record = {
             "step": step,

@@ -154,7 +154,7 @@ def _written(
     return Entry(task.number, shard, empty, bad, tuple(problems))
 
 
-_HOW_TO_GO_ON = "Mend or remove the line, or allow a share of bad lines with max_bad_fraction=0.001."
+_HOW_TO_GO_ON = "Correct or remove the line, or allow a share of bad lines with max_bad_fraction=0.001."
 
 
 def tokenized(tokenizer: Tokenizer, texts: list[str], dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:

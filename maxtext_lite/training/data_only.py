@@ -1,0 +1,66 @@
+"""What a run would read, and how fast, without its model: `train data_only=true`."""
+
+# pyright: reportUnknownMemberType=false
+# jax declares some of its functions in part.
+
+import json
+import time
+
+import jax
+
+from maxtext_lite.config import Config
+from maxtext_lite.data import MixtureSource, hash_of_run, target_tokens_of_run, training_batches
+from maxtext_lite.data.mixture_of_run import in_run, steps_left
+from maxtext_lite.parallel import make_mesh, sharding
+from maxtext_lite.process.output import complain
+from maxtext_lite.training.run import open_data
+from maxtext_lite.training.step import TRAIN_BATCH_AXES
+
+_SECONDS_BETWEEN_LINES = 1.0
+
+
+def read_data(config: Config, *, with_ids: bool = False) -> None:
+    """Reads the batches of a run from its first step on, onto its devices, and prints rows and target tokens a second.
+
+    No run directory is made or looked at.
+
+    Args:
+      with_ids: print a line of JSON for each step and nothing else; how fast it was goes to stderr. `step`,
+        `examples_hash` as metrics.jsonl has it, and `ids`, of a mixture pairs of a source's name and the example's
+        number there.
+    Raises:
+      UserError: the data cannot be read, or not on these devices in these batches.
+    """
+    plan, (source, _) = open_data(config)
+    source, _ = in_run(config, source)
+    num_steps = steps_left(config, plan, source, step=0, examples_seen=0)
+    is_first, seed = jax.process_index() == 0, config.data_shuffle_seed
+    seen, shown, since = 0, 0, time.perf_counter()
+    start = since
+    with training_batches(
+        source,
+        plan,
+        sharding=sharding(make_mesh(plan.ici_mesh, plan.dcn_mesh), TRAIN_BATCH_AXES),
+        examples_seen=0,
+        num_steps=num_steps,
+        seed=seed,
+        worker_count=config.grain_worker_count,
+    ) as batches:
+        for step, batch in enumerate(batches, start=1):
+            jax.block_until_ready(batch.arrays)
+            seen += batch.num_examples
+            if with_ids and is_first:
+                ids = batch.example_ids
+                named = source.named_rows(ids) if isinstance(source, MixtureSource) else ids.tolist()
+                print(json.dumps({"step": step, "examples_hash": hash_of_run(source, ids), "ids": named}))
+            elif (now := time.perf_counter()) - since >= _SECONDS_BETWEEN_LINES and is_first:
+                print(f"step {step}/{num_steps}  {(seen - shown) / (now - since):,.0f} rows/s", flush=True)
+                shown, since = seen, now
+    seconds = time.perf_counter() - start
+    tokens = target_tokens_of_run(source, total_examples=seen, seed=seed, loading_hosts=plan.loading_hosts)
+    if is_first:
+        say = complain if with_ids else print
+        say(
+            f"read {num_steps:,} steps in {seconds:.1f} s: {seen:,} rows of {source.num_tokens} tokens, "
+            f"{seen / seconds:,.0f} rows/s; {tokens:,} target tokens, {tokens / seconds:,.0f} tokens/s"
+        )

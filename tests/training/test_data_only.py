@@ -1,0 +1,69 @@
+"""`train data_only=true` reads what the run would read."""
+
+import json
+
+import numpy as np
+import pytest
+
+from maxtext_lite.config import UserError
+from maxtext_lite.data import example_ids, examples_hash
+from maxtext_lite.train import main
+
+SIZES = ["max_target_length=32", "per_device_batch_size=1", "ici_fsdp_parallelism=4", "ici_data_parallelism=2"]
+
+
+def lines(capsys):
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_the_ids_of_each_step_are_those_of_the_order_also_in_a_ramp(tmp_path, capsys):
+    text = tmp_path / "a.txt"
+    text.write_text("abc " * 900)
+    ramp = ["enable_rampup_batch_size=true", "per_device_batch_size_start=0.5", "per_device_batch_size_increment=0.5",
+            "global_rampup_samples=8"]  # fmt: skip
+    runs = f"base_output_directory={tmp_path}/runs"
+    words = [*SIZES, *ramp, f"dataset_path={text}", "eval_fraction=0.2", "steps=14", "data_shuffle_seed=3", runs]
+    assert main([*words, "data_only=true", "ids=true"]) == 0
+    steps = lines(capsys)
+    rows = -(-3600 // 32)  # the document and its end of text, which is no input
+    training = rows - rows // 5
+    sizes = [4, 4, *[8] * 12]
+    expected = example_ids(0, sum(sizes), num_examples=training, seed=3)
+    assert sum(sizes) > training  # the second epoch has begun
+    for number, (step, ids) in enumerate(zip(steps, np.split(expected, np.cumsum(sizes)[:-1]), strict=True), start=1):
+        assert step == {"step": number, "examples_hash": examples_hash(ids), "ids": ids.tolist()}
+    assert not (tmp_path / "runs").exists()
+
+
+def test_what_was_read_is_counted(capsys):
+    assert main([*SIZES, "dataset_type=synthetic", "steps=20", "warmup_steps=1", "data_only=true"]) == 0
+    said = capsys.readouterr().out
+    assert "read 20 steps in " in said
+    assert ": 160 rows of 32 tokens, " in said
+    assert "; 5,120 target tokens, " in said
+
+
+def test_ids_of_a_mixture_name_the_source(tmp_path, capsys):
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(f"{name}bc " * 400)
+    sources = json.dumps(
+        [{"path": f"{tmp_path}/{name}.txt", "weight": weight} for name, weight in (("a", 1), ("b", 3))]
+    )
+    words = [*SIZES, f"dataset_path={sources}", "eval_interval=-1", "eval_fraction=0", "steps=5", "warmup_steps=1"]
+    assert main([*words, "data_only=true", "ids=true"]) == 0
+    ids = [tuple(pair) for step in lines(capsys) for pair in step["ids"]]
+    assert len(set(ids)) == 40
+    assert [sum(name == source for name, _ in ids) for source in "ab"] == [10, 30]
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["ids=true"], "ids=true has no use without data_only=true."),
+        (["data_only=3"], "data_only=3 is not true or false."),
+    ],
+)
+def test_wrong_words_are_refused(words, problem):
+    with pytest.raises(UserError) as error:
+        main(words)
+    assert error.value.problems == (problem,)
