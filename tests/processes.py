@@ -40,9 +40,10 @@ def main(argv):
         words = [word.replace("{process}", process) for word in words]
         file = words.pop(0) if words and "=" not in words[0] else None
         config = load_config(file, words)
+        run = train
         if isinstance(config, RLRunConfig):
-            from maxtext_lite.rl.rollout_steps import train_rl as train
-        train(config)
+            from maxtext_lite.rl.rollout_steps import train_rl as run  # takes a second
+        run(config)
     assert "torch" not in sys.modules  # it is installed for tests alone, and takes seconds to import
     return 0
 code = run_command(main)
