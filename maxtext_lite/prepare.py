@@ -1,4 +1,4 @@
-"""The command `prepare`: text, tokenized once into a dataset that runs read; `prepare inspect` looks at one."""
+"""The command `prepare`: text, tokenized once into a dataset that runs read."""
 
 import re
 import sys
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from maxtext_lite.cli import ArgumentParser, local_path, parse_keys, run_command, whole_number
 from maxtext_lite.config import UserError
-from maxtext_lite.data.preparing.keys import InspectConfig, PrepareConfig
+from maxtext_lite.data.preparing.keys import InspectConfig, PrepareConfig, TokenizerConfig
 
 EXAMPLE = "prepare input=texts/*.jsonl.zst output=data/texts tokenizer_type=huggingface tokenizer_path=tokenizer.json"
 _TEXTS = ("output", "tokenizer_path", "chat_template", "text_field")
@@ -38,10 +38,12 @@ def main(argv: Sequence[str]) -> int:
     """
     if argv[:1] == ["inspect"]:
         return _inspect(argv[1:])
+    if argv[:1] == ["tokenizer"]:
+        return _train_tokenizer(argv[1:])
     parser = ArgumentParser(
         prog="maxtext-lite prepare",
         description=f"{__doc__} It goes on where it was stopped. Example: {EXAMPLE} `prepare inspect --help` says what "
-        "can be looked at.",
+        "can be looked at, `prepare tokenizer --help` how a tokenizer is trained.",
     )
     parser.keys = PrepareConfig.model_fields
     parser.add_argument("words", nargs="*", metavar="key=value", help=", ".join(PrepareConfig.model_fields))
@@ -102,6 +104,25 @@ def _inspect(argv: Sequence[str]) -> int:
         lines = report(arguments.path, config)
     for line in lines:
         print(line, flush=True)
+    return 0
+
+
+def _train_tokenizer(argv: Sequence[str]) -> int:
+    example = "prepare tokenizer input=texts output=tokenizer vocab_size=32000"
+    parser = ArgumentParser(
+        prog="maxtext-lite prepare tokenizer", description=f"Trains a tokenizer on text. Example: {example}"
+    )
+    parser.keys = TokenizerConfig.model_fields
+    parser.add_argument("words", nargs="*", metavar="key=value", help=", ".join(TokenizerConfig.model_fields))
+    arguments = parser.parse_intermixed_args(argv)
+    config, problems = parse_keys(TokenizerConfig, arguments.words, texts=("output", "text_field"), example=example)
+    problems += [f"{key} is missing. Example: {example}" for key in ("input", "output") if not getattr(config, key)]
+    if problems:
+        raise UserError(problems)
+    from maxtext_lite.data.preparing.vocabulary import train_tokenizer
+
+    path = train_tokenizer(config)
+    print(f"tokenizer_type={config.tokenizer_type} tokenizer_path={path}: {config.vocab_size:,} ids")
     return 0
 
 

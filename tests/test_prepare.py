@@ -67,12 +67,15 @@ def test_the_commands_of_the_page_are_understood(monkeypatch):
     commands = re.findall(r"^python -m maxtext_lite\.prepare (.*)$", page, re.MULTILINE)
     asked = []
     monkeypatch.setattr(prepare, "_prepare", lambda config, share: asked.append((config.output, share)))
+    monkeypatch.setattr(
+        "maxtext_lite.data.preparing.vocabulary.train_tokenizer", lambda config: asked.append((config.output, None))
+    )
     monkeypatch.setattr("maxtext_lite.data.preparing.inspecting.report", lambda path, config: iter([]))
     monkeypatch.setattr("maxtext_lite.data.preparing.inspecting.shown_rows", lambda *_, as_json: iter([]))
     for command in commands:
         index = command.replace("$SLURM_ARRAY_TASK_ID", "3").replace("$SLURM_ARRAY_TASK_COUNT", "16")
         assert main(index.replace("$JOB_COMPLETION_INDEX", "4").split()) == 0
-    assert asked == [("data/texts", (0, 1)), ("data/texts", (3, 16)), ("data/texts", (4, 16))]
-    assert len(commands) == 6
+    assert asked == [("data/texts", (0, 1)), ("data/texts", (3, 16)), ("data/texts", (4, 16)), ("tokenizer", None)]
+    assert len(commands) == 7
     stated = set(re.findall(r"^\| `(\w+)`(?:, `(\w+)`)? \|", page, re.MULTILINE))
     assert {key for keys in stated for key in keys if key} == set(PrepareConfig.model_fields)

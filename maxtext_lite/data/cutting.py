@@ -14,8 +14,10 @@ from typing import Any
 _LETTERS_AROUND_A_SPACE = re.compile(r"(?<=[A-Za-z]) (?=[A-Za-z])")
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+WORD_PATTERN = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}{_REST}"
+"""How cl100k and Llama 3 split a text into words."""
 _PATTERNS = (
-    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}{_REST}",  # cl100k, Llama 3
+    WORD_PATTERN,
     rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{_REST}",  # Qwen 2 and 3
 )
 

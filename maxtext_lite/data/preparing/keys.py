@@ -50,6 +50,25 @@ class PrepareConfig(BaseModel):
         return self.text_field or ("messages" if self.chat else "text")
 
 
+class TokenizerConfig(BaseModel):
+    """What `prepare tokenizer` takes as key=value.
+
+    Attributes:
+      input, text_field: as of `PrepareConfig`.
+      output: the directory of the tokenizer.
+      tokenizer_type: huggingface (byte-level BPE, a tokenizer.json) or sentencepiece (BPE, a tokenizer.model).
+      vocab_size: ids, special tokens among them.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    input: Annotated[list[PathName], BeforeValidator(_paths)] = []
+    output: PathText = ""
+    tokenizer_type: Literal["huggingface", "sentencepiece"] = "huggingface"
+    vocab_size: Count = 32_000
+    text_field: Name | Literal[""] = ""
+
+
 class InspectConfig(BaseModel):
     """What `prepare inspect` takes as key=value.
 

@@ -1,0 +1,62 @@
+"""Tokenizers trained on text: of the size asked for, for any text, and refused where the text is too small."""
+
+import json
+
+import pytest
+
+from maxtext_lite.config import UserError
+from maxtext_lite.data import load_tokenizer
+from maxtext_lite.data.preparing.keys import PrepareConfig
+from maxtext_lite.prepare import main
+
+TEXTS = ["the cat sat on the mat, and the hat lay flat\n", "a rat ran past the mat at 12:45\n" * 3, ""]
+
+
+@pytest.fixture
+def words(tmp_path):
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
+    (tmp_path / "a.jsonl").write_text(lines)
+    return [f"input={tmp_path}/a.jsonl", f"output={tmp_path}/out"]
+
+
+@pytest.mark.parametrize(("kind", "size"), [("huggingface", 270), ("sentencepiece", 290)])
+def test_it_has_its_size_and_writes_any_text_back(words, kind, size, tmp_path, capsys):
+    assert main(["tokenizer", *words, f"tokenizer_type={kind}", f"vocab_size={size}"]) == 0
+    keys = capsys.readouterr().out.partition(":")[0].split()
+    assert keys[0] == f"tokenizer_type={kind}"
+    chosen = dict(word.split("=", 1) for word in keys)
+    tokenizer = load_tokenizer(PrepareConfig(**chosen))
+    assert tokenizer.vocab_size == size
+    for text in [*TEXTS, "Grüße, 猫!  two  spaces"]:
+        ids = tokenizer.encode(text).tolist()
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.end_of_text_id not in ids
+    assert len(tokenizer.encode("the mat")) < len("the mat")  # it has learned something
+    with pytest.raises(UserError, match=r"holds tokenizer.* already"):
+        main(["tokenizer", *words, f"tokenizer_type={kind}", f"vocab_size={size}"])
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["vocab_size=100"], "vocab_size=100 has no room for 256 bytes and .* Nearest that works: 257"),
+        (["vocab_size=9999"], "vocab_size=9999: the text makes [0-9]+ at most"),
+        (["vocab_size=9999", "tokenizer_type=sentencepiece"], "vocab_size=9999: Vocabulary size too high"),
+        (["text_field=body"], 'not a JSON object with a string under "body"'),
+        (["vocabsize=3"], "unknown key 'vocabsize' .* Did you mean 'vocab_size'"),
+    ],
+)
+def test_what_cannot_be_is_refused(words, more, message, tmp_path):
+    with pytest.raises(UserError, match=message):
+        main(["tokenizer", *words, *more])
+    assert not (tmp_path / "out").exists()
+
+
+def test_long_lines_are_learned_too(tmp_path):
+    (tmp_path / "a.txt").write_text("x " * 2**16 + "zebra" * 2**13)
+    for kind, size in (("huggingface", 266), ("sentencepiece", 275)):
+        out = tmp_path / kind
+        words = [f"input={tmp_path}/a.txt", f"output={out}", f"tokenizer_type={kind}", f"vocab_size={size}"]
+        assert main(["tokenizer", *words]) == 0
+        chosen = PrepareConfig(tokenizer_type=kind, tokenizer_path=str(out))
+        assert len(load_tokenizer(chosen).encode("zebra" * 8)) <= 20
