@@ -66,7 +66,7 @@ class DeviceBatch:
     num_examples: int
     num_micro_batches: int
     data_seconds: float
-    problem: str | None
+    problem: str | None = None
 
 
 def training_batches(
