@@ -10,25 +10,18 @@ from maxtext_lite.data import DeviceBatch, ExampleSource, MixtureSource, evaluat
 from maxtext_lite.parallel import sharding
 from maxtext_lite.training.arrays import Params, Record, Tree
 from maxtext_lite.training.metrics import evaluation_text
-from maxtext_lite.training.objective import NEXT_TOKEN, ScoredObjective
+from maxtext_lite.training.objective import ScoredObjective
 from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.state import TrainState
 from maxtext_lite.training.step import EVAL_BATCH_AXES, make_eval_step
 
 
-def evaluate(
-    eval_step: Wrapped, params: Params, batches: Iterable[DeviceBatch], objective: ScoredObjective = NEXT_TOKEN
-) -> dict[str, float | int]:
-    """The entries of an evaluation's record, `eval_loss` and `eval_target_tokens` among them.
+def scores_of(eval_step: Wrapped, params: Params, batches: Iterable[DeviceBatch]) -> Iterator[Tree]:
+    """The scores of each batch, on the host.
 
     Args:
-      eval_step: as `step.make_eval_step` makes it, for the same objective.
+      eval_step: as `step.make_eval_step` makes it.
     """
-    return objective.evaluation(list(scores_of(eval_step, params, batches)))
-
-
-def scores_of(eval_step: Wrapped, params: Params, batches: Iterable[DeviceBatch]) -> Iterator[Tree]:
-    """The scores of each batch, on the host."""
     for batch in batches:
         yield jax.device_get(eval_step(params, batch.arrays))
 

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from maxtext_lite.data import DeviceBatch
-from maxtext_lite.training.held_out_loss import evaluate
+from maxtext_lite.training.held_out_loss import scores_of
+from maxtext_lite.training.objective import NEXT_TOKEN
 
 
 def _batches(rows, size):
@@ -17,6 +18,10 @@ def _batches(rows, size):
             num_micro_batches=1,
             data_seconds=0.0,
         )
+
+
+def evaluate(eval_step, params, batches):
+    return NEXT_TOKEN.evaluation(list(scores_of(eval_step, params, batches)))
 
 
 def _eval_step(params, arrays):
