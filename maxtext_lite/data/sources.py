@@ -16,7 +16,9 @@ import numpy as np
 from maxtext_lite.config import DataConfig, UserError, single_path
 from maxtext_lite.config.json_file import user_path
 from maxtext_lite.data.answers import open_answers
+from maxtext_lite.data.cutting import tokenized
 from maxtext_lite.data.examples import check_id, num_held_out
+from maxtext_lite.data.manifest import token_dtype
 from maxtext_lite.data.megatron import open_megatron
 from maxtext_lite.data.packing import FIELDS, Rows, TokenStream
 from maxtext_lite.data.preparing.text_cache import cached_text, text_fingerprint
@@ -75,7 +77,8 @@ def open_sources(
     """The training examples, and the held-out ones.
 
     Held out are the examples of `eval_dataset_path`; without one, the last floor(eval_fraction x examples) rows of the
-    data in file order, at least one. No target of a held-out row is a token of a training row.
+    data in file order, at least one. No target of a held-out row is a token of a training row, but with
+    packing=best_fit, where a document that is longer than a row may have pieces on both sides.
 
     Args:
       vocab_size: rows of the embedding table: the tokenizer must fit, and synthetic tokens are drawn below it. None:
@@ -272,21 +275,16 @@ _OPENED_BY = {"text": _open_text, "array_record": _open_prepared, "megatron": _o
 
 def _tokenize(documents: Iterator[str], tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray, int]:
     """(stream, document_starts, number of empty documents left out)."""
-    dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.int32  # half the memory where it suffices
-    end_of_text = np.array([tokenizer.end_of_text_id], dtype)
-    pieces: list[np.ndarray] = []
-    lengths: list[int] = []
-    num_empty_documents = 0
+    dtype = np.dtype(token_dtype(tokenizer.vocab_size))
+    streams, counts = [np.zeros(0, dtype)], [np.zeros(0, np.int64)]
     while texts := list(itertools.islice(documents, _DOCUMENTS_PER_ENCODING)):
-        for token_ids in tokenizer.encode_documents(texts):
-            if len(token_ids) == 0:
-                num_empty_documents += 1
-                continue
-            pieces += [token_ids.astype(dtype), end_of_text]
-            lengths.append(len(token_ids) + 1)
-    stream = np.concatenate(pieces) if pieces else np.zeros(0, dtype)
-    document_starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
-    return stream, document_starts, num_empty_documents
+        stream, count = tokenized(tokenizer, texts, dtype)
+        streams.append(stream)
+        counts.append(count)
+    lengths = np.concatenate(counts)
+    present = lengths[lengths > 1]  # of a document without a token nothing is in the stream, not its end either
+    document_starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(present, dtype=np.int64)])
+    return np.concatenate(streams), document_starts, len(lengths) - len(present)
 
 
 def _read_documents(files: list[tuple[str, pathlib.Path]]) -> Iterator[str]:

@@ -3,12 +3,14 @@
 import json
 import random
 
+import numpy as np
 import pytest
 import tokenizers
 from tokenizers import Regex, models, normalizers, pre_tokenizers, trainers
 
 from maxtext_lite.data import cutting
 from maxtext_lite.data.text_files import find_files, json_lines
+from maxtext_lite.data.tokenizer import ByteTokenizer
 
 ALPHABET = [*"abZ  \t\n\r 129.,'-é中\u0301\u00a0\u3000", "'s", "'LL", " the", "  ", " \n", "<|end|>", "  a b"]
 
@@ -84,3 +86,10 @@ def test_of_another_tokenizer_nothing_is_assumed(change, prose):
     stated = json.loads(trained("gpt2", prose[:2000]).to_str())
     assert cutting.may_cut(stated)
     assert not cutting.may_cut(stated | change)
+
+
+def test_texts_are_tokenized_into_one_stream():
+    ids, counts = cutting.tokenized(ByteTokenizer(), ["ab", "", "c"], np.dtype("<u2"))
+    assert ids.tolist() == [97, 98, 256, 99, 256]
+    assert counts.tolist() == [3, 1, 2]
+    assert [len(each) for each in cutting.tokenized(ByteTokenizer(), [], np.dtype("<u2"))] == [0, 0]

@@ -18,6 +18,7 @@ from array_record.python.array_record_module import ArrayRecordReader, ArrayReco
 
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import writing
+from maxtext_lite.data.cutting import tokenized
 from maxtext_lite.data.manifest import TOKENS_PER_RECORD, Shard, stored_shard, token_dtype
 from maxtext_lite.data.preparing.documents import BadLine, DocumentReader
 from maxtext_lite.data.preparing.tasks import InputFile, Task
@@ -29,7 +30,6 @@ TEMPORARY = ".partial"
 _OPTIONS = "group_size:1,uncompressed"  # a record is read at random in half the time that a compressed one takes
 _CHARACTERS_AT_ONCE = 2**22  # bounds the memory of what the tokenizer library returns
 _DOCUMENTS_AT_ONCE = 4096
-_CHARACTERS_OF_A_PIECE, _PIECES_AT_ONCE = 2**19, 8
 _RECORDS_AT_ONCE = 512
 _PROBLEMS_NAMED = 5
 
@@ -155,29 +155,6 @@ def _written(
 
 
 _HOW_TO_GO_ON = "Correct or remove the line, or allow a share of bad lines with max_bad_fraction=0.001."
-
-
-def tokenized(tokenizer: Tokenizer, texts: list[str], dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """(token ids of the texts, each text that has any followed by end-of-text; tokens of each text and one)."""
-    encoded = _encoded(tokenizer, texts)
-    counts = np.array([len(ids) + 1 for ids in encoded], np.int64)
-    stops = np.cumsum(np.where(counts > 1, counts, 0))
-    stream = np.full(stops[-1] if len(stops) else 0, tokenizer.end_of_text_id, dtype)
-    for ids, count, stop in zip(encoded, counts.tolist(), stops.tolist(), strict=True):
-        stream[stop - count : stop - 1] = ids
-    return stream, counts
-
-
-def _encoded(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
-    """The token ids of each text; of a long one, its pieces' joined."""
-    pieces = [tokenizer.pieces(text, _CHARACTERS_OF_A_PIECE) for text in texts]
-    if all(len(of_text) == 1 for of_text in pieces):
-        return tokenizer.encode_documents(texts)
-    encoded = []
-    for of_text in pieces:
-        groups = (of_text[first : first + _PIECES_AT_ONCE] for first in range(0, len(of_text), _PIECES_AT_ONCE))
-        encoded.append(np.concatenate([ids for group in groups for ids in tokenizer.encode_documents(group)]))
-    return encoded
 
 
 def _batches(documents: Iterable[str | BadLine]) -> Iterator[list[str | BadLine]]:

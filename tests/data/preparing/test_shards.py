@@ -10,7 +10,7 @@ from maxtext_lite.config import UserError
 from maxtext_lite.data.preparing import shards
 from maxtext_lite.data.preparing.documents import DocumentReader
 from maxtext_lite.data.preparing.keys import PrepareConfig
-from maxtext_lite.data.preparing.shards import Workshop, run_task, tokenized, write_whole
+from maxtext_lite.data.preparing.shards import Workshop, run_task, write_whole
 from maxtext_lite.data.preparing.tasks import cut, find_inputs
 from maxtext_lite.data.tokenizer import ByteTokenizer
 
@@ -21,13 +21,6 @@ def run(tmp_path, text="x" * 9000):
     (task,) = cut(files, task_bytes=10, field="text")
     workshop = Workshop(tmp_path, tmp_path, {file.path: file for file in files}, 1, 0.0)
     return run_task(task, workshop, DocumentReader(PrepareConfig(), ByteTokenizer()), ByteTokenizer())
-
-
-def test_texts_are_tokenized_into_one_stream():
-    ids, counts = tokenized(ByteTokenizer(), ["ab", "", "c"], np.dtype("<u2"))
-    assert ids.tolist() == [97, 98, 256, 99, 256]
-    assert counts.tolist() == [3, 1, 2]
-    assert [len(each) for each in tokenized(ByteTokenizer(), [], np.dtype("<u2"))] == [0, 0]
 
 
 @pytest.mark.parametrize("tokens", [1, 4095, 4096, 4097, 3 * 4096])
