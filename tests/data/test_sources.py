@@ -234,6 +234,9 @@ class WideTokenizer:
     def encode_documents(self, texts):
         return [np.array([100_000 + ord(c) for c in text], np.int32) for text in texts]
 
+    def pieces(self, text, most):
+        return [text]
+
 
 def test_synthetic_examples_are_a_function_of_their_number():
     config = config_for("", dataset_type="synthetic", max_target_length=1000)
