@@ -3,7 +3,7 @@
 No other package multiplies or divides batch sizes.
 """
 
-from maxtext_lite.batching.advice import batch_size_advice
+from maxtext_lite.batching.advice import batch_size_advice, laws_beside
 from maxtext_lite.batching.batch_plan import BatchPlan, row_slots
 from maxtext_lite.batching.ledger import MemoryEstimate
 from maxtext_lite.batching.length import RunLength
@@ -38,6 +38,7 @@ __all__ = [
     "count_parameters",
     "flops_per_example",
     "format_plan",
+    "laws_beside",
     "load_plan",
     "make_plan",
     "row_slots",

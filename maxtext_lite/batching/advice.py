@@ -1,4 +1,8 @@
-"""What the gradient noise scale says about the batch size, in words. Imports no jax."""
+"""What the gradient noise scale says about the batch size, in words, and what laws say beside it. Imports no jax."""
+
+from maxtext_lite.batching.laws import batch_interval
+from maxtext_lite.batching.recommendation import budget_of
+from maxtext_lite.config import Config
 
 _CLEARLY = 2  # batch and noise scale differ when even the ends of the error bar are this factor apart
 _STANDARD_ERRORS = 2
@@ -61,6 +65,20 @@ def batch_size_advice(noise_scale: float | None, relative_error: float | None, g
     if relative_error >= _TOO_UNCERTAIN:
         return f"{bars}. That is too uncertain to say anything about {batch}; more steps narrow it."
     return f"{bars}. {_progress(noise_scale, global_batch)} {_verdict(low, high, noise_scale, global_batch)} {_LIMITS}"
+
+
+def laws_beside(config: Config, tokens: int) -> str:
+    """A sentence on what the laws say of a run of so many tokens, to stand beside a measured noise scale."""
+    budget = budget_of(config, tokens=tokens, loss=None)
+    best, critical = (
+        " to ".join(_count(end / config.max_target_length) for end in (interval.low, interval.high))
+        for interval in (batch_interval(budget, "best"), batch_interval(budget, "critical"))
+    )
+    return (
+        f"For this model and {tokens:,} tokens, published laws put the best batch at {best} examples and the critical "
+        f"one at {critical} (`advise` names them); the noise scale underestimates the critical batch of language "
+        "models (Merrill et al. 2025)."
+    )
 
 
 def _progress(noise_scale: float, batch: int) -> str:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from maxtext_lite.batching import batch_size_advice
+from maxtext_lite.batching import batch_size_advice, laws_beside
 from maxtext_lite.data import MixtureSource, hash_of_run
 from maxtext_lite.training.arrays import Record
 from maxtext_lite.training.checkpoint import Counts
@@ -166,3 +166,6 @@ class StepLog:
         if noise.steps and self._run.plan.rl is None:
             batch = self._run.plan.stage_at(self.counts.examples_seen).global_batch_to_train
             self._terminal.say(batch_size_advice(noise.examples, noise.relative_error, batch))
+            if self._run.config.objective == "pretrain":
+                tokens = self._run.plan.total_examples * self._run.config.max_target_length
+                self._terminal.say(laws_beside(self._run.config, tokens))

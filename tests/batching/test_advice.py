@@ -1,6 +1,7 @@
 import pytest
 
-from maxtext_lite.batching.advice import batch_size_advice, example_efficiency, step_efficiency
+from maxtext_lite.batching.advice import batch_size_advice, example_efficiency, laws_beside, step_efficiency
+from maxtext_lite.config import load_config
 
 
 def test_at_the_noise_scale_a_step_and_an_example_each_do_half():
@@ -69,3 +70,11 @@ def test_an_estimate_that_is_not_above_zero_says_nothing(noise):
     text = batch_size_advice(noise, 0.1, 64)
     assert f"came out as {noise:.3g} examples" in text
     assert "says nothing about the batch of 64 examples" in text
+
+
+def test_a_sentence_beside_the_noise_scale():
+    config = load_config(overrides=["model_name=llama3-8b", "max_target_length=4096"])
+    said = laws_beside(config, 160_000_000_000)
+    assert said.startswith("For this model and 160,000,000,000 tokens, published laws put the best batch at ")
+    assert "299 to 1,415 examples and the critical one at 800 to 3,534" in said
+    assert "underestimates" in said

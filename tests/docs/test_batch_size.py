@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from maxtext_lite.batching import count_parameters, make_plan
+from maxtext_lite.batching.laws import BATCH_LAWS, Budget
 from maxtext_lite.cli import run_command
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.plan import main
@@ -54,6 +55,23 @@ def test_what_is_derived():
         key, value = row["follows"].split("=")
         assert getattr(plan, key) == Fraction(value)
         assert plan.global_batch_to_train == int(row["global_batch_size"])
+
+
+def test_what_laws_say():
+    units = {"M": 1e6, "B": 1e9, "T": 1e12}
+    for row in table("parameters", "tokens", "Step Law"):
+        N, D = (float(row[key][:-1]) * units[row[key][-1]] for key in ("parameters", "tokens"))
+        by_hand = {
+            "Step Law": 0.58 * D**0.571,
+            "DeepSeek": 0.292 * (6 * N * D) ** 0.3271,
+            "Power Lines": 2048 * 0.0306 * D**0.383,
+            "OLMo ladder": 327_680 * (N / 108e6) ** (2 / 3),
+            "critical: Zhang": 512 * 22.91 * (D / 1e6) ** 0.47,
+            "critical: Power Lines": 2048 * 0.0471 * D**0.462,
+        }
+        assert {law: row[law] for law in by_hand} == {law: f"{value / 1e6:.3g}" for law, value in by_hand.items()}
+        tokens = [law.tokens(Budget(N, N, D)) for law in BATCH_LAWS]
+        assert tokens[:-1] == pytest.approx([*by_hand.values()])
 
 
 def test_the_slots():

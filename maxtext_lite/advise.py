@@ -1,0 +1,170 @@
+"""The command `advise`: batch, learning rate, decays, warm-up and ramp from published laws. Imports no jax."""
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Sequence
+
+from maxtext_lite.batching.devices import device_named
+from maxtext_lite.batching.laws import BATCH_LAWS, RATE_LAWS, WIDENING, Budget, Interval, timescale
+from maxtext_lite.batching.recommendation import (
+    UTILIZATION,
+    LegalBatch,
+    Machine,
+    Ramp,
+    Recommendation,
+    budget_of,
+    recommend,
+)
+from maxtext_lite.cli import ArgumentParser, config_arguments, real_number, run_command, whole_number
+from maxtext_lite.config import RLRunConfig, UserError, load_config
+from maxtext_lite.config.errors import number_text
+
+_MOST = 1e21  # tokens or parameters
+_MOST_LOSS = 100
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints what published laws say of a config's model and so many tokens; returns the exit code.
+
+    Raises:
+      UserError: with every problem of the config or the arguments.
+    """
+    parser = ArgumentParser(prog="maxtext-lite advise", description=__doc__)
+    config_arguments(parser)
+    parser.add_argument("--tokens", type=real_number, required=True, help="of the whole run, as 100e9")
+    parser.add_argument("--parameters", type=real_number, help="of the model, as 8e9 (default: the config's own)")
+    parser.add_argument("--loss", type=real_number, help="that the run is to reach, for Kaplan's law")
+    parser.add_argument("--devices", type=whole_number, default=1, help="devices to train on (default 1)")
+    parser.add_argument("--hosts", type=whole_number, default=1, help="hosts that they are attached to (default 1)")
+    parser.add_argument("--device", metavar="NAME", help="what they are, as v5e or h100: memory and time follow")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    arguments = parser.parse(argv)
+    _check(arguments)
+    config = load_config(arguments.config, arguments.overrides)
+    if isinstance(config, RLRunConfig):
+        raise UserError("advise knows laws of pre-training, none of reinforcement learning. Use a config of train.")
+    budget = budget_of(config, tokens=arguments.tokens, loss=arguments.loss)
+    if arguments.parameters is not None:
+        budget = dataclasses.replace(budget, parameters=arguments.parameters, non_embedding=arguments.parameters)
+    device = None if arguments.device is None else device_named(arguments.device, option="--device")
+    found = recommend(config, budget, Machine(arguments.devices, arguments.hosts, device))
+    print(json.dumps(found.to_json(), indent=2, default=float) if arguments.json else _text(found))
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    problems: list[str] = []
+    for name, most in (("tokens", _MOST), ("parameters", _MOST), ("loss", _MOST_LOSS)):
+        value = getattr(arguments, name)
+        least = 0 if name == "loss" else 1
+        if value is not None and not (0 < value <= most and value >= least):
+            rule = f"above 0 and at most {most}" if name == "loss" else f"from 1 to {most:g}"
+            nearest = most if value > most else (1.0 if name == "loss" else 1)
+            problems.append(f"--{name}={value:g} must be {rule}. Nearest that works: {nearest:g}.")
+    if problems:
+        raise UserError(problems)
+
+
+def _text(found: Recommendation) -> str:
+    budget = found.budget
+    lines = [
+        f"N = {_count(budget.parameters)} parameters ({_count(budget.non_embedding)} without embeddings), "
+        f"D = {_count(budget.tokens)} tokens ({budget.tokens / budget.parameters:.3g} a parameter), "
+        f"C = 6 N D = {budget.flops:.3g} FLOPs",
+        "",
+        *_batch_lines(budget, "best", "batch for the lowest loss, tokens"),
+        _span(found.best, _count),
+        f"  within a factor of {WIDENING:g} beyond: {_ends(found.best.widened(WIDENING), _count)}, at a price of about "
+        "5 % more compute  [arXiv:2607.01487]",
+        "",
+        *_batch_lines(budget, "critical", "critical batch, beyond which steps are hardly saved any more, tokens"),
+        _span(found.critical, _count),
+        "",
+        "peak learning rate",
+        *(f"  {law.name:<12} {law.rate(budget):>9.2e}  = {law.formula}  [{law.fitted}]" for law in RATE_LAWS),
+        _span(found.learning_rate, "{:.2e}".format),
+        "",
+        f"weight_decay  {_ends(found.weight_decay, '{:.2g}'.format)}, from the smallest batch at the largest rate to "
+        "the reverse",
+        f"              = batch / (learning rate x {timescale(budget):.3g} x D)  [Power Lines; muP, its coefficient is "
+        "not verified]",
+        f"adam_b2       {_either(found.adam_b2)}: 0.95 above 524,288 tokens a batch, else 0.99  [OLMo ladder]",
+        f"warmup_steps  {_ends(found.warmup_steps, '{:,.0f}'.format)} at {_count(found.best.middle)} tokens a batch: "
+        "N tokens (OLMo ladder), 2,000 steps (DeepSeek)",
+        *_ramp_lines(found.ramp, budget.tokens),
+        "",
+        "legal batches near that" + _of_time(found),
+        *(_legal_line(legal) for legal in found.legal),
+        "",
+        *(f"{name}: {source}" for name, source in {law.name: law.source for law in (*BATCH_LAWS, *RATE_LAWS)}.items()),
+        "The laws were fitted on other data and models, and extrapolate. The gradient noise scale that a run measures",
+        "underestimates the critical batch of language models: Merrill et al. 2025, arXiv:2505.23971.",
+    ]
+    return "\n".join(lines)
+
+
+def _batch_lines(budget: Budget, purpose: str, title: str) -> list[str]:
+    lines = [title]
+    for law in BATCH_LAWS:
+        if law.purpose == purpose:
+            tokens = law.tokens(budget)
+            value = "--loss ?" if tokens is None else _count(tokens)
+            lines.append(f"  {law.name:<12} {value:>9}  = {law.formula}  [{law.fitted}]")
+    return lines
+
+
+def _ramp_lines(ramp: Ramp, tokens: float) -> list[str]:
+    if ramp.refusal:
+        return [f"ramp          none: {ramp.refusal}"]
+    lines = [f"ramp          from {_count(ramp.batches[0])} tokens a batch, doubled as the critical batch grows:"]
+    for batch, start in zip(ramp.batches[1:], ramp.starts, strict=True):
+        shares = Interval(100 * start.low / tokens, 100 * start.high / tokens)
+        lines.append(
+            f"  {_count(batch):>12}  after {_ends(start, _count)} tokens, {_ends(shares, '{:.2g}'.format)} % of the run"
+        )
+    if ramp.overrides:
+        lines.append("  a run doubles once by itself; before that, resume it with twice the batch. The last doubling:")
+        lines.append(f"  {' '.join(ramp.overrides)}")
+    return lines
+
+
+def _of_time(found: Recommendation) -> str:
+    if all(legal.days is None for legal in found.legal):
+        return ""
+    return f", and the days they take at an MFU of {UTILIZATION.high:.0%} to {UTILIZATION.low:.0%}"
+
+
+def _legal_line(legal: LegalBatch) -> str:
+    keys = f"per_device_batch_size={number_text(legal.per_device_batch_size)} gradient_accumulation_steps="
+    line = f"  {_count(legal.tokens):>9} = {legal.examples:,} examples: {keys}{legal.gradient_accumulation_steps}"
+    line += f" steps={legal.steps}"
+    if legal.days is not None:
+        line += f"; {_ends(legal.days, '{:.3g}'.format)} days"
+    return line + ("" if legal.fits is not False else "  (more memory than the device has, by the plan)")
+
+
+def _span(interval: Interval, show: Callable[[float], str]) -> str:
+    return f"  they span {_ends(interval, show)}, a factor of {interval.high / interval.low:.2g}"
+
+
+def _ends(interval: Interval, show: Callable[[float], str]) -> str:
+    low, high = show(interval.low), show(interval.high)
+    return low if low == high else f"{low} to {high}"
+
+
+def _either(interval: Interval) -> str:
+    return f"{interval.low:g}" if interval.low == interval.high else f"{interval.low:g} or {interval.high:g}"
+
+
+def _count(value: float) -> str:
+    """A count in three digits: 0.464M, 12.3B."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size * 0.9995:
+            return f"{value / size:.3g}{unit}" if value < 999.5 * size else f"{value / size:,.0f}{unit}"
+    return f"{value:.3g}"
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

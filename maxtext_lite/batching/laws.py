@@ -1,0 +1,204 @@
+"""Published laws for the batch size and the settings of AdamW. Imports no jax.
+
+Each says what it found where it was fitted; beyond that it extrapolates, and they differ. So every law keeps its name,
+its source and the range of its fit, and what is made of them is an interval.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Literal
+
+Purpose = Literal["best", "critical"]
+"""A best batch reaches the lowest loss on given tokens; beyond a critical one, steps are hardly saved any more."""
+
+WIDENING = 2.0
+"""What the interval of the best batches is widened by to both sides, at a price of about 5 % more compute.
+
+Source: arXiv:2607.01487.
+"""
+
+_POWER_LINES = "Bergsma et al. 2025, arXiv:2505.13738"
+_LADDER = "OLMo's model ladder, after Porian et al. 2024, arXiv:2406.19146"
+_STEP_LAW = "Li et al. 2025, arXiv:2503.04715"
+_DEEPSEEK = "DeepSeek LLM 2024, arXiv:2401.02954"
+_UNVERIFIED = "its coefficient is not verified"
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """What the laws are asked about.
+
+    Attributes:
+      parameters: N, of experts those that a token goes through.
+      non_embedding: the same without the tables of embeddings and the output projection.
+      tokens: D, of the whole run.
+      loss: that the run is to reach, in nats per token; None where it is not stated.
+    """
+
+    parameters: float
+    non_embedding: float
+    tokens: float
+    loss: float | None = None
+
+    @property
+    def flops(self) -> float:
+        """C = 6 N D, the compute that the laws are stated for."""
+        return 6 * self.parameters * self.tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchLaw:
+    """A law for the batch.
+
+    Attributes:
+      formula: in N, D, C, L and tokens, as a text.
+      fitted: on what; with what is not known of it.
+      tokens: of a batch by this law; None where the budget does not say what it needs.
+      inverse: the tokens of a run for which the law gives a batch of so many tokens; None where it has no D.
+    """
+
+    name: str
+    purpose: Purpose
+    formula: str
+    fitted: str
+    source: str
+    tokens: Callable[[Budget], float | None]
+    inverse: Callable[[float], float] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class RateLaw:
+    """A law for the peak learning rate, at the best batch of the same source."""
+
+    name: str
+    formula: str
+    fitted: str
+    source: str
+    rate: Callable[[Budget], float]
+
+
+def _by_loss(budget: Budget) -> float | None:
+    return None if budget.loss is None else 2e8 * budget.loss ** (-1 / 0.21)
+
+
+BATCH_LAWS: tuple[BatchLaw, ...] = (
+    BatchLaw(
+        "Step Law", "best", "0.58 D^0.571", "0.09 % off the optimum at 1B parameters and 100B tokens", _STEP_LAW,
+        lambda budget: 0.58 * budget.tokens**0.571,
+    ),
+    BatchLaw(
+        "DeepSeek", "best", "0.2920 C^0.3271", "a learning rate that falls in steps", _DEEPSEEK,
+        lambda budget: 0.2920 * budget.flops**0.3271,
+    ),
+    BatchLaw(
+        "Power Lines", "best", "2048 x 0.0306 D^0.383", f"111M to 3.3B parameters, muP; {_UNVERIFIED}", _POWER_LINES,
+        lambda budget: 2048 * 0.0306 * budget.tokens**0.383,
+    ),
+    BatchLaw(
+        "OLMo ladder", "best", "327,680 (N / 108M)^(2/3)", "about 20 tokens a parameter", _LADDER,
+        lambda budget: 327_680 * (budget.parameters / 108e6) ** (2 / 3),
+    ),
+    BatchLaw(
+        "Zhang", "critical", "512 x 22.91 (D / 1M)^0.47", "85M to 1.2B parameters; costs a fifth more tokens",
+        "Zhang et al. 2024, arXiv:2410.21676",
+        lambda budget: 512 * 22.91 * (budget.tokens / 1e6) ** 0.47,
+        lambda batch: 1e6 * (batch / (512 * 22.91)) ** (1 / 0.47),
+    ),
+    BatchLaw(
+        "Power Lines", "critical", "2048 x 0.0471 D^0.462", f"111M to 3.3B parameters, muP; {_UNVERIFIED}",
+        _POWER_LINES,
+        lambda budget: 2048 * 0.0471 * budget.tokens**0.462,
+        lambda batch: (batch / (2048 * 0.0471)) ** (1 / 0.462),
+    ),
+    BatchLaw(
+        "Kaplan", "critical", "2e8 L^(-1/0.21)", "data of 2019, a constant learning rate",
+        "Kaplan et al. 2020, arXiv:2001.08361", _by_loss,
+    ),
+)  # fmt: skip
+"""Laws for the batch in tokens."""
+
+RATE_LAWS: tuple[RateLaw, ...] = (
+    RateLaw(
+        "Step Law", "1.79 n^-0.713 D^0.307", "0.09 % off the optimum at 1B parameters and 100B tokens", _STEP_LAW,
+        lambda budget: 1.79 * budget.non_embedding**-0.713 * budget.tokens**0.307,
+    ),
+    RateLaw(
+        "DeepSeek", "0.3118 C^-0.1250", "a learning rate that falls in steps", _DEEPSEEK,
+        lambda budget: 0.3118 * budget.flops**-0.1250,
+    ),
+    RateLaw(
+        "OLMo ladder", "0.0047 (N / 108M)^(-1/3) / 2", "about 20 tokens a parameter", _LADDER,
+        lambda budget: 0.0047 * (budget.parameters / 108e6) ** (-1 / 3) / 2,
+    ),
+)  # fmt: skip
+"""Laws for AdamW's peak learning rate; n are the parameters without embeddings."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Interval:
+    """What several laws span.
+
+    Attributes:
+      low, high: the least and the largest of them.
+    """
+
+    low: float
+    high: float
+
+    @property
+    def middle(self) -> float:
+        """The geometric mean of both ends."""
+        return math.sqrt(self.low * self.high)
+
+    def widened(self, factor: float) -> "Interval":
+        """The interval from low / factor to high x factor."""
+        return Interval(self.low / factor, self.high * factor)
+
+
+def batch_interval(budget: Budget, purpose: Purpose) -> Interval:
+    """What the laws of one purpose span, in tokens a batch."""
+    found = [tokens for law in BATCH_LAWS if law.purpose == purpose and (tokens := law.tokens(budget)) is not None]
+    return Interval(min(found), max(found))
+
+
+def rate_interval(budget: Budget) -> Interval:
+    """What the laws for the learning rate span."""
+    rates = [law.rate(budget) for law in RATE_LAWS]
+    return Interval(min(rates), max(rates))
+
+
+def timescale(budget: Budget) -> float:
+    """The share of a run over which AdamW's decay should average its updates: B / (learning rate x decay x D).
+
+    Source: Bergsma et al. 2025, arXiv:2505.13738: 1.084 (D / N)^-0.527; its coefficient is not verified.
+    """
+    return 1.084 * (budget.tokens / budget.parameters) ** -0.527
+
+
+def weight_decay(budget: Budget, batch: float, rate: float) -> float:
+    """AdamW's weight decay for a batch of so many tokens at a learning rate, by `timescale`."""
+    return batch / (rate * timescale(budget) * budget.tokens)
+
+
+def adam_b2(batch: float) -> float:
+    """AdamW's second decay for a batch of so many tokens.
+
+    Source: OLMo's model ladder, after Porian et al. 2024, arXiv:2406.19146: 0.95 above 524,288 tokens, else 0.99.
+    """
+    return 0.95 if batch > 2**19 else 0.99
+
+
+def warmup_steps(budget: Budget, batch: float) -> dict[str, float]:
+    """Steps of the warm-up by each law: N tokens (OLMo's model ladder), or 2,000 steps (DeepSeek LLM 2024)."""
+    return {"OLMo ladder": budget.parameters / batch, "DeepSeek": 2000.0}
+
+
+def doubling_tokens(batch: float) -> Interval:
+    """How many tokens a run must have seen before a batch of so many tokens is no larger than the critical one.
+
+    The laws for the critical batch, solved for D: it is near 0 at the start and grows with the tokens seen.
+    Source: that it does, and that the batch may be doubled as it does: Merrill et al. 2025, arXiv:2505.23971.
+    """
+    found = [law.inverse(batch) for law in BATCH_LAWS if law.inverse]
+    return Interval(min(found), max(found))

@@ -1,0 +1,290 @@
+"""What published laws recommend for a config on a machine: intervals, and the legal batches near them."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import Any
+
+from maxtext_lite.batching.batch_plan import BatchPlan
+from maxtext_lite.batching.devices import Device
+from maxtext_lite.batching.laws import (
+    BATCH_LAWS,
+    RATE_LAWS,
+    WIDENING,
+    Budget,
+    Interval,
+    adam_b2,
+    batch_interval,
+    doubling_tokens,
+    rate_interval,
+    timescale,
+    warmup_steps,
+    weight_decay,
+)
+from maxtext_lite.batching.parameters import active_parameters, count_parameters, flops_per_example
+from maxtext_lite.batching.planning import make_plan
+from maxtext_lite.config import Config, UserError
+from maxtext_lite.config.errors import setting_text
+
+UTILIZATION = Interval(0.3, 0.5)
+"""The MFU between which the wall-clock is stated: what well-tuned runs report, where nothing was measured."""
+
+_DOUBLINGS = 3
+_MOST_TRIED = 64
+_NEAR = math.log(1.2)  # little beside what the laws span
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """What is to be trained on.
+
+    Attributes:
+      device: what its devices are; None where that is not known.
+    """
+
+    num_devices: int
+    num_hosts: int
+    device: Device | None
+
+    def plan(self, config: Config) -> BatchPlan:
+        """The plan of a config on it. Raises UserError where there is none."""
+        return make_plan(
+            config,
+            num_devices=self.num_devices,
+            num_hosts=self.num_hosts,
+            device_memory_gb=None if self.device is None else self.device.memory_bytes / 1e9,
+            platform=self.device.platform if self.device else "gpu",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class LegalBatch:
+    """A batch that the config can train with on the machine, near one that was asked for.
+
+    Attributes:
+      tokens, examples: of the batch.
+      per_device_batch_size, gradient_accumulation_steps: which make it.
+      steps: for the tokens of the run.
+      fits: whether the plan's memory is within the device's; None where the device is not known.
+      days: of the run at the ends of `UTILIZATION`; None where the device's peak is not known.
+    """
+
+    tokens: int
+    examples: int
+    per_device_batch_size: Fraction
+    gradient_accumulation_steps: int
+    steps: int
+    fits: bool | None
+    days: Interval | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Ramp:
+    """A batch that doubles as the critical batch grows.
+
+    Attributes:
+      batches: in tokens, from the first to the target.
+      starts: for each but the first, the tokens seen at which the laws allow it.
+      overrides: what to add to the command line for the last doubling, at the middle of its interval; () where the
+        legal batch cannot be halved.
+      refusal: why there is none; "" where there is one.
+    """
+
+    batches: tuple[float, ...]
+    starts: tuple[Interval, ...]
+    overrides: tuple[str, ...] = ()
+    refusal: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Recommendation:
+    """What the laws say of one run. Batches are in tokens.
+
+    Attributes:
+      best, critical: what the laws span.
+      learning_rate: likewise.
+      weight_decay: from the smallest batch at the largest rate to the reverse.
+      adam_b2: of the ends of `best`.
+      warmup_steps: between the laws, at the middle of `best`.
+      legal: near `best`, widened, its ends and its middle, without repetitions.
+    """
+
+    budget: Budget
+    best: Interval
+    critical: Interval
+    learning_rate: Interval
+    weight_decay: Interval
+    adam_b2: Interval
+    warmup_steps: Interval
+    ramp: Ramp
+    legal: tuple[LegalBatch, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, with each law by name, for programs."""
+        told = dataclasses.asdict(self)
+        budget = self.budget
+        told["budget"]["flops"] = budget.flops
+        told["best"]["widened"] = dataclasses.asdict(self.best.widened(WIDENING))
+        told["timescale"] = timescale(budget)
+        told["batch_laws"] = [
+            {"name": law.name, "purpose": law.purpose, "formula": law.formula, "fitted": law.fitted,
+             "source": law.source, "tokens": law.tokens(budget)}
+            for law in BATCH_LAWS
+        ]  # fmt: skip
+        told["learning_rate_laws"] = [
+            {"name": law.name, "formula": law.formula, "fitted": law.fitted, "source": law.source,
+             "learning_rate": law.rate(budget)}
+            for law in RATE_LAWS
+        ]  # fmt: skip
+        return told
+
+
+def budget_of(config: Config, *, tokens: float, loss: float | None) -> Budget:
+    """The budget of a config's model; of experts, those that a token goes through."""
+    parameters = active_parameters(config)
+    return Budget(parameters, parameters - count_parameters(config).tables, tokens, loss)
+
+
+def recommend(config: Config, budget: Budget, machine: Machine) -> Recommendation:
+    """What the laws recommend for the config on the machine.
+
+    Raises:
+      UserError: no batch near the laws' can be planned.
+    """
+    best, rates = batch_interval(budget, "best"), rate_interval(budget)
+    decays = Interval(
+        weight_decay(budget, best.low, rates.high),
+        weight_decay(budget, best.high, rates.low),
+    )
+    decay_b2 = sorted((adam_b2(best.low), adam_b2(best.high)))
+    steps = sorted(warmup_steps(budget, best.middle).values())
+    wide = best.widened(WIDENING)
+    legal: dict[int, LegalBatch] = {}
+    for wanted in (wide.low, best.low, best.middle, best.high, wide.high):
+        found = nearest_legal(config, wanted, budget.tokens, machine)
+        legal.setdefault(found.examples, found)
+    middle = nearest_legal(config, best.middle, budget.tokens, machine)
+    ramp = ramp_of(config.optimizer, best.middle, budget.tokens)
+    if ramp.starts:
+        ramp = dataclasses.replace(ramp, overrides=_doubled_once(config, middle, ramp.starts[-1], machine))
+    return Recommendation(
+        budget,
+        best,
+        batch_interval(budget, "critical"),
+        rates,
+        decays,
+        Interval(decay_b2[0], decay_b2[1]),
+        Interval(steps[0], steps[-1]),
+        ramp,
+        tuple(legal[examples] for examples in sorted(legal)),
+    )
+
+
+def ramp_of(optimizer: str, batch: float, tokens: float) -> Ramp:
+    """Doublings up to a batch, for AdamW.
+
+    Args:
+      batch: the target, in tokens.
+      tokens: of the run; what the laws allow only after its end is left out.
+    """
+    if optimizer == "muon":
+        why = "Muon's critical batch is larger, and Qwen3.8 reports that a ramp cost it 18.8 % more steps"
+        return Ramp((), (), refusal=why)
+    if optimizer != "adamw":
+        return Ramp((), (), refusal=f"no law is known for optimizer={optimizer}; those above are AdamW's")
+    batches = [batch / 2**doublings for doublings in range(_DOUBLINGS, -1, -1)]
+    starts = [doubling_tokens(size) for size in batches[1:]]
+    within = [start.low < tokens for start in starts]
+    reached = within.index(False) if False in within else len(starts)
+    return Ramp(tuple(batches[: reached + 1]), tuple(starts[:reached]))
+
+
+def nearest_legal(config: Config, tokens: float, run_tokens: float, machine: Machine) -> LegalBatch:
+    """A batch of about so many tokens that the config can be planned with.
+
+    It has the largest per-device batch, not above the config's, that comes within 20 % and fits; otherwise it is the
+    nearest one that fits, or that can be planned at all.
+
+    Raises:
+      UserError: none of those tried can be.
+    """
+    refused: UserError | None = None
+    planned: list[tuple[bool, float, Config, BatchPlan]] = []
+    for change in _candidates(config, tokens, machine.num_devices):
+        changed = config.model_copy(update=change)
+        try:
+            plan = machine.plan(changed)
+        except UserError as error:
+            refused = refused or error
+            continue
+        unfit = plan.memory.limit is not None and plan.memory.total > plan.memory.limit
+        planned.append((unfit, abs(math.log(plan.tokens_per_step / tokens)), changed, plan))
+        if not unfit and planned[-1][1] <= _NEAR:
+            break
+    if not planned:
+        assert refused is not None
+        raise refused
+    near = [each for each in planned if not each[0] and each[1] <= _NEAR]
+    *_, chosen, plan = near[0] if near else min(planned, key=lambda each: each[:2])
+    return _legal(chosen, plan, run_tokens, machine.device)
+
+
+def _candidates(config: Config, tokens: float, num_devices: int) -> Iterator[dict[str, object]]:
+    """Changes to batches near so many tokens, the largest per-device batch first, each half of the one before."""
+    examples = max(round(tokens / (config.max_target_length * config.rows_per_example)), 1)
+    micro = max(config.per_device_batch_size, Fraction(1, num_devices)) * num_devices
+    for _ in range(_MOST_TRIED):
+        exact = Fraction(examples) / micro
+        for accumulation in sorted({max(math.floor(exact), 1), max(math.ceil(exact), 1)}):
+            yield {
+                "per_device_batch_size": micro / num_devices,
+                "gradient_accumulation_steps": accumulation,
+                "global_batch_size": 0,
+                "enable_rampup_batch_size": False,
+            }
+        if micro <= 1:
+            return
+        micro = max(Fraction(math.floor(micro / 2)), Fraction(1))
+
+
+def _legal(config: Config, plan: BatchPlan, run_tokens: float, device: Device | None) -> LegalBatch:
+    steps = math.ceil(run_tokens / plan.tokens_per_step)
+    peak = device.peak(config.dtype) if device else None
+    days = None
+    if peak is not None:
+        example = flops_per_example(config, config.max_target_length) * config.rows_per_example
+        flops = steps * plan.global_batch_to_train * example
+        busy = flops / (plan.num_devices * peak) / 86_400
+        days = Interval(busy / UTILIZATION.high, busy / UTILIZATION.low)
+    return LegalBatch(
+        plan.tokens_per_step,
+        plan.global_batch_to_train,
+        plan.per_device_batch_size,
+        plan.gradient_accumulation_steps,
+        steps,
+        None if plan.memory.limit is None else plan.memory.total <= plan.memory.limit,
+        days,
+    )
+
+
+def _doubled_once(config: Config, legal: LegalBatch, start: Interval, machine: Machine) -> tuple[str, ...]:
+    """The keys of a ramp from half of a legal batch to it, or () where half of it is none."""
+    half = legal.per_device_batch_size / 2
+    samples = round(start.middle / (config.max_target_length * config.rows_per_example))
+    for mode in ("gradient_accumulation_steps", "per_device_batch_size"):
+        keys: dict[str, object] = {
+            "per_device_batch_size": legal.per_device_batch_size,
+            "gradient_accumulation_steps": legal.gradient_accumulation_steps,
+            "enable_rampup_batch_size": True,
+            "rampup_mode": mode,
+            "per_device_batch_size_start": half,
+            "per_device_batch_size_increment": half,
+            "global_rampup_samples": max(samples, 1),
+        }
+        try:
+            machine.plan(config.model_copy(update=keys | {"global_batch_size": 0}))
+        except UserError:
+            continue  # an odd accumulation, or an odd number of examples
+        return tuple(f"{key}={setting_text(value)}" for key, value in keys.items())
+    return ()

@@ -1,0 +1,105 @@
+"""What the laws recommend is legal on the machine, near what they say, and consistent with itself."""
+
+import math
+from fractions import Fraction
+
+import pytest
+
+from maxtext_lite.batching import flops_per_example, make_plan
+from maxtext_lite.batching.devices import device_named
+from maxtext_lite.batching.laws import Budget, Interval, batch_interval, doubling_tokens, rate_interval
+from maxtext_lite.batching.recommendation import Machine, budget_of, nearest_legal, ramp_of, recommend
+from maxtext_lite.config import UserError, load_config
+
+EIGHT_B = ["model_name=llama3-8b", "max_target_length=4096"]
+H200 = device_named("h200", option="--device")
+
+
+def test_the_budget_of_a_dense_model_and_of_experts():
+    dense = budget_of(load_config(overrides=EIGHT_B), tokens=160e9, loss=2.0)
+    assert (dense.parameters, dense.parameters - dense.non_embedding) == (8_030_261_248, 2 * 128_256 * 4096)
+    mixtral = budget_of(load_config(overrides=["model_name=mixtral-8x7b"]), tokens=1e9, loss=None)
+    assert mixtral.parameters == pytest.approx(12.9e9, rel=0.01)  # as Mistral states it, of 46.7B
+
+
+def test_legal_batches_plan_as_they_stand_and_fit():
+    config, machine = load_config(overrides=EIGHT_B), Machine(64, 8, H200)
+    budget = budget_of(config, tokens=160e9, loss=None)
+    found = recommend(config, budget, machine)
+    best = batch_interval(budget, "best")
+    wanted = [best.low / 2, best.low, best.middle, best.high, best.high * 2]
+    assert len(found.legal) == 5
+    for legal, tokens in zip(found.legal, wanted, strict=True):
+        assert abs(math.log(legal.tokens / tokens)) <= math.log(1.2)
+        assert legal.fits
+        keys = {
+            "per_device_batch_size": legal.per_device_batch_size,
+            "gradient_accumulation_steps": legal.gradient_accumulation_steps,
+            "steps": legal.steps,
+        }
+        plan = make_plan(config.model_copy(update=keys), num_devices=64, num_hosts=8)
+        assert plan.global_batch_to_train == legal.examples
+        assert legal.tokens == legal.examples * 4096
+        assert (legal.steps - 1) * legal.tokens < 160e9 <= legal.steps * legal.tokens
+        flops = legal.steps * legal.examples * flops_per_example(config, 4096)
+        seconds = [share * 64 * 989.4e12 for share in (0.5, 0.3)]
+        days = (legal.days.low, legal.days.high)
+        assert days == pytest.approx([flops / peak / 86_400 for peak in seconds])
+
+
+def test_where_memory_is_short_the_per_device_batch_comes_down():
+    config = load_config(overrides=[*EIGHT_B, "per_device_batch_size=32"])
+    small = nearest_legal(config, 4e6, 160e9, Machine(64, 8, device_named("h100", option="--device")))
+    large = nearest_legal(config, 4e6, 160e9, Machine(64, 8, None))
+    assert small.fits
+    assert small.per_device_batch_size < large.per_device_batch_size
+    assert large.fits is large.days is None
+    none = nearest_legal(config, 4e6, 160e9, Machine(8, 1, device_named("v5e", option="--device")))
+    assert none.fits is False  # 8B of weights and moments are more than 8 x 16 GB hold with activations
+
+
+@pytest.mark.parametrize("devices", [1, 3, 8, 96])
+@pytest.mark.parametrize("tokens", [100, 2_000, 300_000, 7_777_777])
+def test_the_nearest_batch_on_any_machine(devices, tokens):
+    config = load_config(overrides=["per_device_batch_size=4", "ici_fsdp_parallelism=1", "ici_data_parallelism=-1"])
+    legal = nearest_legal(config, tokens, 1e9, Machine(devices, 1, None))
+    examples = max(tokens / 256, 1)
+    assert abs(math.log(legal.examples / examples)) <= math.log(1.5 if tokens == 2_000 else 1.2)
+    assert legal.per_device_batch_size * devices * legal.gradient_accumulation_steps == legal.examples
+    assert legal.per_device_batch_size <= 4
+
+
+def test_a_config_that_no_batch_mends_is_refused_with_its_rule():
+    config = load_config(overrides=["ici_tensor_parallelism=3"])
+    with pytest.raises(UserError, match="ici_tensor_parallelism"):
+        nearest_legal(config, 1e6, 1e9, Machine(8, 1, None))
+
+
+def test_adamw_ramps_by_doublings_that_plan_and_muon_does_not():
+    ramp = ramp_of("adamw", 2.6e6, 160e9)
+    assert ramp.batches == (325_000, 650_000, 1_300_000, 2_600_000)
+    assert ramp.starts == tuple(doubling_tokens(batch) for batch in ramp.batches[1:])
+    assert ramp_of("adamw", 2.6e6, 1e9).batches == (325_000, 650_000, 1_300_000)  # 2.6M comes after 3.9B tokens
+    assert not ramp_of("muon", 2.6e6, 160e9).batches
+    assert "Qwen3.8" in ramp_of("muon", 2.6e6, 160e9).refusal
+    assert "optimizer=lion" in ramp_of("lion", 2.6e6, 160e9).refusal
+    config = load_config(overrides=EIGHT_B)
+    found = recommend(config, budget_of(config, tokens=160e9, loss=None), Machine(64, 8, H200))
+    words = [*EIGHT_B, *found.ramp.overrides]
+    plan = make_plan(load_config(overrides=words), num_devices=64, num_hosts=8)
+    first, target = plan.stages
+    assert Fraction(first.global_batch_to_train, target.global_batch_to_train) == Fraction(1, 2)
+    assert first.samples * 4096 == pytest.approx(found.ramp.starts[-1].middle, rel=1e-3)
+
+
+def test_weight_decay_spans_from_the_smallest_batch_at_the_largest_rate_to_the_reverse():
+    config = load_config(overrides=EIGHT_B)
+    budget = Budget(8e9, 8e9, 160e9)
+    found = recommend(config, budget, Machine(64, 1, None))
+    share = 1.084 * 20**-0.527 * 160e9
+    best, rates = batch_interval(budget, "best"), rate_interval(budget)
+    assert found.weight_decay.low == pytest.approx(best.low / rates.high / share)
+    assert found.weight_decay.high == pytest.approx(best.high / rates.low / share)
+    assert found.adam_b2 == Interval(0.95, 0.95)
+    assert found.warmup_steps.low == 2000
+    assert found.warmup_steps.high == pytest.approx(8e9 / best.middle)

@@ -1,0 +1,76 @@
+"""The command `advise`."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from maxtext_lite.advise import main
+from maxtext_lite.cli import run_command
+
+
+def printed(capsys, *argv):
+    assert main(argv) == 0
+    return capsys.readouterr().out
+
+
+def test_every_law_stands_by_name_with_its_figure(capsys):
+    out = printed(capsys, "--parameters", "1e9", "--tokens", "20e9", "--loss", "2.5")
+    for figures in (  # by logarithms
+        "Step Law          442k", "DeepSeek         1.08M", "Power Lines       553k", "OLMo ladder      1.44M",
+        "Zhang            1.23M", "Power Lines      5.54M", "Kaplan           2.55M",
+        "Step Law      9.96e-04", "DeepSeek      9.64e-04", "OLMo ladder   1.12e-03",
+    ):  # fmt: skip
+        assert figures in out, figures
+    assert "they span 442k to 1.44M, a factor of 3.3" in out
+    assert "within a factor of 2 beyond: 221k to 2.89M, at a price of about 5 % more compute" in out
+    assert max(map(len, out.splitlines())) < 250
+
+
+def test_json_holds_the_same(capsys):
+    found = json.loads(printed(capsys, "--parameters", "1e9", "--tokens", "20e9", "--json", "--devices", "8"))
+    laws = {(law["name"], law["purpose"]): law["tokens"] for law in found["batch_laws"]}
+    assert laws["OLMo ladder", "best"] == pytest.approx(327_680 * (1e9 / 108e6) ** (2 / 3))
+    assert laws["Kaplan", "critical"] is None
+    assert found["best"]["low"] == laws["Step Law", "best"]
+    assert found["best"]["widened"]["high"] == 2 * laws["OLMo ladder", "best"]
+    assert all(batch["tokens"] == batch["examples"] * 256 for batch in found["legal"])
+    assert found["budget"]["flops"] == 1.2e20
+
+
+def test_a_devices_memory_and_time_are_looked_at(capsys):
+    words = ["--tokens", "160e9", "model_name=llama3-8b", "max_target_length=4096", "--devices", "64"]
+    out = printed(capsys, *words, "--device", "h200")
+    assert "8.03B parameters (6.98B without embeddings)" in out
+    assert "and the days they take at an MFU of 50% to 30%" in out
+    assert "2.82 to 4.7 days" in out
+    assert "more memory than the device has" not in out
+    assert "more memory than the device has, by the plan" in printed(capsys, *words[:-1], "8", "--device", "v5e")
+
+
+def test_muon_gets_no_ramp(capsys):
+    assert "ramp          none: Muon's" in printed(capsys, "--tokens", "1e9", "optimizer=muon")
+    assert "doubled as the critical batch grows" in printed(capsys, "--tokens", "1e9")
+
+
+@pytest.mark.parametrize(("argv", "error"), [
+    (["--tokens", "0"], "error: --tokens=0 must be from 1 to 1e+21. Nearest that works: 1."),
+    (["--tokens", "1e30"], "error: --tokens=1e+30 must be from 1 to 1e+21. Nearest that works: 1e+21."),
+    (["--tokens", "1e9", "--loss", "-1"], "error: --loss=-1 must be above 0 and at most 100. Nearest that works: 1."),
+    (["--tokens", "1e9", "--device", "h300"], "error: --device=h300 is no device."),
+    (["--tokens", "many"], "error: argument --tokens: many is not a number."),
+    ([], "error: the following arguments are required: --tokens."),
+    (["--tokens", "1e9", "steps=-3"], "error: steps=-3"),
+    (["--tokens", "1e9", "configs/post_train/rl.yml"], "error: advise knows laws of pre-training"),
+])  # fmt: skip
+def test_what_is_wrong_is_refused(argv, error, capsys):
+    assert run_command(main, argv) == 2
+    assert capsys.readouterr().err.startswith(error)
+
+
+def test_no_jax_is_imported():
+    code = (
+        "import sys; from maxtext_lite.advise import main; main(['--tokens', '1e9']); assert 'jax' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
