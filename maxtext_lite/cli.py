@@ -28,6 +28,7 @@ COMMANDS: dict[str, str] = {
     "generate": "text from a run directory or a Hugging Face directory",
     "evaluate": "perplexity of a text, and multiple choice or cloze questions by log-likelihood",
     "convert": "models from and to Hugging Face directories",
+    "verify_resume": "the first step at which two runs differ, in what, and with which rows",
     "report": "one HTML page of a run, or of several over each other",
 }
 """Each command, the module maxtext_lite.COMMAND, and what it does."""
@@ -256,7 +257,7 @@ def _dispatch(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print("usage: maxtext-lite COMMAND [CONFIG.yml] [key=value ...]\n")
         for command, meaning in COMMANDS.items():
-            print(f"  {command:<10} {meaning}")
+            print(f"  {command:<13} {meaning}")
         print("\n`maxtext-lite COMMAND --help` says more; `python -m maxtext_lite.COMMAND` is the same.")
         return 0 if argv else EXIT_USER_ERROR
     command, *rest = argv

@@ -1,0 +1,227 @@
+"""Where two runs part: the first step and what differs there, the rows of that step, and saved arrays."""
+
+# pyright: reportMissingTypeStubs=false, reportUnknownArgumentType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# jax and orbax declare some of their functions in part.
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from maxtext_lite.config import UserError, load_config
+from maxtext_lite.data import MixtureSource, hash_of_run, open_mixture
+from maxtext_lite.data.mixture_of_run import in_run
+from maxtext_lite.data.mixture_source import ids_of_run
+from maxtext_lite.reporting.records import Record, is_evaluation, read_records
+from maxtext_lite.training.parameter_files import steps_in
+from maxtext_lite.training.saving import handlers, reading
+
+_TIMES = ("_seconds", "_per_second", "_per_device", "mfu", "utilization")
+"""How metrics of time end; two runs never share them. A batch per device is not one of them."""
+
+_SPLITS = ("per_device_batch_size", "gradient_accumulation_steps")
+_OF_SPLITS = ("gradient_noise_scale", "attention_imbalance", "loss_scale")
+"""Metrics, or beginnings of their names, that depend on how a batch is split."""
+
+_EXACT = (
+    "examples_hash",
+    "examples",
+    "examples_seen",
+    "global_batch_to_train",
+    "target_tokens",
+    "tokens_seen",
+    "skipped",
+)
+"""Metrics that agree only where they are equal, in the order in which one explains the next."""
+
+_ARRAYS_FLOOR = 1e-2
+"""Of a tolerance, relative to all of a tree: the 1e-7 beside 1e-5 of "two runs agree"."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first line of metrics.jsonl in which two runs differ.
+
+    Attributes:
+      evaluation: whether it is an evaluation's.
+      fields: what differs, with the value of each run; None where a run has none. What explains comes first.
+    """
+
+    step: int
+    evaluation: bool
+    fields: Mapping[str, tuple[Any, Any]]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What was compared of two runs' metrics.
+
+    Attributes:
+      steps: lines of training that both have.
+      evaluations: likewise.
+      last: the last step of each.
+    """
+
+    steps: int
+    evaluations: int
+    last: tuple[int, int]
+    difference: Difference | None
+
+
+def compare_metrics(runs: tuple[Path, Path], tolerance: float) -> Comparison:
+    """Looks at the lines that both runs have, step by step, up to the first difference.
+
+    Args:
+      tolerance: relative, of numbers that are measured; 0: equal to the bit, the split of a batch included.
+    Raises:
+      UserError: a run has no metrics.jsonl, or they have no step in common.
+    """
+    lines = [_lines(run) for run in runs]
+    counts, difference = [0, 0], None
+    for key in sorted(lines[0].keys() & lines[1].keys()):
+        first, second = (each[key] for each in lines)
+        counts[key[1]] += 1
+        fields = _differing(first, second, tolerance)
+        if fields:
+            difference = Difference(key[0], key[1], fields)
+            break
+    if not any(counts):
+        raise UserError(f"{runs[0]} and {runs[1]} have no step in common in their metrics.jsonl.")
+    ends = [max(step for step, _ in each) for each in lines]
+    return Comparison(counts[0], counts[1], (ends[0], ends[1]), difference)
+
+
+def _lines(run: Path) -> dict[tuple[int, bool], Record]:
+    path, notes = run / "metrics.jsonl", list[str]()
+    lines = {(record["step"], is_evaluation(record)): record for record in read_records(path, notes)}
+    if not lines:
+        raise UserError(f"RUN_DIR={run} has no metrics.jsonl with a step in it: it must be a run directory.")
+    return lines
+
+
+def _differing(first: Record, second: Record, tolerance: float) -> dict[str, tuple[Any, Any]]:
+    flat = [dict(_flat(record)) for record in (first, second)]
+    names = dict.fromkeys(itertools.chain(_EXACT, *flat))
+    pairs = {name: (flat[0].get(name), flat[1].get(name)) for name in names if _counts(name, tolerance)}
+    return {name: pair for name, pair in pairs.items() if not _same(*pair, 0.0 if name in _EXACT else tolerance)}
+
+
+def _flat(record: Record, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in record.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def _counts(name: str, tolerance: float) -> bool:
+    if name in _SPLITS or name.startswith(_OF_SPLITS):
+        return tolerance == 0
+    return not name.endswith(_TIMES)
+
+
+def _same(first: Any, second: Any, tolerance: float) -> bool:
+    if isinstance(first, float | int) and isinstance(second, float | int):
+        return first == second or (tolerance > 0 and math.isclose(first, second, rel_tol=tolerance))
+    return first == second
+
+
+def rows_of_step(run: Path, step: int) -> list[Any] | str:
+    """The rows that a step of a run consumed, in order: their numbers, of a mixture with the names of their sources.
+
+    They are worked out from config.yml and the data, and checked against the step's `examples_hash`; where they are not
+    known, a sentence says why.
+    """
+    record = _lines(run).get((step, False))
+    if record is None:
+        return f"metrics.jsonl has no step {step}"
+    try:
+        config = load_config(run / "config.yml")
+        source, _ = in_run(config, open_mixture(config, vocab_size=config.vocab_size)[0])
+    except UserError as error:
+        return str(error)
+    ids = ids_of_run(
+        source, record["examples_seen"] - record["examples"], record["examples"], seed=config.data_shuffle_seed
+    )
+    if hash_of_run(source, ids) != record["examples_hash"]:
+        return "those of config.yml have another examples_hash: the data or the mixture have changed"
+    return source.named_rows(ids) if isinstance(source, MixtureSource) else ids.tolist()
+
+
+@dataclass(frozen=True)
+class SavedDifference:
+    """What of the checkpoints of one step differs.
+
+    Attributes:
+      arrays: the relative difference of each array that differs, by its path; infinite where shapes or dtypes do.
+      compared: how many were.
+    """
+
+    step: int
+    arrays: Mapping[str, float]
+    compared: int
+
+
+def compare_checkpoints(runs: tuple[Path, Path], tolerance: float) -> list[SavedDifference]:
+    """Compares the checkpoints that both runs have, the first first, up to the first that differ.
+
+    Parameters; with a tolerance of 0 the state of the optimizer, too.
+
+    Args:
+      tolerance: of each array's difference in 2-norm, relative to the array, and a hundredth of it to all of them.
+    Raises:
+      UserError: a checkpoint cannot be read.
+    """
+    steps = [set(steps_in(run / "checkpoints")) for run in runs]
+    found: list[SavedDifference] = []
+    for step in sorted(steps[0] & steps[1]):
+        first, second = (_saved((run / "checkpoints" / str(step)).absolute(), tolerance) for run in runs)
+        found.append(SavedDifference(step, _different_arrays(first, second, tolerance), len(first)))
+        if found[-1].arrays:
+            break
+    return found
+
+
+def _saved(directory: Path, tolerance: float) -> dict[str, np.ndarray]:
+    """Arrays of a checkpoint, on one device, whatever saved it."""
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+    def on_one_device(leaf: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here)
+
+    items = ("params",) if tolerance else ("params", "update_state")
+    with reading(directory), ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers())) as checkpointer:
+        wanted: dict[str, Any] = {}
+        for item in items:
+            shapes = dict(handlers()[item].metadata(directory / item))
+            wanted[item] = ocp.args.StandardRestore(jax.tree.map(on_one_device, shapes))
+        restored = checkpointer.restore(directory, args=ocp.args.Composite(**wanted))
+        leaves = jax.tree_util.tree_leaves_with_path({item: restored[item] for item in items})
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf) for path, leaf in leaves}
+
+
+def _different_arrays(
+    first: Mapping[str, np.ndarray], second: Mapping[str, np.ndarray], tolerance: float
+) -> dict[str, float]:
+    differing = dict.fromkeys(sorted(first.keys() ^ second.keys()), math.inf)
+    floor = _ARRAYS_FLOOR * tolerance * math.hypot(*(_norm(array) for array in second.values()))
+    for name in sorted(first.keys() & second.keys()):
+        a, b = first[name], second[name]
+        if a.shape != b.shape or a.dtype != b.dtype:
+            differing[name] = math.inf
+        elif a.tobytes() != b.tobytes():
+            apart, size = _norm(a.astype(np.float64) - b.astype(np.float64)), _norm(b)
+            if not (tolerance and apart <= tolerance * size + floor):
+                differing[name] = apart / size if size else math.inf
+    return differing
+
+
+def _norm(array: np.ndarray) -> float:
+    return float(np.linalg.norm(array.astype(np.float64)))

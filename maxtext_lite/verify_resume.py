@@ -1,0 +1,104 @@
+"""The command `verify_resume`: the first step at which two runs differ, in what, and with which rows."""
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from maxtext_lite.cli import EXIT_FAILED, ArgumentParser, local_path, real_number, run_command
+from maxtext_lite.config import UserError
+
+if TYPE_CHECKING:
+    from maxtext_lite.training.run_difference import Comparison, SavedDifference
+
+_MOST_SHOWN = 16
+
+
+def main(argv: Sequence[str]) -> int:
+    """Compares two run directories; returns 0 where they are the same, 1 where they differ.
+
+    Raises:
+      UserError: a directory is no run directory, or the runs have nothing to compare.
+    """
+    parser = ArgumentParser(prog="maxtext-lite verify_resume", description=__doc__)
+    parser.add_argument("runs", nargs=2, type=local_path, metavar="RUN_DIR", help="two run directories")
+    parser.add_argument(
+        "--tolerance",
+        type=real_number,
+        default=0.0,
+        help="relative; 0 (default): equal to the bit; 1e-5: two runs whose batches were split differently agree",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    arguments = parser.parse_intermixed_args(argv)
+    runs, tolerance = (arguments.runs[0], arguments.runs[1]), arguments.tolerance
+    if not 0 <= tolerance <= 1:
+        raise UserError(
+            f"--tolerance={tolerance:g} must be from 0 to 1. Nearest that works: {min(max(tolerance, 0), 1):g}."
+        )
+    from maxtext_lite.training.run_difference import compare_checkpoints, compare_metrics, rows_of_step
+
+    metrics = compare_metrics(runs, tolerance)
+    found = metrics.difference
+    rows = None if found is None or found.evaluation else [rows_of_step(run, found.step) for run in runs]
+    saved = [] if found is not None else compare_checkpoints(runs, tolerance)
+    same = found is None and not any(each.arrays for each in saved)
+    if arguments.json:
+        print(json.dumps(_as_json(metrics, saved, rows, same)))
+    else:
+        print("\n".join(_text(metrics, saved, rows, tolerance)))
+    return 0 if same else EXIT_FAILED
+
+
+def _as_json(
+    metrics: "Comparison", saved: "Sequence[SavedDifference]", rows: list[Any] | None, same: bool
+) -> dict[str, Any]:
+    found = metrics.difference
+    return {
+        "same": same,
+        "steps": metrics.steps,
+        "evaluations": metrics.evaluations,
+        "last_steps": metrics.last,
+        "first_difference": found and {
+            "step": found.step, "evaluation": found.evaluation, "fields": found.fields, "rows": rows,
+        },
+        "checkpoints": [{"step": each.step, "arrays": each.compared, "differing": each.arrays} for each in saved],
+    }  # fmt: skip
+
+
+def _text(
+    metrics: "Comparison", saved: "Sequence[SavedDifference]", rows: list[Any] | None, tolerance: float
+) -> list[str]:
+    how = "equal" if tolerance == 0 else f"equal within {tolerance:g}"
+    last = " and ".join(f"{step:,}" for step in metrics.last)
+    compared = f"{metrics.steps:,} steps and {metrics.evaluations:,} evaluations that both have (they end at {last})"
+    found = metrics.difference
+    if found is None:
+        lines = [f"{compared}: {how}"]
+        for each in saved:
+            differ = f"{len(each.arrays)} of {each.compared} arrays differ" if each.arrays else how
+            lines.append(f"checkpoints of step {each.step}, {each.compared} arrays: {differ}")
+            for name, apart in list(each.arrays.items())[:_MOST_SHOWN]:
+                lines.append(f"  {name}  relative difference {apart:.3g}")
+        return lines if saved else [*lines, "no checkpoint of one step in both"]
+    kind = "evaluation" if found.evaluation else "step"
+    lines = [f"the first difference is at {kind} {found.step}; before it all is {how}, of {compared}"]
+    lines += [f"  {name:<28} {first} | {second}" for name, (first, second) in found.fields.items()]
+    if rows is None:
+        return lines
+    if rows[0] == rows[1]:
+        return [*lines, f"rows of step {found.step} in both: {_rows(rows[0])}"]
+    return [
+        *lines,
+        *(f"rows of step {found.step} in run {number}: {_rows(each)}" for number, each in enumerate(rows, 1)),
+    ]
+
+
+def _rows(rows: list[Any] | str) -> str:
+    if isinstance(rows, str):
+        return f"not known: {rows}"
+    shown = ", ".join(":".join(map(str, row)) if isinstance(row, tuple) else str(row) for row in rows[:_MOST_SHOWN])
+    return f"{shown} and {len(rows) - _MOST_SHOWN} more" if len(rows) > _MOST_SHOWN else shown
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))
