@@ -17,6 +17,20 @@ from maxtext_lite.parallel import exchange
 Result = TypeVar("Result")
 
 
+class UnreadError(UserError):
+    """Examples that a host cannot read: all hosts raise it."""
+
+
+def raise_unread(problem: str | None) -> None:
+    """Ends what reads, with this host's problem or another's. All hosts call it.
+
+    Raises:
+      UnreadError: on all hosts, where one has examples that cannot be read.
+    """
+    if problems := [each for each in exchange(problem) if each is not None]:
+        raise UnreadError(problems[0])
+
+
 class Failures:
     """The first thing that went wrong on this host while the run wrote.
 
@@ -53,11 +67,12 @@ class Failures:
         Args:
           safe: a sentence on what was saved.
         Raises:
-          UserError: on all hosts, where one has examples that cannot be read.
+          UnreadError: on all hosts, where one has examples that cannot be read.
         """
-        problems = [problem for problem in exchange(self._unread) if problem is not None]
-        if problems:
-            raise UserError(f"{problems[0]} {safe}")
+        try:
+            raise_unread(self._unread)
+        except UnreadError as error:
+            raise UnreadError(f"{error} {safe}") from None
 
     def add(self, problem: str) -> None:
         """Keeps a problem, unless there is one: those that follow, follow from it."""
