@@ -21,14 +21,14 @@ class UnreadError(UserError):
     """Examples that a host cannot read: all hosts raise it."""
 
 
-def raise_unread(problem: str | None) -> None:
-    """Ends what reads, with this host's problem or another's. All hosts call it.
+def raise_unread(problem: str | None, safe: str = "") -> None:
+    """Ends what reads, with this host's problem or another's, and a sentence on what is safe. All hosts call it.
 
     Raises:
       UnreadError: on all hosts, where one has examples that cannot be read.
     """
     if problems := [each for each in exchange(problem) if each is not None]:
-        raise UnreadError(problems[0])
+        raise UnreadError(f"{problems[0]} {safe}".rstrip())
 
 
 class Failures:
@@ -69,10 +69,7 @@ class Failures:
         Raises:
           UnreadError: on all hosts, where one has examples that cannot be read.
         """
-        try:
-            raise_unread(self._unread)
-        except UnreadError as error:
-            raise UnreadError(f"{error} {safe}") from None
+        raise_unread(self._unread, safe)
 
     def add(self, problem: str) -> None:
         """Keeps a problem, unless there is one: those that follow, follow from it."""
