@@ -1,5 +1,6 @@
 """The command `prepare`: text, tokenized once into a dataset that runs read."""
 
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -28,6 +29,39 @@ def parse_prepare_config(words: Sequence[str]) -> PrepareConfig:
     if problems:
         raise UserError(problems)
     return config
+
+
+class PrepareStep:
+    """`prepare` as the step of a datatrove pipeline, which it does not import: each of the executor's tasks is a share.
+
+    Args:
+      words: key=value, as on the command line.
+    Raises:
+      UserError: with every problem of the words.
+    """
+
+    def __init__(self, *words: str) -> None:
+        self._config = parse_prepare_config(words)
+        if self._config.num_workers != -1:
+            raise UserError("num_workers has no use in a pipeline: the executor's workers tokenize, a thread each.")
+
+    def __repr__(self) -> str:
+        return f"prepare: {self._config.output}"
+
+    def __call__(self, data: object = None, rank: int = 0, world_size: int = 1) -> None:
+        """Does share `rank` of `world_size` in this process; whoever completes the dataset writes its manifest.
+
+        Raises:
+          UserError: of `prepare`; or there is a step before it, whose documents it would not read.
+        """
+        if data is not None:
+            raise UserError("PrepareStep is the first step of a pipeline: it reads the files of input=.")
+        from maxtext_lite.data.preparing.dataset import prepare_dataset
+        from maxtext_lite.data.tokenizer import load_tokenizer
+
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each worker of the executor has a core
+        tokenizer = load_tokenizer(self._config)
+        prepare_dataset(self._config, tokenizer=tokenizer, share=(rank, world_size), say=lambda line: print(line))
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,12 +1,15 @@
-"""Random histories of a run, consumed host by host, beside a plain loop with counters that decides row after row.
+"""Texts to mix; and random histories of a run, consumed host by host, beside a plain loop that decides row after row.
 
 The loop shares nothing with the library but `example_ids`, which says in which order a source's own rows come.
 """
 
 import heapq
+import json
 import pickle
 import random
+from collections.abc import Mapping
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 
@@ -18,6 +21,22 @@ from maxtext_lite.data.packing import DocumentRows, PackedRows
 from maxtext_lite.data.sources import TextSource
 
 SEED = 4
+
+
+def write_texts(directory: Path, **most: int) -> Path:
+    """Texts by name, each of 40 documents of fewer than so many random letters; returns the directory."""
+    for number, (name, longest) in enumerate(most.items()):
+        rng = np.random.default_rng(number)
+        texts = ["".join(rng.choice(list("mixture "), length)) for length in rng.integers(1, longest, 40)]
+        lines = [json.dumps({"text": text}) for text in texts]
+        (directory / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    return directory
+
+
+def mixture_of(texts: Path, weights: Mapping[str, object]) -> str:
+    """The override that mixes texts of a directory."""
+    entries = [f"{{path: {texts}/{name}.jsonl, weight: {weight}}}" for name, weight in weights.items()]
+    return f"dataset_path=[{', '.join(entries)}]"
 
 
 def text_source(rng: random.Random, name: str, *, packing: bool) -> TextSource:

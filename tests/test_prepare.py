@@ -1,6 +1,7 @@
 """The command: from texts to a dataset that a run reads, in one go, in shares or a second time; and a look at it."""
 
 import json
+import pickle
 import re
 
 import pytest
@@ -9,7 +10,7 @@ from maxtext_lite import prepare
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.data.preparing.keys import PrepareConfig
 from maxtext_lite.data.sources import open_sources
-from maxtext_lite.prepare import main
+from maxtext_lite.prepare import PrepareStep, main
 from tests.source_tree import REPOSITORY
 
 
@@ -44,6 +45,24 @@ def test_a_share_says_that_others_are_missing(words, tmp_path, capsys):
     assert main([*words, "--task", "1", "--of", "2"]) == 0
     assert capsys.readouterr().out == "share 1 of 2 is done; the last one to end writes the manifest\n"
     assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+def test_a_pipeline_of_datatrove_makes_the_same_bytes(tmp_path, capsys):
+    """Its executors call a copy of each step with the documents of the one before, the rank and the world size."""
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": "abc " * 70_000}) + "\n" for _ in range(12)))
+    words = [f"input={tmp_path / 'a.jsonl'}", "task_megabytes=1"]
+    assert main([*words, f"output={tmp_path / 'own'}", "num_workers=1"]) == 0
+    step = pickle.loads(pickle.dumps(PrepareStep(*words, f"output={tmp_path / 'step'}")))
+    for rank in (4, 0, 2, 1, 3):  # of 4 tasks: one share has none
+        assert not (tmp_path / "step" / "manifest.json").exists()
+        assert step(None, rank, 5) is None
+    own, ours = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("own", "step"))
+    assert len(own) == 6  # a task without a line makes no shard
+    assert ours == own
+    with pytest.raises(UserError, match="PrepareStep is the first step of a pipeline"):
+        step(iter([]), 0, 1)
+    with pytest.raises(UserError, match="num_workers has no use in a pipeline"):
+        PrepareStep(*words, f"output={tmp_path / 'step'}", "num_workers=2")
 
 
 @pytest.mark.parametrize(("arguments", "message"), [

@@ -58,7 +58,8 @@ class DeviceBatch:
       num_micro_batches: those in use, the first of the A; 1 for evaluation.
       data_seconds: how long the consumer waited for this batch.
       problem: why this host cannot read one of the next `_BATCHES_KNOWN` batches, for which `next` will raise it; None
-        where it can. So hosts have the time to end together before that batch.
+        where it can. So hosts have the time to end together before that batch. An evaluation's batches say it of
+        themselves and those before them too: they are handed out, without the rows.
     """
 
     arrays: dict[str, jax.Array]
@@ -158,11 +159,13 @@ class HostRows(NamedTuple):
       cells: where this load's rows belong: micro-batch (0 for evaluation) and position among the host's slots; int64
         [2, n].
       rows: the fields of `packing.build_row`, [n, T].
+      problem: why they are not all there.
     """
 
     example_ids: np.ndarray
     cells: np.ndarray
     rows: dict[str, np.ndarray]
+    problem: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,7 +223,10 @@ class EvaluationReads:
         first = index * self.batch_examples
         ids = np.arange(first, min(first + self.batch_examples, len(self.source)), dtype=np.int64)
         own = self.host_slots[self.host_slots < len(ids)]
-        return _read_rows(self.source, ids, own, np.zeros_like(own), own, self.host_slots)
+        try:
+            return _read_rows(self.source, ids, own, np.zeros_like(own), own, self.host_slots)
+        except UserError as error:  # raised here, it would leave the other hosts waiting in the evaluation
+            return HostRows(ids, np.zeros((2, 0), np.int64), {}, str(error))
 
 
 class _Segment(NamedTuple):
@@ -244,6 +250,7 @@ class BatchIterator(Iterator[DeviceBatch]):
         self._reader = read_ahead([segment.reads for segment in segments], worker_count)
         self._read: collections.deque[_HostBatch | Exception] = collections.deque()
         self._all_read = False
+        self._unread: str | None = None
         # One thread: it reads and transfers in order, and the transfer of the next batch overlaps the current step.
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="next-batch")
         self._ahead: concurrent.futures.Future[tuple[_Loaded, str | None] | None] | None
@@ -303,7 +310,7 @@ class BatchIterator(Iterator[DeviceBatch]):
         if isinstance(batch, Exception):
             raise batch
         ids, fields, segment = batch
-        problem = next((str(later) for later in self._read if isinstance(later, UserError)), None)
+        problem = next((str(later) for later in self._read if isinstance(later, UserError)), self._unread)
         return (ids, segment.layout.to_devices(jax.process_index(), fields), segment), problem
 
     def _next_read(self) -> _HostBatch | None:
@@ -315,7 +322,8 @@ class BatchIterator(Iterator[DeviceBatch]):
         fields = {name: np.zeros(shape, field_dtype(name)) for name in segment.reads.source.fields}
         ids = np.zeros(0, np.int64)
         for _ in range(segment.loads_per_batch):
-            ids, (micro_batches, places), rows = next(self._reader)
+            ids, (micro_batches, places), rows, problem = next(self._reader)
+            self._unread = self._unread or problem
             for name, values in rows.items():
                 fields[name][(micro_batches, places) if outer else places] = values
         return ids, fields, segment

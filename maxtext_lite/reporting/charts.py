@@ -1,9 +1,9 @@
 """Which charts a report has, in the order of the page, and so which numbers of a run it reads."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from maxtext_lite.reporting.records import EVALUATION_METRICS
+from maxtext_lite.reporting.records import EVALUATION_BY_SOURCE, EVALUATION_METRICS
 
 AXES = {"step": "steps", "examples_seen": "examples", "tokens_seen": "tokens"}
 """The columns that can be the x-axis, and their names."""
@@ -11,7 +11,10 @@ AXES = {"step": "steps", "examples_seen": "examples", "tokens_seen": "tokens"}
 STEPPED = ("global_batch_to_train", "loss_scale")
 """Metrics that hold for the whole step that they stand at, and change at once."""
 
-EXACT = (*STEPPED, *EVALUATION_METRICS, "learning_rate", "param_norm", "epoch", "gradient_noise_scale")
+EXACT = (
+    *STEPPED, *EVALUATION_METRICS, *EVALUATION_BY_SOURCE, "learning_rate", "param_norm", "epoch", "source_epochs",
+    "gradient_noise_scale",
+)  # fmt: skip
 """Metrics that are not smoothed: they have no noise, are few, or are means over many steps already."""
 
 
@@ -21,6 +24,7 @@ class ChartSpec:
 
     Attributes:
       lines: a metric of the steps or of the evaluations, and its name in the chart; one line for each run.
+      by_source: an object of such metrics by the name of a source, each of which is a line.
       may_be_log: the y-axis is logarithmic where the values span a wide range.
       needs: only runs that have this metric are drawn.
       unless: left out where every run has this metric.
@@ -35,6 +39,12 @@ class ChartSpec:
     needs: str = ""
     unless: str = ""
     marks_skipped: bool = False
+    by_source: str = ""
+
+    def lines_of(self, columns: Iterable[str]) -> Mapping[str, str]:
+        """`lines`, with those by source that are among the columns."""
+        named = ((name, *name.partition("/")) for name in columns)
+        return {**self.lines, **{name: source for name, metric, _, source in named if metric == self.by_source}}
 
 
 CHARTS = (
@@ -44,6 +54,7 @@ CHARTS = (
               {"eval_accuracy": "held out"}),
     ChartSpec("Loss", "nats per target token, or per pair in DPO", {"loss": "training", "eval_loss": "held out"},
               from_zero=False, marks_skipped=True),
+    ChartSpec("Held-out loss by source", "nats per target token", {}, from_zero=False, by_source="eval_losses"),
     ChartSpec("Responses", "mean tokens of a response", {"response_tokens": "tokens"}),
     ChartSpec("Responses from which less is learned",
               "fraction: of prompts whose responses are all as good, of responses that were cut off",
@@ -75,6 +86,8 @@ CHARTS = (
     ChartSpec("Loss scale", "float16", {"loss_scale": "loss scale"}, may_be_log=True),
     ChartSpec("Auxiliary losses", "", {"moe_balance_loss": "expert balance", "z_loss": "z-loss"}, may_be_log=True),
     ChartSpec("Epochs", "passes over the data", {"epoch": "epoch"}),
+    ChartSpec("Epochs by source", "passes over each source", {}, by_source="source_epochs"),
+    ChartSpec("Target tokens by source", "share since the mixture last changed", {}, by_source="source_token_shares"),
 )  # fmt: skip
 """All charts, in the order of the page."""
 
@@ -86,3 +99,6 @@ STEP_METRICS = (
     *dict.fromkeys(metric for spec in CHARTS for metric in spec.lines if metric not in EVALUATION_METRICS),
 )  # fmt: skip
 """The numbers of a step's line in metrics.jsonl that a report reads."""
+
+STEPS_BY_SOURCE = ("source_epochs",)
+"""Its objects of numbers by the name of a source."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from maxtext_lite.reporting.charts import AXES, CHARTS, EXACT, NOISE_SCALE_BAND, STEPPED, ChartSpec
 from maxtext_lite.reporting.plan_view import short_number
-from maxtext_lite.reporting.records import EVALUATION_METRICS
+from maxtext_lite.reporting.records import is_of_evaluations
 from maxtext_lite.reporting.run_data import Column, Run
 
 FRAME = {"width": 960, "left": 104, "right": 936, "top": 24, "bottom": 412}
@@ -34,7 +34,7 @@ def make_board(runs: Sequence[Run]) -> Json:
     marks: where updates were skipped; of a single run, where the batch size changes.
     """
     tables = [table for run in runs for table in (run.steps, run.evaluations)]
-    num_lines = sum(metric in table for spec in CHARTS for metric in spec.lines for table in tables)
+    num_lines = sum(metric in table for spec in CHARTS for table in tables for metric in spec.lines_of(table))
     most = max(_FEWEST_BUCKETS, min(_MOST_BUCKETS, _MOST_POINTS // max(num_lines, 1)))
     buckets = [make_buckets(len(table["step"]), most) for table in tables]
     grids: list[dict[str, Column]] = []
@@ -67,10 +67,11 @@ def color_class(run: int, series: int, num_runs: int) -> str:
 
 def _chart(spec: ChartSpec, runs: Sequence[Run], buckets: Sequence[Sequence[range]]) -> Json | None:
     lines: list[Json] = []
+    drawn = spec.lines_of(name for run in runs for table in (run.steps, run.evaluations) for name in table)
     for number, run in enumerate(runs):
-        for series, (metric, label) in enumerate(spec.lines.items()):
+        for series, (metric, label) in enumerate(drawn.items()):
             if run.rows(metric) and (not spec.needs or spec.needs in run.steps):
-                grid = 2 * number + (metric in EVALUATION_METRICS)
+                grid = 2 * number + is_of_evaluations(metric)
                 name = label if len(runs) == 1 else f"{run.label}, {label}"
                 color = color_class(number, series, len(runs))
                 about = {"name": name, "label": label, "metric": metric, "series": series}
@@ -87,7 +88,7 @@ def _chart(spec: ChartSpec, runs: Sequence[Run], buckets: Sequence[Sequence[rang
 
 def _line(metric: str, run: Run, buckets: Sequence[range]) -> Json:
     """The values of a line over the buckets, and how it is drawn."""
-    column = (run.evaluations if metric in EVALUATION_METRICS else run.steps)[metric]
+    column = (run.evaluations if is_of_evaluations(metric) else run.steps)[metric]
     low, high = _interval(run) if metric == "gradient_noise_scale" else (column, column)
     lows, highs = downsample(low, buckets, min), downsample(high, buckets, max)
     pairs = [(low, high) for low, high in zip(lows, highs, strict=True) if low is not None and high is not None]
@@ -100,8 +101,8 @@ def _line(metric: str, run: Run, buckets: Sequence[range]) -> Json:
         line |= {"low": _rounded(lows, digits - 1), "high": _rounded(highs, digits - 1)}
     if low is not column:
         line["interval"] = _BEYOND / 10  # this many times the line, an end is none
-    few = metric in EVALUATION_METRICS and len(buckets) <= _MOST_DOTS
-    return line | {"noisy": metric not in EXACT, "stepped": metric in STEPPED, "dots": few}
+    few = is_of_evaluations(metric) and len(buckets) <= _MOST_DOTS
+    return line | {"noisy": metric.partition("/")[0] not in EXACT, "stepped": metric in STEPPED, "dots": few}
 
 
 def _interval(run: Run) -> tuple[Column, Column]:

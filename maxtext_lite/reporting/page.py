@@ -17,6 +17,11 @@ _STAGE_KEYS = {
     "first_step": "first step", "num_steps": "steps", "per_device_batch_size": "per device",
     "gradient_accumulation_steps": "accumulation", "global_batch_to_train": "global batch", "samples": "examples",
 }  # fmt: skip
+_DATA = {
+    "documents": "documents", "tokens": "their tokens", "cut_documents": "documents cut", "examples": "rows an epoch",
+    "target_tokens": "target tokens an epoch", "slots_used": "slots with a target", "rows": "rows of the run",
+    "token_share": "share of its tokens", "epochs": "its epochs",
+}  # fmt: skip
 _PHASES = {"rollout": "sampling", "reward": "judging", "train": "training"}
 
 
@@ -33,6 +38,7 @@ def render_page(runs: Sequence[Run]) -> str:
         "Curves": _curves(runs, board),
         "Timeline": _of_each(runs, [_timeline(run) for run in runs]),
         "Plan": _plans(runs),
+        "Data": _of_each(runs, [_data(run.plan) for run in runs]),
         "Config": _settings(runs),
         "Environment": _comparison(runs, [_environment(run) for run in runs]),
     }
@@ -220,6 +226,28 @@ def _ramp(plan: Mapping[str, object]) -> str:
         f"{_e(plain(ramp.get('samples_per_increment')))} examples, {_e(plain(total))} steps in all.</p>"
         f'<div class="wide"><table><thead><tr>{heads}<th></th></tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
     )
+
+
+def _data(plan: Mapping[str, object]) -> str:
+    """What there is of each source of text, and how long the documents of all are."""
+    sources: dict[str, Json] = {}
+    counts: dict[int, int] = {}
+    for about in (as_object(each) for key in ("data", "mixture") for each in as_list(plan.get(key))):
+        sources.setdefault(plain(about.get("name") or "all"), {}).update(about)
+        for power, count in enumerate(as_list(about.get("lengths"))[:64]):
+            counts[power] = counts.get(power, 0) + (count if isinstance(count, int) else 0)
+    most = max(counts.values(), default=0)
+    heads = {key: name for key, name in _DATA.items() if any(key in about for about in sources.values())}
+    rows = {name: [_e(plain(about[key])) if key in about else NONE for key in heads] for name, about in sources.items()}
+    bars = {
+        f"{2**power:,} to {2 ** (power + 1) - 1:,}": [
+            f"{count:,}",
+            f'<div class="share"><i class="c0" style="width:{100 * count / most:.1f}%"></i></div>',
+        ]
+        for power, count in counts.items()
+        if most > 0
+    }
+    return _table("sources", [*heads.values()], rows) + _table("lengths", ("documents of so many tokens", ""), bars)
 
 
 def _memory(plan: Mapping[str, object]) -> str:

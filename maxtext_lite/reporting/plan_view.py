@@ -64,13 +64,13 @@ _MEANINGS = {
 
 
 def plan_rows(plan: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """Value and meaning of every entry of plan.json, those of RL too, but of the ramp, the memory and the warnings."""
+    """Value and meaning of every entry of plan.json, those of RL too, but of ramp, memory, data and warnings."""
     rows: dict[str, tuple[str, str]] = {}
     pipelined = plan.get("num_pipeline_stages", 1) != 1
     hosts, loading = plan.get("num_hosts"), as_list(plan.get("loading_hosts"))
     for key, value in plan.items():
         if (
-            key in ("mesh", "rampup", "memory", "warnings", "num_hosts")
+            key in ("mesh", "rampup", "memory", "mixture", "data", "warnings", "num_hosts")
             or value is None
             or ("pipeline" in key and not pipelined)
         ):

@@ -8,6 +8,8 @@ from typing import Any, cast
 
 EVALUATION_METRICS = ("eval_loss", "eval_target_tokens", "eval_accuracy", "eval_reward")
 """The numbers of an evaluation's line that a report shows; no other line has them."""
+EVALUATION_BY_SOURCE = ("eval_losses", "source_token_shares")
+"""Its objects of numbers by the name of a source."""
 
 _MOST_NAMED = 5
 _MOST_STEPS = 2**63
@@ -85,6 +87,11 @@ class Steps:
 def is_evaluation(record: Record) -> bool:
     """Whether a line of metrics.jsonl is of an evaluation, not of a step of training."""
     return any(name in record for name in EVALUATION_METRICS)
+
+
+def is_of_evaluations(metric: str) -> bool:
+    """Whether a report's metric is read from evaluations; one that is by source is named `eval_losses/web`."""
+    return metric.partition("/")[0] in (*EVALUATION_METRICS, *EVALUATION_BY_SOURCE)
 
 
 def record_text(record: Record) -> str:

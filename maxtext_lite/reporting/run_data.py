@@ -13,14 +13,16 @@ from maxtext_lite.config import ConfigError, UserError, load_config
 from maxtext_lite.config.errors import full_text, nearest_clause
 from maxtext_lite.config.files import packaged_directory
 from maxtext_lite.config.yaml_text import parse_mapping
-from maxtext_lite.reporting.charts import STEP_METRICS
+from maxtext_lite.reporting.charts import STEP_METRICS, STEPS_BY_SOURCE
 from maxtext_lite.reporting.records import (
+    EVALUATION_BY_SOURCE,
     EVALUATION_METRICS,
     Record,
     Steps,
     as_list,
     as_object,
     is_evaluation,
+    is_of_evaluations,
     read_records,
     with_numbers,
 )
@@ -49,7 +51,8 @@ class Run:
 
     Attributes:
       label: the run's name, made unlike those of the other runs of the page.
-      steps: `step` and each of STEP_METRICS that some line has, a row for each step, in their order.
+      steps: `step` and each of STEP_METRICS that some line has, a row for each step, in their order; what is by source
+        as `source_epochs/web`.
       skipped: for each row, whether the update was skipped.
       evaluations: `step`, each of EVALUATION_METRICS that some line has, and the counts of that step where its line is
         there.
@@ -75,7 +78,7 @@ class Run:
 
     def rows(self, metric: str) -> list[tuple[int, float]]:
         """The steps that have a value of a metric, and the value."""
-        table = self.evaluations if metric in EVALUATION_METRICS else self.steps
+        table = self.evaluations if is_of_evaluations(metric) else self.steps
         pairs = zip(table["step"], table.get(metric, ()), strict=False)
         return [(int(step or 0), value) for step, value in pairs if value is not None]
 
@@ -178,6 +181,7 @@ def _read_metrics(path: Path, notes: list[str]) -> tuple[dict[str, Column], list
     rows: dict[int, tuple[float | None, ...]] = {}
     skipped: dict[int, bool] = {}
     evaluations: dict[int, tuple[float | None, ...]] = {}
+    by_source: dict[str, dict[int, float | None]] = {}
     for record in _records(path, notes):
         step: int = record["step"]  # one that stands twice counts as the later line has it
         if is_evaluation(record):
@@ -185,6 +189,9 @@ def _read_metrics(path: Path, notes: list[str]) -> tuple[dict[str, Column], list
         else:
             rows[step] = tuple(_number(record.get(name)) for name in STEP_METRICS)
             skipped[step] = record.get("skipped") is True
+        for metric in EVALUATION_BY_SOURCE if is_evaluation(record) else STEPS_BY_SOURCE:
+            for source, value in as_object(record.get(metric)).items():
+                by_source.setdefault(f"{metric}/{source}", {})[step] = _number(value)
     present = Steps()
     for step in sorted(rows):
         present.add(step)
@@ -194,11 +201,14 @@ def _read_metrics(path: Path, notes: list[str]) -> tuple[dict[str, Column], list
         notes.append(f"{path.name} has no step yet.")
     elif missing := present.missing(max(rows)):
         notes.append(f"{path.name} holds no {missing}.")
-    of_evaluations = _columns(evaluations, EVALUATION_METRICS)
+    of_steps, of_evaluations = _columns(rows, STEP_METRICS), _columns(evaluations, EVALUATION_METRICS)
+    for name, found in by_source.items():
+        columns, steps = (of_evaluations, evaluations) if is_of_evaluations(name) else (of_steps, rows)
+        columns[name] = [found.get(step) for step in sorted(steps)]
     for name in ("examples_seen", "tokens_seen"):
         counted = {step: row[STEP_METRICS.index(name)] for step, row in rows.items()} | {0: 0.0}
         of_evaluations[name] = [counted.get(step) for step in sorted(evaluations)]
-    return _columns(rows, STEP_METRICS), [skipped[step] for step in sorted(rows)], of_evaluations
+    return of_steps, [skipped[step] for step in sorted(rows)], of_evaluations
 
 
 def _columns(rows: Mapping[int, Sequence[float | None]], names: Sequence[str]) -> dict[str, Column]:

@@ -17,6 +17,20 @@ from maxtext_lite.parallel import exchange
 Result = TypeVar("Result")
 
 
+class UnreadError(UserError):
+    """Examples that a host cannot read: all hosts raise it."""
+
+
+def raise_unread(problem: str | None, safe: str = "") -> None:
+    """Ends what reads, with this host's problem or another's, and a sentence on what is safe. All hosts call it.
+
+    Raises:
+      UnreadError: on all hosts, where one has examples that cannot be read.
+    """
+    if problems := [each for each in exchange(problem) if each is not None]:
+        raise UnreadError(f"{problems[0]} {safe}".rstrip())
+
+
 class Failures:
     """The first thing that went wrong on this host while the run wrote.
 
@@ -53,11 +67,9 @@ class Failures:
         Args:
           safe: a sentence on what was saved.
         Raises:
-          UserError: on all hosts, where one has examples that cannot be read.
+          UnreadError: on all hosts, where one has examples that cannot be read.
         """
-        problems = [problem for problem in exchange(self._unread) if problem is not None]
-        if problems:
-            raise UserError(f"{problems[0]} {safe}")
+        raise_unread(self._unread, safe)
 
     def add(self, problem: str) -> None:
         """Keeps a problem, unless there is one: those that follow, follow from it."""

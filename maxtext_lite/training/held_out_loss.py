@@ -9,6 +9,7 @@ from jax.stages import Wrapped
 from maxtext_lite.data import DeviceBatch, ExampleSource, MixtureSource, evaluation_batches, named_sources
 from maxtext_lite.parallel import sharding
 from maxtext_lite.training.arrays import Params, Record, Tree
+from maxtext_lite.training.failures import raise_unread
 from maxtext_lite.training.metrics import evaluation_text
 from maxtext_lite.training.objective import ScoredObjective
 from maxtext_lite.training.run import TrainingRun
@@ -21,9 +22,14 @@ def scores_of(eval_step: Wrapped, params: Params, batches: Iterable[DeviceBatch]
 
     Args:
       eval_step: as `step.make_eval_step` makes it.
+    Raises:
+      UnreadError: after the last batch, where a host could not read all rows; on all hosts.
     """
+    problem = None
     for batch in batches:
+        problem = problem or batch.problem
         yield jax.device_get(eval_step(params, batch.arrays))
+    raise_unread(problem)
 
 
 class HeldOutLoss:

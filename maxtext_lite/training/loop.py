@@ -19,6 +19,7 @@ from maxtext_lite.parallel import Pipeline, start_devices
 from maxtext_lite.training.callbacks import Callback
 from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.custom_loss import Loss, custom_loss
+from maxtext_lite.training.failures import UnreadError
 from maxtext_lite.training.feed_steps import FeedSteps
 from maxtext_lite.training.held_out_loss import HeldOutLoss
 from maxtext_lite.training.metrics import MetricsLog, Profile, Terminal
@@ -68,7 +69,11 @@ class Evaluation(Protocol):
         ...
 
     def of(self, state: TrainState, step: int) -> tuple[Mapping[str, Any], str]:
-        """The entries of an evaluation's record, and what the terminal says of them. All hosts call it."""
+        """The entries of an evaluation's record, and what the terminal says of them. All hosts call it.
+
+        Raises:
+          UnreadError: what was held out cannot be read; on all hosts.
+        """
         ...
 
 
@@ -233,11 +238,18 @@ class _Loop:
             if stops or ends:
                 break
         profile.close()
-        log.flush()
-        run.wait()
-        saved = "saved" if run.checkpointer else "not saved (enable_checkpointing=false)"
-        run.failures.raise_unread(f"The run ended after step {log.counts.step}, {saved}.")
+        self._end()
         return self._result(state, left=last_step - log.counts.step, ended=ends)
+
+    def _end(self) -> None:
+        """Waits until all is written; raises what could not be read."""
+        self.log.flush()
+        self.run.wait()
+        self.run.failures.raise_unread(f"The run ended after step {self.log.counts.step}, {self._saved}.")
+
+    @property
+    def _saved(self) -> str:
+        return "saved" if self.run.checkpointer else "not saved (enable_checkpointing=false)"
 
     def _pause(self, state: TrainState, step: int, *, stops: bool, is_last: bool) -> None:
         """Evaluates and saves, where this step is one to do so after."""
@@ -281,7 +293,13 @@ class _Loop:
 
     def _evaluate(self, state: TrainState) -> None:
         step = self.log.counts.step
-        found, text = self.evaluation.of(state, step)
+        try:
+            found, text = self.evaluation.of(state, step)
+        except UnreadError as error:
+            self.run.failures.add_unread(str(error))
+            self._save(state)
+            self._end()
+            raise
         self.eval_loss = found.get("eval_loss")
         record = {"step": step, **found, **self.run.token_shares(self.log.counts)}
         self.log.write(record)
@@ -292,9 +310,8 @@ class _Loop:
         """What the run came to; says so where steps are left, as a signal or, where it `ended`, a callback wanted."""
         run, log, interrupted = self.run, self.log, left > 0 and not ended
         if left:
-            saved = "saved" if run.checkpointer else "not saved (enable_checkpointing=false)"
             by = self.signals.received.name if self.signals.received else "another host"
-            self.terminal.say(f"stopped by {'a callback' if ended else by} after step {log.counts.step}, {saved}")
+            self.terminal.say(f"stopped by {'a callback' if ended else by} after step {log.counts.step}, {self._saved}")
         for shares in run.token_shares(log.counts).values():
             said = ", ".join(f"{source} {share:.4%}" for source, share in shares.items())
             self.terminal.say(f"target tokens by source since the mixture last changed: {said}")

@@ -34,6 +34,7 @@ from maxtext_lite.data import (
     target_tokens_of_run,
 )
 from maxtext_lite.data.mixture_of_run import in_run, mixture_sentences, mixture_table, steps_left
+from maxtext_lite.data.preparing.inspecting import summaries
 from maxtext_lite.hf import carry_files
 from maxtext_lite.models import Decoder
 from maxtext_lite.parallel import accelerator_of, start_devices, tree_shardings
@@ -327,8 +328,9 @@ class TrainingRun(Generic[Data]):
         if carried := hf_directory(path) if path else None:  # so that the run can be exported and talked to
             own = self.config.tokenizer_path == tokenizer_keys(carried).get("tokenizer_path", "")
             carry_files(carried, self.directory / "hf", but=() if own else CARRIED[1:])
-        mixture = mixture_table(self.source, 0, end)
-        _write_json(self.directory / "plan.json", self.plan.to_json() | ({"mixture": mixture} if mixture else {}))
+        about = {"mixture": mixture_table(self.source, 0, end), "data": summaries(self.source)}
+        present = {name: each for name, each in about.items() if each}
+        _write_json(self.directory / "plan.json", self.plan.to_json() | present)
         _write_json(self.directory / "environment.json", environment())
 
     @property

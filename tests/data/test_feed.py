@@ -472,13 +472,14 @@ def ended_in_the_end(program, environment):
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def test_what_cannot_be_read_is_known_two_batches_before_it_is_due():
-    class Damaged(NumberedSource):
-        def __getitem__(self, example_id):
-            if example_id == 7:
-                raise UserError("shard x: record 7 is damaged")
-            return super().__getitem__(example_id)
+class Damaged(NumberedSource):
+    def __getitem__(self, example_id):
+        if example_id == 7:
+            raise UserError("shard x: record 7 is damaged")
+        return super().__getitem__(example_id)
 
+
+def test_what_cannot_be_read_is_known_two_batches_before_it_is_due():
     with open_iterator(Damaged(100)) as iterator:  # two examples a step: the fourth step holds example 7
         assert iterator.first_problem() is None
         problems = [next(iterator).problem for _ in range(3)]
@@ -488,3 +489,12 @@ def test_what_cannot_be_read_is_known_two_batches_before_it_is_due():
     with open_iterator(Damaged(100), num_steps=3) as iterator:  # which end before it
         assert [batch.problem for batch in iterator] == [None] * 3
         assert iterator.first_problem() is None
+
+
+def test_an_evaluation_that_cannot_be_read_goes_on_to_its_end_without_those_rows():
+    plan, sharding = plan_for(1, eval_per_device_batch_size=4), row_sharding(1, spec=("fsdp", None))
+    with evaluation_batches(Damaged(20), plan, sharding=sharding, eval_steps=-1) as iterator:
+        found = list(iterator)
+    assert found[-1].problem == "shard x: record 7 is damaged"
+    seen = [slot_numbers(batch.arrays["weights"]) for batch in found]
+    assert [i for slots in seen for i in slots if i >= 0] == [i for i in range(20) if not 4 <= i < 8]

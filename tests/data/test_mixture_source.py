@@ -1,4 +1,3 @@
-import json
 import pickle
 from fractions import Fraction
 
@@ -17,6 +16,7 @@ from maxtext_lite.data.mixture_source import (
     target_tokens_between,
 )
 from maxtext_lite.data.order import example_ids
+from tests.mixture_trials import mixture_of, write_texts
 
 KEYS = ["max_target_length=16", "eval_fraction=0.1"]
 
@@ -24,17 +24,11 @@ KEYS = ["max_target_length=16", "eval_fraction=0.1"]
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
     """Three texts of documents of different lengths."""
-    directory = tmp_path_factory.mktemp("texts")
-    for number, (name, most) in enumerate({"a": 9, "b": 60, "c": 200}.items()):
-        rng = np.random.default_rng(number)
-        lines = [json.dumps({"text": name * int(length)}) for length in rng.integers(1, most, 40)]
-        (directory / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
-    return directory
+    return write_texts(tmp_path_factory.mktemp("texts"), a=9, b=60, c=200)
 
 
 def config_of(texts, **weights):
-    entries = ", ".join(f"{{path: {texts}/{name}.jsonl, weight: {weight}}}" for name, weight in weights.items())
-    return load_config(None, [*KEYS, f"dataset_path=[{entries}]"])
+    return load_config(None, [*KEYS, mixture_of(texts, weights)])
 
 
 def started(config):

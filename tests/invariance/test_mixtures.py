@@ -3,7 +3,6 @@
 import hashlib
 import json
 
-import numpy as np
 import pytest
 
 from maxtext_lite.config import SourceList, UserError, load_config
@@ -11,7 +10,7 @@ from maxtext_lite.data import example_ids, open_mixture
 from maxtext_lite.data.mixture_source import parts_of
 from maxtext_lite.training import train
 from tests.invariance.conftest import MODEL
-from tests.mixture_trials import Counters
+from tests.mixture_trials import Counters, mixture_of, write_texts
 from tests.processes import RunFiles
 
 RUN = [*MODEL, "eval_interval=100", "eval_fraction=0.1", "checkpoint_period=100", "data_shuffle_seed=5"]
@@ -22,19 +21,11 @@ TWELVE = ["per_device_batch_size=0.75", "gradient_accumulation_steps=2"]
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
     """Texts of about 8, 40 and 100 rows of 32 tokens: the first is read several times."""
-    directory = tmp_path_factory.mktemp("texts")
-    for number, (name, most) in enumerate({"a": 12, "b": 60, "c": 160}.items()):
-        rng = np.random.default_rng(number)
-        lines = [
-            json.dumps({"text": "".join(rng.choice(list("mixture "), length))}) for length in rng.integers(1, most, 40)
-        ]
-        (directory / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
-    return directory
+    return write_texts(tmp_path_factory.mktemp("texts"), a=12, b=60, c=160)
 
 
 def config_of(texts, *keys, **weights):
-    entries = ", ".join(f"{{path: {texts}/{text}.jsonl, weight: {weight}}}" for text, weight in weights.items())
-    path = f"dataset_path=[{entries}]" if len(weights) > 1 else f"dataset_path={texts}/{next(iter(weights))}.jsonl"
+    path = mixture_of(texts, weights) if len(weights) > 1 else f"dataset_path={texts}/{next(iter(weights))}.jsonl"
     return load_config(None, [*RUN, *keys, f"base_output_directory={texts}/runs", "run_name=run", path])
 
 

@@ -72,11 +72,12 @@ def test_after_all_that_the_run_is_the_one_that_nobody_stopped(story):
         assert interrupted["loss"] == pytest.approx(whole["loss"], rel=1e-5)
 
 
-# A loss, data and a callback of one's own, which asks for the end on one process only, after step 3.
+# A loss, data and a callback of one's own, which asks for the end on one process only, after step 3. And then held-out
+# data of which the last process cannot read an example, the last of the second batch.
 OWN = """
 import os, sys
 import jax, jax.numpy as jnp, numpy as np
-from maxtext_lite.config import load_config
+from maxtext_lite.config import UserError, load_config
 from maxtext_lite.training import Callback, train
 class Counting:
     fingerprint = "counting"
@@ -85,6 +86,12 @@ class Counting:
     def __getitem__(self, example_id):
         numbers = np.arange(example_id, example_id + 33) % 264
         return {"tokens": numbers[:-1], "targets": numbers[1:]}
+class Damaged(Counting):
+    fingerprint = "damaged"
+    def __getitem__(self, example_id):
+        if example_id == 7 and jax.process_index() == 1:
+            raise UserError("record 7 is damaged.")
+        return super().__getitem__(example_id)
 class Ends(Callback):
     def after_step(self, step, record, state):
         return step == 3 and jax.process_index() == jax.process_count() - 1
@@ -93,11 +100,18 @@ def loss(predictions, rows):
 result = train(load_config(None, sys.argv[1:]), source=Counting(), objective=loss, callbacks=[Ends()])
 assert not result.interrupted
 print("ended after", result.step, flush=True)
+if jax.process_count() > 1:
+    keys = ["eval_interval=3", "eval_per_device_batch_size=2", "run_name=damaged"]
+    try:
+        train(load_config(None, [*sys.argv[1:], *keys]), source=Counting(), eval_source=Damaged(), objective=loss)
+    except UserError as error:
+        print("refused:", error, flush=True)
 """
 
 
-def test_a_callback_of_one_process_ends_all_after_the_same_step(tmp_path):
-    """With several hosts the answer is a step later; what was trained on the way is what one process trains."""
+def test_what_one_process_asks_for_or_cannot_read_ends_all_after_the_same_step(tmp_path):
+    """With several hosts a callback's answer is a step later; what was trained on the way is what one process trains.
+    An evaluation that one process cannot read ends all at its step, which is saved."""
     found = {}
     for processes in (2, 1):
         words = [*MODEL, "steps=9", "learning_rate_schedule=constant", "per_device_batch_size=2", "eval_interval=-1",
@@ -105,10 +119,15 @@ def test_a_callback_of_one_process_ends_all_after_the_same_step(tmp_path):
         command, variables = launched([sys.executable, "-c", OWN, *words], processes=processes, devices=2 // processes)
         result = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=SECONDS, check=False)
         assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
-        found[processes] = [
-            line.rpartition("ended after ")[2] for line in result.stdout.splitlines() if "ended" in line
-        ]
-    assert found == {2: ["5", "5"], 1: ["4"]}
+        said = [line.removeprefix("[0] ").removeprefix("[1] ") for line in result.stdout.splitlines()]
+        found[processes] = [line for line in said if line.startswith(("ended", "refused"))]
+    refused = "refused: record 7 is damaged. The run ended after step 3, saved."
+    assert {number: sorted(said) for number, said in found.items()} == {
+        2: ["ended after 5", "ended after 5", refused, refused],
+        1: ["ended after 4"],
+    }
+    damaged = RunFiles(tmp_path / "damaged")
+    assert (damaged.last_step, damaged.checkpoints, damaged.evaluations) == (3, [3], [])
     two, one = (RunFiles(tmp_path / str(processes)) for processes in (2, 1))
     assert (two.checkpoints, one.checkpoints) == ([5], [4])
     assert two.sequence(*EXACT)[:4] == one.sequence(*EXACT)

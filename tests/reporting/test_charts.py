@@ -1,5 +1,5 @@
-from maxtext_lite.reporting.charts import AXES, CHARTS, EXACT, NOISE_SCALE_BAND, STEP_METRICS
-from maxtext_lite.reporting.records import EVALUATION_METRICS
+from maxtext_lite.reporting.charts import AXES, CHARTS, EXACT, NOISE_SCALE_BAND, STEP_METRICS, STEPS_BY_SOURCE
+from maxtext_lite.reporting.records import EVALUATION_BY_SOURCE, EVALUATION_METRICS
 
 
 def test_every_line_is_of_a_metric_that_is_read():
@@ -7,7 +7,9 @@ def test_every_line_is_of_a_metric_that_is_read():
     assert metrics - {"step"} <= {*STEP_METRICS, *EVALUATION_METRICS}
     assert not {*STEP_METRICS} & {*EVALUATION_METRICS}
     assert len({*STEP_METRICS}) == len(STEP_METRICS)
-    assert {*EXACT} <= {*STEP_METRICS, *EVALUATION_METRICS}
+    by_source = {*STEPS_BY_SOURCE, *EVALUATION_BY_SOURCE}
+    assert {spec.by_source for spec in CHARTS} - {""} == by_source
+    assert {*EXACT} <= {*STEP_METRICS, *EVALUATION_METRICS, *by_source}
     assert {spec.needs or spec.unless for spec in CHARTS} <= {"", *STEP_METRICS}
 
 

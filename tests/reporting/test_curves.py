@@ -58,6 +58,21 @@ def test_charts_without_a_value_are_left_out(tmp_path):
     assert titles(board_of(tmp_path, [{"step": 3}])) == []
 
 
+def test_metrics_by_source_have_a_line_for_each(tmp_path):
+    lines = [step_line(step, source_epochs={"web": step / 4, "c/d": step / 2}) for step in (1, 2)]
+    lines[1]["source_epochs"]["new"] = 0.25  # joined later
+    shares = {"web": 0.75, "c/d": 0.25}
+    lines += [eval_line(2, 2.5) | {"eval_losses": {"web": 3.0, "c/d": None}, "source_token_shares": shares}]
+    board = board_of(tmp_path, lines)
+    found = {title: {line["label"]: line["mean"] for line in chart(board, title)["lines"]} for title in titles(board)}
+    assert found["Epochs by source"] == {"web": [0.25, 0.5], "c/d": [0.5, 1.0], "new": [None, 0.25]}
+    assert found["Held-out loss by source"] == {"web": [3.0]}
+    assert found["Target tokens by source"] == {"web": [0.75], "c/d": [0.25]}
+    assert not any(line["noisy"] for title in found if "by source" in title for line in chart(board, title)["lines"])
+    both = chart(board_of(tmp_path, lines, lines[:1]), "Epochs by source")["lines"]
+    assert [line["name"] for line in both] == ["0, web", "0, c/d", "0, new", "1, web", "1, c/d"]
+
+
 def test_the_numbers_of_a_short_run_are_those_of_the_file(tmp_path):
     lines = [step_line(step) for step in range(1, 301)]
     board = board_of(tmp_path, [*lines, eval_line(300, 2.5)])

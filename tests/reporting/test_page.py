@@ -186,6 +186,23 @@ RAMP = (
 )  # fmt: skip
 
 
+def test_data_are_a_row_for_each_source_and_a_histogram_of_all(tmp_path):
+    directory = write_run(tmp_path / "r", run_lines(), [])
+    plan = json.loads((directory / "plan.json").read_text())
+    web = {"name": "<web>", "documents": 1500, "examples": 40, "slots_used": 0.75, "lengths": [0, 500, 1000]}
+    code = {"name": "code", "documents": 20, "examples": 7, "slots_used": 1.0, "cut_documents": 3}
+    mixture = [{"name": "code", "examples": 7, "rows": 12, "token_share": 0.25, "epochs": 1.5}]
+    (directory / "plan.json").write_text(json.dumps(plan | {"data": [web, code], "mixture": mixture}))
+    page = page_of(directory)
+    assert [row for row in page.rows if row[0] in ("<web>", "code")] == [
+        ["<web>", "1,500", "–", "40", "0.75", "–", "–", "–"],
+        ["code", "20", "3", "7", "1", "12", "0.25", "1.5"],
+    ]
+    lengths = [row[:2] for row in page.rows if " to " in row[0]]
+    assert lengths == [["1 to 1", "0"], ["2 to 3", "500"], ["4 to 7", "1,000"]]
+    assert [each.get("style") for each in page.attributes("i")].count("width:50.0%") == 1
+
+
 def test_the_plan_shows_the_stages_of_a_ramp(tmp_path):
     page = page_of(write_run(tmp_path / "r", run_lines(), list(RAMP)))
     # The seeds' example: 15 / 3 = 5 samples a stage: 5 steps of 1, 3 of 2, 2 of 3, then 4.
@@ -220,6 +237,7 @@ def test_a_run_that_has_hardly_begun_has_a_page(tmp_path, empty):
     [
         {},
         {"rampup": {"stages": [3, {}]}, "mesh": 3, "loading_hosts": ["x"], "memory": 1, "steps": "x", "warnings": "w"},
+        {"data": [3, {"name": 4, "lengths": ["x", -1]}], "mixture": {"name": "x"}},
     ],
 )
 def test_a_plan_that_is_not_as_expected_is_shown_as_far_as_it_goes(tmp_path, plan):

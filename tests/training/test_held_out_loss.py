@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 from maxtext_lite.data import DeviceBatch
+from maxtext_lite.training import failures
+from maxtext_lite.training.failures import UnreadError
 from maxtext_lite.training.held_out_loss import scores_of
 from maxtext_lite.training.objective import NEXT_TOKEN
 
@@ -36,3 +38,11 @@ def test_mean_over_tokens_not_over_batches(size):
 
 def test_nothing_held_out_counts_nothing():
     assert evaluate(_eval_step, 1.0, iter(())) == {"eval_loss": 0.0, "eval_target_tokens": 0}
+
+
+def test_what_another_host_could_not_read_is_raised_after_the_last_batch(monkeypatch):
+    monkeypatch.setattr(failures, "exchange", lambda mine: [mine, "record 7 is damaged"])
+    scores = scores_of(_eval_step, 1.0, _batches([(6.0, 1), (8.0, 4)], 1))
+    assert [float(nll[0]) for nll, _ in (next(scores), next(scores))] == [6.0, 8.0]
+    with pytest.raises(UnreadError, match="record 7 is damaged"):
+        next(scores)

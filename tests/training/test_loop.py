@@ -469,3 +469,26 @@ def test_what_cannot_be_read_from_the_start_trains_nothing(tmp_path):
     with pytest.raises(UserError, match=r"record 0 is damaged \(.*\)\. Copy or prepare the data again\.$"):
         _train(tmp_path, tmp_path / "data", *keys)
     assert not list((tmp_path / "unread" / "checkpoints").glob("[0-9]*"))
+
+
+def test_an_evaluation_that_meets_a_damaged_record_ends_the_run_which_is_saved_and_goes_on(tmp_path):
+    text = "".join(np.random.default_rng(0).choice(list("abcdefgh"), 8000))
+    write_prepared(tmp_path / "data", byte_shards([text], 1), tokens_per_record=64, options="group_size:1,uncompressed")
+    shard = tmp_path / "data" / "00000.array_record"
+    content = shard.read_bytes()
+    at = content.index(np.array(list(text[7900:7930].encode()), "<u2").tobytes())  # held out: the last 5 %
+    shard.write_bytes(content[:at] + b"?" + content[at + 1 :])
+    keys = ["dataset_type=array_record", "data_shuffle_seed=-1", "run_name=held_out", "checkpoint_period=100"]
+    with pytest.raises(UserError) as caught:
+        _train(tmp_path, tmp_path / "data", *keys)
+    assert re.fullmatch(
+        rf"{shard}: record 123 is damaged \(.*\)\. Copy or prepare the data again\. "
+        r"The run ended after step 3, saved\.",
+        str(caught.value),
+    )
+    shard.write_bytes(content)
+    token_stream._readers._values.clear()  # another process would not have it
+    steps, evaluations = _records(_train(tmp_path, tmp_path / "data", *keys))
+    ids = [np.arange(8 * step, 8 * step + 8) for step in range(6)]
+    assert [record["examples_hash"] for record in steps] == [examples_hash(numbers) for numbers in ids]
+    assert [record["step"] for record in evaluations] == [6]

@@ -76,9 +76,9 @@ class Journal:
             self.directory, self._journal, {file.path: file for file in files}, len(tasks), config.max_bad_fraction
         )
         with writing(self.directory):
-            if not is_there(self.directory / PLAN_FILE) and self.directory.is_dir():
+            if self.directory.is_dir():
                 others = [each.name for each in sorted(self.directory.iterdir()) if not each.name.endswith(TEMPORARY)]
-                if others:
+                if others and not is_there(self.directory / PLAN_FILE):  # looked for last: another share may begin
                     raise UserError(
                         f"output={config.output!r} holds {value_text(others[0])} already, "
                         "and nothing that prepare began."

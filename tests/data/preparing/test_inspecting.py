@@ -4,9 +4,10 @@ import json
 
 import pytest
 
-from maxtext_lite.config import UserError
+from maxtext_lite.config import UserError, load_config
+from maxtext_lite.data import open_mixture, open_sources
 from maxtext_lite.data.manifest import MANIFEST_FILE, manifest_text
-from maxtext_lite.data.preparing.inspecting import report, shown_rows
+from maxtext_lite.data.preparing.inspecting import report, shown_rows, summaries
 from maxtext_lite.data.preparing.keys import InspectConfig
 from tests.prepared import byte_shards, write_prepared
 
@@ -117,3 +118,19 @@ def test_many_documents_are_counted_in_parts(prepared, monkeypatch):
     monkeypatch.setattr("maxtext_lite.data.preparing.inspecting._DOCUMENTS_AT_ONCE", 2)
     monkeypatch.setattr("maxtext_lite.data.preparing.inspecting._IDS_AT_ONCE", 7)
     assert list(report(prepared, InspectConfig())) == whole
+
+
+def test_what_a_run_says_of_its_data_is_what_inspect_counts(prepared):
+    keys = ["dataset_type=array_record", "eval_fraction=0", "eval_interval=-1", "max_target_length=10"]
+    config = load_config(None, [*keys, f"dataset_path={prepared}", "packing=best_fit"])
+    source, _ = open_sources(config)
+    assert summaries(source) == [{
+        "name": "", "documents": 5, "tokens": 39, "examples": 4, "target_tokens": 34, "slots_used": 0.85,
+        "cut_documents": 1, "lengths": [1, 0, 1, 3],
+    }]  # fmt: skip
+    assert summaries(open_sources(load_config(None, ["dataset_type=synthetic"]))[0]) == []
+    for name, text in (("a", "12345678"), ("b", "123")):
+        prepared.with_name(f"{name}.txt").write_text(text)
+    paths = [f"{{path: {prepared.with_name(name)}.txt, weight: 1}}" for name in "ab"]
+    mixture, _ = open_mixture(load_config(None, [*keys[1:], f"dataset_path=[{', '.join(paths)}]"]))
+    assert {each["name"]: each["lengths"] for each in summaries(mixture)} == {"a": [0, 0, 0, 1], "b": [0, 0, 1]}

@@ -74,3 +74,16 @@ def test_a_plan_of_another_format_is_named(open_journal, tmp_path):
     plan.write_text(plan.read_text().replace('"format": 1', '"format": 2'))
     with pytest.raises(UserError, match=r"was begun otherwise: format=2, not 1\."):
         open_journal()
+
+
+def test_a_share_that_begins_while_another_does_takes_its_plan(open_journal, tmp_path, monkeypatch):
+    (tmp_path / "out").mkdir()
+    listed = type(tmp_path).iterdir
+
+    def iterdir(self):
+        monkeypatch.undo()
+        open_journal()
+        return listed(self)
+
+    monkeypatch.setattr(type(tmp_path), "iterdir", iterdir)
+    assert open_journal().done() == {}
