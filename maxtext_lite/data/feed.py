@@ -28,6 +28,7 @@ from jax.sharding import NamedSharding
 
 from maxtext_lite.batching import BatchPlan
 from maxtext_lite.config import UserError
+from maxtext_lite.data.balance import Balance
 from maxtext_lite.data.layout import RowLayout, row_layout
 from maxtext_lite.data.mixture_source import ids_of_run
 from maxtext_lite.data.packing import field_dtype
@@ -53,12 +54,13 @@ class DeviceBatch:
       arrays: the source's fields; global arrays [A, B, T] for training, [B, T] for evaluation, B counting row slots
         and T being the source's `num_tokens`. Empty slots are all 0.
       example_ids: int64 [num_examples], of the whole step over all hosts. Example j of a training step is in
-        micro-batch j % M, slot j // M, where M is `num_micro_batches`.
+        micro-batch j % M, slot j // M, where M is `num_micro_batches`; not where rows are dealt and this host reads none.
       num_examples: examples of the whole step, without empty slots.
       num_micro_batches: those in use, the first of the A; 1 for evaluation.
       data_seconds: how long the consumer waited for this batch.
       problem: why this host cannot read one of the next `_BATCHES_KNOWN` batches, for which `next` will raise it; None
         where it can. So hosts have the time to end together before that batch.
+      attention_imbalance: see `Balance.dealt`; None where it is not known.
     """
 
     arrays: dict[str, jax.Array]
@@ -67,6 +69,7 @@ class DeviceBatch:
     num_micro_batches: int
     data_seconds: float
     problem: str | None = None
+    attention_imbalance: float | None = None
 
 
 def training_batches(
@@ -78,6 +81,7 @@ def training_batches(
     num_steps: int,
     seed: int,
     worker_count: int,
+    balance: Balance | None = None,
 ) -> BatchIterator:
     """The batches of the `num_steps` steps that follow the first `examples_seen` examples of a run.
 
@@ -85,12 +89,15 @@ def training_batches(
       sharding: of [A, B, T].
       seed: data_shuffle_seed.
       worker_count: processes that read ahead; 0: threads of this process.
+      balance: deals a step's rows to shards; None: they stay in the order of the run.
     Returns:
       An iterator of DeviceBatch [A, B, T]; close it, or use it as a context manager. B is the stage's; A is the
       target's, of which a stage that ramps up the accumulation has fewer in use.
     """
     segments: list[_Segment] = []
     num_steps = min(num_steps, _MOST_READS // plan.loads_per_step)  # no machine takes as many
+    host = jax.process_index()
+    balance = balance if balance and (balance.is_on or host == 0) else None  # the first host says how even they are
     while num_steps > 0 or not segments:
         stage = plan.stage_at(examples_seen)
         step_examples = plan.step_examples(examples_seen)
@@ -107,7 +114,6 @@ def training_batches(
             filled_slots=stage.micro_batch_to_train,
             loading_hosts=plan.loading_hosts,
         )
-        host = jax.process_index()
         reads = TrainingReads(
             source,
             host_slots=layout.slots_of_host[host],
@@ -117,6 +123,8 @@ def training_batches(
             loads_per_step=plan.loads_per_step,
             micro_batches=stage.gradient_accumulation_steps,
             seed=seed,
+            balance=balance,
+            num_slots=layout.shape[1],
         )
         segments.append(_Segment(reads, layout, plan.loads_per_step, stage.gradient_accumulation_steps))
         num_steps -= steps
@@ -158,11 +166,13 @@ class HostRows(NamedTuple):
       cells: where this load's rows belong: micro-batch (0 for evaluation) and position among the host's slots; int64
         [2, n].
       rows: the fields of `packing.build_row`, [n, T].
+      attention_imbalance: as of DeviceBatch.
     """
 
     example_ids: np.ndarray
     cells: np.ndarray
     rows: dict[str, np.ndarray]
+    attention_imbalance: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,6 +188,7 @@ class TrainingReads:
       loads_per_step: loads that feed one step.
       micro_batches: those in use.
       seed: data_shuffle_seed.
+      balance: as of `training_batches`; `num_slots`: row slots of a micro-batch, for it.
     """
 
     source: ExampleSource
@@ -188,6 +199,8 @@ class TrainingReads:
     loads_per_step: int
     micro_batches: int
     seed: int
+    balance: Balance | None = None
+    num_slots: int = 0
 
     def __len__(self) -> int:
         return self.num_steps * self.loads_per_step
@@ -195,12 +208,14 @@ class TrainingReads:
     def __getitem__(self, index: int) -> HostRows:
         step, load = divmod(index, self.loads_per_step)
         first = self.first_example + step * self.step_examples
-        ids = ids_of_run(self.source, first, self.step_examples, seed=self.seed)
-        # Example j is in micro-batch j % A, slot j // A: with any other A, a device still holds the same examples.
+        ids, imbalance = ids_of_run(self.source, first, self.step_examples, seed=self.seed), None
+        if self.balance:
+            ids, imbalance = self.balance.dealt(self.source, ids, self.num_slots, self.micro_batches)
+        # Example j is in micro-batch j % A, slot j // A: undealt, a device holds the same examples with any other A.
         slots, micro_batches = np.divmod(np.arange(self.step_examples), self.micro_batches)
         own = np.flatnonzero(np.isin(slots, self.host_slots))
         own = np.array_split(own, self.loads_per_step)[load]
-        return _read_rows(self.source, ids, own, micro_batches[own], slots[own], self.host_slots)
+        return _read_rows(self.source, ids, own, (micro_batches[own], slots[own]), self.host_slots, imbalance)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,7 +235,7 @@ class EvaluationReads:
         first = index * self.batch_examples
         ids = np.arange(first, min(first + self.batch_examples, len(self.source)), dtype=np.int64)
         own = self.host_slots[self.host_slots < len(ids)]
-        return _read_rows(self.source, ids, own, np.zeros_like(own), own, self.host_slots)
+        return _read_rows(self.source, ids, own, (np.zeros_like(own), own), self.host_slots)
 
 
 class _Segment(NamedTuple):
@@ -260,10 +275,10 @@ class BatchIterator(Iterator[DeviceBatch]):
         if loaded is None:
             raise StopIteration
         self._ahead = self._thread.submit(self._load)
-        (ids, arrays, segment), problem = loaded
+        ((ids, imbalance), arrays, segment), problem = loaded
         # Here and not in the thread: hosts must begin what they do together in one order.
         arrays = segment.layout.hand_out(arrays)
-        return DeviceBatch(arrays, ids, len(ids), segment.num_micro_batches, data_seconds, problem)
+        return DeviceBatch(arrays, ids, len(ids), segment.num_micro_batches, data_seconds, problem, imbalance)
 
     def first_problem(self) -> str | None:
         """Why this host cannot read one of the first batches, for which it waits; None where it can."""
@@ -302,9 +317,9 @@ class BatchIterator(Iterator[DeviceBatch]):
         batch = self._read.popleft()
         if isinstance(batch, Exception):
             raise batch
-        ids, fields, segment = batch
+        which, fields, segment = batch
         problem = next((str(later) for later in self._read if isinstance(later, UserError)), None)
-        return (ids, segment.layout.to_devices(jax.process_index(), fields), segment), problem
+        return (which, segment.layout.to_devices(jax.process_index(), fields), segment), problem
 
     def _next_read(self) -> _HostBatch | None:
         segment = next(self._segments, None)
@@ -313,17 +328,17 @@ class BatchIterator(Iterator[DeviceBatch]):
         host, (*outer, _, num_tokens) = jax.process_index(), segment.layout.shape
         shape = (*outer, len(segment.layout.slots_of_host[host]), num_tokens)
         fields = {name: np.zeros(shape, field_dtype(name)) for name in segment.reads.source.fields}
-        ids = np.zeros(0, np.int64)
+        ids, imbalance = np.zeros(0, np.int64), None
         for _ in range(segment.loads_per_batch):
-            ids, (micro_batches, places), rows = next(self._reader)
+            ids, (micro_batches, places), rows, imbalance = next(self._reader)
             for name, values in rows.items():
                 fields[name][(micro_batches, places) if outer else places] = values
-        return ids, fields, segment
+        return (ids, imbalance), fields, segment
 
 
-_HostBatch = tuple[np.ndarray, dict[str, np.ndarray], _Segment]
-"""A batch's example ids, this host's rows of it, and the segment that it is of."""
-_Loaded = tuple[np.ndarray, dict[str, jax.Array], _Segment]
+_HostBatch = tuple[tuple[np.ndarray, float | None], dict[str, np.ndarray], _Segment]
+"""A batch's example ids and imbalance, this host's rows of it, and the segment that it is of."""
+_Loaded = tuple[tuple[np.ndarray, float | None], dict[str, jax.Array], _Segment]
 """The same with arrays as `RowLayout.to_devices` gives them."""
 
 
@@ -335,27 +350,24 @@ def _read_rows(
     source: ExampleSource,
     ids: np.ndarray,
     own: np.ndarray,
-    micro_batches: np.ndarray,
-    slots: np.ndarray,
+    cells: tuple[np.ndarray, np.ndarray],
     host_slots: np.ndarray,
+    imbalance: float | None = None,
 ) -> HostRows:
     """The examples `ids[own]`, which belong in these micro-batches and slots, all of them this host's."""
     rows = {name: np.zeros((len(own), source.num_tokens), field_dtype(name)) for name in source.fields}
     for row, example_id in enumerate(ids[own]):
         for name, values in source[int(example_id)].items():
             rows[name][row] = values
-    return HostRows(ids, np.stack([micro_batches, np.searchsorted(host_slots, slots)]), rows)
+    return HostRows(ids, np.stack([cells[0], np.searchsorted(host_slots, cells[1])]), rows, imbalance)
 
 
 def read_ahead(reads: Sequence[TrainingReads | EvaluationReads], worker_count: int) -> grain.DatasetIterator[HostRows]:
     """What is read in each load, in order, by threads (worker_count=0) or processes; close it."""
     dataset = grain.MapDataset.concatenate([grain.MapDataset.source(part) for part in reads])
     if worker_count == 0:
-        return iter(
-            dataset.to_iter_dataset(
-                grain.ReadOptions(num_threads=_READ_AHEAD_THREADS, prefetch_buffer_size=_READ_AHEAD_STEPS)
-            )
-        )
+        threads = grain.ReadOptions(num_threads=_READ_AHEAD_THREADS, prefetch_buffer_size=_READ_AHEAD_STEPS)
+        return iter(dataset.to_iter_dataset(threads))
     if not absl.flags.FLAGS.is_parsed():
         # Grain reads its settings from absl flags, which nobody parses here: their defaults hold.
         absl.flags.FLAGS.mark_as_parsed()

@@ -9,7 +9,7 @@ import time
 import jax
 
 from maxtext_lite.config import Config
-from maxtext_lite.data import MixtureSource, hash_of_run, target_tokens_of_run, training_batches
+from maxtext_lite.data import Balance, MixtureSource, hash_of_run, target_tokens_of_run, training_batches
 from maxtext_lite.data.mixture_of_run import in_run, steps_left
 from maxtext_lite.parallel import make_mesh, sharding
 from maxtext_lite.process.output import complain
@@ -45,6 +45,7 @@ def read_data(config: Config, *, with_ids: bool = False) -> None:
         num_steps=num_steps,
         seed=seed,
         worker_count=config.grain_worker_count,
+        balance=Balance.of(config, plan),
     ) as batches:
         for step, batch in enumerate(batches, start=1):
             jax.block_until_ready(batch.arrays)
