@@ -54,7 +54,7 @@ class DeviceBatch:
       arrays: the source's fields; global arrays [A, B, T] for training, [B, T] for evaluation, B counting row slots
         and T being the source's `num_tokens`. Empty slots are all 0.
       example_ids: int64 [num_examples], of the whole step over all hosts. Example j of a training step is in
-        micro-batch j % M, slot j // M, where M is `num_micro_batches`; not where rows are dealt and this host reads none.
+        micro-batch j % M, slot j // M, where M is `num_micro_batches`; not on a host that reads none of dealt rows.
       num_examples: examples of the whole step, without empty slots.
       num_micro_batches: those in use, the first of the A; 1 for evaluation.
       data_seconds: how long the consumer waited for this batch.

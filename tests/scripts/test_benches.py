@@ -135,5 +135,6 @@ def test_readers_of_prepared_data():
     for row in rows:
         row_rate, token_rate = (float(cell.replace(",", "")) for cell in row[1:3])
         # The targets of a row; both rates are printed as whole numbers.
-        assert 0.5 * 512 * (row_rate - 0.5) < token_rate + 0.5 and token_rate - 0.5 <= 512 * (row_rate + 0.5)
+        assert 0.5 * 512 * (row_rate - 0.5) < token_rate + 0.5
+        assert token_rate - 0.5 <= 512 * (row_rate + 0.5)
     assert [row[3] for row in rows if row[0] == "grain"] == ["1.00"]
