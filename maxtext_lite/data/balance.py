@@ -31,6 +31,7 @@ class Balance:
       num_shards: equal parts of the row slots, one after the other, that are computed at the same time.
       num_replicas: of local updates, whose rows stay their own; otherwise 1.
       num_pieces: pipeline microbatches, equal parts of a shard's slots, one after the other.
+      num_slots: row slots of a micro-batch.
     """
 
     is_on: bool
@@ -38,18 +39,18 @@ class Balance:
     num_shards: int
     num_replicas: int
     num_pieces: int
+    num_slots: int
 
     @classmethod
     def of(cls, config: Config, plan: BatchPlan) -> Balance | None:
-        """That of a run; None where no shard waits for another."""
+        """That of a run's largest batch; None where no shard waits for another."""
         replicas, cost = plan.diloco_num_replicas or 1, functools.partial(attended_pairs, config)
         if plan.layout_shards == replicas:
             return None
-        return cls(config.balance_attention, cost, plan.layout_shards, replicas, plan.num_pipeline_microbatches)
+        sizes = plan.layout_shards, replicas, plan.num_pipeline_microbatches, plan.micro_batch_slots
+        return cls(config.balance_attention, cost, *sizes)
 
-    def dealt(
-        self, source: ExampleSource, ids: np.ndarray, num_slots: int, micro_batches: int
-    ) -> tuple[np.ndarray, float | None]:
+    def dealt(self, source: ExampleSource, ids: np.ndarray, micro_batches: int) -> tuple[np.ndarray, float | None]:
         """The examples of a step in the order in which they are laid out, and how uneven attention then is.
 
         The second is the attention that is waited for, turn by turn that of the costliest shard, over what it would be
@@ -57,14 +58,13 @@ class Balance:
 
         Args:
           ids: example j is in micro-batch j % micro_batches, slot j // micro_batches; so are those that are returned.
-          num_slots: row slots of a micro-batch.
         """
         documents = source.documents(ids)
         if documents is None:
             return ids, None
         costs = np.bincount(documents.rows, weights=self.cost(documents.lengths), minlength=len(ids))
         slots, micro_batch = np.divmod(np.arange(len(ids)), micro_batches)
-        shards, piece = np.divmod(slots // (num_slots // (self.num_shards * self.num_pieces)), self.num_pieces)
+        shards, piece = np.divmod(slots // (self.num_slots // (self.num_shards * self.num_pieces)), self.num_pieces)
         turns = micro_batch * self.num_pieces + piece
         if self.is_on:
             order = np.arange(len(ids))

@@ -123,8 +123,7 @@ def training_batches(
             loads_per_step=plan.loads_per_step,
             micro_batches=stage.gradient_accumulation_steps,
             seed=seed,
-            balance=balance,
-            num_slots=layout.shape[1],
+            balance=balance and dataclasses.replace(balance, num_slots=layout.shape[1]),
         )
         segments.append(_Segment(reads, layout, plan.loads_per_step, stage.gradient_accumulation_steps))
         num_steps -= steps
@@ -188,7 +187,7 @@ class TrainingReads:
       loads_per_step: loads that feed one step.
       micro_batches: those in use.
       seed: data_shuffle_seed.
-      balance: as of `training_batches`; `num_slots`: row slots of a micro-batch, for it.
+      balance: as of `training_batches`.
     """
 
     source: ExampleSource
@@ -200,7 +199,6 @@ class TrainingReads:
     micro_batches: int
     seed: int
     balance: Balance | None = None
-    num_slots: int = 0
 
     def __len__(self) -> int:
         return self.num_steps * self.loads_per_step
@@ -210,12 +208,13 @@ class TrainingReads:
         first = self.first_example + step * self.step_examples
         ids, imbalance = ids_of_run(self.source, first, self.step_examples, seed=self.seed), None
         if self.balance:
-            ids, imbalance = self.balance.dealt(self.source, ids, self.num_slots, self.micro_batches)
+            ids, imbalance = self.balance.dealt(self.source, ids, self.micro_batches)
         # Example j is in micro-batch j % A, slot j // A: undealt, a device holds the same examples with any other A.
         slots, micro_batches = np.divmod(np.arange(self.step_examples), self.micro_batches)
         own = np.flatnonzero(np.isin(slots, self.host_slots))
         own = np.array_split(own, self.loads_per_step)[load]
-        return _read_rows(self.source, ids, own, (micro_batches[own], slots[own]), self.host_slots, imbalance)
+        read = _read_rows(self.source, ids, own, np.stack([micro_batches[own], slots[own]]), self.host_slots)
+        return read._replace(attention_imbalance=imbalance)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,7 +234,7 @@ class EvaluationReads:
         first = index * self.batch_examples
         ids = np.arange(first, min(first + self.batch_examples, len(self.source)), dtype=np.int64)
         own = self.host_slots[self.host_slots < len(ids)]
-        return _read_rows(self.source, ids, own, (np.zeros_like(own), own), self.host_slots)
+        return _read_rows(self.source, ids, own, np.stack([np.zeros_like(own), own]), self.host_slots)
 
 
 class _Segment(NamedTuple):
@@ -347,19 +346,14 @@ def _num_batches(segment: _Segment) -> int:
 
 
 def _read_rows(
-    source: ExampleSource,
-    ids: np.ndarray,
-    own: np.ndarray,
-    cells: tuple[np.ndarray, np.ndarray],
-    host_slots: np.ndarray,
-    imbalance: float | None = None,
+    source: ExampleSource, ids: np.ndarray, own: np.ndarray, cells: np.ndarray, host_slots: np.ndarray
 ) -> HostRows:
-    """The examples `ids[own]`, which belong in these micro-batches and slots, all of them this host's."""
+    """The examples `ids[own]`, which belong in these micro-batches and slots [2, n], all of them this host's."""
     rows = {name: np.zeros((len(own), source.num_tokens), field_dtype(name)) for name in source.fields}
     for row, example_id in enumerate(ids[own]):
         for name, values in source[int(example_id)].items():
             rows[name][row] = values
-    return HostRows(ids, np.stack([cells[0], np.searchsorted(host_slots, cells[1])]), rows, imbalance)
+    return HostRows(ids, np.stack([cells[0], np.searchsorted(host_slots, cells[1])]), rows)
 
 
 def read_ahead(reads: Sequence[TrainingReads | EvaluationReads], worker_count: int) -> grain.DatasetIterator[HostRows]:
