@@ -11,6 +11,7 @@ from maxtext_lite.batching.memory import tiles_kept, vocab_tiles
 from maxtext_lite.batching.parameters import (
     ParameterCount,
     active_parameters,
+    attended_pairs,
     count_parameters,
     flops_per_example,
 )
@@ -33,6 +34,7 @@ __all__ = [
     "RunLength",
     "Topology",
     "active_parameters",
+    "attended_pairs",
     "batch_size_advice",
     "batch_sizes",
     "count_parameters",

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import permutations
+from typing import Any
 
 from maxtext_lite.batching.topology import MESH_AXES
 from maxtext_lite.config import ModelConfig, adapted_weights
@@ -74,24 +75,37 @@ def flops_per_example(config: ModelConfig, num_tokens: int) -> float:
 
     6 per matmul weight that a token goes through, of the experts those that it goes to, the output projection among
     them, or 4 where it is frozen and has no gradient of its own; and causal attention's 6 per head, key that is seen,
-    and dim of keys and of values: half of the full square in a global layer, less in a local or chunked one.
+    and dim of keys and of values: see `attended_pairs`.
     Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
     """
     met = Counter({"matrices": config.base_emb_dim * config.vocab_size})
     for part, count, weight in _weights(config, {}):
         met[part] += count * int(_met(config, weight) * math.prod(weight.sizes))
     of_weights = (4 if config.lora_rank else 6) * met["matrices"] + 6 * met["adapters"]
-    layers = config.base_num_decoder_layers
-    kinds = [config.pattern[layer % len(config.pattern)] for layer in range(layers)]
-    window = min(config.sliding_window_size, num_tokens)
-    local_keys = window * (1 - window / (2 * num_tokens))
-    chunk = min(config.chunk_attn_window_size, num_tokens) or num_tokens
-    whole, rest = divmod(num_tokens, chunk)
-    chunk_keys = (whole * chunk**2 + rest**2) / (2 * num_tokens)
-    seen = {"local": local_keys, "local_nope": local_keys, "chunked": chunk_keys}
-    keys = sum(seen.get(kind, num_tokens / 2) for kind in kinds)
-    attention = 6 * config.base_num_query_heads * (config.head_dim + config.value_dim) * keys
-    return float(num_tokens) * (of_weights + attention)
+    attention = 6 * config.base_num_query_heads * (config.head_dim + config.value_dim)
+    return float(num_tokens) * of_weights + attention * attended_pairs(config, num_tokens)
+
+
+def attended_pairs(config: ModelConfig, num_tokens: Any) -> Any:
+    """Pairs of a query and a key that it sees in a document of `num_tokens` tokens, summed over layers.
+
+    Half of the full square in a global layer, less in a local or chunked one.
+
+    Args:
+      num_tokens: a number, or an array of those of several documents; what is returned has its shape.
+    """
+
+    def of_layer(kind: str) -> Any:
+        if kind.startswith("local"):
+            beyond = (num_tokens > config.sliding_window_size) * (num_tokens - config.sliding_window_size)
+            return (num_tokens**2 - beyond**2) / 2
+        if kind == "chunked":
+            whole, rest = divmod(num_tokens, config.chunk_attn_window_size)
+            return (whole * config.chunk_attn_window_size**2 + rest**2) / 2
+        return num_tokens**2 / 2
+
+    kinds = Counter(config.pattern[layer % len(config.pattern)] for layer in range(config.base_num_decoder_layers))
+    return sum(count * of_layer(kind) for kind, count in kinds.items())
 
 
 def _weights(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[tuple[str, int, Weight]]:

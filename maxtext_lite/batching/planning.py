@@ -18,7 +18,7 @@ from maxtext_lite.batching.solve import refusals, resolve
 from maxtext_lite.batching.topology import Topology
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.errors import number_text, value_text
-from maxtext_lite.config.kernels import Accelerator, Platform, planned_kernel
+from maxtext_lite.config.kernels import KERNELS, Accelerator, Platform, planned_kernel
 from maxtext_lite.config.load import read_config
 
 _MOST_EXAMPLES = 2**62  # a number of an example is a 64-bit integer
@@ -105,6 +105,8 @@ def _plan(config: Config, sizes: Sizes, num_examples: int | None, device_memory_
         config, mesh.total, rows, accumulation, pieces, device_memory_gb, replicas, accelerator=accelerator
     )
     shape = PipelineShape(sizes.num_pipeline_stages, pieces, sizes.num_pipeline_repeats, accumulation)
+    kernel = planned_kernel(config, accelerator, mesh.total["context"])
+    warnings = _warnings(config, sizes, sizes.length, slots, memory)
     return BatchPlan(
         num_devices=topology.num_devices,
         num_hosts=topology.num_hosts,
@@ -143,8 +145,8 @@ def _plan(config: Config, sizes: Sizes, num_examples: int | None, device_memory_
         expansion_factor_real_data=loading.factor,
         rampup=sizes.rampup,
         memory=memory,
-        attention_kernel=planned_kernel(config, accelerator, mesh.total["context"]),
-        warnings=tuple(_warnings(config, sizes, sizes.length, slots, memory)),
+        attention_kernel=kernel,
+        warnings=(*warnings, *_balance_warnings(config, kernel.name, shards // (replicas or 1))),
     )
 
 
@@ -266,6 +268,17 @@ def _length_warnings(config: Config, sizes: Sizes, length: RunLength) -> list[st
             f"per_device_batch_size={number_text(sizes.batch.per_device_batch_size)} is not reached."
         )
     return warnings
+
+
+def _balance_warnings(config: Config, kernel: str, shards: int) -> list[str]:
+    if not config.balance_attention or (shards > 1 and KERNELS[kernel].skips_documents):
+        return []
+    if shards == 1:
+        return ["balance_attention=true changes nothing: no shard of the batch waits for another."]
+    return [
+        f"balance_attention=true makes no step shorter with attention={kernel}, which takes as long for any row, "
+        "whatever documents it holds."
+    ]
 
 
 def _diloco_warnings(config: Config, sizes: Sizes, length: RunLength) -> list[str]:

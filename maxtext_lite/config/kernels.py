@@ -69,6 +69,7 @@ class Kernel:
       value_widths: values may be of another width than keys.
       most_head_dim, head_dim_multiple: widths of heads; None: any.
       token_multiple: of max_target_length.
+      skips_documents: passes over keys of other documents, forwards at least, so that short documents take less time.
       context_shards: works where a row's tokens are split over devices.
       capabilities: compute capabilities of GPUs; (): whatever they are.
       of_tokamax: it is of the package tokamax.
@@ -85,6 +86,7 @@ class Kernel:
     most_head_dim: int | None = None
     head_dim_multiple: int = 1
     token_multiple: int = 1
+    skips_documents: bool = False
     context_shards: bool = False
     capabilities: tuple[str, ...] = ()
     of_tokamax: bool = False
@@ -100,6 +102,7 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
             _NARROW,
             most_head_dim=256,
             head_dim_multiple=8,
+            skips_documents=True,
             context_shards=True,
             capabilities=("9.0", "10.0"),
             of_tokamax=True,

@@ -162,6 +162,15 @@ def _conversations_only(config: Config) -> Violation | None:
     return unused(config, {"chat_template": ""}, reason, {"dataset_type": "sft"})
 
 
+def _balance(config: Config) -> Violation | None:
+    """Rows are dealt by their documents, which do not differ or are not known before they are written."""
+    kind = config.dataset_type
+    if kind not in ("synthetic", *RL_DATASETS):
+        return None
+    why = "whose rows are one document each" if kind == "synthetic" else "whose rows come while it trains"
+    return unused(config, {"balance_attention": False}, f"has no use with dataset_type={kind}, {why}")
+
+
 def _dataset_path(config: Config) -> Violation | None:
     if config.dataset_type in ("synthetic", "arithmetic") or config.dataset_path:
         return None
@@ -277,6 +286,7 @@ RULES: tuple[Callable[[Config], Violation | None], ...] = (
     _objective,
     _conversations_only,
     _z_loss_of_pairs,
+    _balance,
     _dataset_path,
     _mixture,
     _eval_data,

@@ -297,6 +297,7 @@ class DataConfig(Section):
     max_target_length: Count
     long_examples: Literal["truncate", "drop", "refuse"]
     packing: Packing
+    balance_attention: Flag
     data_shuffle_seed: SeedOrMinusOne
     grain_worker_count: CountOrZero
 

@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from maxtext_lite.data.answers import PairSource, example_shape
+from maxtext_lite.data.balance import Balance
 from maxtext_lite.data.chat import ChatTemplate
 from maxtext_lite.data.mixture_source import MixtureSource, hash_of_run, named_sources, open_mixture
 from maxtext_lite.data.own_examples import Examples, own_examples
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "REFERENCE",
+    "Balance",
     "BatchIterator",
     "ChatTemplate",
     "DeviceBatch",

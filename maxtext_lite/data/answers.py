@@ -11,7 +11,7 @@ import numpy as np
 from maxtext_lite.config import DataConfig, UserError, single_path
 from maxtext_lite.data.conversations import DPO_FIELDS, SFT_FIELDS, Rendered, Renderer, Tokenized
 from maxtext_lite.data.examples import check_id, num_held_out
-from maxtext_lite.data.packing import FIELDS, REFERENCE, FilledRows, fill_rows
+from maxtext_lite.data.packing import FIELDS, REFERENCE, Documents, FilledRows, fill_rows
 from maxtext_lite.data.text_files import json_objects
 from maxtext_lite.data.tokenizer import Tokenizer
 
@@ -118,6 +118,10 @@ class AnswerSource:
         """Target tokens of these examples, each counted as often as it stands there."""
         return _count(self.sequences.targets, self.rows, example_ids)
 
+    def documents(self, example_ids: np.ndarray) -> Documents:
+        """See `sources.ExampleSource`."""
+        return self.rows.documents(example_ids, self.sequences.starts, self.num_tokens)
+
 
 @dataclasses.dataclass(frozen=True)
 class PairSource:
@@ -189,6 +193,12 @@ class PairSource:
     def count_targets(self, example_ids: np.ndarray) -> int:
         """Target tokens of these examples, each counted as often as it stands there."""
         return _count(self.chosen.targets + self.rejected.targets, self.rows, example_ids)
+
+    def documents(self, example_ids: np.ndarray) -> Documents:
+        """See `sources.ExampleSource`: those of both rows."""
+        sides = (self.chosen.starts, self.rejected.starts)
+        both = [self.rows.documents(example_ids, starts, self.row_tokens) for starts in sides]
+        return Documents(*map(np.concatenate, zip(*both, strict=True)))
 
 
 def open_answers(

@@ -28,6 +28,7 @@ from jax.sharding import NamedSharding
 
 from maxtext_lite.batching import BatchPlan
 from maxtext_lite.config import UserError
+from maxtext_lite.data.balance import Balance
 from maxtext_lite.data.layout import RowLayout, row_layout
 from maxtext_lite.data.mixture_source import ids_of_run
 from maxtext_lite.data.packing import field_dtype
@@ -53,13 +54,14 @@ class DeviceBatch:
       arrays: the source's fields; global arrays [A, B, T] for training, [B, T] for evaluation, B counting row slots
         and T being the source's `num_tokens`. Empty slots are all 0.
       example_ids: int64 [num_examples], of the whole step over all hosts. Example j of a training step is in
-        micro-batch j % M, slot j // M, where M is `num_micro_batches`.
+        micro-batch j % M, slot j // M, where M is `num_micro_batches`; not on a host that reads none of dealt rows.
       num_examples: examples of the whole step, without empty slots.
       num_micro_batches: those in use, the first of the A; 1 for evaluation.
       data_seconds: how long the consumer waited for this batch.
       problem: why this host cannot read one of the next `_BATCHES_KNOWN` batches, for which `next` will raise it; None
         where it can. So hosts have the time to end together before that batch. An evaluation's batches say it of
         themselves and those before them too: they are handed out, without the rows.
+      attention_imbalance: see `Balance.dealt`; None where it is not known.
     """
 
     arrays: dict[str, jax.Array]
@@ -68,6 +70,7 @@ class DeviceBatch:
     num_micro_batches: int
     data_seconds: float
     problem: str | None = None
+    attention_imbalance: float | None = None
 
 
 def training_batches(
@@ -79,6 +82,7 @@ def training_batches(
     num_steps: int,
     seed: int,
     worker_count: int,
+    balance: Balance | None = None,
 ) -> BatchIterator:
     """The batches of the `num_steps` steps that follow the first `examples_seen` examples of a run.
 
@@ -86,12 +90,15 @@ def training_batches(
       sharding: of [A, B, T].
       seed: data_shuffle_seed.
       worker_count: processes that read ahead; 0: threads of this process.
+      balance: deals a step's rows to shards; None: they stay in the order of the run.
     Returns:
       An iterator of DeviceBatch [A, B, T]; close it, or use it as a context manager. B is the stage's; A is the
       target's, of which a stage that ramps up the accumulation has fewer in use.
     """
     segments: list[_Segment] = []
     num_steps = min(num_steps, _MOST_READS // plan.loads_per_step)  # no machine takes as many
+    host = jax.process_index()
+    balance = balance if balance and (balance.is_on or host == 0) else None  # the first host says how even they are
     while num_steps > 0 or not segments:
         stage = plan.stage_at(examples_seen)
         step_examples = plan.step_examples(examples_seen)
@@ -108,7 +115,6 @@ def training_batches(
             filled_slots=stage.micro_batch_to_train,
             loading_hosts=plan.loading_hosts,
         )
-        host = jax.process_index()
         reads = TrainingReads(
             source,
             host_slots=layout.slots_of_host[host],
@@ -118,6 +124,7 @@ def training_batches(
             loads_per_step=plan.loads_per_step,
             micro_batches=stage.gradient_accumulation_steps,
             seed=seed,
+            balance=balance and dataclasses.replace(balance, num_slots=layout.shape[1]),
         )
         segments.append(_Segment(reads, layout, plan.loads_per_step, stage.gradient_accumulation_steps))
         num_steps -= steps
@@ -160,12 +167,14 @@ class HostRows(NamedTuple):
         [2, n].
       rows: the fields of `packing.build_row`, [n, T].
       problem: why they are not all there.
+      attention_imbalance: as of DeviceBatch.
     """
 
     example_ids: np.ndarray
     cells: np.ndarray
     rows: dict[str, np.ndarray]
     problem: str | None = None
+    attention_imbalance: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,6 +190,7 @@ class TrainingReads:
       loads_per_step: loads that feed one step.
       micro_batches: those in use.
       seed: data_shuffle_seed.
+      balance: as of `training_batches`.
     """
 
     source: ExampleSource
@@ -191,6 +201,7 @@ class TrainingReads:
     loads_per_step: int
     micro_batches: int
     seed: int
+    balance: Balance | None = None
 
     def __len__(self) -> int:
         return self.num_steps * self.loads_per_step
@@ -198,12 +209,15 @@ class TrainingReads:
     def __getitem__(self, index: int) -> HostRows:
         step, load = divmod(index, self.loads_per_step)
         first = self.first_example + step * self.step_examples
-        ids = ids_of_run(self.source, first, self.step_examples, seed=self.seed)
-        # Example j is in micro-batch j % A, slot j // A: with any other A, a device still holds the same examples.
+        ids, imbalance = ids_of_run(self.source, first, self.step_examples, seed=self.seed), None
+        if self.balance:
+            ids, imbalance = self.balance.dealt(self.source, ids, self.micro_batches)
+        # Example j is in micro-batch j % A, slot j // A: undealt, a device holds the same examples with any other A.
         slots, micro_batches = np.divmod(np.arange(self.step_examples), self.micro_batches)
         own = np.flatnonzero(np.isin(slots, self.host_slots))
         own = np.array_split(own, self.loads_per_step)[load]
-        return _read_rows(self.source, ids, own, micro_batches[own], slots[own], self.host_slots)
+        read = _read_rows(self.source, ids, own, np.stack([micro_batches[own], slots[own]]), self.host_slots)
+        return read._replace(attention_imbalance=imbalance)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,7 +238,7 @@ class EvaluationReads:
         ids = np.arange(first, min(first + self.batch_examples, len(self.source)), dtype=np.int64)
         own = self.host_slots[self.host_slots < len(ids)]
         try:
-            return _read_rows(self.source, ids, own, np.zeros_like(own), own, self.host_slots)
+            return _read_rows(self.source, ids, own, np.stack([np.zeros_like(own), own]), self.host_slots)
         except UserError as error:  # raised here, it would leave the other hosts waiting in the evaluation
             return HostRows(ids, np.zeros((2, 0), np.int64), {}, str(error))
 
@@ -267,10 +281,10 @@ class BatchIterator(Iterator[DeviceBatch]):
         if loaded is None:
             raise StopIteration
         self._ahead = self._thread.submit(self._load)
-        (ids, arrays, segment), problem = loaded
+        ((ids, imbalance), arrays, segment), problem = loaded
         # Here and not in the thread: hosts must begin what they do together in one order.
         arrays = segment.layout.hand_out(arrays)
-        return DeviceBatch(arrays, ids, len(ids), segment.num_micro_batches, data_seconds, problem)
+        return DeviceBatch(arrays, ids, len(ids), segment.num_micro_batches, data_seconds, problem, imbalance)
 
     def first_problem(self) -> str | None:
         """Why this host cannot read one of the first batches, for which it waits; None where it can."""
@@ -309,9 +323,9 @@ class BatchIterator(Iterator[DeviceBatch]):
         batch = self._read.popleft()
         if isinstance(batch, Exception):
             raise batch
-        ids, fields, segment = batch
+        which, fields, segment = batch
         problem = next((str(later) for later in self._read if isinstance(later, UserError)), self._unread)
-        return (ids, segment.layout.to_devices(jax.process_index(), fields), segment), problem
+        return (which, segment.layout.to_devices(jax.process_index(), fields), segment), problem
 
     def _next_read(self) -> _HostBatch | None:
         segment = next(self._segments, None)
@@ -320,18 +334,18 @@ class BatchIterator(Iterator[DeviceBatch]):
         host, (*outer, _, num_tokens) = jax.process_index(), segment.layout.shape
         shape = (*outer, len(segment.layout.slots_of_host[host]), num_tokens)
         fields = {name: np.zeros(shape, field_dtype(name)) for name in segment.reads.source.fields}
-        ids = np.zeros(0, np.int64)
+        ids, imbalance = np.zeros(0, np.int64), None
         for _ in range(segment.loads_per_batch):
-            ids, (micro_batches, places), rows, problem = next(self._reader)
+            ids, (micro_batches, places), rows, problem, imbalance = next(self._reader)
             self._unread = self._unread or problem
             for name, values in rows.items():
                 fields[name][(micro_batches, places) if outer else places] = values
-        return ids, fields, segment
+        return (ids, imbalance), fields, segment
 
 
-_HostBatch = tuple[np.ndarray, dict[str, np.ndarray], _Segment]
-"""A batch's example ids, this host's rows of it, and the segment that it is of."""
-_Loaded = tuple[np.ndarray, dict[str, jax.Array], _Segment]
+_HostBatch = tuple[tuple[np.ndarray, float | None], dict[str, np.ndarray], _Segment]
+"""A batch's example ids and imbalance, this host's rows of it, and the segment that it is of."""
+_Loaded = tuple[tuple[np.ndarray, float | None], dict[str, jax.Array], _Segment]
 """The same with arrays as `RowLayout.to_devices` gives them."""
 
 
@@ -340,30 +354,22 @@ def _num_batches(segment: _Segment) -> int:
 
 
 def _read_rows(
-    source: ExampleSource,
-    ids: np.ndarray,
-    own: np.ndarray,
-    micro_batches: np.ndarray,
-    slots: np.ndarray,
-    host_slots: np.ndarray,
+    source: ExampleSource, ids: np.ndarray, own: np.ndarray, cells: np.ndarray, host_slots: np.ndarray
 ) -> HostRows:
-    """The examples `ids[own]`, which belong in these micro-batches and slots, all of them this host's."""
+    """The examples `ids[own]`, which belong in these micro-batches and slots [2, n], all of them this host's."""
     rows = {name: np.zeros((len(own), source.num_tokens), field_dtype(name)) for name in source.fields}
     for row, example_id in enumerate(ids[own]):
         for name, values in source[int(example_id)].items():
             rows[name][row] = values
-    return HostRows(ids, np.stack([micro_batches, np.searchsorted(host_slots, slots)]), rows)
+    return HostRows(ids, np.stack([cells[0], np.searchsorted(host_slots, cells[1])]), rows)
 
 
 def read_ahead(reads: Sequence[TrainingReads | EvaluationReads], worker_count: int) -> grain.DatasetIterator[HostRows]:
     """What is read in each load, in order, by threads (worker_count=0) or processes; close it."""
     dataset = grain.MapDataset.concatenate([grain.MapDataset.source(part) for part in reads])
     if worker_count == 0:
-        return iter(
-            dataset.to_iter_dataset(
-                grain.ReadOptions(num_threads=_READ_AHEAD_THREADS, prefetch_buffer_size=_READ_AHEAD_STEPS)
-            )
-        )
+        threads = grain.ReadOptions(num_threads=_READ_AHEAD_THREADS, prefetch_buffer_size=_READ_AHEAD_STEPS)
+        return iter(dataset.to_iter_dataset(threads))
     if not absl.flags.FLAGS.is_parsed():
         # Grain reads its settings from absl flags, which nobody parses here: their defaults hold.
         absl.flags.FLAGS.mark_as_parsed()

@@ -14,6 +14,7 @@ from maxtext_lite.data.examples import check_id
 from maxtext_lite.data.mixture_history import RowStream, SourcePart
 from maxtext_lite.data.order import example_ids, examples_hash
 from maxtext_lite.data.own_examples import OwnExamples
+from maxtext_lite.data.packing import Documents
 from maxtext_lite.data.sources import ExampleSource, open_sources
 
 MIXTURE = "mixture:"
@@ -86,6 +87,17 @@ class MixtureSource:
             source.count_targets(example_ids[numbers == number] - first)
             for number, (source, first) in enumerate(zip(self.sources, self._first_ids.tolist(), strict=False))
         )
+
+    def documents(self, example_ids: np.ndarray) -> Documents | None:
+        """See `ExampleSource`."""
+        numbers, found = self._numbers(example_ids), list[Documents]()
+        for number in np.unique(numbers).tolist():
+            own = np.flatnonzero(numbers == number)
+            documents = self.sources[number].documents(example_ids[own] - self._first_ids[number])
+            if documents is None:
+                return None
+            found.append(Documents(documents.lengths, own[documents.rows]))
+        return Documents(*map(np.concatenate, zip(*found, strict=True)))
 
     def _numbers(self, ids: np.ndarray) -> np.ndarray:
         """For each example, the number of its source; int64."""

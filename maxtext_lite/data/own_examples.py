@@ -67,6 +67,9 @@ class OwnExamples:
         """Target tokens of these examples, which are read."""
         return sum(int(np.count_nonzero(self[int(number)]["weights"] > 0)) for number in example_ids)
 
+    def documents(self, example_ids: np.ndarray) -> None:
+        """None: they would have to be read."""
+
     def __len__(self) -> int:
         return len(self.examples)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -37,6 +37,18 @@ def field_dtype(name: str) -> type[np.generic]:
     return np.int32 if name in FIELDS[:-1] else np.float32
 
 
+class Documents(NamedTuple):
+    """The documents in some rows, in any order. A row's padding counts as one: attention takes it for one.
+
+    Attributes:
+      lengths: tokens of each in its row; int64.
+      rows: the place of its row among those that were asked for; int64.
+    """
+
+    lengths: np.ndarray
+    rows: np.ndarray
+
+
 class Rows(Protocol):
     """Which stretches of a stream each row holds; picklable."""
 
@@ -57,6 +69,10 @@ class Rows(Protocol):
 
     def count_targets_between(self, first: int, stop: int) -> int:
         """Target tokens of rows `first` to `stop - 1`, in constant memory."""
+        ...
+
+    def documents(self, rows: np.ndarray) -> Documents:
+        """The documents in these rows, without reading a token."""
         ...
 
 
@@ -89,6 +105,19 @@ class _Stretches:
         """See `Rows`."""
         start, end = self.span(first)[0], self.span(stop - 1)[1]
         return int(count_targets(self.document_starts, start=start, stop=end))
+
+    def documents(self, rows: np.ndarray) -> Documents:
+        """See `Rows`."""
+        starts, stops = self.spans(rows)
+        document_starts, places = np.asarray(self.document_starts), np.arange(len(rows))
+        first, last = document_starts.searchsorted(starts, side="right"), document_starts.searchsorted(stops)
+        within, owners = ranges(first, last - first)
+        # A row begins, documents begin in it, its padding begins, and it ends.
+        bounds = np.concatenate([starts, document_starts[within], stops, starts + self.num_tokens])
+        owners = np.concatenate([places, owners, places, places])
+        order = np.lexsort((bounds, owners))
+        is_first = order < len(rows)
+        return Documents(np.diff(bounds[order])[~is_first[1:]], owners[order][~is_first])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,6 +225,18 @@ def count_targets(document_starts: np.ndarray, *, start: int | np.ndarray, stop:
     return np.asarray(stop - start - ends)
 
 
+def ranges(first: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(the numbers first[i] to first[i] + counts[i] - 1 of each i in turn, the i of each number); int64."""
+    owners = np.repeat(np.arange(len(counts)), counts)
+    return (first - np.cumsum(counts) + counts)[owners] + np.arange(len(owners)), owners
+
+
+def with_padding(slots: np.ndarray, owners: np.ndarray, num_rows: int, num_tokens: int) -> Documents:
+    """Documents of these slots, and what they leave of each row."""
+    left = num_tokens - np.bincount(owners, weights=slots, minlength=num_rows).astype(np.int64)
+    return Documents(np.concatenate([slots, left]), np.concatenate([owners, np.arange(num_rows)]))
+
+
 @dataclasses.dataclass(frozen=True)
 class FilledRows:
     """Rows of whole sequences.
@@ -214,6 +255,12 @@ class FilledRows:
     def of(self, row: int) -> np.ndarray:
         """Numbers of the sequences in a row."""
         return self.members[self.starts[row] : self.starts[row + 1]]
+
+    def documents(self, rows: np.ndarray, starts: np.ndarray, num_tokens: int) -> Documents:
+        """The sequences in these rows, of which number n takes starts[n + 1] - starts[n] - 1 slots of num_tokens."""
+        places, owners = ranges(self.starts[rows], self.starts[rows + 1] - self.starts[rows])
+        numbers = self.members[places]
+        return with_padding(starts[numbers + 1] - starts[numbers] - 1, owners, len(rows), num_tokens)
 
 
 def fill_rows(lengths: np.ndarray, num_tokens: int, *, packing: bool) -> FilledRows:

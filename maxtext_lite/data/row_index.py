@@ -20,7 +20,17 @@ import numpy as np
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import writing
 from maxtext_lite.config.json_file import check_file, is_directory, read_object, user_path
-from maxtext_lite.data.packing import DocumentRows, PackedRows, Rows, TokenStream, fill_rows, first_rows
+from maxtext_lite.data.packing import (
+    DocumentRows,
+    Documents,
+    PackedRows,
+    Rows,
+    TokenStream,
+    fill_rows,
+    first_rows,
+    ranges,
+    with_padding,
+)
 from maxtext_lite.data.token_stream import map_array
 
 CACHE_VARIABLE = "MAXTEXT_LITE_CACHE"
@@ -95,6 +105,12 @@ class FittedRows:
     def count_targets_between(self, first: int, stop: int) -> int:
         """See `packing.Rows`."""
         return int(self.rows[stop, 1] - self.rows[first, 1])
+
+    def documents(self, rows: np.ndarray) -> Documents:
+        """See `packing.Rows`; of a document that is cut, its pieces."""
+        first = np.asarray(self.rows)[:, 0]
+        pieces, owners = ranges(first[rows], first[rows + 1] - first[rows])
+        return with_padding(np.asarray(self.pieces)[pieces, 1], owners, len(rows), self.num_tokens)
 
 
 def _where(numbers: np.ndarray) -> str:

@@ -20,7 +20,7 @@ from maxtext_lite.data.cutting import tokenized
 from maxtext_lite.data.examples import check_id, num_held_out
 from maxtext_lite.data.manifest import token_dtype
 from maxtext_lite.data.megatron import open_megatron
-from maxtext_lite.data.packing import FIELDS, Rows, TokenStream
+from maxtext_lite.data.packing import FIELDS, Documents, Rows, TokenStream
 from maxtext_lite.data.preparing.text_cache import cached_text, text_fingerprint
 from maxtext_lite.data.row_index import FittedRows, IndexPlace, rows_of
 from maxtext_lite.data.text_files import check_unicode, find_files, json_lines, read_text
@@ -68,6 +68,10 @@ class ExampleSource(Protocol):
 
     def count_targets(self, example_ids: np.ndarray) -> int:
         """Target tokens of these examples, each counted as often as it stands there."""
+        ...
+
+    def documents(self, example_ids: np.ndarray) -> Documents | None:
+        """The documents in these examples; None where they are not known, or each example is one."""
         ...
 
 
@@ -174,6 +178,10 @@ class TextSource:
         """Target tokens of these examples, each counted as often as it stands there."""
         return self.row_layout.count_targets(self.first_row + example_ids)
 
+    def documents(self, example_ids: np.ndarray) -> Documents:
+        """See `ExampleSource`."""
+        return self.row_layout.documents(self.first_row + example_ids)
+
 
 @dataclasses.dataclass(frozen=True)
 class SyntheticSource:
@@ -216,6 +224,9 @@ class SyntheticSource:
     def count_targets(self, example_ids: np.ndarray) -> int:
         """Target tokens of these examples: all of their tokens."""
         return len(example_ids) * self.num_tokens
+
+    def documents(self, example_ids: np.ndarray) -> None:
+        """None: each example is one."""
 
 
 def _open_text(config: DataConfig, tokenizer: Tokenizer, *, key: str, path: str) -> TextSource:

@@ -38,6 +38,9 @@ class UnreadSource:
         """Raises AssertionError: only hosts that read are asked."""
         raise AssertionError(f"this host reads nothing, but was asked about {len(example_ids)} examples")
 
+    def documents(self, example_ids: np.ndarray) -> None:
+        """None: only hosts that read know."""
+
 
 def open_sources_on_hosts(
     config: DataConfig, *, vocab_size: int, loading_hosts: Sequence[int], begins_as_elsewhere: bool = False

@@ -9,7 +9,7 @@ import time
 import jax
 
 from maxtext_lite.config import Config
-from maxtext_lite.data import MixtureSource, hash_of_run, target_tokens_of_run, training_batches
+from maxtext_lite.data import Balance, MixtureSource, hash_of_run, target_tokens_of_run, training_batches
 from maxtext_lite.data.mixture_of_run import in_run, steps_left
 from maxtext_lite.parallel import make_mesh, sharding
 from maxtext_lite.process.output import complain
@@ -35,7 +35,7 @@ def read_data(config: Config, *, with_ids: bool = False) -> None:
     source, _ = in_run(config, source)
     num_steps = steps_left(config, plan, source, step=0, examples_seen=0)
     is_first, seed = jax.process_index() == 0, config.data_shuffle_seed
-    seen, shown, since = 0, 0, time.perf_counter()
+    seen, shown, since, imbalances = 0, 0, time.perf_counter(), list[float]()
     start = since
     with training_batches(
         source,
@@ -45,10 +45,12 @@ def read_data(config: Config, *, with_ids: bool = False) -> None:
         num_steps=num_steps,
         seed=seed,
         worker_count=config.grain_worker_count,
+        balance=Balance.of(config, plan),
     ) as batches:
         for step, batch in enumerate(batches, start=1):
             jax.block_until_ready(batch.arrays)
             seen += batch.num_examples
+            imbalances += [] if batch.attention_imbalance is None else [batch.attention_imbalance]
             if with_ids and is_first:
                 ids = batch.example_ids
                 named = source.named_rows(ids) if isinstance(source, MixtureSource) else ids.tolist()
@@ -63,4 +65,5 @@ def read_data(config: Config, *, with_ids: bool = False) -> None:
         say(
             f"read {num_steps:,} steps in {seconds:.1f} s: {seen:,} rows of {source.num_tokens} tokens, "
             f"{seen / seconds:,.0f} rows/s; {tokens:,} target tokens, {tokens / seconds:,.0f} tokens/s"
+            + (f"; attention_imbalance {sum(imbalances) / len(imbalances):.3f}" if imbalances else "")
         )

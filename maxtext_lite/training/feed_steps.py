@@ -13,8 +13,8 @@ import numpy as np
 from jax.stages import Compiled
 
 from maxtext_lite.batching import BatchStage
-from maxtext_lite.data import DeviceBatch, ExampleSource, training_batches
-from maxtext_lite.parallel import sharding
+from maxtext_lite.data import Balance, DeviceBatch, ExampleSource, training_batches
+from maxtext_lite.parallel import sharding, value_of_host
 from maxtext_lite.training.arrays import Tree
 from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.dpo_reference import add_reference
@@ -59,6 +59,7 @@ class FeedSteps:
             num_steps=run.steps_left(counts),
             seed=run.config.data_shuffle_seed,
             worker_count=run.config.grain_worker_count,
+            balance=Balance.of(run.config, run.plan),
         )
 
     @property
@@ -105,7 +106,8 @@ class FeedSteps:
                 state = self._alone(self._synchronise, state)
         self._executables.request_after(self._stage)  # once the step is on its way: tracing holds Python up
         find_cause = functools.partial(self._find_cause, batch)
-        return state, Taken(metrics, batch.example_ids, batch.num_examples, batch.data_seconds, find_cause)
+        known = {} if batch.attention_imbalance is None else {"attention_imbalance": batch.attention_imbalance}
+        return state, Taken(metrics, batch.example_ids, batch.num_examples, batch.data_seconds, find_cause, known)
 
     def unfinished(self, step: int) -> None:
         """A batch is one step."""
@@ -120,6 +122,5 @@ class FeedSteps:
         return function(jax.block_until_ready(argument) if self._one_at_a_time else argument)
 
     def _find_cause(self, batch: DeviceBatch, state: TrainState) -> NonFinite | None:
-        return find_nonfinite(
-            self._run.parts, state, batch.arrays, batch.example_ids, micro_batches=batch.num_micro_batches
-        )
+        ids = np.asarray(value_of_host(self._plan.loading_hosts[0], batch.example_ids.tolist()))  # as they were dealt
+        return find_nonfinite(self._run.parts, state, batch.arrays, ids, micro_batches=batch.num_micro_batches)

@@ -149,6 +149,11 @@ def _own_sources(config: Config, source: Examples | None, eval_source: Examples 
             raise UserError("eval_source without source: pass both, or eval_dataset_path in the config.")
         return None
     _refuse_pairs(config, "source")
+    if config.balance_attention:
+        raise UserError(
+            "balance_attention=true has no use with source, whose documents are not known before its examples are "
+            "read. Nearest that works: false."
+        )
     sizes = {"num_tokens": config.max_target_length, "vocab_size": config.vocab_size}
     held_out = None if eval_source is None else own_examples(eval_source, key="eval_source", **sizes)
     return own_examples(source, key="source", **sizes), held_out

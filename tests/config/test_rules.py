@@ -146,6 +146,9 @@ def test_lists_of_tensors_name_tensors_once_and_only_where_they_are_asked_for(ov
     (["dataset_type=dpo", "z_loss_multiplier=0.1"],
      "z_loss_multiplier=0.1 has no use with dataset_type=dpo, whose loss is one of pairs, not of tokens. "
      "Nearest that works: 0."),
+    (["dataset_type=synthetic", "balance_attention=true"],
+     "balance_attention=true has no use with dataset_type=synthetic, whose rows are one document each. Nearest that "
+     "works: false."),
 ])  # fmt: skip
 def test_what_is_learned_is_what_the_data_are_for(overrides, message):
     with pytest.raises(UserError) as refused:

@@ -28,7 +28,8 @@ def rows_of_documents(*overrides):
 def runs(tmp_path_factory, documents):
     """Two runs by one process with 8 devices, both by two and the second by four with 2 each.
 
-    The second also with tokens split over both, and with `dcn` axes: in parts of one process each.
+    The second also with tokens split over both, and with `dcn` axes: in parts of one process each. Some deal the rows
+    of each step to shards, all hosts knowing the rows or two of four.
     """
     directory = tmp_path_factory.mktemp("runs")
     text = "dataset_path={}/{}/documents.jsonl".format(documents, "{process}")
@@ -45,7 +46,7 @@ def runs(tmp_path_factory, documents):
         2: train_in_turn(
             [
                 named("packed-2", *ramp("gradient_accumulation_steps", 2), "expansion_factor_real_data=0.5",
-                      "ici_data_parallelism=2", "eval_per_device_batch_size=0.5"),
+                      "ici_data_parallelism=2", "eval_per_device_batch_size=0.5", "balance_attention=true"),
                 named("rows-2", *rows_of_documents(*ramp("per_device_batch_size", 1)), "ici_tensor_parallelism=4",
                       "expansion_factor_real_data=2"),
                 named("rows-context", *rows_of_documents(*ramp("gradient_accumulation_steps", 2)),
@@ -63,7 +64,7 @@ def runs(tmp_path_factory, documents):
             [
                 named("rows-4", *rows_of_documents(*ramp("gradient_accumulation_steps", 1)),
                       "expansion_factor_real_data=2", "dcn_data_parallelism=2", "dcn_pipeline_parallelism=2",
-                      "ici_fsdp_parallelism=2"),
+                      "ici_fsdp_parallelism=2", "balance_attention=true"),
             ],
             processes=4, devices=2, watched=documents,
         ),
@@ -92,6 +93,14 @@ def test_losses_agree(one, several, runs):
     for key in ("loss", "grad_norm"):
         got, want = ([step[key] for step in run(name).steps] for name in (several, one))
         np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+def test_shards_of_dealt_rows_wait_less_for_each_other(runs):
+    """Both have 4 shards of rows; what it would be otherwise is in the other run's metrics."""
+    run, _ = runs
+    for dealt, other in (("packed-2", "packed"), ("rows-4", "rows-dcn-data")):
+        after, before = (np.mean([step["attention_imbalance"] for step in run(name).steps]) for name in (dealt, other))
+        assert after < 0.7 * before
 
 
 @pytest.mark.parametrize(("one", "several"), WAYS)

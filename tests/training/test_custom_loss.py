@@ -116,3 +116,10 @@ def test_pairs_have_an_objective_of_their_own(tmp_path):
     config = load_config(None, [*TINY, "dataset_type=dpo", f"base_output_directory={tmp_path}"])
     with pytest.raises(UserError, match="dataset_type=dpo is about pairs"):
         train(config, objective=next_token)
+
+
+def test_examples_of_a_program_cannot_be_balanced(tmp_path):
+    config = load_config(None, [*TINY, "balance_attention=true", f"base_output_directory={tmp_path}"])
+    with pytest.raises(UserError, match=r"^balance_attention=true has no use with source, whose documents"):
+        train(config, source=[{}])
+    assert not list(tmp_path.iterdir())
