@@ -2,12 +2,13 @@
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer
 
+from maxtext_lite.config.bucket import bucket_scheme
 from maxtext_lite.config.errors import WrongType, number_text
 
 _LARGEST_COUNT = 2**31 - 1  # what jax's and optax's counters hold
@@ -47,28 +48,30 @@ def _text(*, empty_allowed: bool, also: str = "", most: int = _LONGEST_TEXT) -> 
     return check
 
 
-def refuse_url(text: str) -> None:
+def refuse_url(text: str, schemes: Sequence[str] = ()) -> None:
     """Refuses what begins with a scheme, as gs://bucket/runs does, and gs:/bucket, which pathlib makes of it.
 
     A local directory whose name ends in a colon can be written ./gs:/bucket.
 
+    Args:
+      schemes: of buckets that are read or written there, such as gs.
     Raises:
       WrongType: the message lacks the key's name.
     """
     found = _URL.match(text)
-    if found:
+    if found and not (bucket_scheme(text) in schemes and found[2][2:].strip("/")):
         scheme, rest = found[1], found[2].removeprefix("//")
         nearest = [rest or "/"] if scheme.lower() == "file" and found[2] != f"//{rest.lstrip('/')}" else []
         raise WrongType(f"is a URL ({scheme}:), and only local paths are read and written.", nearest)
 
 
-def _path(*, empty_allowed: bool) -> Callable[[object], object]:
-    """Printable text that can be the path of a local file, or of several with wildcards."""
+def _path(*, empty_allowed: bool, schemes: Sequence[str] = ()) -> Callable[[object], object]:
+    """Printable text that can be the path of a local file, or of several with wildcards, or in these buckets."""
     text = _text(empty_allowed=empty_allowed)
 
     def check(value: object) -> object:
         checked = text(value)
-        refuse_url(str(checked))
+        refuse_url(str(checked), schemes)
         longest = max(len(part.encode(errors="surrogatepass")) for part in str(checked).split("/"))
         if longest > _LONGEST_NAME:
             raise WrongType(f"names a file of {longest:,} bytes, more than the {_LONGEST_NAME} that a name may have.")
