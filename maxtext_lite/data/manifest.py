@@ -89,10 +89,14 @@ class Manifest:
 
 def stored_shard(directory: Path, file: str, *, documents: int, tokens: int, content: str) -> Shard:
     """The entry of a shard that has been written, all of whose file is read."""
-    with (directory / file).open("rb") as opened:
-        sha256 = hashlib.file_digest(opened, "sha256").hexdigest()
     size, ends = size_and_ends(directory / file)
-    return Shard(file, documents, tokens, sha256, content, size, ends)
+    return Shard(file, documents, tokens, file_sha256(directory / file), content, size, ends)
+
+
+def file_sha256(file: Path) -> str:
+    """SHA-256 of a file's bytes, in hexadecimal."""
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def size_and_ends(file: Path) -> tuple[int, str]:

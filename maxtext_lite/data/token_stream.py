@@ -17,7 +17,7 @@ import functools
 import hashlib
 import itertools
 import threading
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -25,13 +25,22 @@ import numpy as np
 
 from maxtext_lite.config import UserError
 from maxtext_lite.config.json_file import check_file, is_directory
-from maxtext_lite.data.manifest import DOCUMENTS_FILE, MANIFEST_FILE, Manifest, Shard, read_manifest, size_and_ends
+from maxtext_lite.data.manifest import (
+    DOCUMENTS_FILE,
+    MANIFEST_FILE,
+    Manifest,
+    Shard,
+    file_sha256,
+    read_manifest,
+    size_and_ends,
+)
 
 _MOST_OPEN_SHARDS = 64
 _MOST_RECORDS = 512  # of 4,096 ids: 4 to 8 MiB
 _READER_OPTIONS = "readahead_buffer_size:0,max_parallelism:0"  # for random access: no threads, nothing read ahead
 _READER_BUFFER = 32768  # bytes; a record's chunk fits
-_IDS_AT_A_TIME = 2**20
+_RECORDS_AT_A_TIME = 512
+_DOCUMENTS_AT_A_TIME = 2**20
 _AGAIN = "Copy or prepare the data again."
 
 Value = TypeVar("Value")
@@ -87,15 +96,16 @@ class RecordStream:
             reason = str(error).partition(";")[0]
             raise UserError(f"{key[0]}: record {record} is damaged ({reason}). {_AGAIN}") from None
         due = min(self.manifest.tokens_per_record, shard.tokens - record * self.manifest.tokens_per_record)
-        if len(content) != due * self._dtype.itemsize:
+        if len(content) != due * self.dtype.itemsize:
             raise UserError(
                 f"{key[0]}: record {record} has {len(content)} bytes, not those of {due} token ids of "
                 f"{self.manifest.dtype}. {_AGAIN}"
             )
-        return np.frombuffer(content, self._dtype)
+        return np.frombuffer(content, self.dtype)
 
     @functools.cached_property
-    def _dtype(self) -> np.dtype[Any]:
+    def dtype(self) -> np.dtype[Any]:
+        """Of the ids in its records."""
         return np.dtype(self.manifest.dtype).newbyteorder("<")
 
 
@@ -149,6 +159,29 @@ def open_shard(file: Path, records: int) -> Any:
     if found != records:
         raise UserError(f"{file} has {found} records; {MANIFEST_FILE} says {records}.")
     return reader
+
+
+def content_of(file: Path, records: int, lengths: Iterable[np.ndarray], see: Callable[[bytes], object]) -> str:
+    """`Shard.content` of a shard, all of whose file is read.
+
+    Args:
+      lengths: of its documents, a part at a time.
+      see: is given every record.
+    Raises:
+      UserError: it cannot be read, or has another number of records.
+    """
+    content, reader = hashlib.sha256(), open_shard(file, records)
+    for part in lengths:
+        content.update(part.astype("<i8").tobytes())
+    try:
+        for start in range(0, records, _RECORDS_AT_A_TIME):
+            for record in reader.read(start, min(start + _RECORDS_AT_A_TIME, records)):
+                content.update(record)
+                see(record)
+        reader.close()
+    except (RuntimeError, IndexError, ValueError) as error:
+        raise UserError(f"{file}: cannot be read ({str(error).partition(';')[0]}).") from None
+    return content.hexdigest()
 
 
 def map_array(file: Path, dtype: str = "<i8", columns: int = 0) -> np.ndarray:
@@ -209,29 +242,37 @@ def _document_starts(file: Path, manifest: Manifest) -> np.ndarray:
     return starts
 
 
-def verify(path: Path) -> Iterator[str]:
+def verify(
+    stream: RecordStream, starts: np.ndarray, see: Callable[[np.ndarray], object] = lambda ids: None
+) -> Iterator[str]:
     """Reads all of a prepared dataset; yields the name of each file once nothing is wrong with it.
 
+    Args:
+      stream, starts: as of `open_prepared`.
+      see: is given all token ids, a record at a time.
     Raises:
       UserError: a file is not what the manifest says; names it.
     """
-    stream, starts = open_prepared("input", path)
-    manifest, document, position = stream.manifest, 0, 0
+    manifest, document = stream.manifest, 0
     for shard in manifest.shards:
-        with (path / shard.file).open("rb") as opened:
-            if hashlib.file_digest(opened, "sha256").hexdigest() != shard.sha256:
-                raise UserError(f"{path / shard.file}: the SHA-256 of its bytes is not the one in {MANIFEST_FILE}.")
-        content, stop = hashlib.sha256(), position + shard.tokens
-        for first in range(document, document + shard.documents, _IDS_AT_A_TIME):
-            last = min(first + _IDS_AT_A_TIME, document + shard.documents)
-            lengths = np.diff(starts[first : last + 1])
-            if lengths.min(initial=1) < 1:
-                raise UserError(f"{path / DOCUMENTS_FILE}: documents do not follow each other from number {first} on.")
-            content.update(lengths.astype("<i8").tobytes())
-        for first in range(position, stop, _IDS_AT_A_TIME):
-            content.update(stream[first : min(first + _IDS_AT_A_TIME, stop)].tobytes())
-        if content.hexdigest() != shard.content:
-            raise UserError(f"{path / shard.file} or {DOCUMENTS_FILE}: its documents are not those of {MANIFEST_FILE}.")
-        document, position = document + shard.documents, stop
+        file = stream.directory / shard.file
+        if file_sha256(file) != shard.sha256:
+            raise UserError(f"{file}: the SHA-256 of its bytes is not the one in {MANIFEST_FILE}.")
+        lengths = _lengths(stream, starts, document, document := document + shard.documents)
+        content = content_of(
+            file, num_records(shard, manifest), lengths, lambda record: see(np.frombuffer(record, stream.dtype))
+        )
+        if content != shard.content:
+            raise UserError(f"{file} or {DOCUMENTS_FILE}: its documents are not those of {MANIFEST_FILE}.")
         yield shard.file
     yield DOCUMENTS_FILE
+
+
+def _lengths(stream: RecordStream, starts: np.ndarray, first: int, stop: int) -> Iterator[np.ndarray]:
+    """Tokens of each of these documents, a part at a time."""
+    for at in range(first, stop, _DOCUMENTS_AT_A_TIME):
+        lengths = np.diff(starts[at : min(at + _DOCUMENTS_AT_A_TIME, stop) + 1])
+        if lengths.min(initial=1) < 1:
+            file = stream.directory / DOCUMENTS_FILE
+            raise UserError(f"{file}: documents do not follow each other from number {at} on.")
+        yield lengths

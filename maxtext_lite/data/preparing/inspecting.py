@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 
 from maxtext_lite.config import UserError
-from maxtext_lite.data.manifest import Manifest
 from maxtext_lite.data.packing import FIELDS, Rows
 from maxtext_lite.data.preparing.keys import InspectConfig
 from maxtext_lite.data.row_index import FittedRows, IndexPlace, rows_of
@@ -19,7 +18,6 @@ from maxtext_lite.data.tokenizer import Tokenizer, load_tokenizer
 
 _PACKING: dict[str, bool | str] = {"concat": True, "none": False, "best_fit": "best_fit"}
 _BAR = 40  # letters of the longest bar
-_IDS_AT_ONCE = 2**22
 _DOCUMENTS_AT_ONCE = 2**20
 _MOST_FREQUENT = 10
 
@@ -45,9 +43,15 @@ def report(path: Path, config: InspectConfig) -> Iterator[str]:
     if not config.verify:
         yield "checksums: not compared (verify=false)"
         return
-    files = sum(1 for _ in verify(path))
+    counts = np.zeros(manifest.vocab_size, np.int64)
+    files = sum(1 for _ in verify(stream, starts, lambda ids: _count(ids, counts)))
     yield f"checksums: the {files:,} files are those of the manifest"
-    yield from _vocabulary(stream, manifest)
+    used, size = int(np.count_nonzero(counts)), len(counts)
+    frequent = np.sort(counts)[::-1][:_MOST_FREQUENT].sum() / counts.sum()
+    yield (
+        f"vocabulary: {used:,} of {size:,} ids occur ({used / size:.1%}); the {_MOST_FREQUENT} most frequent are "
+        f"{frequent:.1%} of the tokens"
+    )
 
 
 def _lengths(starts: np.ndarray) -> Iterator[str]:
@@ -84,19 +88,12 @@ def _packing(path: Path, stream: RecordStream, starts: np.ndarray, config: Inspe
         yield f"  {name:<9}{len(rows):>14,} rows {targets:>18,} target tokens, {share:.2%} of the slots{cut}"
 
 
-def _vocabulary(stream: RecordStream, manifest: Manifest) -> Iterator[str]:
-    counts = np.zeros(manifest.vocab_size, np.int64)
-    for start in range(0, len(stream), _IDS_AT_ONCE):
-        found = np.bincount(stream[start : start + _IDS_AT_ONCE], minlength=manifest.vocab_size)
-        if len(found) > manifest.vocab_size:
-            raise UserError(f"token id {len(found) - 1} is none of the tokenizer's {manifest.vocab_size}.")
-        counts += found
-    used = int(np.count_nonzero(counts))
-    frequent = np.sort(counts)[::-1][:_MOST_FREQUENT].sum() / counts.sum()
-    yield (
-        f"vocabulary: {used:,} of {manifest.vocab_size:,} ids occur ({used / manifest.vocab_size:.1%}); the "
-        f"{_MOST_FREQUENT} most frequent are {frequent:.1%} of the tokens"
-    )
+def _count(ids: np.ndarray, counts: np.ndarray) -> None:
+    """Adds how often each id stands in a record to `counts`."""
+    largest = int(ids.max(initial=0))
+    if largest >= len(counts):
+        raise UserError(f"token id {largest} is none of the tokenizer's {len(counts)}.")
+    np.add.at(counts, ids, 1)
 
 
 def shown_rows(path: Path, config: InspectConfig, first: int, stop: int, *, as_json: bool) -> Iterator[str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
+from array_record.python.array_record_module import ArrayRecordWriter
 
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import writing
@@ -22,6 +22,7 @@ from maxtext_lite.data.cutting import tokenized
 from maxtext_lite.data.manifest import TOKENS_PER_RECORD, Shard, stored_shard, token_dtype
 from maxtext_lite.data.preparing.documents import BadLine, DocumentReader
 from maxtext_lite.data.preparing.tasks import InputFile, Task
+from maxtext_lite.data.token_stream import content_of
 from maxtext_lite.data.tokenizer import Tokenizer
 
 TEMPORARY = ".partial"
@@ -30,7 +31,6 @@ TEMPORARY = ".partial"
 _OPTIONS = "group_size:1,uncompressed"  # a record is read at random in half the time that a compressed one takes
 _CHARACTERS_AT_ONCE = 2**22  # bounds the memory of what the tokenizer library returns
 _DOCUMENTS_AT_ONCE = 4096
-_RECORDS_AT_ONCE = 512
 _PROBLEMS_NAMED = 5
 
 
@@ -143,7 +143,10 @@ def _written(
         return Entry(task.number, None, empty, bad, tuple(problems))
     if int(of_documents.sum()) != tokens:
         raise AssertionError(f"task {task.number}: {tokens} tokens, but documents of {of_documents.sum()}")
-    content = shard_content(partial[0], of_documents, stream.sha256)
+    read = hashlib.sha256()
+    content = content_of(partial[0], -(-tokens // TOKENS_PER_RECORD), [of_documents], read.update)
+    if read.digest() != stream.sha256.digest():
+        raise UserError(f"{partial[0]}: what was written is not what can be read. Is the disk full, or failing?")
     about = {"documents": len(of_documents), "tokens": tokens, "content": content}
     shard = stored_shard(workshop.directory, partial[0].name, **about)
     write_whole(paths[1], of_documents.tobytes())
@@ -213,30 +216,6 @@ class _RecordWriter:
 
 def _not_written(path: Path, error: RuntimeError) -> UserError:
     return UserError(f"{path} cannot be written: {str(error).partition(';')[0]}.")
-
-
-def shard_content(path: Path, lengths: np.ndarray, of_ids: Any) -> str:
-    """`Shard.content` of a shard, read from its file.
-
-    Args:
-      of_ids: the SHA-256 that its token ids must have.
-    Raises:
-      UserError: it cannot be read, or holds other ids.
-    """
-    content, ids = hashlib.sha256(lengths.astype("<i8").tobytes()), hashlib.sha256()
-    try:
-        reader: Any = ArrayRecordReader(str(path), "readahead_buffer_size:0,max_parallelism:0")
-        records = reader.num_records()
-        for start in range(0, records, _RECORDS_AT_ONCE):
-            for record in reader.read(start, min(start + _RECORDS_AT_ONCE, records)):
-                content.update(record)
-                ids.update(record)
-        reader.close()
-    except (RuntimeError, IndexError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read ({str(error).partition(';')[0]}).") from None
-    if ids.digest() != of_ids.digest():
-        raise UserError(f"{path}: what was written is not what can be read. Is the disk full, or failing?")
-    return content.hexdigest()
 
 
 def write_whole(path: Path, content: bytes) -> None:

@@ -22,7 +22,7 @@ from maxtext_lite.config import DataConfig, UserError
 from maxtext_lite.config.errors import full_text
 from maxtext_lite.config.json_file import read_object, user_path
 from maxtext_lite.config.schema import RunConfig
-from maxtext_lite.data.manifest import DOCUMENTS_FILE, MANIFEST_FILE
+from maxtext_lite.data.manifest import DOCUMENTS_FILE, MANIFEST_FILE, file_sha256
 from maxtext_lite.data.packing import TokenStream
 from maxtext_lite.data.row_index import CACHE_VARIABLE, IndexPlace
 from maxtext_lite.data.text_files import TEXT_SUFFIXES
@@ -112,8 +112,7 @@ def _key(files: list[tuple[str, Path]], tokenizer: Tokenizer) -> str:
 
 def _sha256(file: Path) -> str:
     try:
-        with file.open("rb") as opened:
-            return hashlib.file_digest(opened, "sha256").hexdigest()
+        return file_sha256(file)
     except OSError as error:
         raise UserError(f"{file}: cannot be read ({error}).") from error
 
