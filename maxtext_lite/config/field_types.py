@@ -212,8 +212,9 @@ def _serialised(value: Fraction) -> int | float | str:
 
 _exactly = PlainSerializer(_serialised)
 
-path_text = _path(empty_allowed=True)
-"""Returns a path as it is, "" included; raises WrongType where it is none."""
+_DATA_SCHEMES = ("gs", "s3")
+data_path_text = _path(empty_allowed=True, schemes=_DATA_SCHEMES)
+"""Returns a path of data as it is, "" included; raises WrongType where it is none."""
 
 Text = Annotated[str, BeforeValidator(_text(empty_allowed=True))]
 """Any printable text, "" included."""
@@ -221,8 +222,12 @@ Name = Annotated[str, BeforeValidator(_text(empty_allowed=False))]
 """Printable text that is not empty."""
 Lines = Annotated[str, BeforeValidator(_text(empty_allowed=False, also="\n\t", most=_LONGEST_LINES))]
 """Text that is not empty: printable, but for line breaks and tabs."""
-PathText = Annotated[str, BeforeValidator(path_text)]
+PathText = Annotated[str, BeforeValidator(_path(empty_allowed=True))]
 """A path, whose names have at most 255 bytes each; "" included."""
+DataPath = Annotated[str, BeforeValidator(data_path_text)]
+"""A path, local or in a bucket, or ""."""
+DataPathName = Annotated[str, BeforeValidator(_path(empty_allowed=False, schemes=_DATA_SCHEMES))]
+"""A path that is not empty, local or in a bucket."""
 PathName = Annotated[str, BeforeValidator(_path(empty_allowed=False))]
 """A path that is not empty."""
 Flag = Annotated[bool, BeforeValidator(_flag)]

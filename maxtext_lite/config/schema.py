@@ -11,6 +11,7 @@ from maxtext_lite.config.field_types import (
     Count,
     CountOrMinusOne,
     CountOrZero,
+    DataPath,
     Decay,
     DevicesOrMinusOne,
     Exact,
@@ -289,7 +290,7 @@ class DataConfig(Section):
     dataset_type: Literal["text", "array_record", "megatron", "synthetic", "sft", "dpo", "prompts", "arithmetic"]
     dataset_path: PathOrSources
     mixture_exhausted: Literal["error", "stop", "drop"]
-    eval_dataset_path: PathText
+    eval_dataset_path: DataPath
     eval_fraction: Share
     tokenizer_type: Literal["byte", "huggingface", "sentencepiece"]
     tokenizer_path: PathText

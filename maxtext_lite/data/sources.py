@@ -14,10 +14,10 @@ from typing import Protocol
 import numpy as np
 
 from maxtext_lite.config import DataConfig, UserError, single_path
-from maxtext_lite.config.json_file import user_path
 from maxtext_lite.data.answers import open_answers
 from maxtext_lite.data.cutting import tokenized
 from maxtext_lite.data.examples import check_id, num_held_out
+from maxtext_lite.data.fetched import find_prepared
 from maxtext_lite.data.manifest import token_dtype
 from maxtext_lite.data.megatron import open_megatron
 from maxtext_lite.data.packing import FIELDS, Rows, TokenStream
@@ -239,8 +239,8 @@ def _open_text(config: DataConfig, tokenizer: Tokenizer, *, key: str, path: str)
 
 
 def _open_prepared(config: DataConfig, tokenizer: Tokenizer, *, key: str, path: str) -> TextSource:
-    directory = user_path(path)
-    stream, document_starts = open_prepared(key, directory)
+    directory, shards = find_prepared(key, path)
+    stream, document_starts = open_prepared(key, directory, shards)
     manifest = stream.manifest
     if manifest.tokenizer != tokenizer.fingerprint:
         raise UserError(

@@ -24,6 +24,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from maxtext_lite.config import UserError
+from maxtext_lite.config.bucket import is_bucket
 from maxtext_lite.config.json_file import check_file, is_directory
 from maxtext_lite.data.manifest import (
     DOCUMENTS_FILE,
@@ -37,7 +38,8 @@ from maxtext_lite.data.manifest import (
 
 _MOST_OPEN_SHARDS = 64
 _MOST_RECORDS = 512  # of 4,096 ids: 4 to 8 MiB
-_READER_OPTIONS = "readahead_buffer_size:0,max_parallelism:0"  # for random access: no threads, nothing read ahead
+_AT_RANDOM = "readahead_buffer_size:0,max_parallelism:0"  # no threads, nothing read ahead
+_IN_ORDER = "readahead_buffer_size:4M,max_parallelism:1"  # in a bucket two requests, and not one for each record
 _READER_BUFFER = 32768  # bytes; a record's chunk fits
 _RECORDS_AT_A_TIME = 512
 _DOCUMENTS_AT_A_TIME = 2**20
@@ -138,18 +140,21 @@ def num_records(shard: Shard, manifest: Manifest) -> int:
     return -(-shard.tokens // manifest.tokens_per_record)
 
 
-def open_shard(file: Path, records: int) -> Any:
+def open_shard(file: Path, records: int, options: str = _AT_RANDOM) -> Any:
     """An ArrayRecordReader of a file that must have this many records.
 
+    Args:
+      options: ArrayRecord's.
     Raises:
       UserError: it is missing, cut short, no ArrayRecord file, or has another number of records.
     """
     from array_record.python import array_record_module
 
-    check_file(file)
+    if not is_bucket(file):
+        check_file(file)
     try:
         reader = array_record_module.ArrayRecordReader(
-            str(file), options=_READER_OPTIONS, file_reader_buffer_size=_READER_BUFFER
+            str(file), options=options, file_reader_buffer_size=_READER_BUFFER
         )
         found = reader.num_records() if reader.ok() else None
     except (RuntimeError, ValueError, OSError) as error:
@@ -170,7 +175,7 @@ def content_of(file: Path, records: int, lengths: Iterable[np.ndarray], see: Cal
     Raises:
       UserError: it cannot be read, or has another number of records.
     """
-    content, reader = hashlib.sha256(), open_shard(file, records)
+    content, reader = hashlib.sha256(), open_shard(file, records, _IN_ORDER)
     for part in lengths:
         content.update(part.astype("<i8").tobytes())
     try:
@@ -205,20 +210,21 @@ class _Mapped(np.memmap):
         return (map_array, self.made_of) if self.made_of else np.asarray(self).__reduce__()
 
 
-def open_prepared(key: str, path: Path) -> tuple[RecordStream, np.ndarray]:
+def open_prepared(key: str, path: Path, shards: Path | None = None) -> tuple[RecordStream, np.ndarray]:
     """The stream of a prepared dataset, and where each document starts in it, then its length; int64, memory-mapped.
 
     Read are the manifest, and of every shard its size and ends.
 
     Args:
       key: what messages call the directory.
+      shards: where the shards are, if elsewhere; they have been checked.
     Raises:
       UserError: it is no prepared dataset, or a file of it is missing, cut short or of another dataset; names it.
     """
     if not is_directory(path):
         raise UserError(f"{key}={str(path)!r} is not a directory that `python -m maxtext_lite.prepare` made.")
     manifest = read_manifest(path)
-    for shard in manifest.shards:
+    for shard in manifest.shards if shards is None else ():
         file = path / shard.file
         check_file(file)
         size, ends = size_and_ends(file)
@@ -228,7 +234,7 @@ def open_prepared(key: str, path: Path) -> tuple[RecordStream, np.ndarray]:
             raise UserError(f"{file} is not the file that {MANIFEST_FILE} was written for: its ends differ.")
         if not (shard.bytes and shard.ends):
             open_shard(file, num_records(shard, manifest))
-    return RecordStream(path, manifest), _document_starts(path / DOCUMENTS_FILE, manifest)
+    return RecordStream(shards or path, manifest), _document_starts(path / DOCUMENTS_FILE, manifest)
 
 
 def _document_starts(file: Path, manifest: Manifest) -> np.ndarray:

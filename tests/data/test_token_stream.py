@@ -150,7 +150,9 @@ def test_a_flipped_byte_is_named_or_does_not_matter(prepared):
 
 
 def test_verify_reads_everything(prepared):
-    assert list(verify(*open_prepared("input", prepared))) == [f"0000{i}.array_record" for i in range(3)] + [DOCUMENTS_FILE]
+    assert list(verify(*open_prepared("input", prepared))) == [f"0000{i}.array_record" for i in range(3)] + [
+        DOCUMENTS_FILE
+    ]
     documents = prepared / DOCUMENTS_FILE
     starts = map_array(documents).copy()
     for change in (1, -1):

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from maxtext_lite.config import UserError
+from maxtext_lite.data.fetched import find_prepared
 from maxtext_lite.data.packing import FIELDS, Rows
 from maxtext_lite.data.preparing.keys import InspectConfig
 from maxtext_lite.data.row_index import FittedRows, IndexPlace, rows_of
@@ -22,13 +23,14 @@ _DOCUMENTS_AT_ONCE = 2**20
 _MOST_FREQUENT = 10
 
 
-def report(path: Path, config: InspectConfig) -> Iterator[str]:
+def report(path: str | Path, config: InspectConfig) -> Iterator[str]:
     """Lines on a prepared dataset; with `verify`, all of it is read.
 
     Raises:
       UserError: it is none, or a file of it is not what the manifest says.
     """
-    stream, starts = open_prepared("PATH", path)
+    directory, shards = find_prepared("PATH", path)
+    stream, starts = open_prepared("PATH", directory, shards)
     manifest = stream.manifest
     num_bytes = sum(shard.bytes for shard in manifest.shards)
     yield f"{path}: {manifest.documents:,} documents, {manifest.tokens:,} tokens, end-of-text tokens among them"
@@ -38,7 +40,7 @@ def report(path: Path, config: InspectConfig) -> Iterator[str]:
     yield ""
     yield from _lengths(starts)
     yield ""
-    yield from _packing(path, stream, starts, config)
+    yield from _packing(directory, stream, starts, config)
     yield ""
     if not config.verify:
         yield "checksums: not compared (verify=false)"
@@ -96,14 +98,15 @@ def _count(ids: np.ndarray, counts: np.ndarray) -> None:
     np.add.at(counts, ids, 1)
 
 
-def shown_rows(path: Path, config: InspectConfig, first: int, stop: int, *, as_json: bool) -> Iterator[str]:
+def shown_rows(path: str | Path, config: InspectConfig, first: int, stop: int, *, as_json: bool) -> Iterator[str]:
     """Rows `first` to `stop - 1` in the order of the data: their arrays, or their text with documents and loss marked.
 
     Raises:
       UserError: there are fewer rows, or the tokenizer is not that of the data.
     """
-    stream, starts = open_prepared("PATH", path)
-    rows = _rows(path, stream, starts, config.packing or "concat", config.max_target_length)
+    directory, shards = find_prepared("PATH", path)
+    stream, starts = open_prepared("PATH", directory, shards)
+    rows = _rows(directory, stream, starts, config.packing or "concat", config.max_target_length)
     if not 0 <= first < stop <= len(rows):
         raise UserError(f"--rows {first}:{stop}: the rows are 0:{len(rows)}.")
     if as_json:

@@ -7,10 +7,11 @@ import pytest
 from array_record.python.array_record_module import ArrayRecordReader
 
 from maxtext_lite.config import UserError
+from maxtext_lite.data.cache import write_whole
 from maxtext_lite.data.preparing import shards
 from maxtext_lite.data.preparing.documents import DocumentReader
 from maxtext_lite.data.preparing.keys import PrepareConfig
-from maxtext_lite.data.preparing.shards import Workshop, run_task, write_whole
+from maxtext_lite.data.preparing.shards import Workshop, run_task
 from maxtext_lite.data.preparing.tasks import cut, find_inputs
 from maxtext_lite.data.tokenizer import ByteTokenizer
 
