@@ -22,6 +22,7 @@ _LONGEST_NAME = 255  # bytes of a file's name on every common file system
 _RATIO = re.compile(r"([+-]?[0-9]+)/([0-9]+)\Z")
 _LONGEST_RATIO = 18  # digits of a numerator or a denominator
 
+_RUN_SCHEMES = ("gs",)  # of buckets that run directories can be in
 _URL = re.compile(r"\s*([A-Za-z][A-Za-z0-9+.-]*):(/.*)", re.DOTALL)
 
 
@@ -62,7 +63,8 @@ def refuse_url(text: str, schemes: Sequence[str] = ()) -> None:
     if found and not (bucket_scheme(text) in schemes and found[2][2:].strip("/")):
         scheme, rest = found[1], found[2].removeprefix("//")
         nearest = [rest or "/"] if scheme.lower() == "file" and found[2] != f"//{rest.lstrip('/')}" else []
-        raise WrongType(f"is a URL ({scheme}:), and only local paths are read and written.", nearest)
+        known = "".join(f" and {scheme}://" for scheme in schemes)
+        raise WrongType(f"is a URL ({scheme}:), and only local paths{known} are read and written.", nearest)
 
 
 def _path(*, empty_allowed: bool, schemes: Sequence[str] = ()) -> Callable[[object], object]:
@@ -80,10 +82,17 @@ def _path(*, empty_allowed: bool, schemes: Sequence[str] = ()) -> Callable[[obje
     return check
 
 
-def path_problem(text: str) -> str | None:
-    """What makes a text no path, or None."""
+def _run_directory(value: object) -> object:
+    """A path where checkpoints can be written."""
+    if isinstance(value, str) and bucket_scheme(value) not in ("", *_RUN_SCHEMES):
+        raise WrongType("Orbax cannot write checkpoints there. A local path and gs://bucket/prefix work.")
+    return _path(empty_allowed=False, schemes=_RUN_SCHEMES)(value)
+
+
+def path_problem(text: str, *, of_run: bool = False) -> str | None:
+    """What makes a text no path, or None; with `of_run`, of a run directory."""
     try:
-        _path(empty_allowed=True)(text)
+        _path(empty_allowed=True, schemes=_RUN_SCHEMES if of_run else ())(text)
     except WrongType as wrong:
         return str(wrong)
     return None
@@ -228,6 +237,10 @@ DataPath = Annotated[str, BeforeValidator(data_path_text)]
 """A path, local or in a bucket, or ""."""
 DataPathName = Annotated[str, BeforeValidator(_path(empty_allowed=False, schemes=_DATA_SCHEMES))]
 """A path that is not empty, local or in a bucket."""
+RunsPath = Annotated[str, BeforeValidator(_run_directory)]
+"""A path that is not empty, where run directories can be: local or gs://."""
+ParametersPath = Annotated[str, BeforeValidator(_path(empty_allowed=True, schemes=_RUN_SCHEMES))]
+"""A path, local or gs://, or ""."""
 PathName = Annotated[str, BeforeValidator(_path(empty_allowed=False))]
 """A path that is not empty."""
 Flag = Annotated[bool, BeforeValidator(_flag)]

@@ -25,10 +25,12 @@ from maxtext_lite.config.field_types import (
     Name,
     NotNegative,
     Packing,
+    ParametersPath,
     PathName,
     PathText,
     Positive,
     PositiveShare,
+    RunsPath,
     Section,
     Seed,
     SeedOrMinusOne,
@@ -58,7 +60,7 @@ class RunConfig(Section):
     """The run: its directory, length, checkpoints and what it shows."""
 
     run_name: PathName
-    base_output_directory: PathName
+    base_output_directory: RunsPath
     steps: CountOrMinusOne
     num_epochs: ExactOrZero
     last_batch: Literal["drop", "train"]
@@ -68,7 +70,7 @@ class RunConfig(Section):
     checkpoint_period: Count
     max_num_checkpoints_to_keep: Count
     async_checkpointing: Flag
-    load_parameters_path: PathText
+    load_parameters_path: ParametersPath
     eval_interval: CountOrMinusOne
     eval_steps: CountOrMinusOne
     profiler_steps: CountOrZero

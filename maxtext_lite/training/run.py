@@ -23,6 +23,7 @@ from maxtext_lite.batching import (
 )
 from maxtext_lite.batching.devices import peak_tflops
 from maxtext_lite.config import Config, RunConfig, UserError, describe, write_resolved
+from maxtext_lite.config.bucket import any_path, is_bucket, reaching
 from maxtext_lite.config.errors import value_text, writing
 from maxtext_lite.config.hf.adapter import adapter_of
 from maxtext_lite.config.hf.config import CARRIED, has_hf_weights, hf_directory, tokenizer_keys
@@ -46,6 +47,7 @@ from maxtext_lite.training.metrics import Speed, Terminal
 from maxtext_lite.training.noise import why_unknown
 from maxtext_lite.training.optimizer import UNKNOWN_RATE, Schedule, learning_rate_schedule
 from maxtext_lite.training.parameter_files import checkpoints_in, load_parameters, load_peft_adapters
+from maxtext_lite.training.spool import Spool
 from maxtext_lite.training.state import (
     CONFIGURED,
     OwnParts,
@@ -78,8 +80,17 @@ Data = TypeVar("Data", bound=Source)
 
 
 def run_directory(config: RunConfig) -> Path:
-    """Where all that a run writes goes."""
-    return Path(config.base_output_directory) / config.run_name
+    """Where all that a run writes goes.
+
+    Raises:
+      UserError: it is in a bucket, for which an extra is not installed.
+    """
+    return any_path(config.base_output_directory, "base_output_directory") / config.run_name
+
+
+def _has_checkpoints(directory: Path) -> bool:
+    with reaching(directory, "base_output_directory"):
+        return any((directory / "checkpoints").glob("*"))
 
 
 class TrainingRun(Generic[Data]):
@@ -88,6 +99,8 @@ class TrainingRun(Generic[Data]):
     Attributes:
       config: as the user wrote it; the optimizer has what the plan scaled.
       source: the training examples; `eval_source` the held-out ones, or None.
+      directory: the run directory.
+      files: where the first host writes what goes there, but for checkpoints: the same, or a bucket's `Spool`.
       parts: what a step is made of; its mesh and its decoder are the run's.
       is_first: this process writes the run directory.
       failures: what could not be written.
@@ -118,9 +131,11 @@ class TrainingRun(Generic[Data]):
         self.examples_per_epoch = len(source) * examples_of_entry
         self.is_first = jax.process_index() == 0
         self.directory = run_directory(config)
+        self._spool = Spool(self.directory) if self.is_first and is_bucket(self.directory) else None
+        self.files = self._spool.directory if self._spool else self.directory
         if config.load_parameters_path and not has_hf_weights(config.load_parameters_path):
             checkpoints_in(config.load_parameters_path, "load_parameters_path")
-        if not config.enable_checkpointing and any((self.directory / "checkpoints").glob("*")):
+        if _has_checkpoints(self.directory) and not config.enable_checkpointing:
             raise UserError(
                 f"enable_checkpointing=false would start {self.directory} over, which holds checkpoints. "
                 "Nearest that work: enable_checkpointing=true, or another run_name."
@@ -140,7 +155,7 @@ class TrainingRun(Generic[Data]):
           UserError: another run has the directory, it cannot be written, or all of its checkpoints are damaged.
         """
         try:
-            if self.is_first:
+            if self.is_first and not self._spool:
                 self.directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             self.failures.add(
@@ -149,16 +164,27 @@ class TrainingRun(Generic[Data]):
             )
         self._lease = hold(self.directory, self.failures, say)
         try:
+            if is_bucket(self.directory):
+                self.failures.on_first_host(self.directory, lambda: self._spool and self._spool.fetch())
             if self.config.enable_checkpointing:
                 holds = self._lease.check if self._lease else lambda: True
                 about = self.config, self._fingerprint
-                self.checkpointer = Checkpointer(self.directory, *about, self.failures, say, holds)
+                self.checkpointer = Checkpointer(self.directory, *about, self.failures, say, holds, self._upload)
             yield
+            if is_bucket(self.directory):
+                self.failures.on_first_host(self.directory, self._upload)
         finally:
             if self.checkpointer:
                 self.checkpointer.close()
+            if self._spool and self._lease and self._lease.check():  # after an error as well
+                with self.failures.of_writing(self.directory):
+                    self._spool.close()
             if self._lease:
                 self._lease.release()
+
+    def _upload(self) -> None:
+        if self._spool:
+            self._spool.upload()
 
     def save(self, state: TrainState, counts: Counts, unfinished: Rows | None = None) -> None:
         """A checkpoint, where checkpoints are on, by the run that still has the directory; see `Checkpointer.save`."""
@@ -321,15 +347,16 @@ class TrainingRun(Generic[Data]):
         Args:
           end: examples that the run has seen at its end.
         """
-        with writing(self.directory / "config.yml"):
-            write_resolved(self.config, self.directory / "config.yml")
+        with writing(self.files / "config.yml"):
+            write_resolved(self.config, self.files / "config.yml")
         path = self.config.load_parameters_path
         if carried := hf_directory(path) if path else None:  # so that the run can be exported and talked to
             own = self.config.tokenizer_path == tokenizer_keys(carried).get("tokenizer_path", "")
-            carry_files(carried, self.directory / "hf", but=() if own else CARRIED[1:])
+            carry_files(carried, self.files / "hf", but=() if own else CARRIED[1:])
         mixture = mixture_table(self.source, 0, end)
-        _write_json(self.directory / "plan.json", self.plan.to_json() | ({"mixture": mixture} if mixture else {}))
-        _write_json(self.directory / "environment.json", environment())
+        _write_json(self.files / "plan.json", self.plan.to_json() | ({"mixture": mixture} if mixture else {}))
+        _write_json(self.files / "environment.json", environment())
+        self._upload()
 
     @property
     def speed(self) -> Speed:
@@ -356,7 +383,7 @@ def open_run(config: Config, sources: Sources | None = None, own: OwnParts = CON
     """
     plan, (source, eval_source) = open_data(config, sources)
     run = TrainingRun(config, plan, source=source, eval_source=eval_source, own=own)
-    if not any((run.directory / "checkpoints").glob("*")):  # of others, their history says what sources have given
+    if not _has_checkpoints(run.directory):  # of others, their history says what sources have given
         steps_left(config, plan, in_run(config, source)[0], step=0, examples_seen=0)
     return run
 

@@ -9,9 +9,10 @@ import pytest
 
 from maxtext_lite.config import UserError
 from maxtext_lite.training import saving
+from maxtext_lite.training.commit import remove
 from maxtext_lite.training.failures import Failures
 from maxtext_lite.training.manifest import write_part
-from maxtext_lite.training.saving import Saver, check, remove, save_alone
+from maxtext_lite.training.saving import Saver, check, save_alone
 
 
 @pytest.fixture(scope="module")
