@@ -21,14 +21,7 @@ from typing import Any, cast
 from maxtext_lite.config.errors import UserError, value_text
 
 _NEEDS = {"gs": ("gcs", "gcsfs"), "s3": ("s3", "s3fs")}  # the extra, and the package of it that reads and writes
-_LIBRARIES = (
-    "gcsfs",
-    "aiohttp",
-    "botocore",
-    "google",
-    "requests",
-    "fsspec",
-)  # whose errors are the storage's
+_LIBRARIES = ("gcsfs", "aiohttp", "botocore", "google", "requests", "fsspec")  # whose errors are the storage's
 _WEIGHTS = (".safetensors", ".bin", ".npz")  # the names of files that hold weights end so
 _copies: dict[str, Path] = {}
 

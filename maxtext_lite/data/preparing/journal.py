@@ -107,8 +107,7 @@ class Journal:
         """Brings here what a bucket holds of the plan, the manifest and the entries of the journal."""
         if self._remote is not None:
             self._in_bucket = frozenset(self._names())
-            small = (name for name in self._in_bucket if name in (PLAN_FILE, MANIFEST_FILE) or name.endswith(_ENTRY))
-            self._remote.fetch_all(list(small), self.directory)
+            self._remote.fetch_all([name for name in self._in_bucket if name.endswith(".json")], self.directory)
 
     def _has(self, name: str) -> bool:
         return is_there(self.directory / name) if self._remote is None else name in self._in_bucket
