@@ -91,6 +91,7 @@ def _serve() -> None:
             methods["GET"] = _saying_the_generation(_knowing_last_bytes(methods["GET"]))
         if methods.get("PATCH") is emulator.objects.patch:
             methods["PATCH"] = _dating_changes(methods["PATCH"])
+    emulator.Storage._write_config_to_file = lambda self: None  # all objects' metadata, at each write
     server.HTTPServer.request_queue_size = 128
     with emulator.create_server("127.0.0.1", 0, in_memory=True, default_bucket=BUCKET) as running:
         while running._api._httpd is None:

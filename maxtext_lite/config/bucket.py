@@ -81,7 +81,7 @@ def storage_errors(path: object) -> Generator[None]:
         yield
     except Exception as error:
         known = isinstance(error, OSError) or type(error).__module__.partition(".")[0] in _LIBRARIES
-        if not known or (isinstance(error, OSError) and error.errno):
+        if not known or isinstance(error, FileExistsError) or (isinstance(error, OSError) and error.errno):
             raise
         if isinstance(error, FileNotFoundError):
             raise FileNotFoundError(errno.ENOENT, "there is no such bucket or object", str(path)) from None
@@ -110,12 +110,6 @@ def remove_objects(directory: Path) -> None:
     with storage_errors(directory):
         if system.exists(root):
             system.rm(root, recursive=True)
-
-
-def num_bytes(path: Path) -> int:
-    """The size of a file."""
-    about: Any = path.stat()
-    return about.length if is_bucket(path) else about.st_size
 
 
 def fetch(directory: str | Path, to: Path, parts: Sequence[str] = ("", "hf"), but: tuple[str, ...] = _WEIGHTS) -> None:

@@ -327,10 +327,7 @@ class Config(
     DataConfig,
     PreferenceConfig,
 ):
-    """Every key of a run. Made by `load_config`, which also knows where each value came from.
-
-    Two configs are equal when their values are, wherever they came from.
-    """
+    """Every key of a run, made by `load_config`. Two are equal when their values are, wherever those came from."""
 
     _origins: Mapping[str, str] = PrivateAttr(default_factory=lambda: MappingProxyType({}))
 

@@ -158,7 +158,9 @@ class Lease:
         """Renews the lease; whether it is still ours. Where it is not, `failures` has it."""
         assert self._name is not None, "check() of a lease that is not held"
         try:
-            ours = self._files.renew(self._name, self._text)
+            ours = self._files.read(self._name) == self._text
+            if ours:
+                self._files.renew(self._name)
         except OSError as error:
             ours = error.errno not in _GONE  # a file system that does not answer has not given it to another either
         if not ours:
@@ -177,7 +179,7 @@ class Lease:
             return
         self._thread.join()
         with contextlib.suppress(OSError):  # whoever comes next finds this process ended
-            if self._files.renew(self._name, self._text):
+            if self._files.read(self._name) == self._text:
                 self._files.remove(self._name)
             self._files.close()  # unless somebody waits there
 

@@ -4,7 +4,7 @@ import contextlib
 import os
 import tempfile
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from maxtext_lite.config.bucket import file_system, is_bucket, storage_errors
 
@@ -25,44 +25,19 @@ class LeaseFile(NamedTuple):
     renewed_ns: int
 
 
-class LeaseFiles(Protocol):
-    """The files of leases of one run directory. Its methods raise OSError; of one that is gone, FileNotFoundError."""
-
-    def found(self) -> list[LeaseFile]:
-        """Those that are there, of any name."""
-        ...
-
-    def make(self, name: str, text: bytes) -> None:
-        """Makes one; raises FileExistsError where there is one of this name."""
-        ...
-
-    def renew(self, name: str, text: bytes) -> bool:
-        """Says that the holder lives; whether the text is what is there."""
-        ...
-
-    def remove(self, name: str) -> None:
-        """Removes one, if it is there."""
-        ...
-
-    def now_ns(self) -> int:
-        """The time by the clock of whoever stores them."""
-        ...
-
-    def close(self) -> None:
-        """Removes their directory, if it is empty."""
-        ...
+def lease_files(directory: Path) -> "LeaseFiles":
+    """The files of a directory of leases."""
+    return _InBucket(directory) if is_bucket(directory) else LeaseFiles(directory)
 
 
-def lease_files(directory: Path) -> LeaseFiles:
-    """The files of a directory of leases, which is made."""
-    return _InBucket(directory) if is_bucket(directory) else _OnDisk(directory)
+class LeaseFiles:
+    """The files of a directory. Methods raise OSError; where a file is not there, FileNotFoundError."""
 
-
-class _OnDisk:
     def __init__(self, directory: Path):
         self._directory = directory
 
     def found(self) -> list[LeaseFile]:
+        """Those that are there, of any name."""
         found: list[LeaseFile] = []
         for path in self._directory.iterdir() if self._directory.exists() else ():
             with contextlib.suppress(FileNotFoundError):  # let go of meanwhile
@@ -72,6 +47,7 @@ class _OnDisk:
         return found
 
     def make(self, name: str, text: bytes) -> None:
+        """Makes one; raises FileExistsError where there is one of this name."""
         self._directory.mkdir(parents=True, exist_ok=True)
         path = self._directory / name
         with path.open("xb", buffering=0) as file:
@@ -81,71 +57,74 @@ class _OnDisk:
                 path.unlink(missing_ok=True)
                 raise
 
-    def renew(self, name: str, text: bytes) -> bool:
-        ours = (self._directory / name).read_bytes() == text
-        if ours:
-            os.utime(self._directory / name)
-        return ours
+    def read(self, name: str) -> bytes:
+        """What one says."""
+        return (self._directory / name).read_bytes()
+
+    def renew(self, name: str) -> None:
+        """Says of one that is there that its holder lives."""
+        os.utime(self._directory / name)
 
     def remove(self, name: str) -> None:
+        """Removes one, if it is there."""
         (self._directory / name).unlink(missing_ok=True)
 
     def now_ns(self) -> int:
+        """The time by the clock of whoever stores them."""
         with tempfile.NamedTemporaryFile(dir=self._directory, prefix=".now-") as probe:
             os.utime(probe.name)
             return Path(probe.name).stat().st_mtime_ns
 
     def close(self) -> None:
+        """Removes the directory; raises OSError where it is not empty."""
         self._directory.rmdir()
 
 
-class _InBucket:
+class _InBucket(LeaseFiles):
     """Objects that are made on condition that there is none of their name, and renewed by a change of metadata."""
 
     def __init__(self, directory: Path):
-        self._directory = directory
+        super().__init__(directory)
         self._system, self._root = file_system(directory)
 
     def found(self) -> list[LeaseFile]:
         found: list[LeaseFile] = []
         with storage_errors(self._directory):
-            listed: list[dict[str, Any]] = []
-            if self._system.isdir(self._root):
-                listed = self._system.ls(self._root, detail=True)
+            listed: list[dict[str, Any]] = self._system.find(self._root, detail=True).values()
             for about in listed:
                 with contextlib.suppress(FileNotFoundError):
-                    text = self._system.cat_file(about["name"])[:_MOST_BYTES]
+                    name, text = about["name"].rpartition("/")[2], self._system.cat_file(about["name"])
                     version = f"{about['generation']} {about['metageneration']}"
-                    renewed_ns = int(about["mtime"].timestamp() * 1e9)
-                    found.append(LeaseFile(about["name"].rpartition("/")[2], text, version, renewed_ns))
+                    found.append(LeaseFile(name, text[:_MOST_BYTES], version, _nanoseconds(about)))
         return found
 
     def make(self, name: str, text: bytes) -> None:
         with storage_errors(self._directory):
-            try:
-                self._system.pipe_file(f"{self._root}/{name}", text, mode="create")
-            except FileNotFoundError:
-                raise OSError(f"there is no bucket {self._root.partition('/')[0]}") from None
+            self._system.pipe_file(f"{self._root}/{name}", text, mode="create")
 
-    def renew(self, name: str, text: bytes) -> bool:
-        path = f"{self._root}/{name}"
-        with storage_errors(path):
-            ours = self._system.cat_file(path) == text
-            if ours:
-                self._system.setxattrs(path, renewed="yes")  # of an object that is there alone
-        return ours
+    def read(self, name: str) -> bytes:
+        with storage_errors(self._directory):
+            return self._system.cat_file(f"{self._root}/{name}")
+
+    def renew(self, name: str) -> None:
+        with storage_errors(self._directory):
+            self._system.setxattrs(f"{self._root}/{name}", renewed="yes")
 
     def remove(self, name: str) -> None:
         with storage_errors(self._directory), contextlib.suppress(FileNotFoundError):
             self._system.rm_file(f"{self._root}/{name}")
 
     def now_ns(self) -> int:
-        path = f"{self._root}/.now-{os.getpid()}"
+        probe = f".now-{os.getpid()}"
         with storage_errors(self._directory):
-            self._system.pipe_file(path, b"-")
-            now_ns = int(self._system.info(path)["mtime"].timestamp() * 1e9)
-            self._system.rm_file(path)
+            self._system.pipe_file(f"{self._root}/{probe}", b"-")
+            now_ns = _nanoseconds(self._system.info(f"{self._root}/{probe}"))
+        self.remove(probe)
         return now_ns
 
     def close(self) -> None:
         """Nothing: a bucket has no directories."""
+
+
+def _nanoseconds(about: dict[str, Any]) -> int:
+    return int(about["mtime"].timestamp() * 1e9)

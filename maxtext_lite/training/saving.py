@@ -28,7 +28,7 @@ import orbax.checkpoint as ocp
 
 from maxtext_lite.batching.ledger import bytes_text
 from maxtext_lite.config import UserError
-from maxtext_lite.config.bucket import is_bucket, num_bytes, storage_errors
+from maxtext_lite.config.bucket import is_bucket, storage_errors
 from maxtext_lite.config.errors import cannot_write, value_text
 from maxtext_lite.parallel import exchange
 from maxtext_lite.training.commit import commit, make_room, while_unfinished
@@ -206,11 +206,11 @@ def check(directory: Path, items: Collection[str] = ()) -> Check:
         return Check(problem, "no checksums, as an earlier version wrote it; it is taken as it is")
     read = in_items(digests, items) if items else digests
     share, num_shares = jax.process_index(), jax.process_count()
-    problems = exchange(damage(directory, read, share=share, num_shares=num_shares))
-    problem = next((found for found in problems if found is not None), None)
+    found = exchange(damage(directory, read, share=share, num_shares=num_shares))
+    problem = next((problem for problem, _ in found if problem is not None), None)
     if problem is not None:
         return Check(problem, "")
-    checked = sum(num_bytes(directory / name) for name in read)
+    checked = sum(size for _, size in found)
     return Check(None, f"{bytes_text(checked)} checked at {_rate(checked, time.perf_counter() - began)}")
 
 
