@@ -160,7 +160,8 @@ def open_shard(file: Path, records: int, options: str = _AT_RANDOM) -> Any:
     except (RuntimeError, ValueError, OSError) as error:
         raise UserError(f"{file}: cannot be read ({str(error).partition(';')[0]}).") from None
     if found is None or (found == 0 and records):
-        raise UserError(f"{file}: cut short, or no ArrayRecord file. {_AGAIN}")
+        or_gone = "missing, " if is_bucket(file) else ""  # which ArrayRecord does not tell apart
+        raise UserError(f"{file}: {or_gone}cut short, or no ArrayRecord file. {_AGAIN}")
     if found != records:
         raise UserError(f"{file} has {found} records; {MANIFEST_FILE} says {records}.")
     return reader
