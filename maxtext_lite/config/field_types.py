@@ -84,7 +84,8 @@ def _path(*, empty_allowed: bool, schemes: Sequence[str] = ()) -> Callable[[obje
 
 def _run_directory(value: object) -> object:
     """A path where checkpoints can be written."""
-    if isinstance(value, str) and bucket_scheme(value) not in ("", *_RUN_SCHEMES):
+    found = _URL.match(value) if isinstance(value, str) else None
+    if found and found[1].lower() not in (*_RUN_SCHEMES, "file"):
         raise WrongType("Orbax cannot write checkpoints there. A local path and gs://bucket/prefix work.")
     return _path(empty_allowed=False, schemes=_RUN_SCHEMES)(value)
 

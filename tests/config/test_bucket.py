@@ -17,7 +17,7 @@ from maxtext_lite.config.bucket import any_path, bucket_scheme, is_bucket
         ("runs", ""),
         ("/gs/b", ""),
         ("gs:/b", ""),
-        ("file:///a", ""),
+        ("ftp://a", ""),
         ("a://b", ""),
     ],
 )
