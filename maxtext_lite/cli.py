@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from maxtext_lite import __version__
 from maxtext_lite.config import RLRunConfig, UserError, parse_value
+from maxtext_lite.config.bucket import is_bucket, local_copy
 from maxtext_lite.config.errors import WrongType, did_you_mean, echoed, value_text
 from maxtext_lite.config.field_types import path_problem
 from maxtext_lite.config.hints import key_hint, words_hint, words_meant
@@ -157,6 +158,16 @@ def local_path(text: str) -> Path:
     if problem:
         raise argparse.ArgumentTypeError(f"{value_text(text)} {problem.rstrip('.')}")
     return Path(text)
+
+
+def run_path(text: str) -> Path:
+    """The type of an argument that is a run directory, or a directory like one; of one in a bucket, its local copy.
+
+    Raises:
+      argparse.ArgumentTypeError: it cannot be one.
+      UserError: the bucket cannot be read.
+    """
+    return local_copy(text, "RUN_DIR") if is_bucket(text) and not path_problem(text, of_run=True) else local_path(text)
 
 
 Keys = TypeVar("Keys", bound=BaseModel)

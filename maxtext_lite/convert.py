@@ -3,8 +3,9 @@
 import sys
 from collections.abc import Sequence
 
-from maxtext_lite.cli import ArgumentParser, local_path, run_command
+from maxtext_lite.cli import ArgumentParser, local_path, run_command, run_path
 from maxtext_lite.config import UserError
+from maxtext_lite.config.bucket import original
 from maxtext_lite.config.hints import key_hint
 from maxtext_lite.config.schema import MeshConfig, ModelConfig
 
@@ -34,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("direction", choices=("import", "export"))
     parser.add_argument(
         "source",
-        type=local_path,
+        type=run_path,
         help="import: of Hugging Face, PEFT or MaxText; export: a run or an imported directory",
     )
     parser.add_argument("out", type=local_path, help="a directory that does not exist yet, or is empty")
@@ -54,6 +55,8 @@ def main(argv: Sequence[str]) -> int:
     if merge not in (None, "true", "false"):
         near = f"Nearest that work: {_MERGE}=true or {_MERGE}=false."
         raise UserError(f"{_MERGE}={merge} is neither true nor false. {near}")
+    if arguments.direction == "import" and original(source, "HF_DIR") != source:
+        raise UserError(f"HF_DIR={original(source, 'HF_DIR')} is in a bucket; an import reads local files alone.")
     if arguments.direction == "import" and merge is not None:
         raise UserError(f"{_MERGE}={merge} has no use in an import. Remove it.")
     overrides = [f"{key}={value}" for key, value in keys.items()]

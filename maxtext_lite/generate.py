@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from maxtext_lite.cli import ArgumentParser, local_path, parse_keys, run_command
+from maxtext_lite.cli import ArgumentParser, parse_keys, run_command, run_path
 from maxtext_lite.config import UserError
 from maxtext_lite.config.hf.model_directory import directory_config
 from maxtext_lite.generation.requests import GenerateConfig
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     parser.keys = GenerateConfig.model_fields
     parser.add_argument(
         "directory",
-        type=local_path,
+        type=run_path,
         help="a run directory, as `train` names it at its end, or a Hugging Face directory",
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=", ".join(GenerateConfig.model_fields))

@@ -4,9 +4,9 @@ python -m maxtext_lite.harness run --model maxtext_lite --model_args path=DIR,ma
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
+from maxtext_lite.config.bucket import local_copy
 from maxtext_lite.config.hf.model_directory import directory_config
 from maxtext_lite.generation.scoring import TextScorer
 
@@ -44,7 +44,7 @@ class HarnessModel:
     ) -> None:
         super().__init__()
         del unused  # such as the harness's `device`
-        directory, self._max_length = Path(path), int(max_length)
+        directory, self._max_length = local_copy(path, "path"), int(max_length)
         self._scorer = TextScorer(
             directory,
             directory_config(directory, dtype),

@@ -1,12 +1,15 @@
 """The command `prepare`: text, tokenized once into a dataset that runs read."""
 
+import argparse
 import os
 import re
 import sys
 from collections.abc import Sequence
 
-from maxtext_lite.cli import ArgumentParser, local_path, parse_keys, run_command, whole_number
+from maxtext_lite.cli import ArgumentParser, parse_keys, run_command, whole_number
 from maxtext_lite.config import UserError
+from maxtext_lite.config.errors import WrongType, value_text
+from maxtext_lite.config.field_types import data_path_text
 from maxtext_lite.data.preparing.keys import InspectConfig, PrepareConfig, TokenizerConfig
 
 EXAMPLE = "prepare input=texts/*.jsonl.zst output=data/texts tokenizer_type=huggingface tokenizer_path=tokenizer.json"
@@ -117,7 +120,7 @@ def _inspect(argv: Sequence[str]) -> int:
         prog="maxtext-lite prepare inspect", description=f"What a prepared dataset holds. Example: {example}"
     )
     parser.keys = InspectConfig.model_fields
-    parser.add_argument("path", type=local_path, metavar="PATH", help="the output of prepare")
+    parser.add_argument("path", type=_dataset_path, metavar="PATH", help="the output of prepare")
     parser.add_argument("words", nargs="*", metavar="key=value", help=", ".join(InspectConfig.model_fields))
     parser.add_argument("--rows", metavar="A:B", help="show rows A to B - 1: their text, documents and what has a loss")
     parser.add_argument("--json", action="store_true", help="with --rows: their arrays, a line of JSON a row")
@@ -139,6 +142,13 @@ def _inspect(argv: Sequence[str]) -> int:
     for line in lines:
         print(line, flush=True)
     return 0
+
+
+def _dataset_path(text: str) -> str:
+    try:
+        return str(data_path_text(text))
+    except WrongType as wrong:
+        raise argparse.ArgumentTypeError(f"{value_text(text)} {str(wrong).rstrip('.')}") from None
 
 
 def _train_tokenizer(argv: Sequence[str]) -> int:

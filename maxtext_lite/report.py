@@ -4,8 +4,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from maxtext_lite.cli import ArgumentParser, local_path, run_command
+from maxtext_lite.cli import ArgumentParser, local_path, run_command, run_path
 from maxtext_lite.config import UserError
+from maxtext_lite.config.bucket import storage_errors
 from maxtext_lite.reporting import read_runs, render_page
 
 
@@ -17,7 +18,7 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = ArgumentParser(prog="maxtext-lite report", description=__doc__)
     parser.add_argument(
-        "run_directories", nargs="+", type=local_path, metavar="RUN_DIR", help="a run directory, finished or not"
+        "run_directories", nargs="+", type=run_path, metavar="RUN_DIR", help="a run directory, finished or not"
     )
     parser.add_argument(
         "--output", type=local_path, metavar="PATH", help="the file to write (default: RUN_DIR/report.html)"
@@ -27,7 +28,8 @@ def main(argv: Sequence[str]) -> int:
     output: Path = arguments.output or runs[0].directory / "report.html"
     page = render_page(runs)
     try:
-        output.write_text(page, encoding="utf-8", errors="replace")  # JSON can hold what UTF-8 cannot
+        with storage_errors(output):
+            output.write_bytes(page.encode(errors="replace"))  # JSON can hold what UTF-8 cannot
     except OSError as error:
         if arguments.output:
             where, hint = f"--output={output}", f"Nearest that works: {runs[0].directory / 'report.html'}."

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Rewrites constraints.txt, the lock: exact versions of everything that the base install and the extras hf, prepare and
-# test need, for every supported Python in one file. Needs uv on the PATH (pip install uv). Run it after changing a range
-# in pyproject.toml, then run the suite on each Python.
+# Rewrites constraints.txt, the lock: exact versions of everything that the base install and the extras gcs, s3, hf, prepare
+# and test need, for every supported Python in one file. Needs uv on the PATH (pip install uv). Run it after changing a
+# range in pyproject.toml, then run the suite on each Python.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -9,7 +9,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 torch_pin='torch==2.13.0'
 
 resolved=$(uv pip compile --quiet --upgrade --universal --no-header --no-annotate --python-version 3.11 \
-  --extra hf --extra prepare --extra test --constraints <(echo "$torch_pin") pyproject.toml)
+  --extra gcs --extra s3 --extra hf --extra prepare --extra test --constraints <(echo "$torch_pin") pyproject.toml)
 {
   echo "# The lock: exact versions for Python 3.11 and newer, written by scripts/lock.sh. Use it as"
   echo "#   pip install -c constraints.txt -e .        (scripts/train.sh and scripts/test.sh do)"

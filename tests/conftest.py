@@ -109,3 +109,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         fast = fast_tests(items)
         config.hook.pytest_deselected(items=[item for item in items if item not in fast])
         items[:] = fast
+
+
+# ---- A bucket ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def bucket_environment():
+    """The variables with which a process reaches an emulated bucket; this process has them while it is served."""
+    from tests.bucket_emulator import bucket_server
+
+    with bucket_server() as variables, pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        yield variables
+
+
+@pytest.fixture
+def bucket(bucket_environment, tmp_path):
+    """A path in that bucket that nothing is below."""
+    from maxtext_lite.config.bucket import any_path
+
+    return any_path(f"gs://bucket{tmp_path}", "bucket")

@@ -114,7 +114,8 @@ def test_a_checkout_reads_the_configs_at_its_root():
 @pytest.mark.parametrize("python", PYTHONS)
 def test_the_lock_has_an_exact_version_within_the_range_of_every_dependency(python: str):
     versions = locked(python)
-    for text in [*PROJECT["dependencies"], *EXTRAS["hf"], *EXTRAS["prepare"], *EXTRAS["test"]]:
+    of_extras = [text for extra in ("gcs", "s3", "hf", "prepare", "test") for text in EXTRAS[extra]]
+    for text in [*PROJECT["dependencies"], *of_extras]:
         requirement = Requirement(text)
         name = canonicalize_name(requirement.name)
         elsewhere = requirement.marker and not requirement.marker.evaluate({"python_version": python})
@@ -143,12 +144,14 @@ def test_every_package_that_is_imported_is_declared():
         "pydantic_core": "pydantic",
     }
     base = {canonicalize_name(Requirement(text).name) for text in PROJECT["dependencies"]}
-    with_hf, with_harness, with_math = (
+    with_gcs, with_hf, with_harness, with_math = (
         base | {canonicalize_name(Requirement(text).name) for text in EXTRAS[extra]}
-        for extra in ("hf", "harness", "math")
+        for extra in ("gcs", "hf", "harness", "math", "s3")
     )
     for module in modules().values():
         declared = with_hf if module.package == "hf" else base
+        if module.name == "maxtext_lite.config.bucket":
+            declared = with_gcs
         if module.name == "maxtext_lite.harness":
             declared = with_harness
         if module.name == "maxtext_lite.rl.reward_functions":

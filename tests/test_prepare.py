@@ -72,6 +72,8 @@ def test_a_pipeline_of_datatrove_makes_the_same_bytes(tmp_path, capsys):
     (["inspect", "x", "max_target_lenth=3"], "unknown key 'max_target_lenth' (command line). Did you mean 'max_t"),
     (["inspect", "x", "--rows", "3"], "--rows 3: two numbers belong there, as in --rows 0:3."),
     (["inspect", "x", "--json"], "--json has no use without --rows."),
+    (["inspect", "az://a/b"], "argument PATH: az://a/b is a URL (az:), and only local paths"),
+    (["input=gs://a/b", "output=c"], "input.0=gs://a/b is a URL (gs:), and only local paths"),
     (["inspect", "not-there"], "PATH='not-there' is not a directory that `python -m maxtext_lite.prepare` made."),
 ])  # fmt: skip
 def test_a_wrong_argument_is_named(arguments, message):

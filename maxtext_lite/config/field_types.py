@@ -2,12 +2,13 @@
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer
 
+from maxtext_lite.config.bucket import bucket_scheme
 from maxtext_lite.config.errors import WrongType, number_text
 
 _LARGEST_COUNT = 2**31 - 1  # what jax's and optax's counters hold
@@ -21,6 +22,7 @@ _LONGEST_NAME = 255  # bytes of a file's name on every common file system
 _RATIO = re.compile(r"([+-]?[0-9]+)/([0-9]+)\Z")
 _LONGEST_RATIO = 18  # digits of a numerator or a denominator
 
+_RUN_SCHEMES = ("gs",)  # of buckets that run directories can be in
 _URL = re.compile(r"\s*([A-Za-z][A-Za-z0-9+.-]*):(/.*)", re.DOTALL)
 
 
@@ -47,28 +49,31 @@ def _text(*, empty_allowed: bool, also: str = "", most: int = _LONGEST_TEXT) -> 
     return check
 
 
-def refuse_url(text: str) -> None:
+def refuse_url(text: str, schemes: Sequence[str] = ()) -> None:
     """Refuses what begins with a scheme, as gs://bucket/runs does, and gs:/bucket, which pathlib makes of it.
 
     A local directory whose name ends in a colon can be written ./gs:/bucket.
 
+    Args:
+      schemes: of buckets that are read or written there, such as gs.
     Raises:
       WrongType: the message lacks the key's name.
     """
     found = _URL.match(text)
-    if found:
+    if found and not (bucket_scheme(text) in schemes and found[2][2:].strip("/")):
         scheme, rest = found[1], found[2].removeprefix("//")
         nearest = [rest or "/"] if scheme.lower() == "file" and found[2] != f"//{rest.lstrip('/')}" else []
-        raise WrongType(f"is a URL ({scheme}:), and only local paths are read and written.", nearest)
+        known = "".join(f" and {scheme}://" for scheme in schemes)
+        raise WrongType(f"is a URL ({scheme}:), and only local paths{known} are read and written.", nearest)
 
 
-def _path(*, empty_allowed: bool) -> Callable[[object], object]:
-    """Printable text that can be the path of a local file, or of several with wildcards."""
+def _path(*, empty_allowed: bool, schemes: Sequence[str] = ()) -> Callable[[object], object]:
+    """Printable text that can be the path of a local file, or of several with wildcards, or in these buckets."""
     text = _text(empty_allowed=empty_allowed)
 
     def check(value: object) -> object:
         checked = text(value)
-        refuse_url(str(checked))
+        refuse_url(str(checked), schemes)
         longest = max(len(part.encode(errors="surrogatepass")) for part in str(checked).split("/"))
         if longest > _LONGEST_NAME:
             raise WrongType(f"names a file of {longest:,} bytes, more than the {_LONGEST_NAME} that a name may have.")
@@ -77,10 +82,18 @@ def _path(*, empty_allowed: bool) -> Callable[[object], object]:
     return check
 
 
-def path_problem(text: str) -> str | None:
-    """What makes a text no path, or None."""
+def _run_directory(value: object) -> object:
+    """A path where checkpoints can be written."""
+    found = _URL.match(value) if isinstance(value, str) else None
+    if found and found[1].lower() not in (*_RUN_SCHEMES, "file"):
+        raise WrongType("Orbax cannot write checkpoints there. A local path and gs://bucket/prefix work.")
+    return _path(empty_allowed=False, schemes=_RUN_SCHEMES)(value)
+
+
+def path_problem(text: str, *, of_run: bool = False) -> str | None:
+    """What makes a text no path, or None; with `of_run`, of a run directory."""
     try:
-        _path(empty_allowed=True)(text)
+        _path(empty_allowed=True, schemes=_RUN_SCHEMES if of_run else ())(text)
     except WrongType as wrong:
         return str(wrong)
     return None
@@ -209,8 +222,9 @@ def _serialised(value: Fraction) -> int | float | str:
 
 _exactly = PlainSerializer(_serialised)
 
-path_text = _path(empty_allowed=True)
-"""Returns a path as it is, "" included; raises WrongType where it is none."""
+_DATA_SCHEMES = ("gs", "s3")
+data_path_text = _path(empty_allowed=True, schemes=_DATA_SCHEMES)
+"""Returns a path of data as it is, "" included; raises WrongType where it is none."""
 
 Text = Annotated[str, BeforeValidator(_text(empty_allowed=True))]
 """Any printable text, "" included."""
@@ -218,8 +232,16 @@ Name = Annotated[str, BeforeValidator(_text(empty_allowed=False))]
 """Printable text that is not empty."""
 Lines = Annotated[str, BeforeValidator(_text(empty_allowed=False, also="\n\t", most=_LONGEST_LINES))]
 """Text that is not empty: printable, but for line breaks and tabs."""
-PathText = Annotated[str, BeforeValidator(path_text)]
+PathText = Annotated[str, BeforeValidator(_path(empty_allowed=True))]
 """A path, whose names have at most 255 bytes each; "" included."""
+DataPath = Annotated[str, BeforeValidator(data_path_text)]
+"""A path, local or in a bucket, or ""."""
+DataPathName = Annotated[str, BeforeValidator(_path(empty_allowed=False, schemes=_DATA_SCHEMES))]
+"""A path that is not empty, local or in a bucket."""
+RunsPath = Annotated[str, BeforeValidator(_run_directory)]
+"""A path that is not empty, where run directories can be: local or gs://."""
+ParametersPath = Annotated[str, BeforeValidator(_path(empty_allowed=True, schemes=_RUN_SCHEMES))]
+"""A path, local or gs://, or ""."""
 PathName = Annotated[str, BeforeValidator(_path(empty_allowed=False))]
 """A path that is not empty."""
 Flag = Annotated[bool, BeforeValidator(_flag)]

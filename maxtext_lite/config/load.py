@@ -268,7 +268,7 @@ def _directory_layer(layers: Sequence[Layer], problems: list[Refusal]) -> list[L
     root, *stating = layers
     key = "load_parameters_path"
     path = next((layer.values[key].text for layer in reversed(layers) if key in layer.values), None) or ""
-    origin = None if path_problem(path) else directory_origin(path)  # a wrong path is refused as a value
+    origin = None if path_problem(path, of_run=True) else directory_origin(path)  # a wrong path is refused as a value
     if origin is None:
         return []
     stated = {key: (_plain(key, value), layer.origin) for layer in stating for key, value in layer.values.items()}

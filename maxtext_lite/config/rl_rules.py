@@ -9,6 +9,7 @@ from collections.abc import Callable
 from difflib import get_close_matches
 from fractions import Fraction
 
+from maxtext_lite.config.bucket import is_bucket
 from maxtext_lite.config.errors import number_text, value_text
 from maxtext_lite.config.remat import listed
 from maxtext_lite.config.schema import Config, RewardConfig, RLRunConfig
@@ -323,6 +324,10 @@ def _rollout(config: RLRunConfig) -> Violation | None:
         return Violation(
             "rollout_url", f"rollout_url={shown} does not begin with http:// or https:// and a host.", (example,)
         )
+    if is_bucket(config.base_output_directory):
+        message = f"base_output_directory={config.base_output_directory}: rollout_engine={engine} writes its server's "
+        message += "weights into the run directory, which is to be a directory that the server can read."
+        return Violation("base_output_directory", message, ({"rollout_engine": "local", "rollout_url": ""},))
     reason = f"has no use with rollout_engine={engine}, whose server has devices of its own"
     return unused(config, {"rollout_tensor_parallelism": 1, "rollout_fsdp_parallelism": 1}, reason)
 

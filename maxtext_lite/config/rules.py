@@ -5,6 +5,7 @@ from dataclasses import replace
 from difflib import get_close_matches
 
 from maxtext_lite.config.adapted import unused_adapters
+from maxtext_lite.config.bucket import is_bucket
 from maxtext_lite.config.errors import number_text, value_text
 from maxtext_lite.config.kernels import unknown_to_kernel
 from maxtext_lite.config.model_rules import MODEL_RULES
@@ -182,6 +183,21 @@ def _dataset_path(config: Config) -> Violation | None:
     )
 
 
+def _data_in_bucket(config: Config) -> Violation | None:
+    kind, value = config.dataset_type, config.dataset_path
+    if kind in ("array_record", "synthetic", "arithmetic"):
+        return None
+    paths = [entry.path for entry in value.entries] if isinstance(value, SourceList) else [value]
+    for key, path in [("eval_dataset_path", config.eval_dataset_path), *(("dataset_path", path) for path in paths)]:
+        if is_bucket(path):
+            rule = (
+                f"is in a bucket, and dataset_type={kind} reads local files: copy them, or let `prepare` write there."
+            )
+            nearest = () if isinstance(config, RLRunConfig) else ({"dataset_type": "array_record"},)
+            return Violation(key, f"{key}={value_text(path)} {rule}", nearest)
+    return None
+
+
 def _mixture(config: Config) -> Violation | None:
     """A mixture where there can be none, and what is about one where there is none."""
     value = config.dataset_path
@@ -288,6 +304,7 @@ RULES: tuple[Callable[[Config], Violation | None], ...] = (
     _z_loss_of_pairs,
     _balance,
     _dataset_path,
+    _data_in_bucket,
     _mixture,
     _eval_data,
     _eval_share,

@@ -11,6 +11,7 @@ from maxtext_lite.config.field_types import (
     Count,
     CountOrMinusOne,
     CountOrZero,
+    DataPath,
     Decay,
     DevicesOrMinusOne,
     Exact,
@@ -24,10 +25,12 @@ from maxtext_lite.config.field_types import (
     Name,
     NotNegative,
     Packing,
+    ParametersPath,
     PathName,
     PathText,
     Positive,
     PositiveShare,
+    RunsPath,
     Section,
     Seed,
     SeedOrMinusOne,
@@ -57,7 +60,7 @@ class RunConfig(Section):
     """The run: its directory, length, checkpoints and what it shows."""
 
     run_name: PathName
-    base_output_directory: PathName
+    base_output_directory: RunsPath
     steps: CountOrMinusOne
     num_epochs: ExactOrZero
     last_batch: Literal["drop", "train"]
@@ -67,7 +70,7 @@ class RunConfig(Section):
     checkpoint_period: Count
     max_num_checkpoints_to_keep: Count
     async_checkpointing: Flag
-    load_parameters_path: PathText
+    load_parameters_path: ParametersPath
     eval_interval: CountOrMinusOne
     eval_steps: CountOrMinusOne
     profiler_steps: CountOrZero
@@ -289,7 +292,7 @@ class DataConfig(Section):
     dataset_type: Literal["text", "array_record", "megatron", "synthetic", "sft", "dpo", "prompts", "arithmetic"]
     dataset_path: PathOrSources
     mixture_exhausted: Literal["error", "stop", "drop"]
-    eval_dataset_path: PathText
+    eval_dataset_path: DataPath
     eval_fraction: Share
     tokenizer_type: Literal["byte", "huggingface", "sentencepiece"]
     tokenizer_path: PathText
@@ -325,10 +328,7 @@ class Config(
     DataConfig,
     PreferenceConfig,
 ):
-    """Every key of a run. Made by `load_config`, which also knows where each value came from.
-
-    Two configs are equal when their values are, wherever they came from.
-    """
+    """Every key of a run, made by `load_config`. Two are equal when their values are, wherever those came from."""
 
     _origins: Mapping[str, str] = PrivateAttr(default_factory=lambda: MappingProxyType({}))
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, cast
 from pydantic import BeforeValidator, PlainSerializer, ValidationError
 
 from maxtext_lite.config.errors import WrongType, did_you_mean, value_text
-from maxtext_lite.config.field_types import Exact, ExactOrUnlimited, Name, PathName, Section, path_text
+from maxtext_lite.config.field_types import DataPathName, Exact, ExactOrUnlimited, Name, Section, data_path_text
 
 MIXABLE = ("text", "array_record", "megatron", "sft")
 """The values of dataset_type whose sources may be mixed."""
@@ -27,7 +27,7 @@ class MixtureEntry(Section):
       name: in metrics and messages; by default its path's, without directories and suffixes.
     """
 
-    path: PathName
+    path: DataPathName
     weight: Exact
     max_epochs: ExactOrUnlimited = Fraction(-1)
     name: Name = "-"
@@ -67,7 +67,7 @@ def _checked(value: object) -> object:
     if isinstance(value, Mapping):
         raise WrongType("is no mixture: it must be a list, as [{path: web.jsonl, weight: 0.7}].")
     if not isinstance(value, list):
-        return path_text(value)
+        return data_path_text(value)
     entries = [_entry(number, entry) for number, entry in enumerate(cast("list[object]", value), start=1)]
     if not 1 <= len(entries) <= _MOST_SOURCES:
         raise WrongType(f"has {len(entries):,} sources; it must have 1 to {_MOST_SOURCES:,}.")

@@ -51,8 +51,8 @@ class DeviceBatch:
     """One step's examples.
 
     Attributes:
-      arrays: the source's fields; global arrays [A, B, T] for training, [B, T] for evaluation, B counting row slots
-        and T being the source's `num_tokens`. Empty slots are all 0.
+      arrays: the source's fields; global arrays [A, B, T] for training, [B, T] for evaluation, B counting row slots,
+        which are all 0 where empty, and T being the source's `num_tokens`.
       example_ids: int64 [num_examples], of the whole step over all hosts. Example j of a training step is in
         micro-batch j % M, slot j // M, where M is `num_micro_batches`; not on a host that reads none of dealt rows.
       num_examples: examples of the whole step, without empty slots.
@@ -260,7 +260,7 @@ class BatchIterator(Iterator[DeviceBatch]):
 
     def __init__(self, segments: Sequence[_Segment], *, worker_count: int) -> None:
         # Counted off one by one: a list would have an entry for each step of the run.
-        self._segments = (segment for segment in segments for _ in range(_num_batches(segment)))
+        self._segments = (segment for segment in segments for _ in range(len(segment.reads) // segment.loads_per_batch))
         self._reader = read_ahead([segment.reads for segment in segments], worker_count)
         self._read: collections.deque[_HostBatch | Exception] = collections.deque()
         self._all_read = False
@@ -347,10 +347,6 @@ _HostBatch = tuple[tuple[np.ndarray, float | None], dict[str, np.ndarray], _Segm
 """A batch's example ids and imbalance, this host's rows of it, and the segment that it is of."""
 _Loaded = tuple[tuple[np.ndarray, float | None], dict[str, jax.Array], _Segment]
 """The same with arrays as `RowLayout.to_devices` gives them."""
-
-
-def _num_batches(segment: _Segment) -> int:
-    return len(segment.reads) // segment.loads_per_batch
 
 
 def _read_rows(

@@ -23,7 +23,8 @@ TOKENS_PER_RECORD = 4096
 """Of every record of a shard but its last: a row of 2,048 tokens lies in two records at most."""
 
 _FORMAT = 1
-_END_BYTES = 4096
+END_BYTES = 4096
+"""At either end of a shard, whose hash `Shard.ends` is."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Manifest:
       dtype: of the token ids in records: uint16 where the vocabulary has at most 65,536 entries, otherwise int32.
       tokens_per_record: of all records of a shard but the last.
       shards: in the order of the stream.
+      documents_sha256: of the bytes of `DOCUMENTS_FILE`; "": not stated.
     """
 
     tokenizer: str
@@ -67,6 +69,7 @@ class Manifest:
     dtype: str
     tokens_per_record: int
     shards: tuple[Shard, ...]
+    documents_sha256: str = ""
 
     @property
     def documents(self) -> int:
@@ -89,10 +92,14 @@ class Manifest:
 
 def stored_shard(directory: Path, file: str, *, documents: int, tokens: int, content: str) -> Shard:
     """The entry of a shard that has been written, all of whose file is read."""
-    with (directory / file).open("rb") as opened:
-        sha256 = hashlib.file_digest(opened, "sha256").hexdigest()
     size, ends = size_and_ends(directory / file)
-    return Shard(file, documents, tokens, sha256, content, size, ends)
+    return Shard(file, documents, tokens, file_sha256(directory / file), content, size, ends)
+
+
+def file_sha256(file: Path) -> str:
+    """SHA-256 of a file's bytes, in hexadecimal."""
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def size_and_ends(file: Path) -> tuple[int, str]:
@@ -100,9 +107,9 @@ def size_and_ends(file: Path) -> tuple[int, str]:
     with file.open("rb") as opened:
         size = opened.seek(0, os.SEEK_END)
         opened.seek(0)
-        content = hashlib.sha256(opened.read(_END_BYTES))
-        opened.seek(max(size - _END_BYTES, 0))
-        content.update(opened.read(_END_BYTES))
+        content = hashlib.sha256(opened.read(END_BYTES))
+        opened.seek(max(size - END_BYTES, 0))
+        content.update(opened.read(END_BYTES))
     return size, content.hexdigest()
 
 
@@ -124,7 +131,11 @@ def read_manifest(directory: Path) -> Manifest:
       UserError: it is missing, damaged, or of a format that is not known.
     """
     path = directory / MANIFEST_FILE
-    stated = read_object(path)
+    return manifest_of(path, read_object(path))
+
+
+def manifest_of(path: object, stated: dict[str, Any]) -> Manifest:
+    """`read_manifest` of the file's JSON; errors call it `path`."""
     if stated.get("format") != _FORMAT:
         raise UserError(f"{path}: format={stated.get('format')!r} is not known; this version reads format {_FORMAT}.")
     try:
@@ -144,4 +155,14 @@ def _manifest(stated: dict[str, Any]) -> Manifest:
     shards = tuple(
         Shard(**{field.name: (not_stated | shard)[field.name] for field in fields}) for shard in stated["shards"]
     )
-    return Manifest(stated["tokenizer"], stated["vocab_size"], stated["dtype"], stated["tokens_per_record"], shards)
+    for shard in shards:
+        if Path(shard.file).name != shard.file:
+            raise ValueError(f"{shard.file!r} is not the name of a file beside it")
+    return Manifest(
+        stated["tokenizer"],
+        stated["vocab_size"],
+        stated["dtype"],
+        stated["tokens_per_record"],
+        shards,
+        stated.get("documents_sha256", ""),
+    )

@@ -19,7 +19,8 @@ import numpy as np
 
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import writing
-from maxtext_lite.config.json_file import check_file, is_directory, read_object, user_path
+from maxtext_lite.config.json_file import check_file, is_directory, read_object
+from maxtext_lite.data.cache import cache_directory
 from maxtext_lite.data.packing import (
     DocumentRows,
     Documents,
@@ -32,9 +33,6 @@ from maxtext_lite.data.packing import (
     with_padding,
 )
 from maxtext_lite.data.token_stream import map_array
-
-CACHE_VARIABLE = "MAXTEXT_LITE_CACHE"
-"""The environment variable that names the directory for what is made once; ~/.cache/maxtext_lite without it."""
 
 _WINDOW_DOCUMENTS = 2**16  # fitted into rows together: a few ten MB, and rows of 98 % and more
 _WINDOW_TOKENS = 2**27  # at most, but for a single document
@@ -162,7 +160,7 @@ class IndexPlace:
           UserError: it can be written neither beside the data nor into the cache, or is not whole.
         """
         name = f"{name}-{self.fingerprint[:16]}"
-        cache = user_path(os.environ.get(CACHE_VARIABLE, "") or "~/.cache/maxtext_lite") / "rows"
+        cache = cache_directory("rows")
         for place in (self.beside, cache):
             if is_directory(place / name):
                 return _checked(place / name)

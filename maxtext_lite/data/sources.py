@@ -14,23 +14,25 @@ from typing import Protocol
 import numpy as np
 
 from maxtext_lite.config import DataConfig, UserError, single_path
-from maxtext_lite.config.json_file import user_path
 from maxtext_lite.data.answers import open_answers
 from maxtext_lite.data.cutting import tokenized
 from maxtext_lite.data.examples import check_id, num_held_out
+from maxtext_lite.data.fetched import find_prepared
 from maxtext_lite.data.manifest import token_dtype
 from maxtext_lite.data.megatron import open_megatron
 from maxtext_lite.data.packing import FIELDS, Documents, Rows, TokenStream
+from maxtext_lite.data.preparing.documents import BadLine, DocumentReader
+from maxtext_lite.data.preparing.keys import PrepareConfig
+from maxtext_lite.data.preparing.tasks import WHOLE, Piece
 from maxtext_lite.data.preparing.text_cache import cached_text, text_fingerprint
 from maxtext_lite.data.row_index import FittedRows, IndexPlace, rows_of
-from maxtext_lite.data.text_files import check_unicode, find_files, json_lines, read_text
+from maxtext_lite.data.text_files import find_files
 from maxtext_lite.data.token_stream import open_prepared
 from maxtext_lite.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 
 SYNTHETIC_TRAINING_EXAMPLES = 2**31 - 1
 SYNTHETIC_EVALUATION_EXAMPLES = 64
 
-_TEXT_FIELD = 'a string under "text"'
 _DOCUMENTS_PER_ENCODING = 4096  # bounds the memory of what the tokenizer library returns
 
 
@@ -236,7 +238,7 @@ def _open_text(config: DataConfig, tokenizer: Tokenizer, *, key: str, path: str)
         stream, document_starts, num_empty_documents = cached.stream, cached.document_starts, cached.empty
         fingerprint, place = cached.fingerprint, cached.place
     else:
-        stream, document_starts, num_empty_documents = _tokenize(_read_documents(files), tokenizer)
+        stream, document_starts, num_empty_documents = _tokenize(_read_documents(files, tokenizer), tokenizer)
         dtype = str(stream.dtype)
         fingerprint = text_fingerprint(stream, document_starts, tokenizer=tokenizer.fingerprint, dtype=dtype)
         place = None
@@ -248,8 +250,8 @@ def _open_text(config: DataConfig, tokenizer: Tokenizer, *, key: str, path: str)
 
 
 def _open_prepared(config: DataConfig, tokenizer: Tokenizer, *, key: str, path: str) -> TextSource:
-    directory = user_path(path)
-    stream, document_starts = open_prepared(key, directory)
+    directory, shards = find_prepared(key, path)
+    stream, document_starts = open_prepared(key, directory, shards)
     manifest = stream.manifest
     if manifest.tokenizer != tokenizer.fingerprint:
         raise UserError(
@@ -298,14 +300,10 @@ def _tokenize(documents: Iterator[str], tokenizer: Tokenizer) -> tuple[np.ndarra
     return np.concatenate(streams), document_starts, len(lengths) - len(present)
 
 
-def _read_documents(files: list[tuple[str, pathlib.Path]]) -> Iterator[str]:
-    """Each .txt file as one document, each line of a .jsonl file as one; as they stand, also empty ones."""
-    for name, file in files:
-        if name.endswith((".txt", ".txt.gz")):
-            yield read_text(name, file)
-            continue
-        for where, value in json_lines(name, file, wanted=_TEXT_FIELD):
-            if not isinstance(value.get("text"), str):
-                raise UserError(f"{where}: not a JSON object with {_TEXT_FIELD}.")
-            check_unicode(where, "text", value["text"])
-            yield value["text"]
+def _read_documents(files: list[tuple[str, pathlib.Path]], tokenizer: Tokenizer) -> Iterator[str]:
+    """The documents that `prepare` finds in the files, also empty ones; a line that holds none is refused."""
+    reader = DocumentReader(PrepareConfig(), tokenizer)
+    for document in (each for name, file in files for each in reader.read(Piece(name, str(file), 0, WHOLE))):
+        if isinstance(document, BadLine):
+            raise UserError(document.problem)
+        yield document

@@ -17,21 +17,32 @@ import functools
 import hashlib
 import itertools
 import threading
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from maxtext_lite.config import UserError
+from maxtext_lite.config.bucket import is_bucket
 from maxtext_lite.config.json_file import check_file, is_directory
-from maxtext_lite.data.manifest import DOCUMENTS_FILE, MANIFEST_FILE, Manifest, Shard, read_manifest, size_and_ends
+from maxtext_lite.data.manifest import (
+    DOCUMENTS_FILE,
+    MANIFEST_FILE,
+    Manifest,
+    Shard,
+    file_sha256,
+    read_manifest,
+    size_and_ends,
+)
 
 _MOST_OPEN_SHARDS = 64
 _MOST_RECORDS = 512  # of 4,096 ids: 4 to 8 MiB
-_READER_OPTIONS = "readahead_buffer_size:0,max_parallelism:0"  # for random access: no threads, nothing read ahead
+_AT_RANDOM = "readahead_buffer_size:0,max_parallelism:0"  # no threads, nothing read ahead
+_IN_ORDER = "readahead_buffer_size:4M,max_parallelism:1"  # in a bucket two requests, and not one for each record
 _READER_BUFFER = 32768  # bytes; a record's chunk fits
-_IDS_AT_A_TIME = 2**20
+_RECORDS_AT_A_TIME = 512
+_DOCUMENTS_AT_A_TIME = 2**20
 _AGAIN = "Copy or prepare the data again."
 
 Value = TypeVar("Value")
@@ -87,15 +98,16 @@ class RecordStream:
             reason = str(error).partition(";")[0]
             raise UserError(f"{key[0]}: record {record} is damaged ({reason}). {_AGAIN}") from None
         due = min(self.manifest.tokens_per_record, shard.tokens - record * self.manifest.tokens_per_record)
-        if len(content) != due * self._dtype.itemsize:
+        if len(content) != due * self.dtype.itemsize:
             raise UserError(
                 f"{key[0]}: record {record} has {len(content)} bytes, not those of {due} token ids of "
                 f"{self.manifest.dtype}. {_AGAIN}"
             )
-        return np.frombuffer(content, self._dtype)
+        return np.frombuffer(content, self.dtype)
 
     @functools.cached_property
-    def _dtype(self) -> np.dtype[Any]:
+    def dtype(self) -> np.dtype[Any]:
+        """Of the ids in its records."""
         return np.dtype(self.manifest.dtype).newbyteorder("<")
 
 
@@ -128,27 +140,54 @@ def num_records(shard: Shard, manifest: Manifest) -> int:
     return -(-shard.tokens // manifest.tokens_per_record)
 
 
-def open_shard(file: Path, records: int) -> Any:
+def open_shard(file: Path, records: int, options: str = _AT_RANDOM) -> Any:
     """An ArrayRecordReader of a file that must have this many records.
 
+    Args:
+      options: ArrayRecord's.
     Raises:
       UserError: it is missing, cut short, no ArrayRecord file, or has another number of records.
     """
     from array_record.python import array_record_module
 
-    check_file(file)
+    if not is_bucket(file):
+        check_file(file)
     try:
         reader = array_record_module.ArrayRecordReader(
-            str(file), options=_READER_OPTIONS, file_reader_buffer_size=_READER_BUFFER
+            str(file), options=options, file_reader_buffer_size=_READER_BUFFER
         )
         found = reader.num_records() if reader.ok() else None
     except (RuntimeError, ValueError, OSError) as error:
         raise UserError(f"{file}: cannot be read ({str(error).partition(';')[0]}).") from None
     if found is None or (found == 0 and records):
-        raise UserError(f"{file}: cut short, or no ArrayRecord file. {_AGAIN}")
+        or_gone = "missing, " if is_bucket(file) else ""  # which ArrayRecord does not tell apart
+        raise UserError(f"{file}: {or_gone}cut short, or no ArrayRecord file. {_AGAIN}")
     if found != records:
         raise UserError(f"{file} has {found} records; {MANIFEST_FILE} says {records}.")
     return reader
+
+
+def content_of(file: Path, records: int, lengths: Iterable[np.ndarray], see: Callable[[bytes], object]) -> str:
+    """`Shard.content` of a shard, all of whose file is read.
+
+    Args:
+      lengths: of its documents, a part at a time.
+      see: is given every record.
+    Raises:
+      UserError: it cannot be read, or has another number of records.
+    """
+    content, reader = hashlib.sha256(), open_shard(file, records, _IN_ORDER)
+    for part in lengths:
+        content.update(part.astype("<i8").tobytes())
+    try:
+        for start in range(0, records, _RECORDS_AT_A_TIME):
+            for record in reader.read(start, min(start + _RECORDS_AT_A_TIME, records)):
+                content.update(record)
+                see(record)
+        reader.close()
+    except (RuntimeError, IndexError, ValueError) as error:
+        raise UserError(f"{file}: cannot be read ({str(error).partition(';')[0]}).") from None
+    return content.hexdigest()
 
 
 def map_array(file: Path, dtype: str = "<i8", columns: int = 0) -> np.ndarray:
@@ -172,20 +211,21 @@ class _Mapped(np.memmap):
         return (map_array, self.made_of) if self.made_of else np.asarray(self).__reduce__()
 
 
-def open_prepared(key: str, path: Path) -> tuple[RecordStream, np.ndarray]:
+def open_prepared(key: str, path: Path, shards: Path | None = None) -> tuple[RecordStream, np.ndarray]:
     """The stream of a prepared dataset, and where each document starts in it, then its length; int64, memory-mapped.
 
     Read are the manifest, and of every shard its size and ends.
 
     Args:
       key: what messages call the directory.
+      shards: where the shards are, if elsewhere; they have been checked.
     Raises:
       UserError: it is no prepared dataset, or a file of it is missing, cut short or of another dataset; names it.
     """
     if not is_directory(path):
         raise UserError(f"{key}={str(path)!r} is not a directory that `python -m maxtext_lite.prepare` made.")
     manifest = read_manifest(path)
-    for shard in manifest.shards:
+    for shard in manifest.shards if shards is None else ():
         file = path / shard.file
         check_file(file)
         size, ends = size_and_ends(file)
@@ -195,7 +235,7 @@ def open_prepared(key: str, path: Path) -> tuple[RecordStream, np.ndarray]:
             raise UserError(f"{file} is not the file that {MANIFEST_FILE} was written for: its ends differ.")
         if not (shard.bytes and shard.ends):
             open_shard(file, num_records(shard, manifest))
-    return RecordStream(path, manifest), _document_starts(path / DOCUMENTS_FILE, manifest)
+    return RecordStream(shards or path, manifest), _document_starts(path / DOCUMENTS_FILE, manifest)
 
 
 def _document_starts(file: Path, manifest: Manifest) -> np.ndarray:
@@ -209,29 +249,37 @@ def _document_starts(file: Path, manifest: Manifest) -> np.ndarray:
     return starts
 
 
-def verify(path: Path) -> Iterator[str]:
+def verify(
+    stream: RecordStream, starts: np.ndarray, see: Callable[[np.ndarray], object] = lambda ids: None
+) -> Iterator[str]:
     """Reads all of a prepared dataset; yields the name of each file once nothing is wrong with it.
 
+    Args:
+      stream, starts: as of `open_prepared`.
+      see: is given all token ids, a record at a time.
     Raises:
       UserError: a file is not what the manifest says; names it.
     """
-    stream, starts = open_prepared("input", path)
-    manifest, document, position = stream.manifest, 0, 0
+    manifest, document = stream.manifest, 0
     for shard in manifest.shards:
-        with (path / shard.file).open("rb") as opened:
-            if hashlib.file_digest(opened, "sha256").hexdigest() != shard.sha256:
-                raise UserError(f"{path / shard.file}: the SHA-256 of its bytes is not the one in {MANIFEST_FILE}.")
-        content, stop = hashlib.sha256(), position + shard.tokens
-        for first in range(document, document + shard.documents, _IDS_AT_A_TIME):
-            last = min(first + _IDS_AT_A_TIME, document + shard.documents)
-            lengths = np.diff(starts[first : last + 1])
-            if lengths.min(initial=1) < 1:
-                raise UserError(f"{path / DOCUMENTS_FILE}: documents do not follow each other from number {first} on.")
-            content.update(lengths.astype("<i8").tobytes())
-        for first in range(position, stop, _IDS_AT_A_TIME):
-            content.update(stream[first : min(first + _IDS_AT_A_TIME, stop)].tobytes())
-        if content.hexdigest() != shard.content:
-            raise UserError(f"{path / shard.file} or {DOCUMENTS_FILE}: its documents are not those of {MANIFEST_FILE}.")
-        document, position = document + shard.documents, stop
+        file = stream.directory / shard.file
+        if file_sha256(file) != shard.sha256:
+            raise UserError(f"{file}: the SHA-256 of its bytes is not the one in {MANIFEST_FILE}.")
+        lengths = _lengths(stream, starts, document, document := document + shard.documents)
+        content = content_of(
+            file, num_records(shard, manifest), lengths, lambda record: see(np.frombuffer(record, stream.dtype))
+        )
+        if content != shard.content:
+            raise UserError(f"{file} or {DOCUMENTS_FILE}: its documents are not those of {MANIFEST_FILE}.")
         yield shard.file
     yield DOCUMENTS_FILE
+
+
+def _lengths(stream: RecordStream, starts: np.ndarray, first: int, stop: int) -> Iterator[np.ndarray]:
+    """Tokens of each of these documents, a part at a time."""
+    for at in range(first, stop, _DOCUMENTS_AT_A_TIME):
+        lengths = np.diff(starts[at : min(at + _DOCUMENTS_AT_A_TIME, stop) + 1])
+        if lengths.min(initial=1) < 1:
+            file = stream.directory / DOCUMENTS_FILE
+            raise UserError(f"{file}: documents do not follow each other from number {at} on.")
+        yield lengths

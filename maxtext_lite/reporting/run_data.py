@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from maxtext_lite.batching import count_parameters
 from maxtext_lite.config import ConfigError, UserError, load_config
+from maxtext_lite.config.bucket import original
 from maxtext_lite.config.errors import full_text, nearest_clause
 from maxtext_lite.config.files import packaged_directory
 from maxtext_lite.config.yaml_text import parse_mapping
@@ -50,6 +51,7 @@ class Run:
     """What a report knows of one run.
 
     Attributes:
+      directory: of a run in a bucket, its path there.
       label: the run's name, made unlike those of the other runs of the page.
       steps: `step` and each of STEP_METRICS that some line has, a row for each step, in their order; what is by source
         as `source_epochs/web`.
@@ -96,6 +98,8 @@ class Run:
 def read_runs(directories: Iterable[str | Path]) -> list[Run]:
     """The runs in these directories, in their order; a directory that is given twice counts once.
 
+    Args:
+      directories: of a run in a bucket, its `local_copy`.
     Raises:
       UserError: with every path that is no run directory.
     """
@@ -105,7 +109,8 @@ def read_runs(directories: Iterable[str | Path]) -> list[Run]:
     problems = [problem for path in paths.values() if (problem := _not_a_run(path))]
     if problems:
         raise UserError(problems)
-    return [_read_run(path, label) for path, label in zip(paths.values(), _labels([*paths]), strict=True)]
+    labels = _labels([original(path, "RUN_DIR") for path in paths])
+    return [_read_run(path, label) for path, label in zip(paths.values(), labels, strict=True)]
 
 
 def _not_a_run(path: Path) -> str | None:
@@ -114,6 +119,7 @@ def _not_a_run(path: Path) -> str | None:
     if any((path / name).is_file() for name in _FILES):
         return None
     inside = sorted({str(file.parent) for name in _FILES for file in path.glob(f"*/{name}")})
+    path = original(path, "RUN_DIR")
     return f"RUN_DIR={path} is not a run directory: it has none of {', '.join(_FILES)}." + nearest_clause(inside[:2])
 
 
@@ -137,7 +143,7 @@ def _read_run(directory: Path, label: str) -> Run:
         num_parameters = None
     written = datetime.datetime.fromtimestamp(metrics.stat().st_mtime, datetime.UTC) if metrics.is_file() else None
     return Run(
-        directory,
+        original(directory, "RUN_DIR"),
         label,
         steps,
         skipped,

@@ -19,6 +19,7 @@ from typing import TypeVar, cast
 import jax
 
 from maxtext_lite.config import Config, UserError
+from maxtext_lite.config.bucket import local_copy
 from maxtext_lite.config.errors import value_text, writing
 from maxtext_lite.config.hf.config import run_config_json
 from maxtext_lite.hf import export_model
@@ -82,7 +83,8 @@ class HttpEngine:
         )
         self._dtype = "bfloat16" if config.dtype == "bfloat16" else "float32"
         # What the model came with: at its first start the run has not taken that over yet.
-        origin = Path(config.load_parameters_path) if config.load_parameters_path else run_directory
+        path = config.load_parameters_path
+        origin = local_copy(path, "load_parameters_path") if path else run_directory
         self._fields = run_config_json(origin, config, num_positions=config.max_target_length, dtype=self._dtype)
         self._directory, self._turn = (run_directory / WEIGHTS).absolute(), 0
         self._stop_token_ids, self._seed = list(stop_token_ids), seed

@@ -97,7 +97,9 @@ class RolloutSteps:
         self._chunks: list[Rows] = self._restored() if counts.step % config.num_iterations else []
         # Before the first step there may be an evaluation, which stands at step 0.
         self._rollouts, self._timeline = (
-            run.open_log(functools.partial(JsonLines, run.directory / name, counts.step or -1, run.failures), self._say)
+            run.open_log(
+                functools.partial(JsonLines, run.files.directory / name, counts.step or -1, run.failures), self._say
+            )
             for name in ("rollouts.jsonl", "timeline.jsonl")
         )
 

@@ -13,11 +13,13 @@ import jax
 import orbax.checkpoint as ocp
 
 from maxtext_lite.config import Config, ModelConfig, RLRunConfig, RunConfig, UserError, adapted_weights
+from maxtext_lite.config.bucket import absolute, is_bucket
 from maxtext_lite.config.errors import full_text
 from maxtext_lite.config.load import defaults_of
 from maxtext_lite.data.mixture_history import as_json, history_before_names
 from maxtext_lite.data.mixture_source import MIXTURE
 from maxtext_lite.parallel import value_of_host
+from maxtext_lite.training.commit import remove, remove_leftovers, set_aside, steps_in
 from maxtext_lite.training.failures import Failures
 from maxtext_lite.training.local_updates import OuterState
 from maxtext_lite.training.noise import NoiseScale
@@ -28,18 +30,8 @@ from maxtext_lite.training.parameter_files import (
     layer_dims_of,
     load_parameters,
     reshaped,
-    steps_in,
 )
-from maxtext_lite.training.saving import (
-    DAMAGED,
-    FORMAT,
-    Saver,
-    check,
-    handlers,
-    reading,
-    remove,
-    remove_leftovers,
-)
+from maxtext_lite.training.saving import FORMAT, Saver, check, handlers, reading
 from maxtext_lite.training.state import TrainState
 
 _OLDEST_FORMAT = 2  # that is read
@@ -98,14 +90,14 @@ def fingerprint(config: Config, data: str, num_replicas: int | None) -> dict[str
 
 
 class Checkpointer:
-    """The checkpoints of one run directory. A checkpoint counts once it has its name; see `saving`.
+    """The checkpoints of one run directory. A checkpoint counts once it has its name; see `commit`.
 
     All hosts call its methods, but for `close`.
 
     Args:
       failures: collects what cannot be written.
       say: takes sentences about checkpoints, some from a background thread; called on the first host.
-      holds: see `Saver`.
+      holds, before: see `Saver`.
     Attributes:
       mixtures: the history of the run's mixtures, as JSON: that of the checkpoint which was restored, and what further
         ones are saved with.
@@ -119,8 +111,9 @@ class Checkpointer:
         failures: Failures | None = None,
         say: Callable[[str], None] = print,
         holds: Callable[[], bool] = lambda: True,
+        before: Callable[[], None] = lambda: None,
     ):
-        self._directory = (run_directory / "checkpoints").absolute()
+        self._directory = absolute(run_directory / "checkpoints")
         self._frozen_directory = frozen_directory(run_directory)
         self._fingerprint = fingerprint
         self._to_keep, self._waits = config.max_num_checkpoints_to_keep, not config.async_checkpointing
@@ -128,7 +121,7 @@ class Checkpointer:
         self._say = say if jax.process_index() == 0 else lambda _: None
         self._failures.on_first_host(self._directory, self._prepare)
         self.mixtures: list[dict[str, Any]] = []
-        self._saver = Saver(self._failures, holds)
+        self._saver = Saver(self._failures, holds, before)
         self._newest = self._find_newest()
 
     def latest_step(self) -> int | None:
@@ -272,7 +265,8 @@ class Checkpointer:
         self._saver.close()
 
     def _prepare(self) -> None:
-        self._directory.mkdir(parents=True, exist_ok=True)
+        if not is_bucket(self._directory):
+            self._directory.mkdir(parents=True, exist_ok=True)
         remove_leftovers(self._directory)
 
     def _find_newest(self) -> int | None:
@@ -303,7 +297,7 @@ class Checkpointer:
         """Renames checkpoints so that nobody takes them for whole ones, and says so."""
         for step, problem in damaged.items():
             directory = self._directory / str(step)
-            aside = self._failures.on_first_host(directory, lambda directory=directory: _renamed_aside(directory))
+            aside = self._failures.on_first_host(directory, lambda directory=directory: set_aside(directory))
             self._say(
                 f"the checkpoint of step {step} is damaged: {full_text(problem)}. It is set aside as {aside}, and the "
                 "one before it is taken"
@@ -315,17 +309,6 @@ class Checkpointer:
         self._say(f"saved step {step}: {said}")
         for old in [each for each in steps_in(self._directory) if each <= step][: -self._to_keep]:
             remove(self._directory / str(old))
-
-
-def _renamed_aside(directory: Path) -> Path:
-    """Renames a damaged checkpoint so that nobody takes it for one; returns where it is now."""
-    aside = directory.with_name(DAMAGED + directory.name)
-    number = 1
-    while aside.exists():
-        number += 1
-        aside = directory.with_name(f"{DAMAGED}{directory.name}-{number}")
-    directory.rename(aside)
-    return aside
 
 
 def _as_written_now(fingerprint: dict[str, Any]) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def add_reference(run: TrainingRun[ExampleSource], state: TrainState, counts: Co
         eval_step = make_eval_step(run.parts)
         params = run.decoder.joined(state.model_params, state.frozen)  # new adapters add nothing
         tables = {source.fingerprint: _find(run, eval_step, params, source) for source in sources}
-        run.failures.on_first_host(run.directory / FILE, lambda: _write(run.directory / FILE, tables))
+        run.failures.on_first_host(run.directory / FILE, lambda: _write(run.files.directory / FILE, tables))
         terminal.say(
             f"log-probabilities of the reference, of {sum(map(len, tables.values())):,} pairs, in "
             f"{time.perf_counter() - started:.1f} s"
@@ -83,7 +83,7 @@ def _write(path: Path, tables: Mapping[str, np.ndarray]) -> None:
 
 def _read(run: TrainingRun[ExampleSource], sources: Sequence[ExampleSource]) -> dict[str, np.ndarray]:
     """What the first host has written, on every host."""
-    path = run.directory / FILE
+    path = run.files.directory / FILE
     found, state = None, "gone"
     if value_of_host(0, run.is_first and path.is_file()):
         content = bytes_of_host(0, _content(path) if run.is_first else b"")

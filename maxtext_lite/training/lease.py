@@ -1,12 +1,12 @@
 """The lease of a run directory: one run at a time writes there, and says who it is.
 
 A lease is a file `lease/NUMBER.json` of the run directory, which its holder renews by touching it. Whoever finds every
-lease there dead adds one with the next number, which the file system lets only one process do, looks again, and steps
+lease there dead adds one with the next number, which the storage lets only one process do, looks again, and steps
 back if another lease has come that it does not know to be dead. So nobody ever removes a lease that may be alive, and
 of any number that find the same dead one, at whatever speed, one holds the directory.
 
-On the machine of its holder a lease is dead when the process is; elsewhere, when it has missed renewals, by the file
-server's clock.
+On the machine of its holder a lease is dead when the process is; elsewhere, when it has missed renewals, by the clock
+of the file server or the bucket.
 """
 
 # pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -25,19 +25,18 @@ import secrets
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import uuid  # pyright: ignore[reportUnusedImport]  (only macOS asks it)
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import full_text, value_text, writing
 from maxtext_lite.training.failures import Failures
+from maxtext_lite.training.lease_files import LeaseFile, lease_files
 
 DIRECTORY = "lease"
 """In the run directory, while a run writes there."""
@@ -47,7 +46,6 @@ MISSED_RENEWALS = 9
 """After which a lease of another machine is dead."""
 
 _POLL_SECONDS = 0.5
-_MOST_BYTES = 10_000
 _NAME = re.compile(r"(\d{1,18})\.json")
 _GONE = (errno.ENOENT, errno.ESTALE)  # the second is a network file system's word for it
 
@@ -108,19 +106,6 @@ class Holder:
         return f"process {self.process_id} on host {value_text(self.host)}, since {value_text(self.since)}"
 
 
-class _Found(NamedTuple):
-    """A lease as it was seen; one that is renewed, or another of its name, is not equal to it."""
-
-    path: Path
-    text: bytes
-    inode: int
-    renewed_ns: int
-
-    @property
-    def holder(self) -> Holder | None:
-        return Holder.from_json(self.text)
-
-
 class Lease:
     """One process's hold on a run directory, or its attempts to get it.
 
@@ -133,8 +118,9 @@ class Lease:
         self._run_directory, self._directory = run_directory, run_directory / DIRECTORY
         self._failures, self._renewal_seconds = failures, renewal_seconds
         self._patience = renewal_seconds * MISSED_RENEWALS
-        self._seen: dict[Path, tuple[_Found, float]] = {}  # leases of elsewhere, and since when they are as they are
-        self._path: Path | None = None  # of what is held
+        self._files = lease_files(self._directory)
+        self._seen: dict[str, tuple[LeaseFile, float]] = {}  # leases of elsewhere, and since when they are as they are
+        self._name: str | None = None  # of what is held
         self._text = b""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
@@ -148,43 +134,37 @@ class Lease:
           UserError: a process that is alive holds it, or the directory cannot be written.
         """
         with writing(self._directory):
-            self._directory.mkdir(parents=True, exist_ok=True)
             dead = set(self._found())
             for found in dead:
                 if (waits := self._why_to_wait(found)) is not None:
                     return waits
-            number = 1 + max((_number(found.path) for found in dead), default=0)
-            path = self._directory / f"{number}.json"
+            name = f"{1 + max((_number(found) for found in dead), default=0)}.json"
             text = json.dumps(dataclasses.asdict(Holder.this_process())).encode()
             try:
-                with path.open("xb", buffering=0) as file:
-                    file.write(text)
+                self._files.make(name, text)
             except (FileExistsError, FileNotFoundError):  # another took it; another let go of it and of the directory
                 return ""
-            except OSError:
-                path.unlink(missing_ok=True)
-                raise
             # Nobody looks past our lease now. Whoever had looked before left a lease, which we see, or will see ours.
-            if not {found for found in self._found() if found.path != path} <= dead:
-                path.unlink(missing_ok=True)
+            if not {found for found in self._found() if found.name != name} <= dead:
+                self._files.remove(name)
                 return ""
             for found in dead:
-                found.path.unlink(missing_ok=True)
-        self._path, self._text = path, text
+                self._files.remove(found.name)
+        self._name, self._text = name, text
         self._thread.start()
         return None
 
     def check(self) -> bool:
         """Renews the lease; whether it is still ours. Where it is not, `failures` has it."""
-        assert self._path is not None, "check() of a lease that is not held"
+        assert self._name is not None, "check() of a lease that is not held"
         try:
-            ours = self._path.read_bytes() == self._text
+            ours = self._files.read(self._name) == self._text
             if ours:
-                os.utime(self._path)
+                self._files.renew(self._name)
         except OSError as error:
             ours = error.errno not in _GONE  # a file system that does not answer has not given it to another either
         if not ours:
-            holders = [found.holder for found in self._found() if found.path != self._path]
+            holders = [Holder.from_json(found.text) for found in self._found() if found.name != self._name]
             taken = f"was taken over by {holders[0]}" if holders and holders[0] else "is gone"
             self._failures.add(
                 f"the lease of {self._run_directory} {taken}: this process did not renew it for a while, as when it "
@@ -195,47 +175,39 @@ class Lease:
     def release(self) -> None:
         """Lets go of the directory, for whoever comes next."""
         self._ended.set()
-        if self._path is None:
+        if self._name is None:
             return
         self._thread.join()
         with contextlib.suppress(OSError):  # whoever comes next finds this process ended
-            if self._path.read_bytes() == self._text:
-                self._path.unlink()
-            self._directory.rmdir()  # unless somebody waits there
+            if self._files.read(self._name) == self._text:
+                self._files.remove(self._name)
+            self._files.close()  # unless somebody waits there
 
     def _renew(self) -> None:
         while not self._ended.wait(self._renewal_seconds):
             if not self.check():
                 return
 
-    def _found(self) -> list[_Found]:
+    def _found(self) -> list[LeaseFile]:
         """The leases in the directory."""
-        found = []
-        for path in self._directory.iterdir() if self._directory.exists() else ():
-            if not _NAME.fullmatch(path.name):
-                continue
-            with contextlib.suppress(FileNotFoundError):  # let go of meanwhile
-                about = path.stat()
-                text = b"" if path.is_dir() else path.read_bytes()[:_MOST_BYTES]
-                found.append(_Found(path, text, about.st_ino, about.st_mtime_ns))
-        return found
+        return [found for found in self._files.found() if _NAME.fullmatch(found.name)]
 
-    def _why_to_wait(self, found: _Found) -> str | None:
+    def _why_to_wait(self, found: LeaseFile) -> str | None:
         """None where a lease is dead.
 
         Raises:
           UserError: it is alive.
         """
-        holder = found.holder
+        holder = Holder.from_json(found.text)
         alive = holder.is_alive() if holder else None
-        seen, since = self._seen.setdefault(found.path, (found, time.monotonic()))
+        seen, since = self._seen.setdefault(found.name, (found, time.monotonic()))
         if alive or (alive is None and seen != found):
             raise UserError(
                 f"{full_text(self._run_directory)} is in use: {holder or 'a process that has not said who it is'}, "
                 "writes there, and two runs in one directory would destroy each other's checkpoints. Use another "
                 "run_name, or stop that process first."
             )
-        age = self._now_ns() / 1e9 - found.renewed_ns / 1e9
+        age = self._files.now_ns() / 1e9 - found.renewed_ns / 1e9
         if alive is False or max(age, time.monotonic() - since) > self._patience:
             return None
         return (
@@ -243,12 +215,6 @@ class Lease:
             f"{self._run_directory}: it last said so {max(age, 0):.0f} seconds ago, and counts as dead after "
             f"{self._patience:g}"
         )
-
-    def _now_ns(self) -> int:
-        """The time by the clock of whoever stores the leases."""
-        with tempfile.NamedTemporaryFile(dir=self._directory, prefix=".now-") as probe:
-            os.utime(probe.name)
-            return Path(probe.name).stat().st_mtime_ns
 
 
 def hold(run_directory: Path, failures: Failures, say: Callable[[str], None]) -> Lease | None:
@@ -275,8 +241,8 @@ def hold(run_directory: Path, failures: Failures, say: Callable[[str], None]) ->
         time.sleep(_POLL_SECONDS)
 
 
-def _number(path: Path) -> int:
-    return int(path.stem)
+def _number(found: LeaseFile) -> int:
+    return int(found.name.partition(".")[0])
 
 
 def _started(process_id: int) -> str:

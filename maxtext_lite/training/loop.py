@@ -183,7 +183,7 @@ def train_run(run: TrainingRun[Data], begin: Begin, callbacks: Sequence[Callback
             return RunResult(run.directory, counts.step, None, None, False, run.is_first, state)
         run.introduce(terminal, counts)
         # An evaluation before the first step stands at step 0.
-        log = run.open_log(lambda: MetricsLog(run.directory, counts.step or -1, run.failures), terminal.say)
+        log = run.open_log(lambda: MetricsLog(run.files.directory, counts.step or -1, run.failures), terminal.say)
         if log:
             open_things.enter_context(contextlib.closing(log))
         steps, evaluation = begin(terminal, state, counts)
@@ -221,7 +221,7 @@ class _Loop:
         ending = Stop(run.mesh, lambda: self.asked_to_end) if self.callbacks else None
         ends = False
         profiler_steps = run.config.profiler_steps if run.is_first else 0
-        profile = Profile(run.directory / "tensorboard", profiler_steps, run.failures)
+        profile = Profile(run.files.directory / "tensorboard", profiler_steps, run.failures)
         before = log.counts.step
         if before == 0 and self.evaluates and self.evaluation.before_first_step:
             self._evaluate(state)

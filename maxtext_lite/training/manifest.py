@@ -16,6 +16,8 @@ import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
+from maxtext_lite.config.bucket import is_bucket, names_below, storage_errors
+
 _PART = re.compile(r"sha256\.(\d{1,6})-of-([1-9]\d{0,5})")
 _LAST_LINE = "# sha256 of the lines above: "
 _OWNER = re.compile(r"(?:ocdbt\.)?process_(\d{1,6})")
@@ -40,16 +42,23 @@ def write_part(directory: Path, process: int, num_processes: int) -> int:
       Bytes that were hashed.
     """
     own = [name for name in _files(directory) if _owner(name, num_processes) == process]
-    lines = [f"{digest}  {name}\n" for name, digest in _digests(directory, own).items()]
+    digests = _digests(directory, own)
+    hashed = sum(size for _, size in digests.values())
+    lines = [f"{digest}  {name}\n" for name, (digest, _) in digests.items()]
     text = "".join(lines)
     text += _LAST_LINE + hashlib.sha256(text.encode()).hexdigest() + "\n"
-    scratch = directory / f"{part_name(process, num_processes)}.tmp"
+    part = directory / part_name(process, num_processes)
+    if is_bucket(directory):
+        with storage_errors(part):
+            part.write_text(text)
+        return hashed
+    scratch = part.with_name(f"{part.name}.tmp")
     with scratch.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    scratch.replace(directory / part_name(process, num_processes))
-    return sum((directory / name).stat().st_size for name in own)
+    scratch.replace(part)
+    return hashed
 
 
 def read_manifest(directory: Path) -> dict[str, str] | None:
@@ -58,7 +67,8 @@ def read_manifest(directory: Path) -> dict[str, str] | None:
     Raises:
       Damaged: a process's part is missing or is not as it was written.
     """
-    parts = {path.name: path for path in directory.iterdir() if _PART.fullmatch(path.name)}
+    with storage_errors(directory):
+        parts = {path.name: path for path in directory.iterdir() if _PART.fullmatch(path.name)}
     if not parts:
         return None
     num_processes = max(int(name.rpartition("-")[2]) for name in parts)
@@ -71,8 +81,11 @@ def read_manifest(directory: Path) -> dict[str, str] | None:
     return digests
 
 
-def damage(directory: Path, digests: Mapping[str, str], *, share: int = 0, num_shares: int = 1) -> str | None:
-    """The first damaged file of a share of a checkpoint's files, and what is wrong with it; None: they are whole.
+def damage(
+    directory: Path, digests: Mapping[str, str], *, share: int = 0, num_shares: int = 1
+) -> tuple[str | None, int]:
+    """The first damaged file of a share of a checkpoint's files, and what is wrong with it, None: they are whole; and
+    how many bytes were hashed.
 
     Args:
       digests: of the files that count, by name.
@@ -81,8 +94,9 @@ def damage(directory: Path, digests: Mapping[str, str], *, share: int = 0, num_s
     try:
         found = _digests(directory, own)
     except Damaged as problem:
-        return str(problem)
-    return next((f"{name} is not as it was written" for name in own if found[name] != digests[name]), None)
+        return str(problem), 0
+    changed = (f"{name} is not as it was written" for name in own if found[name][0] != digests[name])
+    return next(changed, None), sum(size for _, size in found.values())
 
 
 def in_items(digests: Mapping[str, str], items: Collection[str]) -> dict[str, str]:
@@ -92,7 +106,8 @@ def in_items(digests: Mapping[str, str], items: Collection[str]) -> dict[str, st
 
 def _read_part(path: Path) -> dict[str, str]:
     try:
-        text = path.read_text(encoding="utf-8")
+        with storage_errors(path):
+            text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise Damaged(f"{path.name} cannot be read: {_why(error)}") from None
     lines, mark, digest = text.rpartition(_LAST_LINE)
@@ -103,9 +118,7 @@ def _read_part(path: Path) -> dict[str, str]:
 
 def _files(directory: Path) -> list[str]:
     """The files of a checkpoint but those of its checksums, by name, in order."""
-    names = [str((Path(parent) / name).relative_to(directory)) for parent, _, found in os.walk(directory)
-             for name in found]  # fmt: skip
-    return sorted(name for name in names if not _PART.fullmatch(name.removesuffix(".tmp")))
+    return [name for name in names_below(directory) if not _PART.fullmatch(name.removesuffix(".tmp"))]
 
 
 def _owner(name: str, num_processes: int) -> int:
@@ -113,16 +126,16 @@ def _owner(name: str, num_processes: int) -> int:
     return named[0] if named and named[0] < num_processes else 0
 
 
-def _digests(directory: Path, names: Collection[str]) -> dict[str, str]:
-    """The checksum of each file; several are hashed at once, which needs no lock of Python's."""
+def _digests(directory: Path, names: Collection[str]) -> dict[str, tuple[str, int]]:
+    """The checksum and size of each file; several are hashed at once, which needs no lock of Python's."""
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
         return dict(zip(names, threads.map(lambda name: _digest(directory / name, name), names), strict=True))
 
 
-def _digest(path: Path, name: str) -> str:
+def _digest(path: Path, name: str) -> tuple[str, int]:
     try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        with storage_errors(path), path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest(), file.tell()
     except FileNotFoundError:
         raise Damaged(f"{name} is missing") from None
     except OSError as error:

@@ -16,12 +16,14 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, Sharding
 
 from maxtext_lite.config import MlpKind, UserError
+from maxtext_lite.config.bucket import absolute, original, reaching
 from maxtext_lite.config.errors import full_text, value_text
 from maxtext_lite.config.hf.adapter import Adapter, adapter_of
 from maxtext_lite.config.hf.config import has_hf_weights
 from maxtext_lite.hf import flat, load_hf_parameters, read_peft_adapters
 from maxtext_lite.models import Lora, joined, merged
 from maxtext_lite.parallel import sharding, with_dims
+from maxtext_lite.training.commit import steps_in
 from maxtext_lite.training.failures import Failures
 from maxtext_lite.training.saving import FORMAT, check, handlers, reading, save_alone
 
@@ -35,28 +37,14 @@ def checkpoints_in(path: str | Path, key: str) -> list[Path]:
     Raises:
       UserError: there is none; names `key`.
     """
-    root = Path(path)
-    if (root / "params").is_dir():
-        return [root.absolute()]
-    for parent in (root / "checkpoints", root):
-        if steps := steps_in(parent):
-            return [(parent / str(step)).absolute() for step in reversed(steps)]
-    raise UserError(f"{key}={value_text(path)} is neither a run directory with a checkpoint nor a checkpoint.")
-
-
-def steps_in(parent: Path) -> list[int]:
-    """The steps of the checkpoints in a directory, in order.
-
-    Raises:
-      UserError: it is there, and not a directory that can be read.
-    """
-    try:
-        names = [path.name for path in parent.iterdir() if path.is_dir()]
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise UserError(f"{value_text(parent)} cannot be read: {error.strerror}.") from None
-    return sorted(int(name) for name in names if name.isdecimal() and str(int(name)) == name)
+    root = original(path, key)
+    with reaching(root, key):
+        if (root / "params").is_dir():
+            return [absolute(root)]
+        for parent in (root / "checkpoints", root):
+            if steps := steps_in(parent):
+                return [absolute(parent / str(step)) for step in reversed(steps)]
+    raise UserError(f"{key}={value_text(str(root))} is neither a run directory with a checkpoint nor a checkpoint.")
 
 
 def whole_checkpoint(path: str | Path, key: str, items: Collection[str] = ()) -> Path:
@@ -78,7 +66,8 @@ def whole_checkpoint(path: str | Path, key: str, items: Collection[str] = ()) ->
                 _note(f"{directory}: {said}")
             return directory
         problems.append(f"{directory} is damaged: {problem}")
-    none_before = "; there is none before it" if len(found) > 1 or found[0] != Path(path).absolute() else ""
+    itself = absolute(original(path, key))
+    none_before = "; there is none before it" if len(found) > 1 or found[0] != itself else ""
     raise UserError(f"{key}={value_text(path)}: {'; '.join(problems)}{none_before}.")
 
 
@@ -94,7 +83,7 @@ def save_parameters(directory: Path, params: Any, failures: Failures | None = No
     Raises:
       UserError: they cannot be written; on all hosts.
     """
-    save_alone((directory / "checkpoints" / "0").absolute(), alone(params), failures)
+    save_alone(absolute(directory / "checkpoints" / "0"), alone(params), failures)
 
 
 def alone(params: Any) -> dict[str, Any]:
@@ -104,7 +93,7 @@ def alone(params: Any) -> dict[str, Any]:
 
 def frozen_directory(run_directory: Path) -> Path:
     """Where a run with LoRA has its frozen parameters, as a checkpoint of parameters alone."""
-    return (run_directory / "frozen").absolute()
+    return absolute(run_directory / "frozen")
 
 
 def load_parameters(path: str | Path, abstract_params: Any, key: str) -> Any:

@@ -22,7 +22,7 @@ from maxtext_lite.batching import (
     scaled_optimizer,
 )
 from maxtext_lite.batching.devices import peak_tflops
-from maxtext_lite.config import Config, RunConfig, UserError, describe, write_resolved
+from maxtext_lite.config import Config, UserError, describe, write_resolved
 from maxtext_lite.config.errors import value_text, writing
 from maxtext_lite.config.hf.adapter import adapter_of
 from maxtext_lite.config.hf.config import CARRIED, has_hf_weights, hf_directory, tokenizer_keys
@@ -47,6 +47,7 @@ from maxtext_lite.training.metrics import Speed, Terminal
 from maxtext_lite.training.noise import why_unknown
 from maxtext_lite.training.optimizer import UNKNOWN_RATE, Schedule, learning_rate_schedule
 from maxtext_lite.training.parameter_files import checkpoints_in, load_parameters, load_peft_adapters
+from maxtext_lite.training.run_files import RunFiles, has_checkpoints, run_directory
 from maxtext_lite.training.state import (
     CONFIGURED,
     OwnParts,
@@ -78,17 +79,14 @@ Log = TypeVar("Log", bound=_HasNotes)
 Data = TypeVar("Data", bound=Source)
 
 
-def run_directory(config: RunConfig) -> Path:
-    """Where all that a run writes goes."""
-    return Path(config.base_output_directory) / config.run_name
-
-
 class TrainingRun(Generic[Data]):
     """One process's part in a run: everything that is made once, before the first step.
 
     Attributes:
       config: as the user wrote it; the optimizer has what the plan scaled.
       source: the training examples; `eval_source` the held-out ones, or None.
+      directory: the run directory.
+      files: what the first host writes there, but for checkpoints.
       parts: what a step is made of; its mesh and its decoder are the run's.
       is_first: this process writes the run directory.
       failures: what could not be written.
@@ -119,9 +117,10 @@ class TrainingRun(Generic[Data]):
         self.examples_per_epoch = len(source) * examples_of_entry
         self.is_first = jax.process_index() == 0
         self.directory = run_directory(config)
+        self.files = RunFiles(self.directory)
         if config.load_parameters_path and not has_hf_weights(config.load_parameters_path):
             checkpoints_in(config.load_parameters_path, "load_parameters_path")
-        if not config.enable_checkpointing and any((self.directory / "checkpoints").glob("*")):
+        if has_checkpoints(self.directory) and not config.enable_checkpointing:
             raise UserError(
                 f"enable_checkpointing=false would start {self.directory} over, which holds checkpoints. "
                 "Nearest that work: enable_checkpointing=true, or another run_name."
@@ -142,7 +141,7 @@ class TrainingRun(Generic[Data]):
         """
         try:
             if self.is_first:
-                self.directory.mkdir(parents=True, exist_ok=True)
+                self.files.make()
         except OSError as error:
             self.failures.add(
                 f"base_output_directory={value_text(self.config.base_output_directory)} with "
@@ -150,15 +149,20 @@ class TrainingRun(Generic[Data]):
             )
         self._lease = hold(self.directory, self.failures, say)
         try:
+            self.failures.on_first_host(self.directory, self.files.fetch)
             if self.config.enable_checkpointing:
                 holds = self._lease.check if self._lease else lambda: True
                 about = self.config, self._fingerprint
-                self.checkpointer = Checkpointer(self.directory, *about, self.failures, say, holds)
+                self.checkpointer = Checkpointer(self.directory, *about, self.failures, say, holds, self.files.upload)
             yield
+            self.failures.on_first_host(self.directory, self.files.upload)
         finally:
             if self.checkpointer:
                 self.checkpointer.close()
             if self._lease:
+                if self._lease.check():  # after an error as well
+                    with self.failures.of_writing(self.directory):
+                        self.files.close()
                 self._lease.release()
 
     def save(self, state: TrainState, counts: Counts, unfinished: Rows | None = None) -> None:
@@ -295,7 +299,7 @@ class TrainingRun(Generic[Data]):
         of_them = "" if trained == parameters else f", {trained:,} of them in adapters, which alone are trained,"
         terminal.say(
             f"{parameters:,} parameters{of_them} on {self.mesh.size} x {jax.devices()[0].device_kind}; "
-            + _peak_sentence(self.speed)
+            + _peak_sentence(self.speed.peak)
         )
         noun = "prompts" if self.plan.rl else "examples"
         held_out = "nothing" if self.eval_source is None else f"{len(self.eval_source):,} {noun}"
@@ -322,16 +326,17 @@ class TrainingRun(Generic[Data]):
         Args:
           end: examples that the run has seen at its end.
         """
-        with writing(self.directory / "config.yml"):
-            write_resolved(self.config, self.directory / "config.yml")
+        files = self.files.directory
+        with writing(files / "config.yml"):
+            write_resolved(self.config, files / "config.yml")
         path = self.config.load_parameters_path
         if carried := hf_directory(path) if path else None:  # so that the run can be exported and talked to
             own = self.config.tokenizer_path == tokenizer_keys(carried).get("tokenizer_path", "")
-            carry_files(carried, self.directory / "hf", but=() if own else CARRIED[1:])
-        about = {"mixture": mixture_table(self.source, 0, end), "data": summaries(self.source)}
-        present = {name: each for name, each in about.items() if each}
-        _write_json(self.directory / "plan.json", self.plan.to_json() | present)
-        _write_json(self.directory / "environment.json", environment())
+            carry_files(carried, files / "hf", but=() if own else CARRIED[1:])
+        data = {"mixture": mixture_table(self.source, 0, end), "data": summaries(self.source)}
+        _write_json(files / "plan.json", self.plan.to_json() | {name: each for name, each in data.items() if each})
+        _write_json(files / "environment.json", environment())
+        self.files.upload()
 
     @property
     def speed(self) -> Speed:
@@ -358,7 +363,7 @@ def open_run(config: Config, sources: Sources | None = None, own: OwnParts = CON
     """
     plan, (source, eval_source) = open_data(config, sources)
     run = TrainingRun(config, plan, source=source, eval_source=eval_source, own=own)
-    if not any((run.directory / "checkpoints").glob("*")):  # of others, their history says what sources have given
+    if not has_checkpoints(run.directory):  # of others, their history says what sources have given
         steps_left(config, plan, in_run(config, source)[0], step=0, examples_seen=0)
     return run
 
@@ -386,10 +391,8 @@ def comes_from_elsewhere(config: Config) -> bool:
     return bool(config.load_parameters_path) and hf_directory(config.load_parameters_path) is not None
 
 
-def _peak_sentence(speed: Speed) -> str:
-    if speed.peak is None:
-        return "no MFU, as their peak is not known"
-    return f"MFU is taken against {speed.peak:g} TFLOP/s each"
+def _peak_sentence(peak: float | None) -> str:
+    return "no MFU, as their peak is not known" if peak is None else f"MFU is taken against {peak:g} TFLOP/s each"
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -1,8 +1,7 @@
 """How checkpoints get on disk and are known to be whole: written by Orbax, hashed, and only then named.
 
-A checkpoint is written under another name. Once Orbax has committed it, each process adds the checksums of its share of
-the files; once all of those stand, the first process gives the checkpoint its name. What has a name is whole, or has
-been damaged since.
+Once Orbax has committed a checkpoint, each process adds the checksums of its share of the files; once all of those
+stand, the first process makes it count, as `commit` says.
 """
 
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
@@ -15,7 +14,7 @@ import hashlib
 import json
 import logging
 import os
-import shutil
+import re
 import sys
 import threading
 import time
@@ -29,16 +28,15 @@ import orbax.checkpoint as ocp
 
 from maxtext_lite.batching.ledger import bytes_text
 from maxtext_lite.config import UserError
+from maxtext_lite.config.bucket import is_bucket, storage_errors
 from maxtext_lite.config.errors import cannot_write, value_text
 from maxtext_lite.parallel import exchange
+from maxtext_lite.training.commit import commit, make_room, while_unfinished
 from maxtext_lite.training.failures import Failures
 from maxtext_lite.training.manifest import Damaged, damage, in_items, read_manifest, write_part
 
 FORMAT = 3
 """2 had no checksums; 1 no progress, noise scale or local updates."""
-
-UNFINISHED, DELETED, DAMAGED = "unfinished-", "deleted-", "damaged-"
-"""What the name of a directory begins with that is no checkpoint: not one yet, not one any more, or set aside."""
 
 _TIMEOUT_SECONDS = 1200  # for the slowest process to be done with what the others wait for
 _ENVIRONMENT = (
@@ -60,11 +58,14 @@ class Saver:
     Args:
       failures: collects what could not be written; whoever waits for a save raises it.
       holds: whether this run still has the directory; asked on the first host, in the background.
+      before: is called on the first host, in the background, before a checkpoint counts.
     """
 
-    def __init__(self, failures: Failures, holds: Callable[[], bool] = lambda: True):
+    def __init__(
+        self, failures: Failures, holds: Callable[[], bool] = lambda: True, before: Callable[[], None] = lambda: None
+    ):
         _silence_orbax()
-        self._failures, self._holds = failures, holds
+        self._failures, self._holds, self._before = failures, holds, before
         self._checkpointer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(**handlers()))
         self._barrier = ocp.multihost.get_barrier_sync_fn()
         self._thread: threading.Thread | None = None
@@ -82,8 +83,8 @@ class Saver:
           UserError: this or an earlier save could not be written; on all hosts.
         """
         self.wait()
-        unfinished = directory.with_name(UNFINISHED + directory.name)
-        self._failures.on_first_host(directory.parent, lambda: _make_room(unfinished))
+        unfinished = while_unfinished(directory)
+        self._failures.on_first_host(directory.parent, lambda: make_room(directory))
         self._saves += 1
         try:
             self._checkpointer.save(unfinished, args=ocp.args.Composite(**items), force=True)
@@ -123,18 +124,18 @@ class Saver:
 
     def _finish(self, unfinished: Path, directory: Path, named: Callable[[str], None]) -> None:
         try:
-            self._checkpointer.wait_until_finished()
+            with storage_errors(directory):
+                self._checkpointer.wait_until_finished()
             process, num_processes = jax.process_index(), jax.process_count()
             began = time.perf_counter()
-            num_bytes = write_part(unfinished, process, num_processes)
+            hashed = write_part(unfinished, process, num_processes)
             seconds = time.perf_counter() - began
             self._sync("hashed")
             if process == 0 and self._holds():
                 read_manifest(unfinished)  # every process's part stands
-                if directory.exists():
-                    remove(directory)
-                unfinished.rename(directory)
-                named(_speed(num_bytes, seconds, num_processes))
+                self._before()
+                commit(directory)
+                named(_speed(hashed, seconds, num_processes))
             self._sync("named")
         except Exception as error:  # noqa: BLE001 - `wait` raises it
             self._take(unfinished, error)
@@ -161,22 +162,6 @@ def save_alone(directory: Path, items: Mapping[str, Any], failures: Failures | N
     saver.start(directory, items, named=lambda _: None)
     saver.wait()
     saver.close()
-
-
-def remove(directory: Path) -> None:
-    """Deletes a checkpoint, which first loses its name: one that is half deleted is none."""
-    deleted = directory.with_name(DELETED + directory.name)
-    if deleted.exists():
-        shutil.rmtree(deleted)
-    directory.rename(deleted)
-    shutil.rmtree(deleted)
-
-
-def remove_leftovers(parent: Path) -> None:
-    """Deletes what a killed process left half written or half deleted among the checkpoints of a directory."""
-    for path in parent.iterdir():
-        if path.name.startswith((UNFINISHED, DELETED)) or ".orbax-checkpoint-tmp" in path.name:
-            shutil.rmtree(path)
 
 
 class Check(NamedTuple):
@@ -221,12 +206,12 @@ def check(directory: Path, items: Collection[str] = ()) -> Check:
         return Check(problem, "no checksums, as an earlier version wrote it; it is taken as it is")
     read = in_items(digests, items) if items else digests
     share, num_shares = jax.process_index(), jax.process_count()
-    problems = exchange(damage(directory, read, share=share, num_shares=num_shares))
-    problem = next((found for found in problems if found is not None), None)
+    found = exchange(damage(directory, read, share=share, num_shares=num_shares))
+    problem = next((problem for problem, _ in found if problem is not None), None)
     if problem is not None:
         return Check(problem, "")
-    num_bytes = sum((directory / name).stat().st_size for name in read)
-    return Check(None, f"{bytes_text(num_bytes)} checked at {_rate(num_bytes, time.perf_counter() - began)}")
+    checked = sum(size for _, size in found)
+    return Check(None, f"{bytes_text(checked)} checked at {_rate(checked, time.perf_counter() - began)}")
 
 
 @contextlib.contextmanager
@@ -237,7 +222,8 @@ def reading(directory: Path) -> Generator[None]:
       UserError: a file cannot be read, or an older checkpoint makes no sense.
     """
     try:
-        yield
+        with storage_errors(directory):
+            yield
     except (UserError, jax.errors.JaxRuntimeError):
         raise
     except Exception as error:
@@ -262,14 +248,6 @@ def _is_older(directory: Path) -> bool:
         return False
 
 
-def _make_room(unfinished: Path) -> None:
-    """Makes the directory that a checkpoint will be in, and deletes what is left of an earlier attempt."""
-    unfinished.parent.mkdir(parents=True, exist_ok=True)
-    for path in unfinished.parent.glob(f"{unfinished.name}*"):
-        if path.name == unfinished.name or path.name.startswith(f"{unfinished.name}."):
-            shutil.rmtree(path)
-
-
 def _environments(path: Path, error: BaseException) -> str | None:
     """What could not be written, where that is the file system's fault and not ours; else None."""
     if isinstance(error, OSError) and error.errno in _ENVIRONMENT:
@@ -281,16 +259,18 @@ def _environments(path: Path, error: BaseException) -> str | None:
     known = [number for number in _ENVIRONMENT if os.strerror(number) in text]
     if known:
         return cannot_write(path, OSError(known[0], os.strerror(known[0])))
+    if is_bucket(path) and re.search(r"HTTP|CURL|UNAVAILABLE|PERMISSION_DENIED", text):  # TensorStore's words
+        return f"{path} cannot be written: {' '.join(text.split())[:300]}."
     return None
 
 
-def _speed(num_bytes: int, seconds: float, num_processes: int) -> str:
+def _speed(hashed: int, seconds: float, num_processes: int) -> str:
     each = "" if num_processes == 1 else " on each host"
-    return f"{bytes_text(num_bytes)}{each} hashed at {_rate(num_bytes, seconds)}"
+    return f"{bytes_text(hashed)}{each} hashed at {_rate(hashed, seconds)}"
 
 
-def _rate(num_bytes: int, seconds: float) -> str:
-    return f"{num_bytes / max(seconds, 1e-9) / 1e9:.2g} GB/s"
+def _rate(hashed: int, seconds: float) -> str:
+    return f"{hashed / max(seconds, 1e-9) / 1e9:.2g} GB/s"
 
 
 class _NotOrbax(logging.Filter):

@@ -3,6 +3,7 @@ from fractions import Fraction
 import pytest
 
 from maxtext_lite.config import KEYS, ConfigError, UserError, load_config
+from maxtext_lite.config.bucket import bucket_scheme
 from maxtext_lite.config.errors import WrongType
 from maxtext_lite.config.field_types import exact
 
@@ -89,26 +90,48 @@ def test_these_are_all_keys_that_are_paths():
     assert [key for key in KEYS if key.endswith(("_path", "_directory"))] == PATH_KEYS[:-1]
 
 
-@pytest.mark.parametrize("key", PATH_KEYS)
-@pytest.mark.parametrize(
-    "value",
-    [
-        "gs://bucket/runs",
-        "gs:/bucket",
-        "s3://b",
-        "hdfs://h:9/x",
-        "abfs://c@a/x",
-        "hf://u/m",
-        "HTTPS://x/y",
-        "a+b.c-d:/",
-    ],
-)
+URLS = ["gs:/bucket", "s3://b", "hdfs://h:9/x", "abfs://c@a/x", "hf://u/m", "HTTPS://x/y", "a+b.c-d:/"]
+
+
+@pytest.mark.parametrize("value", URLS[1:])
+def test_a_run_directory_is_refused_where_orbax_cannot_write(value):
+    with pytest.raises(ConfigError) as error:
+        load_config(None, [f"base_output_directory={value}"])
+    (problem,) = error.value.problems
+    assert problem.startswith(
+        f"base_output_directory={value} Orbax cannot write checkpoints there. A local path and gs:"
+    )
+
+
+@pytest.mark.parametrize("value", ["gs://", "gs:///", "gs:/bucket"])
+def test_a_bucket_needs_a_name(value):
+    with pytest.raises(ConfigError, match=r"is a URL \(gs:\), and only local paths and gs:// are read and written"):
+        load_config(None, [f"base_output_directory={value}"])
+
+
+def test_run_directories_and_parameters_can_be_in_a_bucket():
+    config = load_config(None, ["base_output_directory=gs://bucket/runs"])
+    assert config.base_output_directory == "gs://bucket/runs"
+    with pytest.raises(ConfigError, match=r"s3://b is a URL \(s3:\), and only local paths and gs:// are read"):
+        load_config(None, ["load_parameters_path=s3://b"])
+
+
+NOT_READ = [
+    (key, url)
+    for key in PATH_KEYS[2:]
+    for url in ("gs://bucket/runs", *URLS)
+    if not (key in ("dataset_path", "eval_dataset_path") and bucket_scheme(url))
+]
+
+
+@pytest.mark.parametrize(("key", "value"), NOT_READ)
 def test_a_path_with_a_scheme_is_refused_by_its_name(key, value):
     with pytest.raises(ConfigError) as error:
         load_config(None, [f"{key}={value}"])
     (problem,) = error.value.problems
     scheme = value.partition(":")[0]
-    assert problem.startswith(f"{key}={value} is a URL ({scheme}:), and only local paths are read and written. Nearest")
+    assert problem.startswith(f"{key}={value} is a URL ({scheme}:), and only local paths")
+    assert " are read and written. Nearest that works: " in problem
 
 
 @pytest.mark.parametrize(("url", "path"), [("file:/" + "//a/b", "/a/b"), ("file:/a/b", "/a/b")])

@@ -15,6 +15,11 @@ REFUSED = {
                                   "it. Nearest that works: tokenizer_type=byte.",
     "dataset_path=": "dataset_path is empty, but dataset_type=text reads a file, directory or glob: name it. "
                      "Nearest that works: dataset_type=synthetic.",
+    "dataset_path=gs://b": "dataset_path=gs://b is in a bucket, and dataset_type=text reads local files: copy them, or "
+                           "let `prepare` write there. Nearest that works: dataset_type=array_record.",
+    "eval_dataset_path=s3://b": "eval_dataset_path=s3://b is in a bucket, and dataset_type=text reads local files: "
+                                "copy them, or let `prepare` write there. Nearest that works: "
+                                "dataset_type=array_record.",
     "mixture_exhausted=drop": "mixture_exhausted=drop has no use without a list of sources in dataset_path. Nearest "
                               "that works: error.",
     "objective=sft": "objective=sft contradicts dataset_type=text, whose data are for pretrain. Nearest that work: "

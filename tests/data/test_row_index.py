@@ -10,6 +10,7 @@ import pytest
 
 from maxtext_lite.config import UserError
 from maxtext_lite.data import row_index
+from maxtext_lite.data.cache import CACHE_VARIABLE
 from maxtext_lite.data.packing import DocumentRows
 from maxtext_lite.data.row_index import IndexPlace, rows_of
 
@@ -95,7 +96,7 @@ def test_rows_are_full_for_documents_of_any_length():
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    monkeypatch.setenv(row_index.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setattr(row_index, "_WINDOW_DOCUMENTS", 30)
     monkeypatch.setattr(row_index, "_DOCUMENTS_AT_A_TIME", 7)
     (tmp_path / "data").mkdir()

@@ -140,7 +140,7 @@ def test_a_flipped_byte_is_named_or_does_not_matter(prepared):
         except UserError as error:
             messages.append(str(error))
         with pytest.raises(UserError, match=str(shard)):
-            list(verify(prepared))
+            list(verify(*open_prepared("input", prepared)))
     unreadable = f"{shard}: cut short, or no ArrayRecord file. Copy or prepare the data again."
     damaged = re.compile(rf"{shard}: record 0 is damaged \(.*hash mismatch.*\)\. Copy or prepare the data again\.")
     assert unreadable in messages
@@ -150,7 +150,9 @@ def test_a_flipped_byte_is_named_or_does_not_matter(prepared):
 
 
 def test_verify_reads_everything(prepared):
-    assert list(verify(prepared)) == [f"0000{i}.array_record" for i in range(3)] + [DOCUMENTS_FILE]
+    assert list(verify(*open_prepared("input", prepared))) == [f"0000{i}.array_record" for i in range(3)] + [
+        DOCUMENTS_FILE
+    ]
     documents = prepared / DOCUMENTS_FILE
     starts = map_array(documents).copy()
     for change in (1, -1):
@@ -158,9 +160,9 @@ def test_verify_reads_everything(prepared):
         moved[2] += change
         moved.tofile(documents)
         with pytest.raises(UserError, match=r"00000\.array_record or documents\.i64: its documents are not those"):
-            list(verify(prepared))
+            list(verify(*open_prepared("input", prepared)))
     moved = starts.copy()
     moved[1] = 0
     moved.tofile(documents)
     with pytest.raises(UserError, match=r"documents\.i64: documents do not follow each other from number 0 on"):
-        list(verify(prepared))
+        list(verify(*open_prepared("input", prepared)))

@@ -215,5 +215,5 @@ def test_all_hosts_end_on_the_first_hosts_refusal_and_wait_with_it(tmp_path, mon
 def test_a_directory_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "lease").write_text("a file")
-    with pytest.raises(UserError, match="lease cannot be written: File exists"):
+    with pytest.raises(UserError, match="lease cannot be written: Not a directory"):
         hold(tmp_path / "run", Failures(), print)

@@ -9,9 +9,10 @@ import pytest
 
 from maxtext_lite.config import UserError
 from maxtext_lite.training import saving
+from maxtext_lite.training.commit import remove
 from maxtext_lite.training.failures import Failures
 from maxtext_lite.training.manifest import write_part
-from maxtext_lite.training.saving import Saver, check, remove, save_alone
+from maxtext_lite.training.saving import Saver, check, save_alone
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +77,8 @@ def test_hosts_that_see_other_files_are_not_taken_for_damage(items, tmp_path, mo
 
 def test_damage_that_only_another_host_found_counts(items, tmp_path, monkeypatch):
     save_alone(tmp_path / "3", items)
-    monkeypatch.setattr(saving, "exchange", lambda mine: [mine, "about/metadata is missing" if mine is None else mine])
+    other = "about/metadata is missing", 0
+    monkeypatch.setattr(saving, "exchange", lambda mine: [mine, other if isinstance(mine, tuple) else mine])
     assert check(tmp_path / "3").problem == "about/metadata is missing"
 
 

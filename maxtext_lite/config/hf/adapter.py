@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+from maxtext_lite.config.bucket import local_copy
 from maxtext_lite.config.errors import UserError, any_of, value_text
 from maxtext_lite.config.json_file import check_file, is_directory, is_there, read_object, user_path
 
@@ -68,7 +69,7 @@ def adapter_of(path: str | Path) -> Adapter | None:
     Raises:
       UserError: it is one that cannot be expressed, or its files or its model are missing; names the field.
     """
-    root = Path(path)
+    root = local_copy(path, "load_parameters_path")
     there = [name for name in (CONFIG, WEIGHTS, _PICKLED) if is_there(root / name)]
     if not there:
         return None

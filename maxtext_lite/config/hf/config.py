@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from maxtext_lite.config.bucket import local_copy
 from maxtext_lite.config.errors import UserError, any_of, value_text
 from maxtext_lite.config.hf.adapter import CONFIG, adapter_of
 from maxtext_lite.config.hf.families import FAMILIES
@@ -176,7 +177,7 @@ def hf_directory(path: str | Path) -> Path | None:
     They lie in a Hugging Face directory itself, in the model's of an adapter, and in hf/ of a run or an imported model
     that came from one.
     """
-    root = Path(path)
+    root = local_copy(path, "load_parameters_path")
     if adapter := adapter_of(root):
         root = adapter.base
     if is_there(root / "config.json"):
@@ -190,7 +191,7 @@ def has_hf_weights(path: str | Path) -> bool:
     Raises:
       UserError: its weights are pickled or none, one of its files is not a file, or the adapter is not read.
     """
-    root = Path(path)
+    root = local_copy(path, "load_parameters_path")
     if adapter := adapter_of(root):
         if has_hf_weights(adapter.base):
             return True

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from maxtext_lite.config.bucket import original
 from maxtext_lite.config.errors import UserError
 from maxtext_lite.config.hf.adapter import adapter_of
 from maxtext_lite.config.hf.config import has_hf_weights, hf_directory, stored_dtype, tokenizer_keys
@@ -43,8 +44,8 @@ def directory_config(directory: Path, dtype: str) -> Config:
         config = hf_config(directory, overrides)
     else:
         raise UserError(
-            f"{directory} is not a run directory: it has no config.yml. Nor is it a Hugging Face directory: "
-            "it has no config.json."
+            f"{original(directory, 'RUN_DIR')} is not a run directory: it has no config.yml. Nor is it a Hugging Face "
+            "directory: it has no config.json."
         )
     carried = hf_directory(directory)
     if carried is None or not config.tokenizer_path or Path(config.tokenizer_path).exists():

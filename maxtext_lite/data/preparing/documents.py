@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from maxtext_lite.config import UserError
 from maxtext_lite.data.conversations import Renderer
 from maxtext_lite.data.preparing.keys import PrepareConfig
-from maxtext_lite.data.preparing.tasks import Piece, check_column, parquet_file
+from maxtext_lite.data.preparing.tasks import WHOLE, Piece, check_column, parquet_file
 from maxtext_lite.data.text_files import (
     BYTE_ORDER_MARK,
     LONGEST_LINE,
@@ -52,7 +52,7 @@ class DocumentReader:
             for row, value in enumerate(self._rows(piece), start=1):
                 yield self._document(f"{piece.name}: row {row}{since}", value)
             return
-        of_range = piece.name.endswith(".jsonl")
+        of_range = piece.name.endswith(".jsonl") and piece.stop != WHOLE
         lines = _range_lines(piece) if of_range else enumerate(read_lines(piece.name, Path(piece.path)), start=1)
         for place, line in lines:
             if line.strip():

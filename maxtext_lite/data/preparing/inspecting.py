@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from maxtext_lite.config import UserError
-from maxtext_lite.data.manifest import Manifest
+from maxtext_lite.data.fetched import find_prepared
 from maxtext_lite.data.mixture_source import named_sources
 from maxtext_lite.data.packing import FIELDS, Rows
 from maxtext_lite.data.preparing.keys import InspectConfig
@@ -22,19 +22,19 @@ from maxtext_lite.data.tokenizer import Tokenizer, load_tokenizer
 
 _PACKING: dict[str, bool | str] = {"concat": True, "none": False, "best_fit": "best_fit"}
 _BAR = 40  # letters of the longest bar
-_IDS_AT_ONCE = 2**22
 _DOCUMENTS_AT_ONCE = 2**20
 _MOST_FREQUENT = 10
 _MOST_COUNTED = 2**25  # documents, in a second
 
 
-def report(path: Path, config: InspectConfig) -> Iterator[str]:
+def report(path: str | Path, config: InspectConfig) -> Iterator[str]:
     """Lines on a prepared dataset; with `verify`, all of it is read.
 
     Raises:
       UserError: it is none, or a file of it is not what the manifest says.
     """
-    stream, starts = open_prepared("PATH", path)
+    directory, shards = find_prepared("PATH", path)
+    stream, starts = open_prepared("PATH", directory, shards)
     manifest = stream.manifest
     num_bytes = sum(shard.bytes for shard in manifest.shards)
     yield f"{path}: {manifest.documents:,} documents, {manifest.tokens:,} tokens, end-of-text tokens among them"
@@ -44,14 +44,20 @@ def report(path: Path, config: InspectConfig) -> Iterator[str]:
     yield ""
     yield from _lengths(starts)
     yield ""
-    yield from _packing(path, stream, starts, config)
+    yield from _packing(directory, stream, starts, config)
     yield ""
     if not config.verify:
         yield "checksums: not compared (verify=false)"
         return
-    files = sum(1 for _ in verify(path))
+    counts = np.zeros(manifest.vocab_size, np.int64)
+    files = sum(1 for _ in verify(stream, starts, lambda ids: _count(ids, counts)))
     yield f"checksums: the {files:,} files are those of the manifest"
-    yield from _vocabulary(stream, manifest)
+    used, size = int(np.count_nonzero(counts)), len(counts)
+    frequent = np.sort(counts)[::-1][:_MOST_FREQUENT].sum() / counts.sum()
+    yield (
+        f"vocabulary: {used:,} of {size:,} ids occur ({used / size:.1%}); the {_MOST_FREQUENT} most frequent are "
+        f"{frequent:.1%} of the tokens"
+    )
 
 
 def _lengths(starts: np.ndarray) -> Iterator[str]:
@@ -113,29 +119,23 @@ def _packing(path: Path, stream: RecordStream, starts: np.ndarray, config: Inspe
         yield f"  {name:<9}{len(rows):>14,} rows {targets:>18,} target tokens, {share:.2%} of the slots{cut}"
 
 
-def _vocabulary(stream: RecordStream, manifest: Manifest) -> Iterator[str]:
-    counts = np.zeros(manifest.vocab_size, np.int64)
-    for start in range(0, len(stream), _IDS_AT_ONCE):
-        found = np.bincount(stream[start : start + _IDS_AT_ONCE], minlength=manifest.vocab_size)
-        if len(found) > manifest.vocab_size:
-            raise UserError(f"token id {len(found) - 1} is none of the tokenizer's {manifest.vocab_size}.")
-        counts += found
-    used = int(np.count_nonzero(counts))
-    frequent = np.sort(counts)[::-1][:_MOST_FREQUENT].sum() / counts.sum()
-    yield (
-        f"vocabulary: {used:,} of {manifest.vocab_size:,} ids occur ({used / manifest.vocab_size:.1%}); the "
-        f"{_MOST_FREQUENT} most frequent are {frequent:.1%} of the tokens"
-    )
+def _count(ids: np.ndarray, counts: np.ndarray) -> None:
+    """Adds how often each id stands in a record to `counts`."""
+    largest = int(ids.max(initial=0))
+    if largest >= len(counts):
+        raise UserError(f"token id {largest} is none of the tokenizer's {len(counts)}.")
+    np.add.at(counts, ids, 1)
 
 
-def shown_rows(path: Path, config: InspectConfig, first: int, stop: int, *, as_json: bool) -> Iterator[str]:
+def shown_rows(path: str | Path, config: InspectConfig, first: int, stop: int, *, as_json: bool) -> Iterator[str]:
     """Rows `first` to `stop - 1` in the order of the data: their arrays, or their text with documents and loss marked.
 
     Raises:
       UserError: there are fewer rows, or the tokenizer is not that of the data.
     """
-    stream, starts = open_prepared("PATH", path)
-    rows = _rows(path, stream, starts, config.packing or "concat", config.max_target_length)
+    directory, shards = find_prepared("PATH", path)
+    stream, starts = open_prepared("PATH", directory, shards)
+    rows = _rows(directory, stream, starts, config.packing or "concat", config.max_target_length)
     if not 0 <= first < stop <= len(rows):
         raise UserError(f"--rows {first}:{stop}: the rows are 0:{len(rows)}.")
     if as_json:

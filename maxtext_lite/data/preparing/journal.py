@@ -2,7 +2,8 @@
 
 The output holds `prepare.json`, the plan, from the first moment on. While it is incomplete there is also `journal/`:
 the lock, and of each task that is done its entry and the lengths of its documents. The entry is the last that a task
-writes; the manifest is the last of all.
+writes; the manifest is the last of all. An output in a bucket holds the same but for the lock; what is written there is
+made in a directory of the cache first.
 """
 
 from __future__ import annotations
@@ -10,18 +11,22 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from maxtext_lite.config import UserError
+from maxtext_lite.config.bucket import is_bucket
 from maxtext_lite.config.errors import full_text, value_text, writing
 from maxtext_lite.config.json_file import is_there, read_object
+from maxtext_lite.data.bucket_directory import BucketDirectory
+from maxtext_lite.data.cache import TEMPORARY, cache_directory, write_whole
 from maxtext_lite.data.chat import chat_template
 from maxtext_lite.data.manifest import (
     DOCUMENTS_FILE,
@@ -29,20 +34,21 @@ from maxtext_lite.data.manifest import (
     TOKENS_PER_RECORD,
     Manifest,
     Shard,
+    file_sha256,
     manifest_text,
     read_manifest,
     token_dtype,
 )
 from maxtext_lite.data.preparing.keys import PrepareConfig
-from maxtext_lite.data.preparing.shards import TEMPORARY, Entry, Workshop, write_whole
+from maxtext_lite.data.preparing.shards import Entry, Workshop
 from maxtext_lite.data.preparing.tasks import InputFile, Task
 from maxtext_lite.data.tokenizer import Tokenizer
 
 PLAN_FILE = "prepare.json"
 _JOURNAL = "journal"
 _LOCK = "lock"
+_ENTRY = ".json"  # of a task, in the journal
 _FORMAT = 1
-_OWN = (PLAN_FILE, MANIFEST_FILE, DOCUMENTS_FILE, _JOURNAL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,28 +74,58 @@ class Journal:
     """
 
     def __init__(self, config: PrepareConfig, files: list[InputFile], tasks: list[Task], tokenizer: Tokenizer) -> None:
+        self._plan = _plan(config, files, tasks, tokenizer)
+        self._output, self._remote = config.output, None
         self.directory = Path(config.output)
+        if is_bucket(config.output):
+            self._remote = BucketDirectory("output", config.output.rstrip("/"))
+            known_by = hashlib.sha256(json.dumps([self._remote.url, self._plan]).encode()).hexdigest()[:32]
+            self.directory = cache_directory("prepare") / known_by
         self.tasks, self._tokenizer = tasks, tokenizer
         self._journal = self.directory / _JOURNAL
-        self._plan = _plan(config, files, tasks, tokenizer)
+        inputs = {file.path: file for file in files}
         self.workshop = Workshop(
-            self.directory, self._journal, {file.path: file for file in files}, len(tasks), config.max_bad_fraction
+            self.directory, self._journal, inputs, len(tasks), config.max_bad_fraction, self._remote
         )
         with writing(self.directory):
-            if self.directory.is_dir():
-                others = [each.name for each in sorted(self.directory.iterdir()) if not each.name.endswith(TEMPORARY)]
-                if others and not is_there(self.directory / PLAN_FILE):  # looked for last: another share may begin
-                    raise UserError(
-                        f"output={config.output!r} holds {value_text(others[0])} already, "
-                        "and nothing that prepare began."
-                    )
+            names = self._names()
+            others = [name for name in sorted(names) if not name.endswith(TEMPORARY)]
+            if others and PLAN_FILE not in names and PLAN_FILE not in self._names():  # another share may begin
+                raise UserError(
+                    f"output={config.output!r} holds {value_text(others[0])} already, and nothing that prepare began."
+                )
             self.directory.mkdir(parents=True, exist_ok=True)
             self._state_plan()
+
+    def _names(self) -> Collection[str]:
+        """What the output holds, or at least the files and directories at its top."""
+        if self._remote is not None:
+            return self._remote.listed()
+        return [each.name for each in self.directory.iterdir()] if self.directory.is_dir() else ()
+
+    def _look(self) -> None:
+        """Brings here what a bucket holds of the plan, the manifest and the entries of the journal."""
+        if self._remote is not None:
+            self._in_bucket = frozenset(self._names())
+            self._remote.fetch_all([name for name in self._in_bucket if name.endswith(".json")], self.directory)
+
+    def _has(self, name: str) -> bool:
+        return is_there(self.directory / name) if self._remote is None else name in self._in_bucket
+
+    def _publish(self, path: Path, content: bytes | None = None) -> None:
+        """Writes a file of the output; without a content one that is here already, and belongs into the bucket."""
+        if content is not None:
+            write_whole(path, content)
+        if self._remote is not None:
+            self._remote.upload(path, path.relative_to(self.directory).as_posix())
 
     def _state_plan(self) -> None:
         """Writes the plan where there is none, or compares it with the one that is there."""
         path = self.directory / PLAN_FILE
-        if not is_there(path):
+        if self._remote is not None:
+            self._remote.create(PLAN_FILE, _text(self._plan))
+            self._look()
+        elif not is_there(path):
             partial = path.with_name(f"{PLAN_FILE}.{os.getpid()}{TEMPORARY}")
             write_whole(partial, _text(self._plan))
             with contextlib.suppress(FileExistsError):  # of another share, which is as good
@@ -99,7 +135,7 @@ class Journal:
         problems = _differences(stated, json.loads(_text(self._plan)))
         if problems:
             raise UserError([
-                f"{full_text(self.directory)} was begun otherwise: {problem} Give another output, or remove this one."
+                f"{full_text(self._output)} was begun otherwise: {problem} Give another output, or remove this one."
                 for problem in problems
             ])  # fmt: skip
 
@@ -118,46 +154,42 @@ class Journal:
                 fcntl.flock(opened, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise UserError(
-                    f"{full_text(self.directory)} is in use: another prepare writes there. "
-                    "Wait for it, or stop it first."
+                    f"{full_text(self._output)} is in use: another prepare writes there. Wait for it, or stop it first."
                 ) from None
             self._opened = opened
             yield
 
     def is_complete(self) -> bool:
         """Whether the manifest is there."""
-        return is_there(self.directory / MANIFEST_FILE)
+        return self._has(MANIFEST_FILE)
 
     def done(self) -> dict[int, Entry]:
         """The tasks that are done, by number."""
         return {entry.number: entry for task in self.tasks if (entry := self._entry(task.number)) is not None}
 
     def _entry(self, number: int) -> Entry | None:
-        path = self._entry_path(number)
-        if not is_there(path):
+        name = f"{_JOURNAL}/{number:05d}"
+        if not self._has(name + _ENTRY):
             return None
-        stated = read_object(path)
+        stated = read_object(self.directory / (name + _ENTRY))
         shard = None if stated["shard"] is None else Shard(**stated["shard"])
-        if shard is not None and not all(
-            map(is_there, (self.directory / shard.file, self.workshop.lengths_path(number)))
-        ):
+        if shard is not None and not (self._has(shard.file) and self._has(f"{name}.lengths")):
             return None  # somebody removed it: it is made again
         return Entry(number, shard, stated["empty"], stated["bad"], tuple(stated["problems"]))
-
-    def _entry_path(self, number: int) -> Path:
-        return self._journal / f"{number:05d}.json"
 
     def record(self, entry: Entry) -> None:
         """States that a task is done: what it made is there."""
         with writing(self._journal):
-            write_whole(self._entry_path(entry.number), _text(dataclasses.asdict(entry)))
+            self._publish(self._journal / f"{entry.number:05d}{_ENTRY}", _text(dataclasses.asdict(entry)))
 
     def finish(self) -> Outcome | None:
         """Writes the manifest, where all tasks are done; None where some are not. To be called within `hold`."""
         with writing(self.directory):
+            self._look()
             if len(self.done()) < len(self.tasks) and not self.is_complete():
                 return None
             fcntl.flock(self._opened, fcntl.LOCK_EX)  # of shares that end together, one finishes
+            self._look()
             if self.is_complete():
                 return self.outcome()
             entries = self.done()
@@ -170,13 +202,14 @@ class Journal:
                     f"input={value_text(self._plan['settings']['input'])} has no text: every document is empty."
                 )
             self._write_documents([entry for entry in ordered if entry.shard is not None])
-            write_whole(self.directory / PLAN_FILE, _text(self._plan | {"counts": counts}))
+            self._publish(self.directory / PLAN_FILE, _text(self._plan | {"counts": counts}))
             size = self._tokenizer.vocab_size
             fingerprint = self._tokenizer.fingerprint
-            manifest = Manifest(fingerprint, size, token_dtype(size), TOKENS_PER_RECORD, shards)
+            sha256 = file_sha256(self.directory / DOCUMENTS_FILE)
+            manifest = Manifest(fingerprint, size, token_dtype(size), TOKENS_PER_RECORD, shards, sha256)
             for partial in [*self.directory.glob(f"*{TEMPORARY}"), *self._journal.glob(f"*{TEMPORARY}")]:
                 partial.unlink(missing_ok=True)
-            write_whole(self.directory / MANIFEST_FILE, manifest_text(manifest).encode())
+            self._publish(self.directory / MANIFEST_FILE, manifest_text(manifest).encode())
             return self.outcome()
 
     def _write_documents(self, entries: list[Entry]) -> None:
@@ -185,7 +218,7 @@ class Journal:
         with partial.open("wb") as opened:
             start = 0
             for entry in entries:
-                lengths = np.fromfile(self.workshop.lengths_path(entry.number), "<i8")
+                lengths = np.frombuffer(self._lengths(entry.number), "<i8")
                 stops = start + np.cumsum(lengths)
                 opened.write((stops - lengths).astype("<i8").tobytes())
                 start = int(stops[-1])
@@ -193,10 +226,18 @@ class Journal:
             opened.flush()
             os.fsync(opened.fileno())
         partial.replace(self.directory / DOCUMENTS_FILE)
+        self._publish(self.directory / DOCUMENTS_FILE)
+
+    def _lengths(self, number: int) -> bytes:
+        path = self.workshop.lengths_path(number)
+        return path.read_bytes() if self._remote is None else self._remote.read(f"{_JOURNAL}/{path.name}")
 
     def outcome(self) -> Outcome:
         """What a complete output holds; its journal is removed."""
         shutil.rmtree(self._journal, ignore_errors=True)
+        if self._remote is not None:
+            self._remote.remove([name for name in self._in_bucket if name.startswith(f"{_JOURNAL}/")])
+            (self.directory / DOCUMENTS_FILE).unlink(missing_ok=True)
         counts: dict[str, Any] = read_object(self.directory / PLAN_FILE)["counts"]
         manifest = read_manifest(self.directory)
         return Outcome(manifest, counts["empty"], counts["bad"], tuple(counts["problems"]))

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from maxtext_lite.config.errors import WrongType
-from maxtext_lite.config.field_types import Count, CountOrMinusOne, Flag, Name, PathName, PathText, Share
+from maxtext_lite.config.field_types import Count, CountOrMinusOne, DataPath, Flag, Name, PathName, PathText, Share
 
 
 def _paths(value: object) -> object:
@@ -21,7 +21,7 @@ class PrepareConfig(BaseModel):
 
     Attributes:
       input: a file, a directory, a glob or a Hugging Face dataset on disk, or a list of these.
-      output: the directory of the prepared dataset.
+      output: the directory of the prepared dataset, which may be in a bucket.
       tokenizer_type, tokenizer_path: as of a config.
       text_field: where the text of a line or row stands; with `chat`, the turns. "": text or messages.
       chat: a line or row is a conversation, written as one document by the chat template.
@@ -34,7 +34,7 @@ class PrepareConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     input: Annotated[list[PathName], BeforeValidator(_paths)] = []
-    output: PathText = ""
+    output: DataPath = ""
     tokenizer_type: Literal["byte", "huggingface", "sentencepiece"] = "byte"
     tokenizer_path: PathText = ""
     text_field: Name | Literal[""] = ""

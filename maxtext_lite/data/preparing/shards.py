@@ -8,29 +8,27 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
-import secrets
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
+from array_record.python.array_record_module import ArrayRecordWriter
 
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import writing
+from maxtext_lite.data.bucket_directory import BucketDirectory
+from maxtext_lite.data.cache import partial_name, write_whole
 from maxtext_lite.data.cutting import tokenized
 from maxtext_lite.data.manifest import TOKENS_PER_RECORD, Shard, stored_shard, token_dtype
 from maxtext_lite.data.preparing.documents import BadLine, DocumentReader
 from maxtext_lite.data.preparing.tasks import InputFile, Task
+from maxtext_lite.data.token_stream import content_of
 from maxtext_lite.data.tokenizer import Tokenizer
-
-TEMPORARY = ".partial"
-"""How names of files end that are being written; whatever has one may be removed when nobody writes."""
 
 _OPTIONS = "group_size:1,uncompressed"  # a record is read at random in half the time that a compressed one takes
 _CHARACTERS_AT_ONCE = 2**22  # bounds the memory of what the tokenizer library returns
 _DOCUMENTS_AT_ONCE = 4096
-_RECORDS_AT_ONCE = 512
 _PROBLEMS_NAMED = 5
 
 
@@ -62,6 +60,7 @@ class Workshop:
       inputs: by path, as they must still be.
       num_tasks: of the whole dataset.
       max_bad_fraction: of the lines of each task.
+      remote: the output, where it is in a bucket.
     """
 
     directory: Path
@@ -69,6 +68,7 @@ class Workshop:
     inputs: dict[str, InputFile]
     num_tasks: int
     max_bad_fraction: float
+    remote: BucketDirectory | None = None
 
     def shard_name(self, number: int) -> str:
         """The name of a task's shard."""
@@ -77,6 +77,12 @@ class Workshop:
     def lengths_path(self, number: int) -> Path:
         """Where the lengths of its documents stand, int64, end-of-text tokens counted."""
         return self.journal / f"{number:05d}.lengths"
+
+    def deliver(self, path: Path) -> None:
+        """Moves a file that is whole into the bucket, if the output is in one."""
+        if self.remote is not None:
+            self.remote.upload(path, path.relative_to(self.directory).as_posix())
+            path.unlink()
 
 
 def run_task(
@@ -96,7 +102,7 @@ def run_task(
     """
     _check_inputs(task, workshop)
     path, lengths_path = workshop.directory / workshop.shard_name(task.number), workshop.lengths_path(task.number)
-    end = _partial(path), _partial(lengths_path)
+    end = partial_name(path), partial_name(lengths_path)
     try:
         with writing(workshop.directory):
             return _written(task, workshop, reader, tokenizer, made, (path, lengths_path), end)
@@ -143,13 +149,18 @@ def _written(
         return Entry(task.number, None, empty, bad, tuple(problems))
     if int(of_documents.sum()) != tokens:
         raise AssertionError(f"task {task.number}: {tokens} tokens, but documents of {of_documents.sum()}")
-    content = shard_content(partial[0], of_documents, stream.sha256)
+    read = hashlib.sha256()
+    content = content_of(partial[0], -(-tokens // TOKENS_PER_RECORD), [of_documents], read.update)
+    if read.digest() != stream.sha256.digest():
+        raise UserError(f"{partial[0]}: what was written is not what can be read. Is the disk full, or failing?")
     about = {"documents": len(of_documents), "tokens": tokens, "content": content}
     shard = stored_shard(workshop.directory, partial[0].name, **about)
     write_whole(paths[1], of_documents.tobytes())
     with partial[0].open("rb") as opened:
         os.fsync(opened.fileno())
     partial[0].replace(paths[0])
+    for path in paths:
+        workshop.deliver(path)
     shard = dataclasses.replace(shard, file=paths[0].name)
     return Entry(task.number, shard, empty, bad, tuple(problems))
 
@@ -213,48 +224,6 @@ class _RecordWriter:
 
 def _not_written(path: Path, error: RuntimeError) -> UserError:
     return UserError(f"{path} cannot be written: {str(error).partition(';')[0]}.")
-
-
-def shard_content(path: Path, lengths: np.ndarray, of_ids: Any) -> str:
-    """`Shard.content` of a shard, read from its file.
-
-    Args:
-      of_ids: the SHA-256 that its token ids must have.
-    Raises:
-      UserError: it cannot be read, or holds other ids.
-    """
-    content, ids = hashlib.sha256(lengths.astype("<i8").tobytes()), hashlib.sha256()
-    try:
-        reader: Any = ArrayRecordReader(str(path), "readahead_buffer_size:0,max_parallelism:0")
-        records = reader.num_records()
-        for start in range(0, records, _RECORDS_AT_ONCE):
-            for record in reader.read(start, min(start + _RECORDS_AT_ONCE, records)):
-                content.update(record)
-                ids.update(record)
-        reader.close()
-    except (RuntimeError, IndexError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read ({str(error).partition(';')[0]}).") from None
-    if ids.digest() != of_ids.digest():
-        raise UserError(f"{path}: what was written is not what can be read. Is the disk full, or failing?")
-    return content.hexdigest()
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file that has its name only once it is whole and on the disk."""
-    partial = _partial(path)
-    try:
-        with partial.open("wb") as opened:
-            opened.write(content)
-            opened.flush()
-            os.fsync(opened.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def _partial(path: Path) -> Path:
-    # A name of its own: a worker that has outlived its prepare may still write the same shard.
-    return path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}{TEMPORARY}")
 
 
 def _check_inputs(task: Task, workshop: Workshop) -> None:

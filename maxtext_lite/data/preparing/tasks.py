@@ -16,6 +16,9 @@ ROWS_SUFFIXES = (".parquet", ".arrow")
 SUFFIXES = (*TEXT_SUFFIXES, ".txt.zst", ".jsonl.zst", *ROWS_SUFFIXES)
 """Of all files that are read; a directory's other files are not looked at."""
 
+WHOLE = -1
+"""`Piece.stop` of a .jsonl that is read from its beginning to its end: its lines are then known by their numbers."""
+
 
 @dataclasses.dataclass(frozen=True)
 class InputFile:

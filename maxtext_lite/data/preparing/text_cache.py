@@ -8,23 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
 from maxtext_lite.config import DataConfig, UserError
+from maxtext_lite.config.bucket import is_bucket
 from maxtext_lite.config.errors import full_text
 from maxtext_lite.config.json_file import read_object, user_path
 from maxtext_lite.config.schema import RunConfig
-from maxtext_lite.data.manifest import DOCUMENTS_FILE, MANIFEST_FILE
+from maxtext_lite.data.cache import CACHE_VARIABLE, alone, cache_directory, write_whole
+from maxtext_lite.data.manifest import DOCUMENTS_FILE, MANIFEST_FILE, file_sha256
 from maxtext_lite.data.packing import TokenStream
-from maxtext_lite.data.row_index import CACHE_VARIABLE, IndexPlace
+from maxtext_lite.data.row_index import IndexPlace
 from maxtext_lite.data.text_files import TEXT_SUFFIXES
 from maxtext_lite.data.token_stream import open_prepared
 from maxtext_lite.data.tokenizer import Tokenizer
@@ -69,11 +69,12 @@ def cached_text(config: DataConfig, tokenizer: Tokenizer, files: list[tuple[str,
     if not isinstance(config, RunConfig) or sum(file.stat().st_size for _, file in files) < LEAST_BYTES:
         return None
     # Beside the runs, where many hosts see it, and where there is room for it.
-    root = user_path(os.environ.get(CACHE_VARIABLE) or f"{config.base_output_directory}/.cache") / "text"
+    beside = None if os.environ.get(CACHE_VARIABLE) else config.base_output_directory
+    root = cache_directory("text") if not beside or is_bucket(beside) else user_path(beside) / ".cache" / "text"
     with contextlib.ExitStack() as stack:
         entry = root / _key(files, tokenizer)
         try:
-            stack.enter_context(_alone(entry))
+            stack.enter_context(alone(entry))
         except OSError as error:
             with contextlib.suppress(FileNotFoundError):
                 return _opened(entry)  # that somebody else has made
@@ -93,15 +94,6 @@ def cached_text(config: DataConfig, tokenizer: Tokenizer, files: list[tuple[str,
         return _opened(entry)
 
 
-@contextlib.contextmanager
-def _alone(entry: Path) -> Iterator[None]:
-    """No other process looks at the entry or makes it meanwhile."""
-    entry.parent.mkdir(parents=True, exist_ok=True)
-    with entry.with_suffix(".lock").open("ab") as opened:
-        fcntl.flock(opened, fcntl.LOCK_EX)
-        yield
-
-
 def _key(files: list[tuple[str, Path]], tokenizer: Tokenizer) -> str:
     key = hashlib.sha256(f"{_FORMAT}:{tokenizer.fingerprint}:".encode())
     for name, file in files:
@@ -112,8 +104,7 @@ def _key(files: list[tuple[str, Path]], tokenizer: Tokenizer) -> str:
 
 def _sha256(file: Path) -> str:
     try:
-        with file.open("rb") as opened:
-            return hashlib.file_digest(opened, "sha256").hexdigest()
+        return file_sha256(file)
     except OSError as error:
         raise UserError(f"{file}: cannot be read ({error}).") from error
 
@@ -121,7 +112,6 @@ def _sha256(file: Path) -> str:
 def _make(entry: Path, config: DataConfig, tokenizer: Tokenizer, files: list[tuple[str, Path]]) -> None:
     from maxtext_lite.data.preparing.dataset import prepare_dataset  # here: most runs make none
     from maxtext_lite.data.preparing.keys import PrepareConfig
-    from maxtext_lite.data.preparing.shards import write_whole
 
     prepared = PrepareConfig.model_construct(
         input=[str(file) for _, file in files],

@@ -11,10 +11,10 @@ from typing import Any
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import writing
 from maxtext_lite.config.json_file import is_there
+from maxtext_lite.data.cache import write_whole
 from maxtext_lite.data.cutting import WORD_PATTERN
 from maxtext_lite.data.preparing.documents import BadLine, DocumentReader
 from maxtext_lite.data.preparing.keys import PrepareConfig, TokenizerConfig
-from maxtext_lite.data.preparing.shards import write_whole
 from maxtext_lite.data.preparing.tasks import cut, find_inputs
 from maxtext_lite.data.tokenizer import load_tokenizer
 

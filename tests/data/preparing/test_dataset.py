@@ -18,6 +18,7 @@ from maxtext_lite.data.preparing import dataset, shards
 from maxtext_lite.data.preparing.dataset import prepare_dataset
 from maxtext_lite.data.preparing.keys import PrepareConfig
 from maxtext_lite.data.tokenizer import ByteTokenizer
+from tests.stores import Memory
 
 TASK_BYTES = 12_000
 STEP = int(os.environ.get("PREPARE_KILL_STEP", "5"))  # 1: killed at every change of the disk, not at every fifth
@@ -44,7 +45,8 @@ def texts(tmp_path):
 
 
 def config(tmp_path, output="out", **keys):
-    return PrepareConfig(input=[str(tmp_path / "in")], output=str(tmp_path / output), task_megabytes=1, **keys)
+    place = output if "://" in output else str(tmp_path / output)
+    return PrepareConfig(input=[str(tmp_path / "in")], output=place, task_megabytes=1, **keys)
 
 
 def prepare(tmp_path, output="out", **keys):
@@ -168,6 +170,74 @@ def test_killed_at_every_change_of_the_disk_it_goes_on_to_the_same_bytes(texts, 
         assert content(tmp_path / f"cut{place}") == expected, place
         place += STEP
     assert place > 50
+
+
+@pytest.fixture
+def bucket(monkeypatch, tmp_path):
+    monkeypatch.setenv("MAXTEXT_LITE_CACHE", str(tmp_path / "cache"))
+    return Memory(monkeypatch)
+
+
+def test_into_a_bucket_goes_every_file_once_and_the_manifest_last(texts, tmp_path, bucket):
+    prepare(tmp_path, "local")
+    prepare(tmp_path, "gs://bucket/out/")
+    assert bucket.content("gs://bucket/out") == content(tmp_path / "local")
+    written = [name for method, name in bucket.calls if method in ("put_file", "pipe_file")]
+    shards_of = [f"0000{number}-of-00004.array_record" for number in range(4)]
+    tasks = [name for n in range(4) for name in (shards_of[n], f"0000{n}.lengths", f"0000{n}.json")]
+    assert written == ["prepare.json", *tasks, "documents.i64", "prepare.json", "manifest.json"]
+    left = [path.name for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+    assert sorted(left) == ["manifest.json", "prepare.json"]  # no copy of the data stays
+    bucket.calls.clear()
+    assert prepare(tmp_path, "gs://bucket/out").manifest == read_manifest(tmp_path / "local")
+    assert not any(method == "put_file" for method, _ in bucket.calls)
+
+
+def test_killed_at_an_upload_it_goes_on_on_another_machine_to_the_same_bytes(texts, tmp_path, bucket, monkeypatch):
+    prepare(tmp_path, "local")
+    expected, place, survived = content(tmp_path / "local"), 0, False
+    while not survived:
+        seen = []
+
+        def lethal(method, name, seen=seen, place=place):
+            seen.append(name)
+            if len(seen) > place and method != "cat_file":
+                raise Killed
+
+        bucket.before = lethal
+        with contextlib.suppress(Killed):
+            prepare(tmp_path, f"s3://bucket/{place}")
+            survived = True
+        assert ("manifest.json" in bucket.content(f"s3://bucket/{place}")) <= (seen[-1] == "manifest.json")
+        bucket.before = lambda method, name: None
+        if place % 2:  # the disk of the first machine is gone
+            monkeypatch.setenv("MAXTEXT_LITE_CACHE", str(tmp_path / f"cache{place}"))
+        prepare(tmp_path, f"s3://bucket/{place}")
+        assert bucket.content(f"s3://bucket/{place}") == expected, place
+        place += 1 if STEP == 1 else 3
+    assert place > 15
+
+
+def test_shares_on_machines_of_their_own_meet_in_the_bucket(texts, tmp_path, bucket, monkeypatch):
+    prepare(tmp_path, "local")
+    for number, complete in ((1, False), (0, True)):
+        monkeypatch.setenv("MAXTEXT_LITE_CACHE", str(tmp_path / f"cache{number}"))
+        shared = config(tmp_path, "gs://bucket/shares")
+        outcome = prepare_dataset(shared, tokenizer=ByteTokenizer(), share=(number, 2))
+        assert (outcome is not None) == complete
+    assert bucket.content("gs://bucket/shares") == content(tmp_path / "local")
+
+
+def test_a_bucket_that_holds_something_else_is_refused(texts, tmp_path, bucket):
+    bucket.files.pipe_file("/bucket/mine/notes.txt", b"notes")
+    with pytest.raises(UserError, match=r"^output='gs://bucket/mine' holds notes\.txt already, and nothing that prep"):
+        prepare(tmp_path, "gs://bucket/mine")
+    prepare(tmp_path, "gs://bucket/out")
+    with pytest.raises(UserError, match=r"^gs://bucket/out was begun otherwise: with field=text, not body\."):
+        prepare(tmp_path, "gs://bucket/out", text_field="body")
+    bucket.files.rm("/bucket/out", recursive=True)  # all of it is made again, whatever a cache has of it
+    prepare(tmp_path, "gs://bucket/out")
+    assert "manifest.json" in bucket.content("gs://bucket/out")
 
 
 def test_tasks_that_are_done_are_not_done_again(texts, tmp_path, monkeypatch):

@@ -116,7 +116,6 @@ def test_rows_that_are_not_there_and_another_tokenizer_are_named(prepared, tmp_p
 def test_many_documents_are_counted_in_parts(prepared, monkeypatch):
     whole = list(report(prepared, InspectConfig()))
     monkeypatch.setattr("maxtext_lite.data.preparing.inspecting._DOCUMENTS_AT_ONCE", 2)
-    monkeypatch.setattr("maxtext_lite.data.preparing.inspecting._IDS_AT_ONCE", 7)
     assert list(report(prepared, InspectConfig())) == whole
 
 

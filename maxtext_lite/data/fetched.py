@@ -1,0 +1,130 @@
+"""Prepared datasets in buckets: what of them is fetched into the cache, once, and checked against the manifest."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+from maxtext_lite.config import UserError
+from maxtext_lite.config.bucket import any_path, bucket_scheme, is_bucket
+from maxtext_lite.config.errors import full_text, writing
+from maxtext_lite.config.json_file import user_path
+from maxtext_lite.data.bucket_directory import BucketDirectory
+from maxtext_lite.data.cache import TEMPORARY, alone, cache_directory, write_whole
+from maxtext_lite.data.manifest import (
+    DOCUMENTS_FILE,
+    END_BYTES,
+    MANIFEST_FILE,
+    Manifest,
+    Shard,
+    file_sha256,
+    manifest_of,
+    size_and_ends,
+)
+from maxtext_lite.data.text_files import json_object
+from maxtext_lite.process.output import complain
+
+_FETCHED_AT_ONCE = 8
+
+
+def find_prepared(key: str, path: str | Path) -> tuple[Path, Path | None]:
+    """(where the manifest and the documents of a prepared dataset are, where its shards are if elsewhere).
+
+    Of a dataset in a bucket the former are fetched into the cache, and so are the shards, unless it is on gs, where
+    ArrayRecord reads them in place. Processes that come meanwhile wait. What is not whole is fetched again.
+
+    Args:
+      key: what messages call the path.
+    Raises:
+      UserError: something of it is missing, cannot be read or is not what the manifest says; names it.
+    """
+    if not is_bucket(path):
+        return user_path(str(path)), None
+    remote = BucketDirectory(key, str(path).rstrip("/"))
+    content, where = remote.read(MANIFEST_FILE), f"{remote.url}/{MANIFEST_FILE}"
+    manifest = manifest_of(where, json_object(where, content, wanted="a manifest of prepare"))
+    entry = cache_directory("buckets") / hashlib.sha256(content).hexdigest()[:32]
+    in_place = bucket_scheme(path) == "gs"  # ArrayRecord knows no other
+    with writing(entry), alone(entry):
+        entry.mkdir(exist_ok=True)
+        if in_place:
+            _check_in_place(remote, manifest, entry)
+        _fetch(remote, manifest, entry, () if in_place else manifest.shards)
+        write_whole(entry / MANIFEST_FILE, content)
+    return entry, any_path(remote.url, key) if in_place else None
+
+
+def _check_in_place(remote: BucketDirectory, manifest: Manifest, entry: Path) -> None:
+    """Refuses shards that the manifest was not written for, by their sizes and, where they have changed, their ends."""
+    listed = remote.listed()
+    _check_sizes(remote, listed, manifest.shards)
+    checked = entry / f"checked-{hashlib.sha256(json.dumps([remote.url, listed]).encode()).hexdigest()[:32]}"
+    if checked.exists():
+        return
+    names = [shard.file for shard in manifest.shards]
+    sizes = [listed[name][0] for name in names]
+    firsts = remote.read_parts(names, [0] * len(names), [END_BYTES] * len(names))
+    lasts = remote.read_parts(names, [max(size - END_BYTES, 0) for size in sizes], sizes)
+    for shard, first, last in zip(manifest.shards, firsts, lasts, strict=True):
+        if shard.ends not in ("", hashlib.sha256(first + last).hexdigest()):
+            raise UserError(
+                f"{remote.url}/{shard.file} is not the file that {MANIFEST_FILE} was written for: its ends differ."
+            )
+    checked.touch()
+
+
+def _check_sizes(remote: BucketDirectory, listed: dict[str, tuple[int, str]], shards: tuple[Shard, ...]) -> None:
+    for shard in shards:
+        if shard.file not in listed:
+            raise UserError(f"{remote.url}/{shard.file} is not there; {MANIFEST_FILE} names it.")
+        if shard.bytes not in (0, size := listed[shard.file][0]):
+            raise UserError(f"{remote.url}/{shard.file} has {size:,} bytes; {MANIFEST_FILE} says {shard.bytes:,}.")
+
+
+def _fetch(remote: BucketDirectory, manifest: Manifest, entry: Path, shards: tuple[Shard, ...]) -> None:
+    """Fetches the documents and these shards, those that are not there and whole."""
+    if _ends_of(entry / DOCUMENTS_FILE)[0] != 8 * (manifest.documents + 1):
+        _fetch_file(remote, DOCUMENTS_FILE, manifest.documents_sha256, entry)
+    due = tuple(
+        shard
+        for shard in shards
+        if not (shard.bytes and shard.ends) or _ends_of(entry / shard.file) != (shard.bytes, shard.ends)
+    )
+    if not due:
+        return
+    _check_sizes(remote, remote.listed(), due)
+    num_bytes, free = sum(shard.bytes for shard in due), shutil.disk_usage(entry).free
+    if num_bytes > free:
+        raise UserError(
+            f"{remote.url} has {num_bytes:,} bytes to be fetched, and {full_text(entry)} has room for {free:,}."
+        )
+    complain(
+        f"fetching {len(due):,} shards of {remote.url}, {num_bytes:,} bytes, once, into {full_text(entry)}; the next "
+        "start reads them from there"
+    )
+    pool = concurrent.futures.ThreadPoolExecutor(_FETCHED_AT_ONCE)
+    try:
+        list(pool.map(lambda shard: _fetch_file(remote, shard.file, shard.sha256, entry), due))
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _ends_of(file: Path) -> tuple[int, str]:
+    try:
+        return size_and_ends(file)
+    except FileNotFoundError:
+        return (-1, "")
+
+
+def _fetch_file(remote: BucketDirectory, name: str, sha256: str, entry: Path) -> None:
+    partial = entry / f"{name}{TEMPORARY}"  # nobody else writes it: the entry is locked
+    remote.fetch(name, partial)
+    if sha256 not in ("", file_sha256(partial)):
+        partial.unlink()
+        raise UserError(
+            f"{remote.url}/{name} is not the file that {MANIFEST_FILE} was written for: its SHA-256 differs."
+        )
+    partial.replace(entry / name)

@@ -1,0 +1,36 @@
+"""Which paths are in buckets, and what is said where what reads them is not installed."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from maxtext_lite.config import UserError
+from maxtext_lite.config.bucket import any_path, bucket_scheme, is_bucket
+
+
+@pytest.mark.parametrize(
+    ("path", "scheme"),
+    [
+        ("gs://b/runs", "gs"),
+        ("s3://b", "s3"),
+        ("runs", ""),
+        ("/gs/b", ""),
+        ("gs:/b", ""),
+        ("ftp://a", ""),
+        ("a://b", ""),
+    ],
+)
+def test_a_bucket_is_what_begins_with_a_scheme_that_is_known(path: str, scheme: str):
+    assert (bucket_scheme(path), is_bucket(path)) == (scheme, scheme != "")
+
+
+def test_a_local_path_is_pathlibs():
+    assert type(any_path("runs/a", "key")) is type(Path())
+
+
+@pytest.mark.parametrize(("url", "extra"), [("gs://b/x", "gcs"), ("s3://b/x", "s3")])
+def test_without_the_extra_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch, url: str, extra: str):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=rf"^some_key={url} needs .*: pip install 'maxtext-lite\[{extra}\]'\.$"):
+        any_path(url, "some_key")

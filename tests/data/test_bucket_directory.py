@@ -1,0 +1,118 @@
+"""Directories in emulated buckets, gs and s3: objects are written, read and refused alike, and hold datasets."""
+
+import numpy as np
+import pytest
+
+from maxtext_lite.config import UserError
+from maxtext_lite.data.bucket_directory import BucketDirectory
+from maxtext_lite.data.cache import CACHE_VARIABLE
+from maxtext_lite.data.fetched import find_prepared
+from maxtext_lite.data.manifest import MANIFEST_FILE
+from maxtext_lite.data.token_stream import open_prepared, verify
+from tests.bucket_emulator import bucket_server
+from tests.prepared import byte_shards, write_prepared
+from tests.stores import s3_server
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")  # by gcsfs, of its own parts
+
+
+@pytest.fixture(scope="module", params=["gs", "s3"])
+def scheme(request):
+    if request.param == "gs":
+        pytest.importorskip("gcp_storage_emulator")
+        made, files = bucket_server(), pytest.importorskip("gcsfs").GCSFileSystem
+    else:
+        pytest.importorskip("moto")
+        made, files = s3_server(), pytest.importorskip("s3fs").S3FileSystem
+    with made as variables, pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        files.clear_instance_cache()
+        if request.param == "s3":  # the other begins with one
+            files().mkdir("bucket")
+        yield request.param
+        files.clear_instance_cache()
+
+
+@pytest.fixture
+def bucket(scheme, tmp_path):
+    return BucketDirectory("output", f"{scheme}://bucket/{tmp_path.name}")
+
+
+def test_objects_are_written_listed_read_and_removed(bucket, tmp_path):
+    assert bucket.listed() == {}
+    bucket.remove([])
+    bucket.create("plan", b"first")
+    bucket.create("plan", b"second")
+    assert bucket.read("plan") == b"first"
+    content = np.random.default_rng(0).bytes(6_000_000)  # more than goes in one part
+    (tmp_path / "file").write_bytes(content)
+    bucket.upload(tmp_path / "file", "below/file")
+    listed = bucket.listed()
+    assert {name: size for name, (size, _) in listed.items()} == {"below/file": 6_000_000, "plan": 5}
+    assert len({known_by for _, known_by in listed.values()}) == 2
+    parts = bucket.read_parts(["below/file", "plan", "below/file"], [0, 1, 5_999_000], [7, 4096, 6_000_000])
+    assert parts == [content[:7], b"irst", content[5_999_000:]]
+    bucket.fetch("below/file", tmp_path / "copy")
+    bucket.fetch_all(["below/file", "plan"], tmp_path / "all")
+    for copy in ("copy", "all/below/file"):
+        assert (tmp_path / copy).read_bytes() == content
+    assert (tmp_path / "all" / "plan").read_bytes() == b"first"
+    bucket.remove(["plan", "below/file"])
+    assert bucket.listed() == {}
+
+
+def test_what_is_not_there_is_named(bucket, tmp_path):
+    gone = "cannot be reached: there is no such bucket or object."
+    for ask in (bucket.read, lambda name: bucket.fetch(name, tmp_path / "copy")):
+        with pytest.raises(UserError) as caught:
+            ask("none")
+        assert str(caught.value) == f"output={bucket.url}/none {gone}"
+    elsewhere = BucketDirectory("output", bucket.url.replace("://bucket/", "://nowhere/"))
+    (tmp_path / "file").write_bytes(b"content")
+    for ask in (lambda: elsewhere.create("a", b"b"), lambda: elsewhere.upload(tmp_path / "file", "a")):
+        with pytest.raises(UserError) as caught:
+            ask()
+        assert str(caught.value) in (f"output={elsewhere.url}/a {gone}", f"output={elsewhere.url} {gone}")
+
+
+def test_a_store_that_refuses_is_quoted(scheme, monkeypatch):
+    if scheme == "gs":
+        pytest.skip("the emulator asks nobody who it is")
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    import s3fs
+
+    s3fs.S3FileSystem.clear_instance_cache()
+    with pytest.raises(UserError, match=r"^input=s3://bucket/a/b cannot be reached: Unable to locate credentials\.$"):
+        BucketDirectory("input", "s3://bucket/a").read("b")
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+def test_a_dataset_is_read_as_from_a_local_directory(bucket, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    manifest = write_prepared(tmp_path / "data", byte_shards(["one", "two words", "x" * 20_000, "end"], 2))
+    names = [shard.file for shard in manifest.shards]
+    for file in (tmp_path / "data").iterdir():
+        bucket.upload(file, file.name)
+    in_place = bucket.url.startswith("gs:")
+    directory, shards = find_prepared("dataset_path", bucket.url)
+    assert ("fetching 2 shards" in capsys.readouterr().err) != in_place
+    assert [(directory / name).exists() for name in names] == [not in_place] * 2
+    stream, starts = open_prepared("dataset_path", directory, shards)
+    expected, expected_starts = open_prepared("dataset_path", tmp_path / "data")
+    for part in (slice(0, 9), slice(5_000, 13_000), slice(len(expected) - 3, None)):
+        np.testing.assert_array_equal(stream[part], expected[part])
+    np.testing.assert_array_equal(starts, expected_starts)
+    assert list(verify(stream, starts)) == list(verify(expected, expected_starts))
+
+    shard = (tmp_path / "data" / names[1]).read_bytes()
+    (tmp_path / "other").write_bytes(shard[:5] + b"?" + shard[6:])
+    bucket.upload(tmp_path / "other", names[1])
+    if in_place:
+        with pytest.raises(UserError) as caught:
+            find_prepared("dataset_path", bucket.url)
+        problem = f"is not the file that {MANIFEST_FILE} was written for: its ends differ."
+        assert str(caught.value) == f"{bucket.url}/{names[1]} {problem}"
+    else:  # what has been fetched is whole
+        assert find_prepared("dataset_path", bucket.url) == (directory, None)

@@ -1,0 +1,36 @@
+"""What is made once: where, by whom, and under its name only once it is whole."""
+
+import fcntl
+from pathlib import Path
+
+import pytest
+
+from maxtext_lite.data import cache
+from maxtext_lite.data.cache import CACHE_VARIABLE, alone, cache_directory, write_whole
+
+
+def test_the_directory_is_the_variables_or_the_users(monkeypatch, tmp_path):
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    assert cache_directory("rows") == tmp_path / "rows"
+    monkeypatch.setenv(CACHE_VARIABLE, "")
+    assert cache_directory("rows") == Path.home() / ".cache" / "maxtext_lite" / "rows"
+
+
+def test_nobody_else_has_an_entry_meanwhile(tmp_path):
+    entry = tmp_path / "kind" / "entry"
+    with alone(entry), entry.with_suffix(".lock").open("ab") as other:
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with entry.with_suffix(".lock").open("ab") as other:
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_a_file_that_cannot_be_written_whole_is_not_there(tmp_path, monkeypatch):
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    write_whole(tmp_path / "a", b"before")
+    monkeypatch.setattr(cache.os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_whole(tmp_path / "a", b"content")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"a": b"before"}

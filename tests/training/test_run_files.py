@@ -1,0 +1,65 @@
+"""What a run writes beside its checkpoints: in place on a file system, spooled and uploaded whole for a bucket."""
+
+import pytest
+
+from maxtext_lite.config import UserError, load_config
+from maxtext_lite.training.run_files import RunFiles, has_checkpoints, run_directory
+
+
+def test_on_a_file_system_files_are_where_they_are_written(tmp_path):
+    files = RunFiles(tmp_path / "run")
+    files.make()
+    (files.directory / "metrics.jsonl").write_text("1\n")
+    files.fetch()
+    files.upload()
+    files.close()
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == "1\n"
+
+
+def test_in_a_bucket_they_are_uploaded_whole_and_what_was_not_is_gone_at_the_next_start(bucket):
+    """As after a kill: lines that were not uploaded are of steps that no checkpoint has."""
+    url = bucket / "run"
+    killed, after = RunFiles(url), RunFiles(url)
+    killed.make()
+    killed.fetch()
+    lines = killed.directory / "metrics.jsonl"
+    (killed.directory / "tensorboard").mkdir()
+    (killed.directory / "tensorboard" / "events").write_bytes(b"\0")
+    lines.write_text("1\n")
+    assert not (url / "metrics.jsonl").exists()
+    killed.upload()
+    assert (url / "metrics.jsonl").read_text() == "1\n"
+    assert (url / "tensorboard" / "events").read_bytes() == b"\0"
+    lines.write_text("1\n2\n")
+    assert after.directory == killed.directory
+    after.make()
+    after.fetch()
+    assert lines.read_text() == "1\n"
+    with lines.open("a") as file:
+        file.write("3\n")
+    after.close()
+    assert (url / "metrics.jsonl").read_text() == "1\n3\n"
+    assert not after.directory.exists()
+
+
+def test_only_what_has_changed_is_uploaded(bucket):
+    files = RunFiles(bucket / "run")
+    files.make()
+    files.fetch()
+    for name in ("old", "new"):
+        (files.directory / name).write_text("1")
+    files.upload()
+    (bucket / "run" / "old").write_text("not touched")
+    (files.directory / "new").write_text("22")
+    files.upload()
+    assert (bucket / "run" / "old").read_text() == "not touched"
+    assert (bucket / "run" / "new").read_text() == "22"
+
+
+def test_a_bucket_that_is_not_there_is_one_line(bucket):
+    config = load_config(None, ["base_output_directory=gs://nowhere/runs", "run_name=a"])
+    with pytest.raises(UserError, match=r"^base_output_directory=gs://nowhere/runs/a cannot be reached: there is no"):
+        has_checkpoints(run_directory(config))
+    assert not has_checkpoints(bucket / "run")
+    (bucket / "run" / "checkpoints" / "unfinished-1").write_text("-")
+    assert has_checkpoints(bucket / "run")
