@@ -72,16 +72,18 @@ def file_system(path: str | Path, key: str = "path") -> tuple[Any, str]:
 
 @contextlib.contextmanager
 def storage_errors(path: object) -> Generator[None]:
-    """What is done inside reads or writes a bucket, or files: whatever its libraries raise is an OSError with a reason.
+    """What is done inside reads or writes a path: of a bucket, whatever its libraries raise becomes an OSError.
 
     Raises:
-      OSError: in the place of an error without a number, or of another kind.
+      OSError: with a number and a reason.
     """
     try:
         yield
     except Exception as error:
-        known = isinstance(error, OSError) or type(error).__module__.partition(".")[0] in _LIBRARIES
-        if not known or isinstance(error, FileExistsError) or (isinstance(error, OSError) and error.errno):
+        theirs = type(error).__module__.partition(".")[0] in _LIBRARIES or (
+            isinstance(error, OSError) and not error.errno
+        )
+        if not is_bucket(path) or not theirs or isinstance(error, FileExistsError):
             raise
         if isinstance(error, FileNotFoundError):
             raise FileNotFoundError(errno.ENOENT, "there is no such bucket or object", str(path)) from None

@@ -23,6 +23,7 @@ from maxtext_lite.batching import (
 )
 from maxtext_lite.batching.devices import peak_tflops
 from maxtext_lite.config import Config, UserError, describe, write_resolved
+from maxtext_lite.config.bucket import is_bucket
 from maxtext_lite.config.errors import value_text, writing
 from maxtext_lite.config.hf.adapter import adapter_of
 from maxtext_lite.config.hf.config import CARRIED, has_hf_weights, hf_directory, tokenizer_keys
@@ -155,7 +156,8 @@ class TrainingRun(Generic[Data]):
                 about = self.config, self._fingerprint
                 self.checkpointer = Checkpointer(self.directory, *about, self.failures, say, holds, self.files.upload)
             yield
-            self.failures.on_first_host(self.directory, self.files.upload)
+            if is_bucket(self.directory):
+                self.failures.on_first_host(self.directory, self.files.upload)
         finally:
             if self.checkpointer:
                 self.checkpointer.close()
@@ -252,8 +254,7 @@ class TrainingRun(Generic[Data]):
         return init_state(self.parts, self.config.seed), Counts()
 
     def _mix(self, saved: Sequence[dict[str, Any]], counts: Counts) -> None:
-        seen = counts.examples_seen, counts.tokens_seen
-        self.source, mixtures = in_run(self.config, self.source, saved, seen)
+        self.source, mixtures = in_run(self.config, self.source, saved, (counts.examples_seen, counts.tokens_seen))
         if self.checkpointer:
             self.checkpointer.mixtures = mixtures
 
