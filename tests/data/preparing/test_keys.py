@@ -18,7 +18,7 @@ def test_the_field_is_text_or_the_turns_of_a_conversation():
     ("task_megabyte=3", "unknown key 'task_megabyte' (command line). Did you mean 'task_megabytes'?"),
     ("num_workers=0", "num_workers=0 must be at least 1, or -1."),
     ("max_bad_fraction=2", "max_bad_fraction=2 must be at least 0 and at most 1."),
-    ("output=gs://bucket/x", "output=gs://bucket/x is a URL (gs:), and only local paths are read and written."),
+    ("output=az://bucket/x", "output=az://bucket/x is a URL (az:), and only local paths and gs:// and s3:// are read and written."),
     ("tokenizer_path=t.json", "tokenizer_path has no use with tokenizer_type=byte."),
     ("tokenizer_type=huggingface", "tokenizer_path is empty with tokenizer_type=huggingface."),
     ("chat_template=t.jinja", "chat_template has no use without chat=true."),
