@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Rewrites constraints.txt, the lock: exact versions of everything that the base install and the extras gcs, s3, hf, prepare
-# and test need, for every supported Python in one file. Needs uv on the PATH (pip install uv). Run it after changing a
-# range in pyproject.toml, then run the suite on each Python.
+# Rewrites constraints.txt, the lock: exact versions of everything that the base install and the extras gcs, s3, hf,
+# prepare and test need, for every supported Python in one file. Needs uv on the PATH (pip install uv). Run it after
+# changing a range in pyproject.toml, then run the suite on each Python.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

@@ -146,7 +146,7 @@ def test_every_package_that_is_imported_is_declared():
     base = {canonicalize_name(Requirement(text).name) for text in PROJECT["dependencies"]}
     with_gcs, with_hf, with_harness, with_math = (
         base | {canonicalize_name(Requirement(text).name) for text in EXTRAS[extra]}
-        for extra in ("gcs", "hf", "harness", "math", "s3")
+        for extra in ("gcs", "hf", "harness", "math")
     )
     for module in modules().values():
         declared = with_hf if module.package == "hf" else base
