@@ -327,8 +327,7 @@ class TrainingRun(Generic[Data]):
         Args:
           end: examples that the run has seen at its end.
         """
-        files = self.files.directory
-        with writing(files / "config.yml"):
+        with writing((files := self.files.directory) / "config.yml"):
             write_resolved(self.config, files / "config.yml")
         path = self.config.load_parameters_path
         if carried := hf_directory(path) if path else None:  # so that the run can be exported and talked to
