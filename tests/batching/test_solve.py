@@ -26,11 +26,14 @@ def changed(values, machine, edit):
     return values | {key: value for key, value in edit.items() if key not in machine}, machine | machine_edit
 
 
+TRIALS = 150  # of each seed; 400 and more by hand, after a change of the solver
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_random_configs_plan_or_name_values_that_work(seed):
     rng = random.Random(seed)
     planned = 0
-    for _ in range(400):
+    for _ in range(TRIALS):
         values, machine, examples = draw(rng)
         try:
             plan = make_plan(configured(values), **machine, num_examples=examples)
@@ -46,13 +49,13 @@ def test_random_configs_plan_or_name_values_that_work(seed):
         for problem in problems:
             values, machine = changed(values, machine, changes(problem)[0])
         make_plan(configured(values), **machine, num_examples=examples)
-    assert planned > 5
+    assert planned > 2
 
 
 def test_shards_of_the_tokens_plan_or_name_values_that_work():
     rng = random.Random(0)
     refused = 0
-    for _ in range(300):
+    for _ in range(TRIALS):
         tiles = rng.choice([1, 1, 3, 4, 64])
         values = {"max_target_length": tiles * rng.choice([1, 5, 16, 64]), "num_vocab_tiling": tiles,
                   "attention": rng.choice(["auto", "dot_product", "splash"])}  # fmt: skip
@@ -75,7 +78,7 @@ def test_shards_of_the_tokens_plan_or_name_values_that_work():
         for problem in problems:
             values, machine = changed(values, machine, changes(problem)[0])
         make_plan(configured(values), **machine)
-    assert 100 < refused < 250
+    assert TRIALS / 3 < refused < TRIALS * 5 / 6
 
 
 def test_values_of_the_wrong_type_are_answered_along_with_the_rest():
@@ -85,7 +88,7 @@ def test_values_of_the_wrong_type_are_answered_along_with_the_rest():
              "steps": [0, "1.5", 30], "optimizer": ["adam"], "base_num_kv_heads": [3], "last_batch": ["train", "all"],
              "scale_adam_with_batch": ["true"], "base_global_batch_size": [-1], "num_epochs": [-1, "x"],
              "learning_rate_scaling": ["square"], "diloco_num_replicas": [0]}  # fmt: skip
-    for _ in range(120):
+    for _ in range(60):
         values, machine, examples = draw(rng)
         values |= {key: rng.choice(wrong[key]) for key in rng.sample(list(wrong), 2)}
         with pytest.raises(UserError) as refused:
@@ -134,8 +137,8 @@ def test_the_lines_of_a_refusal_agree_and_what_they_name_works_together():
 
 
 def test_what_refusals_name_first_plans_and_is_found_in_under_a_second_whatever_the_numbers():
-    refused, slowest_seconds, failed = failures(200, seed=0)  # `python -m tests.suggestions` tries more
-    assert refused == 200
+    refused, slowest_seconds, failed = failures(100, seed=0)  # `python -m tests.suggestions` tries more
+    assert refused == 100
     assert not failed
     assert slowest_seconds < 1
 
