@@ -120,13 +120,14 @@ def test_five_steps_agree_however_they_and_the_optimizer_are_split(optimizer, fi
     losses = [m["loss"] for m in metrics]
     assert losses[-1] < losses[0] - 0.01
     assert state.step == state.opt_state.gradient_step == 5
-    for accumulation, slots, mesh, *overrides in (
+    splits = [
         SPLITS["A=4, empty slots, on data 8"],
-        SPLITS["A=1 on data 2 fsdp 2 tensor 2"],
         (2, 8, {"data": 2, "context": 4}),
-        (2, 8, {"data": 8}, ZERO),
         (2, 8, {"data": 2, "fsdp": 2, "tensor": 2}, ZERO),
-    ):
+    ]
+    if optimizer == "adamw":  # sgd has no more to split, and its gradients on these meshes are compared above
+        splits += [SPLITS["A=1 on data 2 fsdp 2 tensor 2"], (2, 8, {"data": 8}, ZERO)]
+    for accumulation, slots, mesh, *overrides in splits:
         other_state, other_metrics = five_steps(optimizer, accumulation, slots, mesh, *overrides)
         for name in ("loss", "grad_norm", "z_loss", "param_norm", "learning_rate"):
             np.testing.assert_allclose([m[name] for m in other_metrics], [m[name] for m in metrics], rtol=1e-5)
