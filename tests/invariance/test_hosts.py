@@ -138,5 +138,6 @@ def test_data_that_a_loading_host_misses_ends_all_processes_with_2_and_one_messa
     assert len(said) == 4
     assert len(set(said)) == 1
     assert said[0].startswith(f"error: dataset_path='{documents}/nowhere.jsonl': there is no such file")
-    assert "compiled" not in refused.stdout.split("5 steps done")[1]
+    before, saved, after = refused.stdout.partition("saved step 5")
+    assert (saved, "compiled" in before, "compiled" in after) == ("saved step 5", True, False)
     assert not run("nothing").directory.exists()
