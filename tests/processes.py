@@ -1,15 +1,21 @@
 """Runs of maxtext_lite in processes of their own: several runs in the same processes, or one by its command."""
 
+import atexit
 import contextlib
 import dataclasses
+import functools
 import json
 import os
+import shlex
+import shutil
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,7 +24,7 @@ import orbax.checkpoint as ocp
 from tests.conftest import QUICK_COMPILATION
 from tests.source_tree import REPOSITORY
 
-SECONDS = 400  # for anything: machines are slow, and a process that hangs is ended by its test
+SECONDS = 1500  # for anything: machines are slow and loaded, and a process that hangs is ended by its test
 
 # Every process does the same runs, as one command after another would: to start processes takes longer than to train.
 # In the overrides, {process} is the number of the process; a first word without = is a config file.
@@ -44,13 +50,44 @@ def main(argv):
         if isinstance(config, RLRunConfig):
             from maxtext_lite.rl.rollout_steps import train_rl as run  # takes a second
         run(config)
-    assert "torch" not in sys.modules  # it is installed for tests alone, and takes seconds to import
+        assert "torch" not in sys.modules  # it is installed for tests alone, and takes seconds to import
     return 0
 code = run_command(main)
 with open(os.path.join(record, process), "w") as file:
     json.dump(sorted(set(opened)), file)
 sys.exit(code)
 """
+
+
+@functools.cache
+def quick_python() -> tuple[str, ...]:
+    """What stands for `python` where its seconds of imports prove nothing: see fork_server.py, started here once."""
+    if sys.platform != "linux":
+        return (sys.executable,)
+    folder = Path(tempfile.mkdtemp())
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(folder / "socket"))
+    listener.listen(64)
+    command = [sys.executable, str(REPOSITORY / "tests" / "fork_server.py"), str(listener.fileno())]
+    server = subprocess.Popen(  # it ends as its standard input ends, with this process
+        command, stdin=subprocess.PIPE, env=environment(), pass_fds=[listener.fileno()], start_new_session=True
+    )
+    listener.close()
+
+    def end() -> None:
+        server.communicate()
+        shutil.rmtree(folder)
+
+    atexit.register(end)
+    words = (sys.executable, "-I", "-S", str(REPOSITORY / "tests" / "fork_client.py"), str(folder / "socket"))
+    (folder / "python").write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
+    (folder / "python").chmod(0o755)
+    return words
+
+
+def folder_of_python() -> Path:
+    """For PATH: its `python` is the quick one, where there is one."""
+    return Path(quick_python()[-1]).parent
 
 
 def environment(devices: int | None = None) -> dict[str, str]:
@@ -68,19 +105,29 @@ def launched(command: Sequence[str], *, processes: int, devices: int) -> tuple[l
     return [*launcher, "--devices-per-process", str(devices), "--", *command], environment()
 
 
-def train_in_turn(
+def in_turn(
     overrides: Sequence[Sequence[str]], *, processes: int, devices: int, watched: Path | str = "/nothing"
-) -> list[list[str]]:
-    """Does the runs one after another, in the same processes; returns the files under `watched` that each opened."""
+) -> tuple[subprocess.CompletedProcess[str], list[list[str]]]:
+    """Does the runs one after another, in the same processes, up to one that fails.
+
+    Returns:
+      How it ended, and the files under `watched` that each process opened.
+    """
     with tempfile.TemporaryDirectory() as record:
         command, variables = launched(
-            [sys.executable, "-c", RUNS, str(watched), record, json.dumps([list(each) for each in overrides])],
+            [*quick_python(), "-c", RUNS, str(watched), record, json.dumps([list(each) for each in overrides])],
             processes=processes,
             devices=devices,
         )
         result = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=SECONDS, check=False)
-        assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
-        return [json.loads((Path(record) / str(process)).read_text()) for process in range(processes)]
+        return result, [json.loads((Path(record) / str(process)).read_text()) for process in range(processes)]
+
+
+def train_in_turn(overrides: Sequence[Sequence[str]], **how: Any) -> list[list[str]]:
+    """The same where no run fails: the files that each process opened."""
+    result, opened = in_turn(overrides, **how)
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
+    return opened
 
 
 # Commands one after another, each a line of JSON that is answered by one: to import jax takes longer than to find out
@@ -103,7 +150,7 @@ for line in sys.stdin:
 def commands_in_turn(*, devices: int) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
     """A function (directory, command, *arguments) that runs commands in one process, for those that end in no time."""
     pipe = subprocess.PIPE
-    words = [sys.executable, "-c", COMMANDS]
+    words = [*quick_python(), "-c", COMMANDS]
     with subprocess.Popen(words, env=environment(devices), stdin=pipe, stdout=pipe, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -159,7 +206,7 @@ def train_under_way(overrides: Sequence[str], *, processes: int, devices: int) -
     """The command `train`; where the block leaves it running it is killed, and the launcher's guard kills the rest."""
     with tempfile.TemporaryDirectory() as ids:
         command, variables = launched(
-            [sys.executable, "-c", TRAIN, ids, *overrides], processes=processes, devices=devices
+            [*quick_python(), "-c", TRAIN, ids, *overrides], processes=processes, devices=devices
         )
         pipe = subprocess.PIPE
         with subprocess.Popen(command, env=variables, stdout=pipe, stderr=pipe, text=True) as popen:

@@ -68,6 +68,13 @@ def without_removed(words, problems):
     return [word for word in words if word.partition("=")[0] not in gone]
 
 
+def timed(file, words, machine, examples):
+    """What is wrong with a config, and the CPU seconds that it took to say so."""
+    start = time.process_time()
+    problems = planned(file, words, machine, examples)
+    return problems, time.process_time() - start
+
+
 def failures(count, seed):
     """(refused, CPU seconds of the slowest refusal, cases whose first suggestions together cannot be planned)."""
     rng = random.Random(seed)
@@ -76,9 +83,10 @@ def failures(count, seed):
         file, words, machine, examples = asked(rng)
         if any(word.startswith("num_epochs") for word in words):
             examples = examples or 1000
-        start = time.process_time()
-        problems = planned(file, words, machine, examples)
-        slowest = max(slowest, time.process_time() - start)
+        problems, seconds = timed(file, words, machine, examples)
+        if seconds > max(slowest, 0.5):  # whatever else the machine does: the least of three
+            seconds = min(seconds, *(timed(file, words, machine, examples)[1] for _ in range(2)))
+        slowest = max(slowest, seconds)
         if not problems:
             continue
         refused += 1

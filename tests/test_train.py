@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from tests.conftest import QUICK_COMPILATION
-from tests.processes import commands_in_turn
+from tests.processes import commands_in_turn, quick_python
 from tests.training.conftest import TINY
 
 RUN = [
@@ -27,9 +27,10 @@ RUN = [
 ]
 
 
-def _command(directory, *overrides):
+def _command(directory, *overrides, python=None):
+    python = python or quick_python()
     return [
-        sys.executable,
+        *python,
         "-m",
         "maxtext_lite.train",
         "base.yml",
@@ -45,9 +46,9 @@ def _environment():
     return kept | {"XLA_FLAGS": " ".join(["--xla_force_host_platform_device_count=2", *QUICK_COMPILATION])}
 
 
-def _train(directory, *overrides):
+def _train(directory, *overrides, python=None):
     return subprocess.run(
-        _command(directory, *overrides),
+        _command(directory, *overrides, python=python),
         env=_environment(),
         cwd=directory,
         capture_output=True,
@@ -81,7 +82,7 @@ def _parameters(run):
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     directory = tmp_path_factory.mktemp("uninterrupted")
-    result = _train(directory)
+    result = _train(directory, python=[sys.executable])
     assert result.returncode == 0, result.stderr
     return directory / "default", result.stdout
 
@@ -158,8 +159,9 @@ def test_a_signal_ends_with_75_after_saving(tmp_path):
 
 
 def test_a_signal_before_the_first_step_ends_at_once_with_130_and_no_word(tmp_path):
+    """Of a step that no other test has compiled, so that there is time for it."""
     with subprocess.Popen(
-        _command(tmp_path),
+        _command(tmp_path, "base_mlp_dim=40", python=[sys.executable]),
         env=_environment(),
         cwd=tmp_path,
         stdout=subprocess.PIPE,
@@ -191,7 +193,7 @@ def test_a_loss_that_is_no_number_ends_with_3(tmp_path):
     (["per_device_batch_size=0.3"], "per_device_batch_size=0.3 x 2 devices = 0.6 examples, not a whole number."),
 ])  # fmt: skip
 def test_mistakes_end_with_2_and_name_key_and_value(overrides, message, tmp_path, commands):
-    result = commands(tmp_path, "train", *_command(tmp_path, *overrides)[3:])
+    result = commands(tmp_path, "train", *_command(tmp_path, *overrides, python=[sys.executable])[3:])
     assert result.returncode == 2
     assert any(line.startswith("error: ") and message in line for line in result.stderr.splitlines()), result.stderr
     assert "Traceback" not in result.stderr

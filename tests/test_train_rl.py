@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.processes import RunFiles, commands_in_turn, environment
+from tests.processes import RunFiles, commands_in_turn, environment, quick_python
 from tests.rl.conftest import RUN, lines, timeless
 
 # A module of the working directory, as a user's own rewards are. Its file `deadly` is a number of calls, in the last of
@@ -30,9 +30,9 @@ WHOLE = ["steps=8", "num_iterations=2", "grpo_beta=0.05", "micro_batch_size=4", 
          "max_num_checkpoints_to_keep=20", "reward_functions=judge:low_bytes"]  # fmt: skip
 
 
-def _command(directory, *overrides, config="post_train/rl.yml"):
+def _command(directory, *overrides, config="post_train/rl.yml", python=None):
     words = [config, *RUN, f"base_output_directory={directory}", *overrides]
-    return [sys.executable, "-m", "maxtext_lite.train_rl", *words]
+    return [*(python or quick_python()), "-m", "maxtext_lite.train_rl", *words]
 
 
 def _run(command, directory):
@@ -54,7 +54,7 @@ def commands():
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     directory = tmp_path_factory.mktemp("uninterrupted")
-    result = _train_rl(directory, *WHOLE)
+    result = _run(_command(directory, *WHOLE, python=[sys.executable]), directory)
     assert result.returncode == 0, result.stderr
     return directory / "rl", result
 
@@ -151,7 +151,7 @@ def test_mistakes_end_with_2_and_name_key_and_value(overrides, message, tmp_path
     (tmp_path / "judge.py").write_text(JUDGE)
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "long.jsonl").write_text('{"prompt": "2+3+2+3=", "answer": "10"}\n' * 30)
-    result = commands(tmp_path, "train_rl", *_command(tmp_path, *overrides)[3:])
+    result = commands(tmp_path, "train_rl", *_command(tmp_path, *overrides, python=[sys.executable])[3:])
     assert result.returncode == 2
     (error,) = result.stderr.splitlines()
     assert error.startswith("error: ")
@@ -161,13 +161,13 @@ def test_mistakes_end_with_2_and_name_key_and_value(overrides, message, tmp_path
 
 @pytest.mark.fast
 def test_each_command_names_the_other_for_its_configs(tmp_path):
-    result = _run(_command(tmp_path, config="base.yml")[:4], tmp_path)
+    result = _run(_command(tmp_path, config="base.yml", python=[sys.executable])[:4], tmp_path)
     assert result.returncode == 2
     assert result.stderr == (
         "error: base.yml is not a config of reinforcement learning: it needs the line `base: post_train/rl.yml`. "
         "`train` takes it as it is.\n"
     )
-    result = _run([sys.executable, "-m", "maxtext_lite.train", "post_train/rl.yml"], tmp_path)
+    result = _run([*quick_python(), "-m", "maxtext_lite.train", "post_train/rl.yml"], tmp_path)
     assert result.returncode == 2
     assert result.stderr == "error: a config of reinforcement learning is not one that train runs; train_rl does.\n"
     assert not [path for path in tmp_path.iterdir() if path.name != "judge.py"]

@@ -44,6 +44,7 @@ _ENVIRONMENT = (
     errno.ENOENT, errno.ENOTDIR, errno.EISDIR,
 )  # fmt: skip
 _WAKE_SECONDS = 0.2
+_SLICE_BYTES = 1 << 20
 
 
 def handlers() -> dict[str, Any]:
@@ -65,6 +66,7 @@ class Saver:
         self, failures: Failures, holds: Callable[[], bool] = lambda: True, before: Callable[[], None] = lambda: None
     ):
         _silence_orbax()
+        _save_small_arrays_whole()
         self._failures, self._holds, self._before = failures, holds, before
         self._checkpointer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(**handlers()))
         self._barrier = ocp.multihost.get_barrier_sync_fn()
@@ -281,6 +283,13 @@ class _NotOrbax(logging.Filter):
         _, error, traceback = record.exc_info or (None, None, None)
         raised_in = (frame.f_code.co_filename for frame, _ in walk_tb(traceback))
         return not any("orbax" in text for text in (record.pathname, str(error), *raised_in))
+
+
+@functools.cache
+def _save_small_arrays_whole() -> None:
+    """Keeps Orbax from dealing small arrays out to replicas: for each slice it compiles a program."""
+    handler = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=_SLICE_BYTES)
+    ocp.type_handlers.register_type_handler(jax.Array, handler, override=True)
 
 
 @functools.cache

@@ -16,6 +16,7 @@ import pytest
 
 from maxtext_lite.cli import COMMANDS
 from tests.conftest import QUICK_COMPILATION
+from tests.processes import folder_of_python
 from tests.source_tree import REPOSITORY
 
 PAGES = {name: (REPOSITORY / name).read_text(encoding="utf-8") for name in ("README.md", "docs/running.md")}
@@ -51,7 +52,7 @@ def environment() -> dict[str, str]:
     """That of a user who activated .venv: without what conftest.py sets, but for the platform and quick compilation."""
     ours = ("XLA_FLAGS", "NPROC", "OMP_NUM_THREADS", "PYTHONPATH")
     kept = {key: value for key, value in os.environ.items() if key not in ours and not key.startswith("PYTEST")}
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    path = f"{folder_of_python()}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     return {**kept, "PATH": path, "COLUMNS": "120", "XLA_FLAGS": " ".join(QUICK_COMPILATION)}
 
 

@@ -1,15 +1,13 @@
 """Reinforcement learning by several processes: the responses, rewards and updates are those of one."""
 
 import shutil
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
 from maxtext_lite.config import RLRunConfig, load_config
 from maxtext_lite.rl.rollout_steps import train_rl
-from tests.processes import SECONDS, RunFiles, launched, train_in_turn
+from tests.processes import RunFiles, in_turn, train_in_turn
 from tests.rl.conftest import RUN, evaluations, lines
 
 FILE = "configs/post_train/rl.yml"
@@ -19,7 +17,10 @@ AMID = 3  # steps, after which a batch has had one of its two updates
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A run by one process with 8 devices; by two with 2 each; from between two updates on by four with 2."""
+    """A run by one process with 8 devices; by two with 2 each; from between two updates on by four with 2.
+
+    The two go on to a run whose reward fails.
+    """
     directory = tmp_path_factory.mktemp("runs")
 
     def named(name, *overrides):
@@ -34,9 +35,11 @@ def runs(tmp_path_factory):
         if int(checkpoint.name) > AMID:
             shutil.rmtree(checkpoint)
     mesh = ("ici_fsdp_parallelism=2", "ici_data_parallelism=2", "rollout_fsdp_parallelism=4")
-    train_in_turn([[FILE, *named("two", *mesh)]], processes=2, devices=2)
+    fails = [FILE, *RUN, "reward_functions=tests.rl.test_rollout_steps:failing", "reward_error=stop", *mesh,
+             f"base_output_directory={directory / 'fails'}"]  # fmt: skip
+    failed, _ = in_turn([[FILE, *named("two", *mesh)], fails], processes=2, devices=2)
     train_in_turn([[FILE, *named("four", "ici_fsdp_parallelism=4", "ici_data_parallelism=2")]], processes=4, devices=2)
-    return lambda name: RunFiles(directory / name)
+    return lambda name: RunFiles(directory / name), failed
 
 
 SEVERAL = ["two", "four"]
@@ -44,7 +47,7 @@ SEVERAL = ["two", "four"]
 
 @pytest.mark.parametrize("several", SEVERAL)
 def test_prompts_responses_and_rewards_are_those_of_one_process(several, runs):
-    got, want = (runs(name) for name in (several, "one"))
+    got, want = (runs[0](name) for name in (several, "one"))
     exact = ("step", "examples_hash", "examples_seen", "target_tokens")
     assert got.sequence(*exact) == want.sequence(*exact)
     sampled = [[step["responses_hash"] for step in run.steps if "reward" in step] for run in (got, want)]
@@ -61,20 +64,12 @@ def test_prompts_responses_and_rewards_are_those_of_one_process(several, runs):
 @pytest.mark.parametrize("several", SEVERAL)
 def test_losses_agree(several, runs):
     for key in ("loss", "kl", "grad_norm", "param_norm", "token_nll"):
-        got, want = ([step[key] for step in runs(name).steps] for name in (several, "one"))
+        got, want = ([step[key] for step in runs[0](name).steps] for name in (several, "one"))
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6, err_msg=key)
 
 
-def test_a_reward_that_fails_on_the_first_host_ends_all_with_2_and_one_message(tmp_path):
-    words = [
-        *RUN,
-        "reward_functions=tests.rl.test_rollout_steps:failing",
-        "reward_error=stop",
-        "ici_fsdp_parallelism=2",
-    ]
-    command = [sys.executable, "-m", "maxtext_lite.train_rl", FILE, *words, f"base_output_directory={tmp_path}"]
-    command, variables = launched(command, processes=2, devices=1)
-    result = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=SECONDS, check=False)
+def test_a_reward_that_fails_on_the_first_host_ends_all_with_2_and_one_message(runs):
+    _, result = runs
     assert result.returncode == 2
     said = [line.partition("] ")[2] for line in result.stderr.splitlines()]
     assert len(said) == 2

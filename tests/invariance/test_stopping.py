@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
@@ -11,7 +10,7 @@ import pytest
 from maxtext_lite.config import load_config
 from maxtext_lite.training import train
 from tests.invariance.conftest import MODEL
-from tests.processes import SECONDS, RunFiles, launched, train_under_way
+from tests.processes import SECONDS, RunFiles, launched, quick_python, train_under_way
 
 EXACT = ("step", "examples_hash", "learning_rate", "examples_seen", "tokens_seen")
 
@@ -116,7 +115,7 @@ def test_what_one_process_asks_for_or_cannot_read_ends_all_after_the_same_step(t
     for processes in (2, 1):
         words = [*MODEL, "steps=9", "learning_rate_schedule=constant", "per_device_batch_size=2", "eval_interval=-1",
                  f"base_output_directory={tmp_path}", f"run_name={processes}"]  # fmt: skip
-        command, variables = launched([sys.executable, "-c", OWN, *words], processes=processes, devices=2 // processes)
+        command, variables = launched([*quick_python(), "-c", OWN, *words], processes=processes, devices=2 // processes)
         result = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=SECONDS, check=False)
         assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
         said = [line.removeprefix("[0] ").removeprefix("[1] ") for line in result.stdout.splitlines()]

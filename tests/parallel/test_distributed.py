@@ -15,6 +15,7 @@ from maxtext_lite.config import UserError
 from maxtext_lite.config.kernels import Accelerator
 from maxtext_lite.parallel import accelerator_of, distributed, start_devices
 from maxtext_lite.parallel.distributed import end_soon
+from tests.processes import quick_python
 from tests.source_tree import REPOSITORY
 
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
@@ -46,7 +47,7 @@ def launch(program: str, *, grace: str) -> subprocess.CompletedProcess[str]:
     """The program as two processes with two devices each."""
     launcher = [sys.executable, str(REPOSITORY / "scripts" / "launch_local.py"), "--processes", "2"]
     return subprocess.run(
-        [*launcher, "--devices-per-process", "2", "--grace", grace, "--", sys.executable, "-c", START + program],
+        [*launcher, "--devices-per-process", "2", "--grace", grace, "--", *quick_python(), "-c", START + program],
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
@@ -87,7 +88,7 @@ def test_two_processes_find_each_other_by_what_a_cluster_says(told):
     common["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", program],
+            [*quick_python(), "-c", program],
             env={**os.environ, **common, **{k: v.format(process=process, port=port) for k, v in told.items()}},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -145,7 +146,7 @@ def test_a_process_that_is_left_alone_says_in_one_line_whom_it_waited_for(proces
     address = "127.0.0.1:9" if process == "1" else f"127.0.0.1:{free_port()}"
     told = dict(zip(VARIABLES, (address, "2", process), strict=True))
     result = subprocess.run(
-        [sys.executable, "-c", START + "start_devices(timeout_seconds=1)"],
+        [*quick_python(), "-c", START + "start_devices(timeout_seconds=1)"],
         env={**os.environ, **told, "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
@@ -164,7 +165,7 @@ def test_what_tpu_workers_are_told_is_heard_where_tpus_are_used(platforms, said)
     program = "try: print(len(start_devices()))\nexcept UserError as error: print(error)"
     told = {"JAX_PLATFORMS": platforms, "TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "5", "XLA_FLAGS": ""}
     result = subprocess.run(
-        [sys.executable, "-c", START + program],
+        [*quick_python(), "-c", START + program],
         env={**os.environ, **told, "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,

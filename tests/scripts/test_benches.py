@@ -8,13 +8,14 @@ import sys
 
 import pytest
 
+from tests.processes import quick_python
 from tests.source_tree import REPOSITORY
 from tests.training.conftest import TINY
 
 
 def test_accumulation_over_a_pipeline():
     done = subprocess.run(
-        [sys.executable, "scripts/bench_accumulation.py", "--devices", "2", "--stages", "2", "--global-batch", "4",
+        [*quick_python(), "scripts/bench_accumulation.py", "--devices", "2", "--stages", "2", "--global-batch", "4",
          "--micro-batch", "2", "--repeats", "2", *TINY, "warmup_steps=1"],
         cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True, timeout=300,
         check=False,
@@ -35,7 +36,7 @@ def test_accumulation_over_a_pipeline():
 @pytest.mark.fast
 def test_import_stays_within_its_memory():
     done = subprocess.run(
-        [sys.executable, "scripts/bench_import.py", "--model", "smollm2-135m", "--layers", "4", "--mesh",
+        [*quick_python(), "scripts/bench_import.py", "--model", "smollm2-135m", "--layers", "4", "--mesh",
          "fsdp=2,tensor=3"],
         cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True, timeout=300,
         check=False,
@@ -49,7 +50,7 @@ def test_import_stays_within_its_memory():
 
 def test_overlap_of_rollout_and_training():
     done = subprocess.run(
-        [sys.executable, "scripts/bench_overlap.py", "--devices", "2", "--chunks", "2", "--prompts", "2", "--steps",
+        [*quick_python(), "scripts/bench_overlap.py", "--devices", "2", "--chunks", "2", "--prompts", "2", "--steps",
          "1", "--repeats", "1", *TINY[:7]],
         cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True, timeout=300,
         check=False,
@@ -68,7 +69,7 @@ def test_points_compile_or_say_why_not(tmp_path):
         f"# NAME | TOPOLOGY | keys\none | 1 | {' '.join(TINY)}\n\nwrong | 1 | learning_rte=1  # no such key\n"
     )
     done = subprocess.run(
-        [sys.executable, "scripts/bench_aot.py", str(tmp_path / "points.txt"), "--out", str(tmp_path / "out.jsonl")],
+        [*quick_python(), "scripts/bench_aot.py", str(tmp_path / "points.txt"), "--out", str(tmp_path / "out.jsonl")],
         cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True, timeout=300,
         check=False,
     )  # fmt: skip
@@ -86,7 +87,7 @@ def test_points_compile_or_say_why_not(tmp_path):
 
 def test_held_out_losses_in_eight_bits():
     done = subprocess.run(
-        [sys.executable, "scripts/bench_eight_bits.py", "--seeds", "1", "--only", "int8", "--", *TINY,
+        [*quick_python(), "scripts/bench_eight_bits.py", "--seeds", "1", "--only", "int8", "--", *TINY,
          "steps=2", "warmup_steps=1", "dataset_type=synthetic", "eval_steps=1"],
         cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True, timeout=300,
         check=False,
@@ -124,7 +125,7 @@ def test_loading_and_generating_beside_transformers(monkeypatch, capsys):
 
 def test_readers_of_prepared_data():
     done = subprocess.run(
-        [sys.executable, "scripts/bench_data.py", "--rows", "64", "--tokens", "512", "--copies", "1", "--rounds",
+        [*quick_python(), "scripts/bench_data.py", "--rows", "64", "--tokens", "512", "--copies", "1", "--rounds",
          "1"],
         cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu"}, capture_output=True,
         text=True, timeout=300, check=False,

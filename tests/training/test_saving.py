@@ -3,7 +3,9 @@
 import errno
 import os
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
@@ -48,6 +50,18 @@ def test_a_run_that_lost_its_directory_names_no_checkpoint_there(items, tmp_path
     saver.start(tmp_path / "3", items, named=pytest.fail)
     saver.close()
     assert [path.name for path in tmp_path.iterdir()] == ["unfinished-3"]
+
+
+def test_replicas_share_the_writing_of_large_arrays_alone(tmp_path):
+    """By the chunks on disk: each slice that a replica writes is one."""
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    replicated = jax.NamedSharding(mesh, jax.P())
+    arrays = {"small": np.ones((2, 2**17), np.float32), "large": np.ones((2, 2**18), np.float32)}
+    save_alone(tmp_path / "3", {"params": ocp.args.StandardSave(jax.device_put(arrays, replicated))})
+    with ocp.StandardCheckpointer() as checkpointer:
+        found = checkpointer.metadata(tmp_path / "3" / "params").item_metadata
+    assert found["small"].storage.chunk_shape == (2, 2**17)
+    assert found["large"].storage.chunk_shape == (1, 2**18)
 
 
 def test_a_full_disk_is_raised_by_whoever_waits(items, tmp_path, monkeypatch):
