@@ -28,7 +28,8 @@ def rows_of_documents(*overrides):
 def runs(tmp_path_factory, documents):
     """Two runs by one process with 8 devices, both by two and the second by four with 2 each, which are then refused.
 
-    The second also with tokens split over both, and with `dcn` axes: in parts of one process each. Some deal the rows of each step to shards, all hosts knowing the rows or two of four.
+    The second also with tokens split over both, and with `dcn` axes: in parts of one process each. Some deal the
+    rows of each step to shards, all hosts knowing the rows or two of four.
     """
     directory = tmp_path_factory.mktemp("runs")
     text = "dataset_path={}/{}/documents.jsonl".format(documents, "{process}")
@@ -62,7 +63,8 @@ def runs(tmp_path_factory, documents):
     }  # fmt: skip
     four = [
         named("rows-4", *rows_of_documents(*ramp("gradient_accumulation_steps", 1)), "expansion_factor_real_data=2",
-              "dcn_data_parallelism=2", "dcn_pipeline_parallelism=2", "ici_fsdp_parallelism=2", "balance_attention=true"),
+              "dcn_data_parallelism=2", "dcn_pipeline_parallelism=2", "ici_fsdp_parallelism=2",
+              "balance_attention=true"),
         [*RUN, *ramp("per_device_batch_size", 1), "expansion_factor_real_data=2", "run_name=nothing",
          f"base_output_directory={directory}", f"dataset_path={documents}/nowhere.jsonl"],
     ]  # fmt: skip
