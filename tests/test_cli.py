@@ -148,7 +148,7 @@ def test_what_may_be_meant_is_said_in_one_line(words, message, capsys):
         ["convert", "import", "hf://user/model", "out"],
         ["convert", "export", "run", "gs://b/out"],
         ["train", "gs://b/config.yml"],
-        ["train_rl", "base_output_directory=gs://b"],
+        ["train_rl", "base_output_directory=gs:/b"],
     ],
 )
 def test_no_command_takes_a_url_for_a_path(words, capsys):

@@ -126,8 +126,7 @@ class Saver:
 
     def _finish(self, unfinished: Path, directory: Path, named: Callable[[str], None]) -> None:
         try:
-            with storage_errors(directory):
-                self._checkpointer.wait_until_finished()
+            self._checkpointer.wait_until_finished()
             process, num_processes = jax.process_index(), jax.process_count()
             began = time.perf_counter()
             hashed = write_part(unfinished, process, num_processes)
@@ -261,7 +260,8 @@ def _environments(path: Path, error: BaseException) -> str | None:
     known = [number for number in _ENVIRONMENT if os.strerror(number) in text]
     if known:
         return cannot_write(path, OSError(known[0], os.strerror(known[0])))
-    if is_bucket(path) and re.search(r"HTTP|CURL|UNAVAILABLE|PERMISSION_DENIED", text):  # TensorStore's words
+    theirs = isinstance(error, OSError) or re.search(r"HTTP|CURL|UNAVAILABLE|PERMISSION_DENIED", text)  # TensorStore's
+    if is_bucket(path) and theirs:
         return f"{path} cannot be written: {' '.join(text.split())[:300]}."
     return None
 
