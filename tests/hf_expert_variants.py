@@ -22,6 +22,12 @@ EXPERT_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
                                                      "partial_rotary_factor": 0.5}}),
     "ernie4_5_moe": ("Ernie4_5_Moe", {**_ERNIE, "num_hidden_layers": 3, "moe_layer_interval": 2}),
     "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 0.4}),
+    "granitemoe": ("GraniteMoe", {**_GRANITE, "tie_word_embeddings": True}),
+    "dots1": ("Dots1", {**_GLM, "num_hidden_layers": 3, "first_k_dense_replace": 1, "norm_topk_prob": True,
+                        "routed_scaling_factor": 2.5}),
+    "solar_open": ("SolarOpen", {**_GLM, "n_shared_experts": 1, "routed_scaling_factor": 1.5}),
+    "flex_olmo": ("FlexOlmo", {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}),
+    "hunyuan_v1_moe": ("HunYuanMoEV1", {**_HEAD, "num_experts": 4, "moe_topk": 2}),
     "granitemoeshared": ("GraniteMoeShared", {**_GRANITE, "shared_intermediate_size": 20}),
     "phimoe": ("Phimoe", {"num_local_experts": 4, "attention_bias": True, "lm_head_bias": True, "rope_parameters": {
         "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.1, 1.2, 1.3], "short_mscale": 1.2,
