@@ -80,9 +80,10 @@ def storage_errors(path: object) -> Generator[None]:
     try:
         yield
     except Exception as error:
-        theirs = type(error).__module__.partition(".")[0] in _LIBRARIES or (
-            isinstance(error, OSError) and not error.errno
-        )
+        numbered = isinstance(error, OSError) and error.errno
+        # gcsfs makes a ValueError of an answer that calls the request invalid, as that of a name no bucket can have.
+        known = isinstance(error, OSError | ValueError) and not numbered
+        theirs = known or type(error).__module__.partition(".")[0] in _LIBRARIES
         if not is_bucket(path) or not theirs or isinstance(error, FileExistsError):
             raise
         if isinstance(error, FileNotFoundError):

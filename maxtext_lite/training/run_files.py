@@ -5,6 +5,7 @@ each file whole: before a checkpoint counts, so that metrics.jsonl in the bucket
 and at the end of the run. A run that goes on begins with what the bucket has.
 """
 
+import errno
 import hashlib
 import os
 import shutil
@@ -55,6 +56,8 @@ class RunFiles:
         """Makes the directory, for this user alone where it is not the run directory."""
         if self._bucket:
             self.directory.parent.mkdir(mode=0o700, exist_ok=True)
+            if self.directory.parent.stat().st_uid != os.getuid():
+                raise PermissionError(errno.EPERM, "it belongs to another user", str(self.directory.parent))
         self.directory.mkdir(parents=True, exist_ok=True)
 
     def fetch(self) -> None:

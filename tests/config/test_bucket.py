@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from maxtext_lite.config import UserError
-from maxtext_lite.config.bucket import any_path, bucket_scheme, is_bucket
+from maxtext_lite.config.bucket import any_path, bucket_scheme, is_bucket, reaching
 
 
 @pytest.mark.parametrize(
@@ -34,3 +34,16 @@ def test_without_the_extra_the_error_says_what_to_install(monkeypatch: pytest.Mo
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=rf"^some_key={url} needs .*: pip install 'maxtext-lite\[{extra}\]'\.$"):
         any_path(url, "some_key")
+
+
+@pytest.mark.parametrize("error", [ValueError("Invalid bucket name"), OSError("Invalid bucket name")])
+def test_what_a_store_answers_is_one_line(error: Exception):
+    with pytest.raises(UserError, match=r"^some_key=gs://B!/x cannot be reached: Invalid bucket name\.$"):
+        with reaching("gs://B!/x", "some_key"):
+            raise error
+
+
+def test_an_error_beside_a_bucket_is_ours():
+    with pytest.raises(KeyError):
+        with reaching("gs://b/x", "some_key"):
+            raise KeyError("x")

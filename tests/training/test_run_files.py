@@ -63,3 +63,11 @@ def test_a_bucket_that_is_not_there_is_one_line(bucket):
     assert not has_checkpoints(bucket / "run")
     (bucket / "run" / "checkpoints" / "unfinished-1").write_text("-")
     assert has_checkpoints(bucket / "run")
+
+
+def test_a_spool_that_another_user_made_is_not_used(bucket, monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    (tmp_path / "maxtext_lite-4000000").mkdir()
+    monkeypatch.setattr("os.getuid", lambda: 4_000_000)
+    with pytest.raises(PermissionError, match="belongs to another user"):
+        RunFiles(bucket / "run").make()
