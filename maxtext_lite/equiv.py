@@ -1,0 +1,47 @@
+"""The command `equiv`: proves on simulated devices that splitting a config's batch differently changes nothing."""
+
+import dataclasses
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from maxtext_lite.cli import EXIT_FAILED, ArgumentParser, config_arguments, run_command
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs a config, shrunk, in every split; returns 0 where all agree with the whole batch on one device, 1 otherwise.
+
+    Raises:
+      UserError: with every problem of the config or the arguments.
+    """
+    parser = ArgumentParser(prog="maxtext-lite equiv", description=__doc__)
+    config_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object for each split")
+    arguments = parser.parse(argv)
+    os.environ["JAX_PLATFORMS"] = "cpu"  # whatever else there is
+    from maxtext_lite.training.equivalence import TOLERANCE, verdicts
+
+    agrees, worst, count = True, 0.0, 0
+    with tempfile.TemporaryDirectory(prefix="maxtext_lite-equiv-") as directory:
+        for verdict in verdicts(arguments.config, arguments.overrides, Path(directory)):
+            agrees &= verdict.agrees
+            count += not verdict.refused
+            worst = max(worst, verdict.loss or 0.0, verdict.parameters or 0.0)
+            if arguments.json:
+                print(json.dumps({**dataclasses.asdict(verdict), "agrees": verdict.agrees}), flush=True)
+                continue
+            said = f"refused: {verdict.refused}" if verdict.refused else verdict.difference or "agrees"
+            apart = "" if verdict.loss is None else f"  loss {verdict.loss:.1e}"
+            apart += "" if verdict.parameters is None else f"  parameters {verdict.parameters:.1e}"
+            print(f"{verdict.split:<52} {verdict.optimizer:<9}{apart:<34} {said}", flush=True)
+    if not arguments.json:
+        how = "all agree" if agrees else "not all agree"
+        print(f"{count} splits beside the whole batch on one device: {how} within {TOLERANCE:g} (worst: {worst:.1e})")
+    return 0 if agrees else EXIT_FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

@@ -1,0 +1,170 @@
+"""Runs of one small config that split its batch in different ways, and how far each is from the whole one."""
+
+import contextlib
+import io
+import json
+import multiprocessing
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from maxtext_lite.batching import make_plan
+from maxtext_lite.config import Config, UserError, load_config
+from maxtext_lite.config.errors import setting_text
+from maxtext_lite.training.shrunk import DEVICES, WHOLE, Split, shrunk, splits
+
+TOLERANCE = 1e-5
+"""Relative, of losses, norms and each array of the parameters."""
+_SGD = {"optimizer": "sgd", "sgd_momentum": 0.9, "learning_rate": 0.1, "weight_decay": 0.1}
+"""Its parameters can be compared: AdamW makes whole steps of the rounding of gradients near 0."""
+_OWN_TOO = ("ZeRO-1", "resumed", "fsdp 8", "gpipe")  # splits of the optimizer's state, or what carries it
+
+# Only the last step, to machine code, tries less hard: half the time of compiling, and the same collectives.
+_QUICK = ("--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a split of the batch compares with the whole one.
+
+    Attributes:
+      optimizer: "sgd", whose parameters are compared too, or the config's own.
+      refused: why the config cannot be split so; "" where it can.
+      difference: the first metric that differs, as a text; "" where none does.
+      loss: the largest relative difference of a step's loss; None where it was not run.
+      parameters: of an array of the last step's parameters in 2-norm; None where they were not compared.
+    """
+
+    split: str
+    optimizer: str
+    refused: str = ""
+    difference: str = ""
+    loss: float | None = None
+    parameters: float | None = None
+
+    @property
+    def agrees(self) -> bool:
+        """Whether nothing differs by more than the tolerance."""
+        return not self.difference
+
+
+def verdicts(path: str | None, overrides: Sequence[str], directory: Path) -> Iterator[Verdict]:
+    """Runs a config, shrunk, whole and split on simulated devices; yields a verdict for each way.
+
+    Args:
+      directory: for the runs.
+    Raises:
+      UserError: the config is wrong, or cannot be shrunk.
+    """
+    config = load_config(path, overrides)
+    small = shrunk(config)
+    found = splits(config, int(str(small["base_num_decoder_layers"])))
+    yield from _compared(path, overrides, config, small | _SGD, found, directory / "sgd", "sgd")
+    own = [split for split in found if any(part in split.name for part in _OWN_TOO)]
+    if config.optimizer != "sgd" and own:
+        yield from _compared(path, overrides, config, small, own, directory / "own", config.optimizer)
+
+
+def _compared(
+    path: str | None,
+    overrides: Sequence[str],
+    config: Config,
+    keys: dict[str, object],
+    ways: Sequence[Split],
+    directory: Path,
+    optimizer: str,
+) -> Iterator[Verdict]:
+    runs: dict[int, list[tuple[str, list[str], bool]]] = {1: [], DEVICES: []}
+    refused: dict[str, str] = {}
+    for number, split in enumerate([WHOLE, *ways]):
+        own = {**keys, **split.keys(config), "base_output_directory": str(directory), "run_name": str(number)}
+        words = [*overrides, *(f"{key}={_word(value)}" for key, value in own.items())]
+        try:
+            make_plan(load_config(path, words), num_devices=split.devices, platform="cpu")
+        except UserError as error:
+            if split is WHOLE:
+                raise
+            refused[split.name] = error.problems[0]
+            continue
+        runs[split.devices].append((str(number), words, split.restarts))
+    for devices, each in runs.items():
+        _run_on(devices, path, each, directory)
+    for number, split in enumerate(ways, start=1):
+        if split.name in refused:
+            yield Verdict(split.name, optimizer, refused=refused[split.name])
+        else:
+            yield _verdict(split.name, optimizer, directory, str(number))
+
+
+def _word(value: object) -> str:
+    return json.dumps(value) if isinstance(value, dict) else setting_text(value)
+
+
+def _run_on(devices: int, path: str | None, runs: list[tuple[str, list[str], bool]], directory: Path) -> None:
+    """Does runs in a process of its own, which simulates so many devices."""
+    before = {name: os.environ.get(name) for name in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    flags = [flag for flag in (before["XLA_FLAGS"] or "").split() if "host_platform_device_count" not in flag]
+    os.environ["XLA_FLAGS"] = " ".join([*flags, *_QUICK, f"--xla_force_host_platform_device_count={devices}"])
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    try:
+        process = multiprocessing.get_context("spawn").Process(target=_train_all, args=(path, runs, directory))
+        process.start()
+        process.join()
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+def _train_all(path: str | None, runs: list[tuple[str, list[str], bool]], directory: Path) -> None:
+    """In the process that simulates devices: each run, and what went wrong with it into a file."""
+    from maxtext_lite.training.callbacks import Callback
+    from maxtext_lite.training.loop import train
+
+    class End(Callback):
+        """Ends a run after its first step."""
+
+        def after_step(self, step: int, record: Any, state: Any) -> bool:
+            return step == 1
+
+    for name, words, restarts in runs:
+        said = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(said):
+                if restarts:
+                    train(load_config(path, words), callbacks=[End()])
+                train(load_config(path, words))
+        except Exception as error:  # noqa: BLE001 whatever it is: this split's verdict, and the others go on
+            (directory / name).mkdir(parents=True, exist_ok=True)
+            (directory / name / "failed.txt").write_text(f"{type(error).__name__}: {error}")
+
+
+def _verdict(split: str, optimizer: str, directory: Path, name: str) -> Verdict:
+    from maxtext_lite.training.run_difference import compare_checkpoints, compare_metrics
+
+    failed = directory / name / "failed.txt"
+    if failed.exists() or not (directory / name / "metrics.jsonl").exists():
+        why = failed.read_text().partition("\n")[0] if failed.exists() else "the process ended"
+        return Verdict(split, optimizer, difference=f"it does not run: {why}")
+    runs = directory / "0", directory / name
+    found = compare_metrics(runs, TOLERANCE).difference
+    lines = [(run / "metrics.jsonl").read_text().splitlines() for run in runs]
+    losses = [[json.loads(line)["loss"] for line in each] for each in lines]
+    loss = max(abs(b - a) / abs(a) for a, b in zip(*losses, strict=True))
+    said = ""
+    if found is not None:
+        field, (first, second) = next(iter(found.fields.items()))
+        said = f"step {found.step}: {field} {first} and {second}"
+    if optimizer != "sgd":
+        return Verdict(split, optimizer, difference=said, loss=loss)
+    (saved,) = compare_checkpoints(runs, 0.0) or (None,)
+    assert saved is not None, "both have saved their last step"
+    apart = {array: by for array, by in saved.arrays.items() if array.startswith("params")}
+    beyond = compare_checkpoints(runs, TOLERANCE)[-1].arrays
+    if beyond and not said:
+        worst = max(beyond, key=lambda array: beyond[array])
+        said = f"{worst} after step {saved.step}: {beyond[worst]:.3g}"
+    return Verdict(split, optimizer, difference=said, loss=loss, parameters=max(apart.values(), default=0.0))

@@ -1,0 +1,170 @@
+"""A user's config made small enough for simulated devices, and the ways in which eight of them can split its batch."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+from maxtext_lite.config import Config, UserError
+
+EXAMPLES = 16
+"""Of a step."""
+STEPS = 3
+DEVICES = 8
+
+_TOKENS, _MOST_TOKENS = 64, 512
+_PRETRAINED = {
+    "dataset_type": "text", "dataset_path": "shakespeare.jsonl.gz", "tokenizer_type": "byte", "tokenizer_path": "",
+    "vocab_size": 320, "eval_dataset_path": "", "mixture_exhausted": "error",
+}  # fmt: skip
+_RUN = {
+    "steps": STEPS, "num_epochs": 0, "warmup_steps": 1, "checkpoint_period": STEPS, "enable_checkpointing": True,
+    "async_checkpointing": False, "eval_interval": -1, "eval_fraction": 0.0, "profiler_steps": 0,
+    "load_parameters_path": "", "grain_worker_count": 0, "learning_rate_scaling": "none", "global_batch_size": 0,
+    "expansion_factor_real_data": -1, "eval_per_device_batch_size": 0, "num_pipeline_microbatches": -1,
+}  # fmt: skip
+_EXACT = {
+    "dtype": "float32", "weight_dtype": "float32", "grad_dtype": "float32", "quantization": "none", "loss_scale": 0,
+    "matmul_precision": "highest", "attention": "auto", "optimizer_memory_host_offload": False,
+}  # fmt: skip
+"""Number formats in which sums can be compared, and what no simulated device has."""
+_AXES = ("data", "fsdp", "tensor", "context", "expert", "pipeline")
+
+
+def shrunk(config: Config) -> dict[str, object]:
+    """What to change in a config so that it trains in seconds: layers, widths, vocabulary and tokens.
+
+    Ratios of heads, the patterns of layers, windows as a share of the row, packing, losses, the optimizer and its
+    schedule stay. Numbers are float32, so that sums taken in another order can be told from wrong ones.
+
+    Raises:
+      UserError: how the batch is split is part of what the config computes.
+    """
+    if config.enable_diloco:
+        raise UserError(
+            "enable_diloco=true: each replica updates a model of its own, so that another split is another run. "
+            "Nearest that works: enable_diloco=false."
+        )
+    pretrains = config.dataset_type not in ("sft", "dpo")
+    num_tokens = _TOKENS if pretrains else min(config.max_target_length, _MOST_TOKENS)
+    share = num_tokens / config.max_target_length
+    period = math.lcm(len(config.pattern), len(config.mlp_pattern.split(",")))
+    dense = min(config.first_num_dense_layers, 1)
+    rotated = 8 if config.partial_rotary_factor == 1 else 40  # of which any usual share is an even number
+    kv_heads = min(config.base_num_kv_heads, 2)
+    changes: dict[str, object] = {
+        **_RUN,
+        **_EXACT,
+        **(_PRETRAINED if pretrains else {}),
+        "max_target_length": num_tokens,
+        "base_emb_dim": 32,
+        "base_mlp_dim": 64,
+        "base_num_decoder_layers": dense + 2 * period,
+        "first_num_dense_layers": dense,
+        "base_num_kv_heads": kv_heads,
+        "base_num_query_heads": config.base_num_query_heads // config.base_num_kv_heads * kv_heads,
+        "head_dim": rotated,
+        "sliding_window_size": math.ceil(config.sliding_window_size * share),
+        "chunk_attn_window_size": math.ceil(config.chunk_attn_window_size * share),
+        "trainable_position_size": num_tokens if config.trainable_position_size else 0,
+        "lora_rank": min(config.lora_rank, 4),
+    }
+    if "offload" in config.remat_policy or config.remat_policy == "custom":
+        changes |= {"remat_policy": "full", "remat_save": "", "remat_offload": ""}
+    if config.mla:
+        latent = {"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+        changes["mla"] = {"q_lora_rank": 16 if config.mla.q_lora_rank else 0, **latent}
+        changes["head_dim"] = latent["qk_nope_head_dim"] + latent["qk_rope_head_dim"]
+    if config.num_experts > 1:
+        groups = 2 if config.n_routing_groups > 1 else 1
+        changes |= {
+            "num_experts": min(config.num_experts, 8),
+            "num_experts_per_tok": min(config.num_experts_per_tok, 2),
+            "base_moe_mlp_dim": 16,
+            "base_shared_mlp_dim": 24 if config.base_shared_mlp_dim > 0 else -1,
+            "n_routing_groups": groups,
+            "topk_routing_group": 1 if groups == 1 else min(config.topk_routing_group, groups),
+        }
+    return changes
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """A way to split a step's examples.
+
+    Attributes:
+      name: which says it.
+      changes: of keys, beside those of the batch.
+      accumulation: micro-batches of a step.
+      devices: all that there are.
+      restarts: ends after the first step, and goes on from its checkpoint.
+    """
+
+    name: str
+    changes: Mapping[str, object]
+    accumulation: int = 1
+    devices: int = DEVICES
+    restarts: bool = False
+
+    def keys(self, config: Config) -> dict[str, object]:
+        """All that it changes in a config, of which all splits have the same examples in a step."""
+        per_device = EXAMPLES / self.devices / self.accumulation
+        keys: dict[str, object] = {f"{link}_{axis}_parallelism": 1 for link in ("ici", "dcn") for axis in _AXES}
+        keys |= {"per_device_batch_size": per_device, "gradient_accumulation_steps": self.accumulation}
+        if config.enable_rampup_batch_size:  # half of it for a step
+            keys |= {"per_device_batch_size_start": per_device / 2, "per_device_batch_size_increment": per_device / 2}
+            keys |= {"global_rampup_samples": EXAMPLES // 2}
+        return keys | dict(self.changes)
+
+
+def _mesh(**axes: int) -> dict[str, object]:
+    return {f"ici_{axis}_parallelism": size for axis, size in axes.items()}
+
+
+WHOLE = Split("one device, one micro-batch", {}, devices=1)
+"""What the others must agree with."""
+
+
+def splits(config: Config, num_layers: int) -> list[Split]:
+    """Ways to split the batch of a shrunk config of so many layers; the plan may refuse some."""
+    first_half = num_layers - num_layers // 2
+    stages: dict[str, object] = {"num_layers_per_pipeline_stage": first_half, "num_pipeline_repeats": -1}
+    found = [
+        Split("data 8", _mesh(data=8)),
+        Split("data 8, ZeRO-1, 2 micro-batches", {**_mesh(data=8), "shard_optimizer_over_data": True}, 2),
+        Split("data 8, stopped after step 1 and resumed", _mesh(data=8), restarts=True),
+        Split("data 8, two loads a step", {**_mesh(data=8), "expansion_factor_real_data": 0.5}),
+        Split("fsdp 8", _mesh(fsdp=8)),
+        Split("data 2 x fsdp 4, 4 micro-batches with empty slots", _mesh(data=2, fsdp=4), 4),
+        Split("fsdp 4 x tensor 2", _mesh(fsdp=4, tensor=2)),
+        Split("data 2 x fsdp 2 x context 2, 2 micro-batches", _mesh(data=2, fsdp=2, context=2), 2),
+        Split("data 4 x 2 stages, gpipe", {**_mesh(data=4, pipeline=2), **stages, "pipeline_schedule": "gpipe"}),
+        Split(
+            "data 2 x fsdp 2 x 2 stages, 1f1b, 2 micro-batches",
+            {**_mesh(data=2, fsdp=2, pipeline=2), **stages, "pipeline_schedule": "1f1b"},
+            2,
+        ),
+    ]
+    if config.num_experts > 1:
+        found.append(Split("data 2 x expert 4", _mesh(data=2, expert=4)))
+    own = _own_mesh(config)
+    return [*found, Split(f"the config's own axes: {own[0]}", own[1])] if own else found
+
+
+def _own_mesh(config: Config) -> tuple[str, dict[str, object]] | None:
+    """The axes that the config names, of two devices each, over links as it has them; the rest is fsdp."""
+    named = [
+        (link, axis)
+        for link in ("dcn", "ici")
+        for axis in _AXES
+        if getattr(config, f"{link}_{axis}_parallelism") > 1 and axis != "pipeline"
+    ][: DEVICES.bit_length() - 1]
+    if not named:
+        return None
+    mesh: dict[str, object] = {f"{link}_{axis}_parallelism": 2 for link, axis in named}
+    name = " x ".join(f"{link} {axis} 2" for link, axis in named)
+    if "ici_fsdp_parallelism" in mesh or 2 ** len(named) == DEVICES:
+        rest = DEVICES // 2 ** len(named)
+        mesh["ici_fsdp_parallelism"] = 2 * rest if "ici_fsdp_parallelism" in mesh else 1
+    else:
+        mesh["ici_fsdp_parallelism"] = -1
+    return name, mesh

@@ -1,0 +1,82 @@
+"""Every shipped model becomes one that trains in seconds, of the same kind, and that can be split in many ways."""
+
+import os
+
+import pytest
+
+from maxtext_lite.batching import count_parameters, make_plan
+from maxtext_lite.config import UserError, load_config
+from maxtext_lite.config.files import packaged_directory
+from maxtext_lite.training.equivalence import _word
+from maxtext_lite.training.shrunk import EXAMPLES, WHOLE, shrunk, splits
+
+ALL = sorted(path.stem for path in (packaged_directory("configs") / "models").glob("*.yml"))
+
+
+def small(*words):
+    """A config, and what makes the shrunk config of a split of it."""
+    config = load_config(None, words)
+    keys = shrunk(config)
+
+    def of(split):
+        changes = (keys | split.keys(config)).items()
+        return load_config(None, [*words, *(f"{key}={_word(value)}" for key, value in changes)])
+
+    return config, of
+
+
+MODELS = ALL if os.environ.get("EVERY_MODEL") else [*ALL[::12], "deepseek-v3", "gpt-oss-20b", "llama4-scout"]
+"""All where the environment variable EVERY_MODEL is set, which takes half a minute; some otherwise."""
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_keeps_its_kind_and_splits(name):
+    config, of = small(f"model_name={name}")
+    whole = of(WHOLE)
+    assert count_parameters(whole).total < 1_000_000
+    group = config.base_num_query_heads // config.base_num_kv_heads
+    assert whole.base_num_query_heads // whole.base_num_kv_heads == group
+    assert (whole.num_experts > 1) == (config.num_experts > 1)
+    assert set(whole.pattern) == set(config.pattern)
+    assert bool(whole.mla) == bool(config.mla)
+    for key in (
+        "norm_placement",
+        "qk_norm",
+        "attn_logits_soft_cap",
+        "routed_bias",
+        "logits_via_embedding",
+        "optimizer",
+    ):
+        assert getattr(whole, key) == getattr(config, key)
+    planned = 0
+    for split in [WHOLE, *splits(config, whole.base_num_decoder_layers)]:
+        try:
+            plan = make_plan(of(split), num_devices=split.devices, platform="cpu")
+        except UserError:
+            continue
+        planned += 1
+        assert plan.global_batch_to_train == EXAMPLES
+        assert plan.gradient_accumulation_steps == split.accumulation
+    assert planned >= 8
+
+
+def test_the_users_own_axes_and_ramp_are_kept():
+    config, of = small("ici_tensor_parallelism=4", "dcn_data_parallelism=2", "enable_rampup_batch_size=true",
+                             "packing=false", "learning_rate_schedule=wsd")  # fmt: skip
+    *_, own = splits(config, 4)
+    assert own.name == "the config's own axes: dcn data 2 x ici tensor 2"
+    plan = make_plan(of(own), num_devices=8, platform="cpu")
+    assert {axis: size for axis, size in plan.mesh.items() if size > 1} == {"data": 2, "fsdp": 2, "tensor": 2}
+    assert [stage.global_batch_to_train for stage in plan.stages] == [EXAMPLES // 2, EXAMPLES]
+    assert (of(own).packing, of(own).learning_rate_schedule) == (False, "wsd")
+
+
+def test_windows_stay_the_same_share_of_a_row():
+    _, of = small("model_name=gemma3-12b", "max_target_length=4096")
+    assert of(WHOLE).max_target_length == 64
+    assert of(WHOLE).sliding_window_size == 16  # 1,024 of 4,096
+
+
+def test_local_updates_are_refused():
+    with pytest.raises(UserError, match="enable_diloco=true"):
+        shrunk(load_config(None, ["enable_diloco=true", "ici_data_parallelism=-1", "ici_fsdp_parallelism=1"]))
