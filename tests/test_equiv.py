@@ -19,7 +19,7 @@ def few(monkeypatch):
         Split("another loss", {**fsdp, "z_loss_multiplier": 1e-3}),
         Split("seven shards", {"ici_fsdp_parallelism": 7}),
     ]
-    monkeypatch.setattr(equivalence, "splits", lambda config, num_layers: ways)
+    monkeypatch.setattr(equivalence, "splits", lambda config: ways)
 
 
 def test_a_split_agrees_another_loss_does_not_and_the_exit_code_says_so(few, capsys):

@@ -60,7 +60,7 @@ def verdicts(path: str | None, overrides: Sequence[str], directory: Path) -> Ite
     """
     config = load_config(path, overrides)
     small = shrunk(config)
-    found = splits(config, int(str(small["base_num_decoder_layers"])))
+    found = splits(config)
     yield from _compared(path, overrides, config, small | _SGD, found, directory / "sgd", "sgd")
     own = [split for split in found if any(part in split.name for part in _OWN_TOO)]
     if config.optimizer != "sgd" and own:

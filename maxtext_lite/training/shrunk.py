@@ -47,7 +47,6 @@ def shrunk(config: Config) -> dict[str, object]:
     pretrains = config.dataset_type not in ("sft", "dpo")
     num_tokens = _TOKENS if pretrains else min(config.max_target_length, _MOST_TOKENS)
     share = num_tokens / config.max_target_length
-    period = math.lcm(len(config.pattern), len(config.mlp_pattern.split(",")))
     dense = min(config.first_num_dense_layers, 1)
     rotated = 8 if config.partial_rotary_factor == 1 else 40  # of which any usual share is an even number
     kv_heads = min(config.base_num_kv_heads, 2)
@@ -58,7 +57,7 @@ def shrunk(config: Config) -> dict[str, object]:
         "max_target_length": num_tokens,
         "base_emb_dim": 32,
         "base_mlp_dim": 64,
-        "base_num_decoder_layers": dense + 2 * period,
+        "base_num_decoder_layers": dense + 2 * _period(config),
         "first_num_dense_layers": dense,
         "base_num_kv_heads": kv_heads,
         "base_num_query_heads": config.base_num_query_heads // config.base_num_kv_heads * kv_heads,
@@ -85,6 +84,11 @@ def shrunk(config: Config) -> dict[str, object]:
             "topk_routing_group": 1 if groups == 1 else min(config.topk_routing_group, groups),
         }
     return changes
+
+
+def _period(config: Config) -> int:
+    """Layers after which their kinds come again: of which a shrunk config has two stages."""
+    return math.lcm(len(config.pattern), len(config.mlp_pattern.split(",")))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,10 +128,9 @@ WHOLE = Split("one device, one micro-batch", {}, devices=1)
 """What the others must agree with."""
 
 
-def splits(config: Config, num_layers: int) -> list[Split]:
-    """Ways to split the batch of a shrunk config of so many layers; the plan may refuse some."""
-    first_half = num_layers - num_layers // 2
-    stages: dict[str, object] = {"num_layers_per_pipeline_stage": first_half, "num_pipeline_repeats": -1}
+def splits(config: Config) -> list[Split]:
+    """Ways to split the batch of a shrunk config; the plan may refuse some."""
+    stages: dict[str, object] = {"num_layers_per_pipeline_stage": _period(config), "num_pipeline_repeats": -1}
     found = [
         Split("data 8", _mesh(data=8)),
         Split("data 8, ZeRO-1, 2 micro-batches", {**_mesh(data=8), "shard_optimizer_over_data": True}, 2),

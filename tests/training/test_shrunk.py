@@ -49,7 +49,7 @@ def test_a_model_keeps_its_kind_and_splits(name):
     ):
         assert getattr(whole, key) == getattr(config, key)
     planned = 0
-    for split in [WHOLE, *splits(config, whole.base_num_decoder_layers)]:
+    for split in [WHOLE, *splits(config)]:
         try:
             plan = make_plan(of(split), num_devices=split.devices, platform="cpu")
         except UserError:
@@ -57,13 +57,13 @@ def test_a_model_keeps_its_kind_and_splits(name):
         planned += 1
         assert plan.global_batch_to_train == EXAMPLES
         assert plan.gradient_accumulation_steps == split.accumulation
-    assert planned >= 8
+    assert planned >= 10  # of 11 or 12: with one key head there are no tensor shards
 
 
 def test_the_users_own_axes_and_ramp_are_kept():
     config, of = small("ici_tensor_parallelism=4", "dcn_data_parallelism=2", "enable_rampup_batch_size=true",
                              "packing=false", "learning_rate_schedule=wsd")  # fmt: skip
-    *_, own = splits(config, 4)
+    *_, own = splits(config)
     assert own.name == "the config's own axes: dcn data 2 x ici tensor 2"
     plan = make_plan(of(own), num_devices=8, platform="cpu")
     assert {axis: size for axis, size in plan.mesh.items() if size > 1} == {"data": 2, "fsdp": 2, "tensor": 2}
