@@ -146,7 +146,7 @@ def test_a_run_goes_on_with_the_pairs_and_the_reference_that_it_began_with(runs,
 
 def test_whatever_bit_flips_in_its_file_the_reference_is_as_it_was_or_refused(tmp_path):
     source = SimpleNamespace(fingerprint="pairs")
-    run = SimpleNamespace(directory=tmp_path, is_first=True)
+    run = SimpleNamespace(directory=tmp_path, files=SimpleNamespace(directory=tmp_path), is_first=True)
     table = np.random.default_rng(0).standard_normal((3, 2)).astype(np.float32)
     dpo_reference._write(tmp_path / FILE, {"pairs": table})
     whole, refused = (tmp_path / FILE).read_bytes(), 0
