@@ -287,6 +287,9 @@ def _poisoned(monkeypatch, *poisoned, without=(), huge=()):
                 row["weights"] = row["weights"] * np.float32(1e15)
             return row
 
+        def documents(self, example_ids):
+            return self.source.documents(np.asarray(self.kept)[example_ids])
+
     def open_poisoned(*arguments, **keys):
         source, evaluation = open_sources_on_hosts(*arguments, **keys)
         return Poisoned(source), evaluation
