@@ -155,7 +155,7 @@ def read_by_hosts(rng, source, first, *, batch, micro_batches, steps):
         )
         reads = pickle.loads(pickle.dumps(reads))  # as a reading process has it
         for index in rng.sample(range(len(reads)), len(reads)):
-            ids, (micros, places), rows = reads[index]
+            ids, (micros, places), rows, *_ = reads[index]
             slot = reads.host_slots[places]
             own = slot * micro_batches + micros
             assert (found[index // loads, own] == -1).all(), "a row was read twice"
