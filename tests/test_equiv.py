@@ -1,4 +1,4 @@
-"""The command `equiv`: what is split otherwise agrees, and a run that computes something else does not."""
+"""The command `equiv`: a line for each split, and an exit code of 1 where one differs."""
 
 import json
 
@@ -7,30 +7,27 @@ import pytest
 from maxtext_lite.cli import run_command
 from maxtext_lite.equiv import main
 from maxtext_lite.training import equivalence
-from maxtext_lite.training.shrunk import Split
+from maxtext_lite.training.equivalence import Verdict
+
+AGREES = Verdict("fsdp 8", "sgd", loss=2e-8, parameters=3e-7)
+REFUSED = Verdict("seven shards", "sgd", refused="ici_fsdp_parallelism=7 does not divide 8.")
+DIFFERS = Verdict("data 8", "adamw", difference="step 2: loss 1.0 and 1.1", loss=0.1)
 
 
-@pytest.fixture
-def few(monkeypatch):
-    """Three ways: a split, another computation, and one that no device count allows."""
-    fsdp = {"ici_fsdp_parallelism": 4, "ici_data_parallelism": 2}
-    ways = [
-        Split("fsdp 4 x data 2", fsdp, 2),
-        Split("another loss", {**fsdp, "z_loss_multiplier": 1e-3}),
-        Split("seven shards", {"ici_fsdp_parallelism": 7}),
-    ]
-    monkeypatch.setattr(equivalence, "splits", lambda config: ways)
-
-
-def test_a_split_agrees_another_loss_does_not_and_the_exit_code_says_so(few, capsys):
-    assert main(["base_num_decoder_layers=2", "--json"]) == 1
-    found = {each["split"]: each for each in map(json.loads, capsys.readouterr().out.splitlines())}
-    split, other, refused = (found[name] for name in ("fsdp 4 x data 2", "another loss", "seven shards"))
-    assert (split["agrees"], split["refused"], split["optimizer"]) == (True, "", "sgd")
-    assert max(split["loss"], split["parameters"]) < 1e-6
-    assert not other["agrees"]
-    assert other["difference"].startswith("step 1: ")
-    assert "ici_fsdp_parallelism=7" in refused["refused"]
+@pytest.mark.parametrize(("verdicts", "code", "last"), [
+    ([AGREES, REFUSED], 0, "1 compared with the whole batch on one device: all agree within 1e-05 (worst: 3.0e-07)"),
+    ([AGREES, DIFFERS], 1, "2 compared with the whole batch on one device: not all agree within 1e-05 (worst: 1.0e-01)"),
+])  # fmt: skip
+def test_a_line_for_each_split_and_the_exit_code(verdicts, code, last, monkeypatch, capsys):
+    monkeypatch.setattr(equivalence, "verdicts", lambda *_: iter(verdicts))
+    assert main(["steps=5"]) == code
+    *lines, end = capsys.readouterr().out.splitlines()
+    assert end == last
+    assert lines[0].split() == ["fsdp", "8", "sgd", "loss", "2.0e-08", "parameters", "3.0e-07", "agrees"]
+    assert lines[1].endswith(verdicts[1].difference or f"refused: {verdicts[1].refused}")
+    assert main(["--json"]) == code
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [each["agrees"] for each in told] == [each.agrees for each in verdicts]
 
 
 @pytest.mark.parametrize(("argv", "error"), [
