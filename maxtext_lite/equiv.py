@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
             print(f"{verdict.split:<52} {verdict.optimizer:<9}{apart:<34} {said}", flush=True)
     if not arguments.json:
         how = "all agree" if agrees else "not all agree"
-        print(f"{count} compared with the whole batch on one device: {how} within {TOLERANCE:g} (worst: {worst:.1e})")
+        print(f"{count} compared with one device: {how} within {TOLERANCE:g} (worst: {worst:.1e})")
     return 0 if agrees else EXIT_FAILED
 
 

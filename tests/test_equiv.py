@@ -15,8 +15,8 @@ DIFFERS = Verdict("data 8", "adamw", difference="step 2: loss 1.0 and 1.1", loss
 
 
 @pytest.mark.parametrize(("verdicts", "code", "last"), [
-    ([AGREES, REFUSED], 0, "1 compared with the whole batch on one device: all agree within 1e-05 (worst: 3.0e-07)"),
-    ([AGREES, DIFFERS], 1, "2 compared with the whole batch on one device: not all agree within 1e-05 (worst: 1.0e-01)"),
+    ([AGREES, REFUSED], 0, "1 compared with one device: all agree within 1e-05 (worst: 3.0e-07)"),
+    ([AGREES, DIFFERS], 1, "2 compared with one device: not all agree within 1e-05 (worst: 1.0e-01)"),
 ])  # fmt: skip
 def test_a_line_for_each_split_and_the_exit_code(verdicts, code, last, monkeypatch, capsys):
     monkeypatch.setattr(equivalence, "verdicts", lambda *_: iter(verdicts))
