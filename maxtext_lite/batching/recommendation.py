@@ -160,14 +160,11 @@ def recommend(config: Config, budget: Budget, machine: Machine) -> Recommendatio
     decay_b2 = sorted((adam_b2(best.low), adam_b2(best.high)))
     steps = sorted(warmup_steps(budget, best.middle).values())
     wide = best.widened(WIDENING)
-    legal: dict[int, LegalBatch] = {}
-    for wanted in (wide.low, best.low, best.middle, best.high, wide.high):
-        found = nearest_legal(config, wanted, budget.tokens, machine)
-        legal.setdefault(found.examples, found)
-    middle = nearest_legal(config, best.middle, budget.tokens, machine)
+    wanted = (wide.low, best.low, best.middle, best.high, wide.high)
+    legal = [nearest_legal(config, tokens, budget.tokens, machine) for tokens in wanted]
     ramp = ramp_of(config.optimizer, best.middle, budget.tokens)
     if ramp.starts:
-        ramp = dataclasses.replace(ramp, overrides=_doubled_once(config, middle, ramp.starts[-1], machine))
+        ramp = dataclasses.replace(ramp, overrides=_doubled_once(config, legal[2], ramp.starts[-1], machine))
     return Recommendation(
         budget,
         best,
@@ -177,7 +174,7 @@ def recommend(config: Config, budget: Budget, machine: Machine) -> Recommendatio
         Interval(decay_b2[0], decay_b2[1]),
         Interval(steps[0], steps[-1]),
         ramp,
-        tuple(legal[examples] for examples in sorted(legal)),
+        tuple(sorted({each.examples: each for each in legal}.values(), key=lambda each: each.examples)),
     )
 
 

@@ -86,7 +86,7 @@ def _run_directory(value: object) -> object:
     """A path where checkpoints can be written."""
     found = _URL.match(value) if isinstance(value, str) else None
     if found and found[1].lower() not in (*_RUN_SCHEMES, "file"):
-        raise WrongType("Orbax cannot write checkpoints there. A local path and gs://bucket/prefix work.")
+        raise WrongType("is where Orbax cannot write checkpoints; a local path and gs://bucket/prefix work.")
     return _path(empty_allowed=False, schemes=_RUN_SCHEMES)(value)
 
 

@@ -160,11 +160,8 @@ def _verdict(split: str, optimizer: str, directory: Path, name: str) -> Verdict:
         said = f"step {found.step}: {field} {first} and {second}"
     if optimizer != "sgd":
         return Verdict(split, optimizer, difference=said, loss=loss)
-    (saved,) = compare_checkpoints(runs, 0.0) or (None,)
-    assert saved is not None, "both have saved their last step"
-    apart = {array: by for array, by in saved.arrays.items() if array.startswith("params")}
-    beyond = compare_checkpoints(runs, TOLERANCE)[-1].arrays
-    if beyond and not said:
-        worst = max(beyond, key=lambda array: beyond[array])
-        said = f"{worst} after step {saved.step}: {beyond[worst]:.3g}"
-    return Verdict(split, optimizer, difference=said, loss=loss, parameters=max(apart.values(), default=0.0))
+    saved = compare_checkpoints(runs, TOLERANCE)[-1]  # both have saved their last step
+    if saved.arrays and not said:
+        worst = max(saved.arrays, key=lambda array: saved.arrays[array])
+        said = f"{worst} after step {saved.step}: {saved.arrays[worst]:.3g}"
+    return Verdict(split, optimizer, difference=said, loss=loss, parameters=saved.largest)

@@ -298,10 +298,10 @@ class TrainingRun(Generic[Data]):
         parameters = num_elements(self.decoder.abstract_params)
         trained = num_elements(self.decoder.trained(self.decoder.abstract_params))
         of_them = "" if trained == parameters else f", {trained:,} of them in adapters, which alone are trained,"
-        terminal.say(
-            f"{parameters:,} parameters{of_them} on {self.mesh.size} x {jax.devices()[0].device_kind}; "
-            + _peak_sentence(self.speed.peak)
-        )
+        peak = self.speed.peak
+        mfu = "no MFU, as their peak is not known" if peak is None else f"MFU is taken against {peak:g} TFLOP/s each"
+        kind = jax.devices()[0].device_kind
+        terminal.say(f"{parameters:,} parameters{of_them} on {self.mesh.size} x {kind}; {mfu}")
         noun = "prompts" if self.plan.rl else "examples"
         held_out = "nothing" if self.eval_source is None else f"{len(self.eval_source):,} {noun}"
         terminal.say(f"{len(self.source):,} training {noun}, {held_out} held out")
@@ -389,10 +389,6 @@ def machine_of(devices: Sequence[Device]) -> dict[str, Any]:
 def comes_from_elsewhere(config: Config) -> bool:
     """Whether the run begins with a model that was imported, or that began with one."""
     return bool(config.load_parameters_path) and hf_directory(config.load_parameters_path) is not None
-
-
-def _peak_sentence(peak: float | None) -> str:
-    return "no MFU, as their peak is not known" if peak is None else f"MFU is taken against {peak:g} TFLOP/s each"
 
 
 def _write_json(path: Path, value: Any) -> None:

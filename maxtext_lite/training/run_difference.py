@@ -160,13 +160,16 @@ class SavedDifference:
     """What of the checkpoints of one step differs.
 
     Attributes:
-      arrays: the relative difference of each array that differs, by its path; infinite where shapes or dtypes do.
+      arrays: the relative difference of each array that differs by more than the tolerance, by its path; infinite where
+        shapes or dtypes do.
       compared: how many were.
+      largest: relative difference of an array, also of those within the tolerance.
     """
 
     step: int
     arrays: Mapping[str, float]
     compared: int
+    largest: float
 
 
 def compare_checkpoints(runs: tuple[Path, Path], tolerance: float) -> list[SavedDifference]:
@@ -183,7 +186,7 @@ def compare_checkpoints(runs: tuple[Path, Path], tolerance: float) -> list[Saved
     found: list[SavedDifference] = []
     for step in sorted(steps[0] & steps[1]):
         first, second = (_saved((run / "checkpoints" / str(step)).absolute(), tolerance) for run in runs)
-        found.append(SavedDifference(step, _different_arrays(first, second, tolerance), len(first)))
+        found.append(_saved_difference(step, first, second, tolerance))
         if found[-1].arrays:
             break
     return found
@@ -207,20 +210,22 @@ def _saved(directory: Path, tolerance: float) -> dict[str, np.ndarray]:
     return {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf) for path, leaf in leaves}
 
 
-def _different_arrays(
-    first: Mapping[str, np.ndarray], second: Mapping[str, np.ndarray], tolerance: float
-) -> dict[str, float]:
-    differing = dict.fromkeys(sorted(first.keys() ^ second.keys()), math.inf)
+def _saved_difference(
+    step: int, first: Mapping[str, np.ndarray], second: Mapping[str, np.ndarray], tolerance: float
+) -> SavedDifference:
+    apart = dict.fromkeys(sorted(first.keys() ^ second.keys()), math.inf)
+    beyond = dict(apart)
     floor = _ARRAYS_FLOOR * tolerance * math.hypot(*(_norm(array) for array in second.values()))
     for name in sorted(first.keys() & second.keys()):
         a, b = first[name], second[name]
         if a.shape != b.shape or a.dtype != b.dtype:
-            differing[name] = math.inf
+            apart[name] = beyond[name] = math.inf
         elif a.tobytes() != b.tobytes():
-            apart, size = _norm(a.astype(np.float64) - b.astype(np.float64)), _norm(b)
-            if not (tolerance and apart <= tolerance * size + floor):
-                differing[name] = apart / size if size else math.inf
-    return differing
+            distance, size = _norm(a.astype(np.float64) - b.astype(np.float64)), _norm(b)
+            apart[name] = distance / size if size else math.inf
+            if not (tolerance and distance <= tolerance * size + floor):
+                beyond[name] = apart[name]
+    return SavedDifference(step, beyond, len(first), max(apart.values(), default=0.0))
 
 
 def _norm(array: np.ndarray) -> float:

@@ -155,19 +155,12 @@ def splits(config: Config) -> list[Split]:
 
 def _own_mesh(config: Config) -> tuple[str, dict[str, object]] | None:
     """The axes that the config names, of two devices each, over links as it has them; the rest is fsdp."""
-    named = [
-        (link, axis)
-        for link in ("dcn", "ici")
-        for axis in _AXES
-        if getattr(config, f"{link}_{axis}_parallelism") > 1 and axis != "pipeline"
-    ][: DEVICES.bit_length() - 1]
+    axes = [(link, axis) for link in ("dcn", "ici") for axis in _AXES if axis != "pipeline"]
+    axes.remove(("ici", "fsdp"))
+    named = [(link, axis) for link, axis in axes if getattr(config, f"{link}_{axis}_parallelism") > 1]
+    named = named[: DEVICES.bit_length() - 1]
     if not named:
         return None
     mesh: dict[str, object] = {f"{link}_{axis}_parallelism": 2 for link, axis in named}
-    name = " x ".join(f"{link} {axis} 2" for link, axis in named)
-    if "ici_fsdp_parallelism" in mesh or 2 ** len(named) == DEVICES:
-        rest = DEVICES // 2 ** len(named)
-        mesh["ici_fsdp_parallelism"] = 2 * rest if "ici_fsdp_parallelism" in mesh else 1
-    else:
-        mesh["ici_fsdp_parallelism"] = -1
-    return name, mesh
+    rest = {"ici_fsdp_parallelism": DEVICES // 2 ** len(named)}
+    return " x ".join(f"{link} {axis} 2" for link, axis in named), mesh | rest

@@ -99,7 +99,7 @@ def test_a_run_directory_is_refused_where_orbax_cannot_write(value):
         load_config(None, [f"base_output_directory={value}"])
     (problem,) = error.value.problems
     assert problem.startswith(
-        f"base_output_directory={value} Orbax cannot write checkpoints there. A local path and gs:"
+        f"base_output_directory={value} is where Orbax cannot write checkpoints; a local path and gs:"
     )
 
 
