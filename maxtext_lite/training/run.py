@@ -300,8 +300,8 @@ class TrainingRun(Generic[Data]):
         of_them = "" if trained == parameters else f", {trained:,} of them in adapters, which alone are trained,"
         peak = self.speed.peak
         mfu = "no MFU, as their peak is not known" if peak is None else f"MFU is taken against {peak:g} TFLOP/s each"
-        kind = jax.devices()[0].device_kind
-        terminal.say(f"{parameters:,} parameters{of_them} on {self.mesh.size} x {kind}; {mfu}")
+        where = f"{self.mesh.size} x {jax.devices()[0].device_kind}"
+        terminal.say(f"{parameters:,} parameters{of_them} on {where}; {mfu}")
         noun = "prompts" if self.plan.rl else "examples"
         held_out = "nothing" if self.eval_source is None else f"{len(self.eval_source):,} {noun}"
         terminal.say(f"{len(self.source):,} training {noun}, {held_out} held out")
