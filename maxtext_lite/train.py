@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from maxtext_lite.cli import ArgumentParser, config_arguments, parse_keys, run_command
+from maxtext_lite.cli import ArgumentParser, config_arguments, parse_keys, real_number, run_command
 from maxtext_lite.config import Config, RLRunConfig, UserError, load_config
 from maxtext_lite.config.field_types import Flag
 from maxtext_lite.process.output import complain, go_on_without_stdout
@@ -51,6 +51,11 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = ArgumentParser(prog="maxtext-lite train", description=__doc__)
     config_arguments(parser)
+    parser.add_argument(
+        "--device-memory-gb",
+        type=real_number,
+        help="what a train step may hold on a device, in GB (1e9 bytes); default: what the device has",
+    )
     arguments = parser.parse(argv)
     own = [word for word in arguments.overrides if word.partition("=")[0] in DataOnly.model_fields]
     asked = parse_data_only(own)
@@ -64,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     from maxtext_lite.training import train  # jax, only once the config is known to be right
 
-    return finish(train, config)
+    return finish(lambda config: train(config, device_memory_gb=arguments.device_memory_gb), config)
 
 
 def finish(train: Callable[[Any], Any], config: Config) -> int:

@@ -31,6 +31,7 @@ from maxtext_lite.xla import assumed_of, topology_devices
 from maxtext_lite.xla.hlo import Collective, collectives
 from maxtext_lite.xla.hlo_text import parse
 from maxtext_lite.xla.hlo_work import ProgramWork, work
+from maxtext_lite.xla.program_memory import ProgramMemory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,28 +75,6 @@ class Traffic:
     bytes: int | None
     bytes_by_dtype: dict[str, int] | None
     sent_bytes: float | None
-
-
-@dataclasses.dataclass(frozen=True)
-class ProgramMemory:
-    """Bytes per device by XLA's `memory_analysis()`.
-
-    Attributes:
-      arguments: state and batch.
-      outputs: new state and metrics, of which `aliased` take the place of arguments.
-      temporaries: what the step needs beside them.
-    """
-
-    arguments: int
-    outputs: int
-    aliased: int
-    temporaries: int
-    generated_code: int
-
-    @property
-    def total(self) -> int:
-        """At the step's peak."""
-        return self.arguments + self.outputs - self.aliased + self.temporaries + self.generated_code
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,7 +233,7 @@ def compile_program(config: Config, plan: BatchPlan, devices: Sequence[Any]) -> 
         state_bytes=state_bytes(state),
         collectives=traffic,
         synchronization=synchronization,
-        memory=_memory(compiled),
+        memory=ProgramMemory.of(compiled),
         work=done,
         roofline=_roofline(devices[0].device_kind, config, done, traffic, model_flops / mesh.size),
         xla_flops=float(analysis["flops"]) if analysis and "flops" in analysis else None,
@@ -349,17 +328,3 @@ def _total(amounts: Iterable[float | None]) -> float | None:
             return None
         total += amount
     return total
-
-
-def _memory(compiled: Compiled) -> ProgramMemory:
-    stats: Any = compiled.memory_analysis()
-    held = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
-    # A TPU's temp_size_in_bytes is more than it allocates: programs compile whose own would not fit on their device.
-    allocated = getattr(stats, "total_allocation_bytes", 0)  # since jax 0.11
-    return ProgramMemory(
-        arguments=stats.argument_size_in_bytes,
-        outputs=stats.output_size_in_bytes,
-        aliased=stats.alias_size_in_bytes,
-        temporaries=allocated - held if allocated else stats.temp_size_in_bytes,
-        generated_code=stats.generated_code_size_in_bytes,
-    )

@@ -19,7 +19,8 @@ from maxtext_lite.rl.policy import Policy
 from maxtext_lite.rl.rewards import RewardError, Rewards, Scores
 from maxtext_lite.rl.rollout import LocalEngine, Request, Response, RolloutEngine
 from maxtext_lite.rl.transfer import sampling_mesh
-from maxtext_lite.training.run import TrainingRun, comes_from_elsewhere, machine_of
+from maxtext_lite.training.opening import comes_from_elsewhere, machine_of
+from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.run_files import run_directory
 from maxtext_lite.training.state import OwnParts, make_plain_decoder
 

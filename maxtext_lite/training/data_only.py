@@ -13,7 +13,7 @@ from maxtext_lite.data import Balance, MixtureSource, hash_of_run, target_tokens
 from maxtext_lite.data.mixture_of_run import in_run, steps_left
 from maxtext_lite.parallel import make_mesh, sharding
 from maxtext_lite.process.output import complain
-from maxtext_lite.training.run import open_data
+from maxtext_lite.training.opening import open_data
 from maxtext_lite.training.step import TRAIN_BATCH_AXES
 
 _SECONDS_BETWEEN_LINES = 1.0

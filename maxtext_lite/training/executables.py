@@ -11,11 +11,14 @@ import jax
 from jax.stages import Compiled, Wrapped
 
 from maxtext_lite.batching import BatchPlan, BatchStage
+from maxtext_lite.batching.ledger import bytes_text
 from maxtext_lite.data import field_dtype
-from maxtext_lite.parallel import sharding
+from maxtext_lite.parallel import exchange, sharding
 from maxtext_lite.training.state import StepParts, abstract_state
 from maxtext_lite.training.step import TRAIN_BATCH_AXES
+from maxtext_lite.training.step_memory import OutOfMemory, raising_out_of_memory
 from maxtext_lite.xla import as_default_device
+from maxtext_lite.xla.program_memory import ProgramMemory
 
 
 class Executables:
@@ -49,9 +52,20 @@ class Executables:
             self.request(following)
 
     def of(self, stage: BatchStage) -> tuple[Compiled, float]:
-        """The compiled step of a stage, and the seconds that compiling took; waits for it."""
+        """The compiled step of a stage, and the seconds that compiling took; waits for it. All hosts call it.
+
+        Raises:
+          OutOfMemory: on all hosts, where it does not fit on the devices of one.
+        """
         self.request(stage)
-        return self._compiled[self.slots(stage)].result()
+        compiling, problem = self._compiled[self.slots(stage)], None
+        try:
+            compiling.result()
+        except OutOfMemory as error:
+            problem = str(error)
+        if problems := [each for each in exchange(problem) if each is not None]:
+            raise OutOfMemory(problems[0])
+        return compiling.result()
 
     def close(self) -> None:
         """Starts nothing more."""
@@ -70,6 +84,9 @@ class Executables:
         precision = jax.default_matmul_precision(self._parts.config.matmul_precision)
         with jax.set_mesh(self._mesh), as_default_device(self._mesh), precision:
             lowered = self._step.lower(abstract_state(self._parts), batch, number)
-        with jax.set_mesh(self._mesh):
+        with jax.set_mesh(self._mesh), raising_out_of_memory():
             compiled = lowered.compile()
+        needed, limit = ProgramMemory.of(compiled).total, self._plan.memory.limit
+        if limit is not None and needed > limit:
+            raise OutOfMemory(f"the compiled train step holds {bytes_text(needed)} of a device's {bytes_text(limit)}")
         return compiled, time.perf_counter() - started

@@ -3,6 +3,7 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # jax, optax and orbax declare some of their functions in part.
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -25,6 +26,8 @@ from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.state import TrainState
 from maxtext_lite.training.step import TRAIN_BATCH_AXES, make_summarise, make_synchronise, make_train_step
 from maxtext_lite.training.step_log import Taken
+from maxtext_lite.training.step_memory import raising_out_of_memory
+from maxtext_lite.xla.program_memory import ProgramMemory
 
 Result = TypeVar("Result")
 
@@ -47,6 +50,7 @@ class FeedSteps:
         step = make_train_step(run.parts, run.schedule)
         self._executables = Executables(step, run.parts, run.plan, example=(run.source.num_tokens, run.source.fields))
         self._stage: BatchStage | None = None
+        self._is_new = True
         self._step: Compiled | None = None
         if run.parts.local:
             self._synchronise, self._summarise = make_synchronise(run.parts), make_summarise(run.parts)
@@ -75,9 +79,12 @@ class FeedSteps:
                 self._run.failures.add(problem)
             self._run.failures.raise_together()
         self._step, seconds = self._executables.of(stage)
+        if stage == plan.stages[-1]:
+            self._run.note_memory(compiled=ProgramMemory.of(self._step).total)
+        self._is_new = self._stage is None or self._executables.slots(stage) != self._executables.slots(self._stage)
         if self._stage is None:
-            self._say(f"compiled the train step in {seconds:.1f} s")
-        elif self._executables.slots(stage) != self._executables.slots(self._stage):
+            self._say(f"compiled the train step in {seconds:.1f} s{self._run.memory.beside_plan}")
+        elif self._is_new:
             self._say(f"compiled the train step of the next stage in {seconds:.1f} s, in the background")
         if len(plan.stages) > 1:
             self._say(
@@ -98,7 +105,11 @@ class FeedSteps:
             self._run.failures.add_unread(batch.problem)
         self._examples_seen += batch.num_examples
         number = np.int32(batch.num_micro_batches) if self._plan.ramps_accumulation else None
-        state, metrics = self._step(state, batch.arrays, number)
+        with raising_out_of_memory() if self._is_new else contextlib.nullcontext():
+            state, metrics = self._step(state, batch.arrays, number)
+            if self._is_new:  # what does not fit is known once it has run
+                jax.block_until_ready(metrics)
+        self._is_new = False
         if local := self._run.parts.local:
             metrics = self._alone(self._summarise, metrics)
             state = dataclasses.replace(state, skipped_in_a_row=metrics.pop("skipped_in_a_row"))

@@ -5,6 +5,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,7 +14,7 @@ import jax
 import optax
 
 from maxtext_lite.config import Config, UserError
-from maxtext_lite.data import Examples, example_shape, own_examples
+from maxtext_lite.data import Examples, ExampleSource, example_shape, own_examples
 from maxtext_lite.models import Decoder, DecoderShape
 from maxtext_lite.parallel import Pipeline, start_devices
 from maxtext_lite.training.callbacks import Callback
@@ -23,10 +24,12 @@ from maxtext_lite.training.failures import UnreadError
 from maxtext_lite.training.feed_steps import FeedSteps
 from maxtext_lite.training.held_out_loss import HeldOutLoss
 from maxtext_lite.training.metrics import MetricsLog, Profile, Terminal
+from maxtext_lite.training.opening import Sources, open_run, plan_on_devices
 from maxtext_lite.training.optimizer import OptimizerFactory
-from maxtext_lite.training.run import Data, Sources, TrainingRun, open_run
+from maxtext_lite.training.run import Data, TrainingRun
 from maxtext_lite.training.state import OwnParts, TrainState
 from maxtext_lite.training.step_log import StepLog, Taken
+from maxtext_lite.training.step_memory import Ladder, OutOfMemory
 from maxtext_lite.training.stopping import Signals, Stop, watch_signals
 
 
@@ -113,6 +116,7 @@ def train(
     eval_source: Examples | None = None,
     optimizer: optax.GradientTransformation | OptimizerFactory | None = None,
     callbacks: Sequence[Callback] = (),
+    device_memory_gb: float | None = None,
 ) -> RunResult:
     """Trains to `config.steps`, from the newest checkpoint of the run directory where there is one.
 
@@ -125,6 +129,8 @@ def train(
       optimizer: is all of the update; it has a learning rate of its own, or is made with the config's schedule. It is
         given the sum over a step's micro-batches, and nothing of a step whose gradient is not finite.
       callbacks: see steps, evaluations and checkpoints, and may end the run.
+      device_memory_gb: that a train step may hold on a device, in units of 1e9 bytes; None: what the device has. One
+        that does not fit is lowered as `Ladder` says, and the run starts again from its newest checkpoint.
     Raises:
       UserError: the config cannot be trained on these devices or this data, or contradicts the checkpoint; an object is
         not what its protocol promises.
@@ -138,8 +144,20 @@ def train(
         fields = sources[0].fields if sources else example_shape(config)[1]
         sizes = {"vocab_size": config.vocab_size, "emb_dim": config.base_emb_dim}
         own_objective = custom_loss(objective, fields=fields, z_loss_multiplier=config.z_loss_multiplier, **sizes)
-    run = open_run(config, sources, OwnParts(model, own_objective, optimizer))
-    return train_run(run, lambda *start: (FeedSteps(run, *start), HeldOutLoss(run)), callbacks)
+    own, ladder = OwnParts(model, own_objective, optimizer), Ladder.of(config, device_memory_gb)
+    while True:
+        run = open_run(ladder.applied(config), sources, own, device_memory_gb=device_memory_gb)
+        run.memory.ladder = ladder
+        try:
+            return train_run(run, functools.partial(_steps_of_feed, run), callbacks)
+        except OutOfMemory as error:
+            ladder, why = ladder.lowered(run.config, run.plan, plan_on_devices(run.plan)), str(error)
+        if run.is_first:
+            print(f"out of memory: {why}; the run starts again with {ladder.newest}", flush=True)
+
+
+def _steps_of_feed(run: TrainingRun[ExampleSource], *start: Any) -> tuple[FeedSteps, HeldOutLoss]:
+    return FeedSteps(run, *start), HeldOutLoss(run)
 
 
 def _own_sources(config: Config, source: Examples | None, eval_source: Examples | None) -> Sources | None:

@@ -8,17 +8,15 @@ import dataclasses
 import json
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import jax
 import optax
 
 from maxtext_lite.batching import (
     BatchPlan,
-    batch_sizes,
     flops_per_example,
     format_plan,
-    make_plan,
     scaled_optimizer,
 )
 from maxtext_lite.batching.devices import peak_tflops
@@ -30,7 +28,6 @@ from maxtext_lite.config.hf.config import CARRIED, has_hf_weights, hf_directory,
 from maxtext_lite.data import (
     ExampleSource,
     MixtureSource,
-    open_sources_on_hosts,
     source_tokens_of_run,
     target_tokens_of_run,
 )
@@ -38,7 +35,7 @@ from maxtext_lite.data.mixture_of_run import in_run, mixture_sentences, mixture_
 from maxtext_lite.data.preparing.inspecting import summaries
 from maxtext_lite.hf import carry_files
 from maxtext_lite.models import Decoder
-from maxtext_lite.parallel import accelerator_of, start_devices, tree_shardings
+from maxtext_lite.parallel import tree_shardings
 from maxtext_lite.training.arrays import Device, Rows, num_elements
 from maxtext_lite.training.checkpoint import Checkpointer, Counts, fingerprint
 from maxtext_lite.training.environment import environment
@@ -58,6 +55,7 @@ from maxtext_lite.training.state import (
     make_parts,
     state_from,
 )
+from maxtext_lite.training.step_memory import StepMemory
 
 
 class _HasNotes(Protocol):
@@ -91,6 +89,7 @@ class TrainingRun(Generic[Data]):
       parts: what a step is made of; its mesh and its decoder are the run's.
       is_first: this process writes the run directory.
       failures: what could not be written.
+      memory: what a step holds on a device.
       checkpointer: None where enable_checkpointing is false, and before `opened`.
     Args:
       own: what of a step is not as the config says.
@@ -126,7 +125,7 @@ class TrainingRun(Generic[Data]):
                 f"enable_checkpointing=false would start {self.directory} over, which holds checkpoints. "
                 "Nearest that work: enable_checkpointing=true, or another run_name."
             )
-        self.failures = Failures()
+        self.failures, self.memory = Failures(), StepMemory(plan.memory)
         self.checkpointer: Checkpointer | None = None
         self._source_tokens: tuple[int, dict[str, int]] | None = None
         self._lease: Lease | None = None
@@ -336,7 +335,15 @@ class TrainingRun(Generic[Data]):
         data = {"mixture": mixture_table(self.source, 0, end), "data": summaries(self.source)}
         _write_json(files / "plan.json", self.plan.to_json() | {name: each for name, each in data.items() if each})
         _write_json(files / "environment.json", environment())
+        self.memory.write(files)
         self.files.upload()
+
+    def note_memory(self, **found: int | None) -> None:
+        """Sets what `memory` has, and writes it down."""
+        vars(self.memory).update(found)
+        if self.is_first:
+            with self.failures.of_writing(self.directory):
+                self.memory.write(self.files.directory)
 
     @property
     def speed(self) -> Speed:
@@ -347,48 +354,6 @@ class TrainingRun(Generic[Data]):
             num_devices=self.mesh.size,
             peak=peak_tflops(jax.devices()[0].device_kind, self.config.dtype),
         )
-
-
-Sources: TypeAlias = tuple[ExampleSource, ExampleSource | None]
-"""The training examples, and the held-out ones."""
-
-
-def open_run(config: Config, sources: Sources | None = None, own: OwnParts = CONFIGURED) -> TrainingRun[ExampleSource]:
-    """The run of a config that `train` takes: its data opened, its batches planned.
-
-    Args:
-      sources: None: those of the config.
-    Raises:
-      UserError: the config cannot be trained on these devices or this data, or contradicts the run directory.
-    """
-    plan, (source, eval_source) = open_data(config, sources)
-    run = TrainingRun(config, plan, source=source, eval_source=eval_source, own=own)
-    if not has_checkpoints(run.directory):  # of others, their history says what sources have given
-        steps_left(config, plan, in_run(config, source)[0], step=0, examples_seen=0)
-    return run
-
-
-def open_data(config: Config, sources: Sources | None = None) -> tuple[BatchPlan, Sources]:
-    """The batches of a config's run, and the data that it reads; arguments and errors as of `open_run`."""
-    machine = machine_of(start_devices())
-    sizes, _ = batch_sizes(config, **machine)  # so that what is wrong is refused before data are opened
-    sources = sources or open_sources_on_hosts(
-        config,
-        vocab_size=config.vocab_size,
-        loading_hosts=sizes.loading.loading_hosts,
-        begins_as_elsewhere=comes_from_elsewhere(config),
-    )
-    return make_plan(config, **machine, num_examples=len(sources[0])), sources
-
-
-def machine_of(devices: Sequence[Device]) -> dict[str, Any]:
-    """What `make_plan` is to know of the machine that has these devices."""
-    return {"num_devices": len(devices), "num_hosts": jax.process_count(), "platform": accelerator_of(devices[0])}
-
-
-def comes_from_elsewhere(config: Config) -> bool:
-    """Whether the run begins with a model that was imported, or that began with one."""
-    return bool(config.load_parameters_path) and hf_directory(config.load_parameters_path) is not None
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -18,6 +18,7 @@ from maxtext_lite.training.metrics import MetricsLog, Terminal
 from maxtext_lite.training.nonfinite import NonFinite
 from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.state import TrainState
+from maxtext_lite.training.step_memory import peak_memory_bytes
 
 NOTHING_SAVED = "nothing was saved at or after it"
 
@@ -113,12 +114,15 @@ class StepLog:
             "global_batch_to_train": stage.global_batch_to_train,
             "step_seconds": step_seconds,
             "data_seconds": taken.data_seconds,
+            "peak_memory_bytes": (peak := peak_memory_bytes()),
             **run.speed.of(taken.num_examples, values["target_tokens"], step_seconds),
             **noise.record(taken.num_examples),
             **mixed,
             **taken.more,
         }
         self.write(record)
+        if peak is not None and run.memory.measured is None:
+            run.note_memory(measured=peak)
         self._terminal.step(record)
         if not finite:
             self._skip_or_stop(step, values, lambda: taken.find_cause(state))

@@ -10,7 +10,7 @@ from maxtext_lite.data import example_ids
 from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.feed_steps import FeedSteps
 from maxtext_lite.training.metrics import Terminal
-from maxtext_lite.training.run import open_run
+from maxtext_lite.training.opening import open_run
 from tests.training.test_run import TINY
 
 # On 8 devices: two steps of 8 examples, one of 16, then 24.

@@ -12,7 +12,7 @@ from maxtext_lite.models import Decoder
 from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.failures import Failures
 from maxtext_lite.training.metrics import Terminal
-from maxtext_lite.training.run import open_run
+from maxtext_lite.training.opening import open_run
 from maxtext_lite.training.state import OwnParts
 
 TINY = [

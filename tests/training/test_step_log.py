@@ -9,7 +9,7 @@ import pytest
 from maxtext_lite.config import load_config
 from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.metrics import MetricsLog, Terminal
-from maxtext_lite.training.run import open_run
+from maxtext_lite.training.opening import open_run
 from maxtext_lite.training.step_log import NonFiniteLoss, StepLog, Taken
 from tests.training.test_run import TINY
 
