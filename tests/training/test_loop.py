@@ -56,7 +56,15 @@ def whole(tmp_path_factory, documents):
 
 def test_writes_what_the_interface_promises(whole):
     names = {path.name for path in whole.run_directory.iterdir()}
-    assert names == {"config.yml", "plan.json", "metrics.jsonl", "tensorboard", "checkpoints", "environment.json"}
+    assert names == {
+        "config.yml",
+        "plan.json",
+        "metrics.jsonl",
+        "tensorboard",
+        "checkpoints",
+        "environment.json",
+        "memory.json",
+    }
     assert list((whole.run_directory / "tensorboard" / "plugins" / "profile").rglob("*.xplane.pb"))  # the traced step
     steps, evaluations = _records(whole)
     assert [record["step"] for record in steps] == [1, 2, 3, 4, 5, 6]

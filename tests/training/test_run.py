@@ -51,7 +51,7 @@ def test_a_run_holds_its_directory_with_and_without_checkpoints(tmp_path):
         two.failures = one.failures = Failures()  # else they would end on the refusal
 
 
-@pytest.mark.parametrize("name", ["config.yml", "plan.json", "environment.json"])
+@pytest.mark.parametrize("name", ["config.yml", "plan.json", "environment.json", "memory.json"])
 def test_what_cannot_be_written_at_the_start_is_one_sentence(name, tmp_path):
     (tmp_path / "here" / name).mkdir(parents=True)
     run = run_of(tmp_path, "enable_checkpointing=false")

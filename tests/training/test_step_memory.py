@@ -1,0 +1,118 @@
+"""A run that does not fit goes down its ladder, ends as one that fitted from the start, and resumes where it fitted."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from maxtext_lite.batching import make_plan
+from maxtext_lite.config import UserError, load_config
+from maxtext_lite.training import train
+from maxtext_lite.training.executables import Executables
+from maxtext_lite.training.step_memory import Ladder, OutOfMemory, StepMemory, raising_out_of_memory
+from tests.training.conftest import TINY
+
+RUN = [*TINY, "dataset_type=synthetic", "eval_interval=-1", "steps=2", "checkpoint_period=1", "optimizer=sgd",
+       "learning_rate_schedule=constant", "warmup_steps=0"]  # fmt: skip
+ASKED = ["per_device_batch_size=2", "gradient_accumulation_steps=1"]
+FITS = ["per_device_batch_size=1", "gradient_accumulation_steps=2"]
+
+
+def run(tmp_path, name, *words, **limit):
+    result = train(load_config(None, [*RUN, f"base_output_directory={tmp_path}", f"run_name={name}", *words]), **limit)
+    return result, json.loads((result.run_directory / "memory.json").read_text())
+
+
+def metrics(result):
+    fields = ("step", "loss", "grad_norm", "examples_hash", "global_batch_to_train", "learning_rate")
+    lines = (result.run_directory / "metrics.jsonl").read_text().splitlines()
+    return [[json.loads(line)[field] for field in fields] for line in lines]
+
+
+@pytest.fixture(scope="module")
+def fitted(tmp_path_factory):
+    """A run that fits, and what it says of its memory."""
+    return run(tmp_path_factory.mktemp("runs"), "fitted", *FITS)
+
+
+def same(one, other):
+    assert metrics(one) == metrics(other)
+    jax.tree.map(np.testing.assert_array_equal, one.state.params, other.state.params)
+
+
+def test_under_a_limit_it_is_the_run_that_fitted_and_resumes_there(fitted, tmp_path, capsys):
+    whole, memory = fitted
+    limit = memory["compiled_bytes"] / 1e9
+    assert memory["rungs"] == []
+    assert memory["limit_bytes"] is None
+    run(tmp_path, "limited", *ASKED, "steps=1", device_memory_gb=limit)
+    assert capsys.readouterr().out.count("the run starts again with per_device_batch_size=1 gradient_acc") == 1
+    result, found = run(tmp_path, "limited", *ASKED, device_memory_gb=limit)
+    assert "out of memory" not in capsys.readouterr().out
+    assert found["rungs"] == [{"per_device_batch_size": "1", "gradient_accumulation_steps": "2"}]
+    assert found["compiled_bytes"] <= found["limit_bytes"] == memory["compiled_bytes"]
+    assert found["error_of_plan_to_compiled"] == found["planned_bytes"] / found["compiled_bytes"] - 1
+    same(whole, result)
+
+
+def test_a_first_step_that_finds_no_room_is_taken_again_with_less(fitted, tmp_path, monkeypatch):
+    """The state that it was given is lost, as an allocation fails after the donation."""
+    compiled_of, taken = Executables.of, []
+
+    def without_room(self, stage):
+        compiled, seconds = compiled_of(self, stage)
+
+        def step(state, *rest):
+            jax.tree.map(lambda x: x.delete(), state)
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 12 bytes.")
+
+        taken.append(stage.per_device_batch_size)
+        if len(taken) > 1:
+            return compiled, seconds
+        step.memory_analysis = compiled.memory_analysis
+        return step, seconds
+
+    monkeypatch.setattr(Executables, "of", without_room)
+    result, found = run(tmp_path, "full", *ASKED)
+    assert taken == [2, 1]
+    assert len(found["rungs"]) == 1
+    same(fitted[0], result)
+
+
+def test_only_what_is_out_of_memory_is_called_so():
+    with pytest.raises(OutOfMemory, match="allocating 3"), raising_out_of_memory():
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: allocating 3\nand more")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), raising_out_of_memory():
+        raise jax.errors.JaxRuntimeError("INTERNAL: something else")
+
+
+def test_a_ladder_is_for_what_was_asked_on_these_devices(tmp_path):
+    def config(*words):
+        return load_config(None, [*RUN, *ASKED, f"base_output_directory={tmp_path}", "run_name=there", *words])
+
+    asked = config()
+    plan = make_plan(asked, num_devices=8)
+    ladder = Ladder.of(asked, None).lowered(asked, plan, lambda other: make_plan(other, num_devices=8))
+    lowered = ladder.applied(asked)
+    assert (lowered.per_device_batch_size, lowered.gradient_accumulation_steps) == (1, 2)
+    assert ladder.newest == "per_device_batch_size=1 gradient_accumulation_steps=2"
+    memory = StepMemory(plan.memory)
+    memory.ladder = ladder
+    (tmp_path / "there").mkdir()
+    memory.write(tmp_path / "there")
+    assert Ladder.of(asked, None) == ladder
+    assert not Ladder.of(asked, 16.0).rungs
+    assert not Ladder.of(config("remat_policy=full"), None).rungs
+    assert not Ladder.of(config("run_name=elsewhere"), None).rungs
+
+
+def test_where_nothing_is_left_the_run_is_refused():
+    config = load_config(None, [*RUN, *ASKED])
+    plan = make_plan(config, num_devices=8)
+
+    def refuse(_):
+        raise UserError("no")
+
+    with pytest.raises(UserError, match=r"batch_size=2 with remat_policy=none .* does not fit .* more devices"):
+        Ladder({}).lowered(config, plan, refuse)
