@@ -15,7 +15,7 @@ import pytest
 
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.data import example_ids, examples_hash, open_sources_on_hosts, token_stream
-from maxtext_lite.training import NonFiniteLoss, run, train
+from maxtext_lite.training import NonFiniteLoss, opening, train
 from maxtext_lite.training.feed_steps import FeedSteps
 from tests.prepared import byte_shards, write_prepared
 from tests.training.conftest import TINY
@@ -302,7 +302,7 @@ def _poisoned(monkeypatch, *poisoned, without=(), huge=()):
         source, evaluation = open_sources_on_hosts(*arguments, **keys)
         return Poisoned(source), evaluation
 
-    monkeypatch.setattr(run, "open_sources_on_hosts", open_poisoned)
+    monkeypatch.setattr(opening, "open_sources_on_hosts", open_poisoned)
 
 
 SKIP = ("data_shuffle_seed=-1", CONSTANT, "warmup_steps=4", "eval_interval=-1",
