@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from html import escape as _e
 from pathlib import Path
 
+from maxtext_lite.batching.ledger import bytes_text
 from maxtext_lite.reporting.charts import AXES
 from maxtext_lite.reporting.curves import Json, chart_svg, color_class, make_board
 from maxtext_lite.reporting.plan_view import long_number, memory_parts, plain, plan_rows
@@ -198,7 +199,7 @@ def _timeline(run: Run) -> str:
 
 def _plans(runs: Sequence[Run]) -> str:
     tables = [plan_rows(run.plan) for run in runs]
-    rest = [_notes(as_list(run.plan.get("warnings"))) + _ramp(run.plan) + _memory(run.plan) for run in runs]
+    rest = [_notes(as_list(run.plan.get("warnings"))) + _ramp(run.plan) + _memory(run) for run in runs]
     if len(runs) == 1:
         return _table("plan", (), {name: [_e(text) for text in row] for name, row in tables[0].items()}) + rest[0]
     said = ("num_devices", "loading_hosts")  # of the others, the meaning is the same for all runs
@@ -250,14 +251,16 @@ def _data(plan: Mapping[str, object]) -> str:
     return _table("sources", [*heads.values()], rows) + _table("lengths", ("documents of so many tokens", ""), bars)
 
 
-def _memory(plan: Mapping[str, object]) -> str:
-    sentence, parts = memory_parts(plan)
+def _memory(run: Run) -> str:
+    sentence, parts = memory_parts(run.plan)
+    others = (("compiled_bytes", "by the compiler"), ("measured_bytes", "held by a device in the first step"))
+    found = [f"{bytes_text(size)} {name}" for key, name in others if isinstance(size := run.memory.get(key), int)]
     bar = legend = ""
     for color, (name, text, share) in enumerate(parts):
         bar += f'<i class="c{color}" style="width:{100 * share:.2f}%"></i>'
         legend += f'<span><i class="c{color}"></i>{name} <b>{text}</b></span>'
     bar = f'<div class="memory" aria-hidden="true">{bar}</div><div class="keys">{legend}</div>'
-    return f"<h3>Memory</h3><p>{sentence}, as planned.</p>{bar}" if parts else ""
+    return f"<h3>Memory</h3><p>{'; '.join([f'{sentence}, as planned', *found])}.</p>{bar}" if parts else ""
 
 
 def _settings(runs: Sequence[Run]) -> str:

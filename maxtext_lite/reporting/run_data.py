@@ -58,7 +58,8 @@ class Run:
       skipped: for each row, whether the update was skipped.
       evaluations: `step`, each of EVALUATION_METRICS that some line has, and the counts of that step where its line is
         there.
-      plan: plan.json; empty where it cannot be read. So are environment (environment.json) and settings (config.yml).
+      plan: plan.json; empty where it cannot be read. So are environment (environment.json), memory
+        (memory.json) and settings (config.yml).
       timeline: the last steps that timeline.jsonl has, with their phases.
       num_parameters: of the whole model, where the config is there and valid.
       last_written: when metrics.jsonl was last written to, UTC; "" where it is not there.
@@ -72,6 +73,7 @@ class Run:
     evaluations: Mapping[str, Column]
     plan: Mapping[str, Any]
     environment: Mapping[str, Any]
+    memory: Mapping[str, Any]
     settings: Mapping[str, Setting]
     timeline: Mapping[int, Sequence[Phase]]
     num_parameters: int | None
@@ -150,6 +152,9 @@ def _read_run(directory: Path, label: str) -> Run:
         evaluations,
         plan=_read_object(directory / "plan.json", notes),
         environment=_read_object(directory / "environment.json", notes),
+        memory=_read_object(path, notes)
+        if (path := directory / "memory.json").is_file()
+        else {},  # older runs have none
         settings=settings,
         timeline=_read_timeline(directory / "timeline.jsonl", notes),
         num_parameters=num_parameters,

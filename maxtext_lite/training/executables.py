@@ -88,5 +88,5 @@ class Executables:
             compiled = lowered.compile()
         needed, limit = ProgramMemory.of(compiled).total, self._plan.memory.limit
         if limit is not None and needed > limit:
-            raise OutOfMemory(f"the compiled train step holds {bytes_text(needed)} of a device's {bytes_text(limit)}")
+            raise OutOfMemory(f"the compiled train step needs {bytes_text(needed)} of a device's {bytes_text(limit)}")
         return compiled, time.perf_counter() - started

@@ -150,6 +150,15 @@ def test_text_from_files_is_escaped(tmp_path):
         json.loads(page.data)
 
 
+def test_memory_is_the_plan_s_beside_what_came_of_it(tmp_path):
+    directory = write_run(tmp_path / "run", run_lines(), [])
+    assert ", as planned." in page_of(directory).text
+    (directory / "memory.json").write_text('{"compiled_bytes": 2500000, "measured_bytes": null}')
+    assert ", as planned; 2.5 MB by the compiler." in page_of(directory).text
+    (directory / "memory.json").write_text('{"compiled_bytes": "<b>", "measured_bytes": 3100000}')
+    assert ", as planned; 3.1 MB held by a device in the first step." in page_of(directory).text
+
+
 def test_several_runs_lie_over_each_other_and_are_compared(tmp_path):
     one = write_run(tmp_path / "one", run_lines(), ["learning_rate=0.01"])
     two = write_run(tmp_path / "two", run_lines(20), ["learning_rate=0.02", "seed=5", "per_device_batch_size=4"])
