@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
         "--compile",
         type=whole_number,
         metavar="N",
-        help="of plans that were solved for, compile the best N ahead of time",
+        help="of the plans that are found, compile the best N",
     )
     arguments = parser.parse(argv)
     device = None if arguments.device is None else device_named(arguments.device, option="--device")

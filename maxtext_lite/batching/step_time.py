@@ -129,7 +129,7 @@ class StepModel:
         alone = (runs * self._gathered + (self._accumulated if passes > 1 else 0)) / self._rate
         weights = runs * self._weights_sent
         blocking = self._blocking(tokens, kept)
-        to_host = self._to_host(offloaded_activations(config, sizes, rows, pieces) if kept else 0)
+        to_host = self._to_host(offloaded_activations(config, sizes, rows, pieces))
         busy = max(compute + alone, weights, to_host) + blocking
         update = self._updated / self._rate
         state = self._to_host(self._state if config.optimizer_memory_host_offload else 0)
@@ -161,7 +161,7 @@ class StepModel:
             slices=math.prod(self._mesh.dcn[axis] for axis in axes),
         )
         if rate is None:
-            raise ValueError(f"what {self._device.name} sends over links between these devices is not known")
+            raise ValueError("what it sends to others on a machine of so many is not known")
         return size * (parts - 1) / parts / rate
 
     def _to_host(self, size: int) -> float:
