@@ -74,8 +74,8 @@ def test_less_memory_leaves_slower_plans():
 
 
 def test_keys_that_were_stated_are_kept():
-    stated = {"ici_tensor_parallelism": 2, "ici_data_parallelism": 1, "remat_policy": "full", "ici_fsdp_parallelism": -1,
-              "optimizer_memory_host_offload": False}  # fmt: skip
+    stated = {"ici_tensor_parallelism": 2, "ici_data_parallelism": 1, "ici_fsdp_parallelism": -1,
+              "remat_policy": "full", "optimizer_memory_host_offload": False}  # fmt: skip
     config = load_config(None, [*MODEL, *(f"{key}={str(value).lower()}" for key, value in stated.items())])
     found = ranked(config, 8, 32)
     assert {(each.plan.mesh["tensor"], each.plan.mesh["data"]) for each in found} == {(2, 1)}
