@@ -94,11 +94,11 @@ def rank(config: Config, topology: Topology, device: Device, plan_of: Plan, *, m
       UserError: nothing is legal, or nothing fits: then what comes nearest; or the device's figures do not suffice.
     """
     variants = [(keys, config.model_copy(update=keys)) for keys in _variants(config, device)]
-    fastest, leanest = ({key: each[end] for key, each in _choices(config).items()} for end in (0, -1))
-    least, order = config.model_copy(update=fastest), itertools.count()
+    leanest = {key: choices[-1] for key, choices in _choices(config).items()}
+    order = itertools.count()
     waiting: list[tuple[float, int, _Split, dict[str, Any] | None, StepTime]] = []
     for split in _splits(config, topology, device, plan_of):
-        time = split.time(least)
+        time = split.model.least(split.rows, split.examples, split.shape)
         waiting.append((time.seconds, next(order), split, None, time))
     heapq.heapify(waiting)
     found: list[RankedPlan] = []
@@ -148,8 +148,7 @@ class _Split:
 
 
 def _choices(config: Config) -> dict[str, tuple[Any, ...]]:
-    """What the keys that change nothing but time and memory may be, where they are open: the first takes the least
-    time, the last the least memory of the device."""
+    """What the keys that change only time and memory may be, where they are open; the last takes least memory."""
     choices = {_REMAT: ("none", *REMAT_POLICIES), _OFFLOAD: (False, True)}
     return {key: values for key, values in choices.items() if is_open(config, key)}
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from maxtext_lite.batching.activations import BYTES, offloaded_activations, tokens_of_device
+from maxtext_lite.batching.activations import BYTES, kept_bytes, offloaded_activations, tokens_of_device
 from maxtext_lite.batching.devices import Device
 from maxtext_lite.batching.ledger import MemoryEstimate
 from maxtext_lite.batching.parameters import attended_pairs, count_parameters, flops_per_example
@@ -37,6 +37,8 @@ class Operation(NamedTuple):
       products: multiplications of one token.
       weights: numbers of matrices that are read, once for all tokens.
       backward: how often its backward pass does as much.
+      results: numbers that a token's matmul gives, on average of forwards and backwards.
+      beside: numbers of a token on the side of the matrix that is not split over shards.
     """
 
     name: str
@@ -44,6 +46,8 @@ class Operation(NamedTuple):
     products: float = 0
     weights: float = 0
     backward: float = 2
+    results: float = 0
+    beside: float = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +87,8 @@ class StepModel:
         if peak is None or plain is None:
             raise ValueError(f"its peak in {config.dtype} is not known")
         self._config, self._device, self._mesh, self._sizes = config, device, mesh, mesh.total
+        nothing = {"remat_policy": "none", "optimizer_memory_host_offload": False}
+        self._repeating_nothing = config.model_copy(update=nothing)
         self._peak, self._plain_peak, self._rate = peak, plain, device.memory_bytes_per_second
         capacity = 1.0 if config.capacity_factor == -1 else float(config.capacity_factor)
         self._rows = config.num_experts_per_tok * capacity
@@ -90,12 +96,20 @@ class StepModel:
         operations = list(_operations(config, self._sizes, self._rows))
         self._operations = [each for _, each in operations]
         # Gathered forwards and backwards; of their gradients the sum crosses.
-        width = 2 * self._width + trains * BYTES[config.grad_dtype]
+        grad_width = trains * BYTES[config.grad_dtype]
+        width = 2 * self._width + grad_width
         self._weights_sent = self._gathered = 0.0
         for of_experts, axes in ((False, ("fsdp", "expert", "context")), (True, ("fsdp", "context"))):
             size = width * sum(each.weights for kind, each in operations if kind == of_experts)
             self._weights_sent += self._ring(axes, size)
-            self._gathered += size if math.prod(self._sizes[axis] for axis in axes) > 1 else 0
+            self._gathered += size * 2 * self._width / width if self._shards(axes) > 1 else 0
+        shards = self._shards(("fsdp", "expert", "context"))
+        on_tpu = device.platform == "tpu"
+        # A TPU makes a gradient shard by shard: for each it reads the side that is not split again, and a sum that
+        # crosses is read, added to, sent and received. Others make all of it in float32, which is then shared out.
+        self._windows = self._width * (shards - 1) * trains if on_tpu else 0
+        self._gradient_bytes = (4 * grad_width if on_tpu else 4 + grad_width) if shards > 1 else 4 * trains
+        self._float32_results = 0 if on_tpu else 8  # cuBLAS writes results in float32, from which `dtype` is made
         count = count_parameters(config, tiled=False, **self._sizes)
         shard = count.total if trains else count.adapters
         self._accumulated = 12 * shard  # a float32 sum is read and written, a gradient is read
@@ -114,6 +128,17 @@ class StepModel:
           rows: of one micro-batch over all devices, empty slots included.
           examples: of a step.
         """
+        per_token = kept_bytes(config, self._sizes, tokens_of_device(config, self._sizes, rows))
+        offloaded = offloaded_activations(config, self._sizes, rows, shape.num_microbatches)
+        return self._step(config, rows, examples, shape, per_token=per_token, offloaded=offloaded)
+
+    def least(self, rows: int, examples: int, shape: PipelineShape) -> StepTime:
+        """The time of a step that does nothing again and stores nothing: no remat_policy has a shorter one."""
+        return self._step(self._repeating_nothing, rows, examples, shape, per_token=0, offloaded=0)
+
+    def _step(
+        self, config: Config, rows: int, examples: int, shape: PipelineShape, *, per_token: int, offloaded: int
+    ) -> StepTime:
         sizes, passes, pieces = self._sizes, shape.gradient_accumulation_steps, shape.num_microbatches
         tokens, runs = tokens_of_device(config, sizes, rows), pieces if sizes["stage"] > 1 else 1
         kept = kept_names(config)
@@ -123,13 +148,15 @@ class StepModel:
             quantized = each.name not in ("context", "logits")
             products = 2 * tokens * each.products / (self._peak if quantized else self._plain_peak)
             attention += times * products if each.name == "context" else 0
-            traffic = self._width * (tokens * each.moved + runs * each.weights) / self._rate
-            matmul, memory = matmul + times * products, memory + times * traffic
-            compute += times * max(products, traffic)
-        alone = (runs * self._gathered + (self._accumulated if passes > 1 else 0)) / self._rate
+            traffic = (tokens * self._token_bytes(each) + runs * self._width * each.weights) / self._rate
+            gradient = (tokens * self._windows * each.beside + runs * self._gradient_bytes * each.weights) / self._rate
+            matmul, memory = matmul + times * products, memory + times * traffic + gradient
+            compute += (times - 1) * max(products, traffic) + max(products, traffic + gradient)
+        stored = 2 * (tokens * self._layers * per_token + offloaded)  # what is kept is copied to where it waits
+        alone = (runs * self._gathered + stored + (self._accumulated if passes > 1 else 0)) / self._rate
         weights = runs * self._weights_sent
         blocking = self._blocking(tokens, kept)
-        to_host = self._to_host(offloaded_activations(config, sizes, rows, pieces))
+        to_host = self._to_host(offloaded)
         busy = max(compute + alone, weights, to_host) + blocking
         update = self._updated / self._rate
         state = self._to_host(self._state if config.optimizer_memory_host_offload else 0)
@@ -147,9 +174,15 @@ class StepModel:
             mfu=self._flops * examples / math.prod(sizes.values()) / self._plain_peak / seconds,
         )
 
+    def _shards(self, axes: tuple[str, ...]) -> int:
+        return math.prod(self._sizes[axis] for axis in axes)
+
+    def _token_bytes(self, operation: Operation) -> float:
+        return self._width * operation.moved + self._float32_results * operation.results
+
     def _ring(self, axes: tuple[str, ...], size: float) -> float:
         """Seconds in which arrays that are `size` bytes together go once round the devices along neighbouring axes."""
-        parts = math.prod(self._sizes[axis] for axis in axes)
+        parts = self._shards(axes)
         if parts == 1 or not size:
             return 0.0
         ici = self._mesh.ici
@@ -226,7 +259,7 @@ def _operations(config: Config, sizes: Mapping[str, int], rows: float) -> Iterat
     shard = config.vocab_size / tensor
     moved = (12 / BYTES[config.dtype] + 3) / 3 * shard + config.base_emb_dim
     emb = config.base_emb_dim
-    yield False, Operation("logits", moved / sizes["stage"], shard * emb / sizes["stage"], shard * emb)
+    yield False, Operation("logits", moved / sizes["stage"], shard * emb / sizes["stage"], shard * emb, beside=shard)
 
 
 def _matmul(path: str, weight: Weight, layers: float, sizes: Mapping[str, int], rows: float) -> Operation:
@@ -239,4 +272,8 @@ def _matmul(path: str, weight: Weight, layers: float, sizes: Mapping[str, int], 
     activated = {"gate": 1, "up": 2}.get(name, 0) * out
     elements = layers * math.prod(weight.sizes) / _used(weight.axes, sizes)
     moved, products = layers * rows * (into + out + activated), layers * rows * into * out
-    return Operation(_NAMES.get(name, ""), moved, products, elements)
+    beside = {"embed": out}.get(axes[0], into if axes[-1] == "embed" else 0)
+    return Operation(
+        _NAMES.get(name, ""), moved, products, elements,
+        results=layers * rows * (into + out) / 2, beside=layers * beside,
+    )  # fmt: skip

@@ -113,6 +113,34 @@ def test_an_operation_takes_the_longer_of_its_matmul_and_its_memory():
     assert time_of < step().seconds
 
 
+def memory_bytes(*keys, platform):
+    # One byte a second: seconds are bytes. Two devices, so that matrices are gathered or their gradients shared out.
+    return step(*keys, devices=2, device=dataclasses.replace(DEVICE, platform=platform)).memory_seconds
+
+
+def test_a_tpu_reads_one_side_of_each_gradient_again_for_every_shard():
+    wider = memory_bytes("ici_fsdp_parallelism=2", platform="tpu") - memory_bytes(platform="gpu")
+    beside = ROWS * T * (L * (N * H + 2 * K * H + N * H + 3 * F) + V) * 2  # the side that is not split, once more
+    matrices = L * LAYER + D * V
+    # Sums in float32 are read, added to, sent and received; all of a gradient would be written in float32 and read.
+    results = ROWS * T * L * sum((into + out) / 2 for into, out in SHAPES)
+    gradients = (4 * 2 - (4 + 2)) * matrices
+    assert wider == pytest.approx(beside + gradients - 3 * 8 * results)
+
+
+SHAPES = [(D, N * H), (D, K * H), (D, K * H), (N * H, D), (D, F), (D, F), (F, D)]
+"""Inputs and outputs of a layer's matrices."""
+
+
+def test_what_is_kept_is_copied_to_where_it_waits_on_the_device_or_the_host():
+    keeps, nothing = (step(f"remat_policy={policy}").memory_seconds for policy in ("save_qkv_proj", "full"))
+    made_again = 2 * ROWS * T * L * (3 * D + (N + 2 * K) * H) + 2 * L * D * (N + 2 * K) * H  # read and written
+    made_again += 8 * ROWS * T * L * sum((into + out) / 2 for into, out in SHAPES[:3])
+    kept = ROWS * T * L * (N + 2 * K) * H * 2
+    assert keeps - nothing == pytest.approx(2 * kept - made_again)
+    assert step("remat_policy=qkv_proj_offloaded").memory_seconds == pytest.approx(keeps)
+
+
 def test_an_unknown_rate_is_refused_where_it_is_needed():
     alone = dataclasses.replace(DEVICE, most_linked=1)
     assert step(device=alone).collectives_seconds == 0
