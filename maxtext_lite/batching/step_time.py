@@ -12,6 +12,7 @@ from typing import NamedTuple
 from maxtext_lite.batching.activations import BYTES, kept_bytes, offloaded_activations, tokens_of_device
 from maxtext_lite.batching.devices import Device
 from maxtext_lite.batching.ledger import MemoryEstimate
+from maxtext_lite.batching.memory import loss_tiles
 from maxtext_lite.batching.parameters import attended_pairs, count_parameters, flops_per_example
 from maxtext_lite.batching.pipeline_shape import PipelineShape
 from maxtext_lite.batching.roofline import matmul_peak
@@ -26,6 +27,8 @@ _NAMES = {
 }  # fmt: skip
 """What the results of a layer's matmuls are called by remat_policy, by the last word of the weight's path."""
 _OPERANDS = {"int8": "int8", "fp8": "f8", "fp8_full": "f8"}
+_EMBED_AXES = ("fsdp", "expert", "context")
+"""Those that split `embed` of a weight."""
 
 
 class Operation(NamedTuple):
@@ -99,11 +102,12 @@ class StepModel:
         grad_width = trains * BYTES[config.grad_dtype]
         width = 2 * self._width + grad_width
         self._weights_sent = self._gathered = 0.0
-        for of_experts, axes in ((False, ("fsdp", "expert", "context")), (True, ("fsdp", "context"))):
+        self._head_gradient = grad_width * config.vocab_size * config.base_emb_dim / self._sizes["tensor"]
+        for of_experts, axes in ((False, _EMBED_AXES), (True, ("fsdp", "context"))):
             size = width * sum(each.weights for kind, each in operations if kind == of_experts)
             self._weights_sent += self._ring(axes, size)
             self._gathered += size * 2 * self._width / width if self._shards(axes) > 1 else 0
-        shards = self._shards(("fsdp", "expert", "context"))
+        shards = self._shards(_EMBED_AXES)
         on_tpu = device.platform == "tpu"
         # A TPU makes a gradient shard by shard: for each it reads the side that is not split again, and a sum that
         # crosses is read, added to, sent and received. Others make all of it in float32, which is then shared out.
@@ -155,6 +159,9 @@ class StepModel:
         stored = 2 * (tokens * self._layers * per_token + offloaded)  # what is kept is copied to where it waits
         alone = (runs * self._gathered + stored + (self._accumulated if passes > 1 else 0)) / self._rate
         weights = runs * self._weights_sent
+        if self._head_gradient and self._shards(_EMBED_AXES) > 1:  # it crosses once for all tiles that wait together
+            _, tiles, together = loss_tiles(config, sizes, rows, pieces if config.pipeline_schedule == "1f1b" else 1)
+            weights += (tiles // together - 1) * self._ring(_EMBED_AXES, self._head_gradient)
         blocking = self._blocking(tokens, kept)
         to_host = self._to_host(offloaded)
         busy = max(compute + alone, weights, to_host) + blocking
