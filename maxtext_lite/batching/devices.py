@@ -136,30 +136,26 @@ DEVICES: tuple[Device, ...] = (
     ),
     _tpu(
         "v5e", ("TPU v5 lite", "TPU v5e"), _peaks(197, int8=393), gigabytes=16, memory_gbs=819, links_gbs=400,
-        clock_ghz=1.5,
-        pod=256, torus=2, network_gbits=25, host_gbs=16,
+        clock_ghz=1.5, pod=256, torus=2, network_gbits=25, host_gbs=16,
         source="Google Cloud's page on v5e; clock: the peak over 4 x 128 x 128 products a cycle; "
         "network: the pod's over its chips; host: as v4",
     ),
     _tpu(
         "v5p", ("TPU v5", "TPU v5p"), _peaks(459, int8=918), gigabytes=95, memory_gbs=2765, links_gbs=1200,
-        clock_ghz=1.75,
-        pod=8960, torus=3, network_gbits=50, host_gbs=16,
+        clock_ghz=1.75, pod=8960, torus=3, network_gbits=50, host_gbs=16,
         source="Google Cloud's page on v5p; clock: the peak over 8 x 128 x 128 products a cycle; "
         "host: as v4",
     ),
     _tpu(
         "v6e", ("TPU v6 lite", "TPU v6e"), _peaks(918, int8=1836), gigabytes=32, memory_gbs=1638, links_gbs=800,
-        clock_ghz=1.75,
-        pod=256, torus=2, network_gbits=100, host_gbs=32,
+        clock_ghz=1.75, pod=256, torus=2, network_gbits=100, host_gbs=32,
         source="Google Cloud's page on v6e; clock: the peak over 4 x 256 x 256 products a cycle, the fewest with "
         "which the compiler's cycles of a large matmul stay below that peak; network: the pod's over its chips; "
         "host: as v4",
     ),
     _tpu(
         "7x", ("TPU7x", "TPU v7x"), _peaks(2307 / 2, float8=4614 / 2), gigabytes=96, memory_gbs=7380 / 2,
-        links_gbs=1200 / 2, clock_ghz=None,
-        pod=18432, torus=3, network_gbits=None, host_gbs=None,
+        links_gbs=1200 / 2, clock_ghz=None, pod=18432, torus=3, network_gbits=None, host_gbs=None,
         source="Google Cloud's page on TPU7x (Ironwood), halved: jax has two devices for each chip",
     ),
     _gpu(
@@ -174,14 +170,11 @@ DEVICES: tuple[Device, ...] = (
     ),
     _gpu(
         "h100-pcie", ("NVIDIA H100 PCIe*",), _peaks(756, float8=1513, int8=1513, float32=378), gigabytes=80,
-        memory_gbs=2000, nvlink_gbs=None,
-        linked=1, host_gbs=128,
-        source="NVIDIA's data sheet of the H100, column PCIe",
+        memory_gbs=2000, nvlink_gbs=None, linked=1, host_gbs=128, source="NVIDIA's data sheet of the H100, column PCIe",
     ),
     _gpu(
         "h100-nvl", ("NVIDIA H100 NVL*",), _peaks(835, float8=1671, int8=1671, float32=417.5), gigabytes=94,
-        memory_gbs=3900, nvlink_gbs=600,
-        linked=2, host_gbs=128,
+        memory_gbs=3900, nvlink_gbs=600, linked=2, host_gbs=128,
         source="NVIDIA's data sheet of the H100, column NVL, without sparsity",
     ),
     _gpu(
@@ -196,23 +189,19 @@ DEVICES: tuple[Device, ...] = (
     ),
     _gpu(
         "b200", ("NVIDIA B200*",), _peaks(2250, float8=4500, int8=4500, float32=1125), gigabytes=180, memory_gbs=8000,
-        nvlink_gbs=1800,
-        linked=8, network_gbits=400, host_gbs=128,
+        nvlink_gbs=1800, linked=8, network_gbits=400, host_gbs=128,
         source="NVIDIA's data sheet of the HGX B200, an eighth of it, without sparsity; network: likewise of "
         "its DGX B200",
     ),
     _gpu(
         "gb200", ("NVIDIA GB200*",), _peaks(2500, float8=5000, int8=5000, float32=1250), gigabytes=186,
-        memory_gbs=8000, nvlink_gbs=1800,
-        linked=72, network_gbits=400, host_gbs=450,
+        memory_gbs=8000, nvlink_gbs=1800, linked=72, network_gbits=400, host_gbs=450,
         source="NVIDIA's data sheet of the GB200 NVL72, a 72nd, without sparsity; network: ConnectX-7; "
         "host: half a Grace",
     ),
     _gpu(
         "l4", ("NVIDIA L4",), _peaks(121, float8=242.5, int8=242.5, float32=60), gigabytes=24, memory_gbs=300,
-        nvlink_gbs=None,
-        linked=1, host_gbs=64,
-        source="NVIDIA's data sheet of the L4, without sparsity",
+        nvlink_gbs=None, linked=1, host_gbs=64, source="NVIDIA's data sheet of the L4, without sparsity",
     ),
 )  # fmt: skip
 """Every accelerator that is known; of several whose patterns match a kind, the first counts."""

@@ -81,7 +81,7 @@ class StepModel:
     Args:
       held: a plan's memory on this mesh, for the bytes of parameters and of the optimizer's state.
     Raises:
-      ValueError: the device's peak, or the rate of links that the mesh needs, is not known.
+      ValueError: the device's peak, or the rate of links to others or to the host that are needed, is not known.
     """
 
     def __init__(self, config: Config, mesh: MeshSizes, device: Device, held: MemoryEstimate) -> None:
@@ -89,6 +89,11 @@ class StepModel:
         peak = matmul_peak(device, _OPERANDS.get(config.quantization, config.dtype))
         if peak is None or plain is None:
             raise ValueError(f"its peak in {config.dtype} is not known")
+        remat = remat_of(config)
+        if device.host_bytes_per_second is None and (
+            config.optimizer_memory_host_offload or (remat and remat.offloaded)
+        ):
+            raise ValueError("what it sends to its host is not known")
         self._config, self._device, self._mesh, self._sizes = config, device, mesh, mesh.total
         nothing = {"remat_policy": "none", "optimizer_memory_host_offload": False}
         self._repeating_nothing = config.model_copy(update=nothing)
@@ -206,8 +211,7 @@ class StepModel:
 
     def _to_host(self, size: int) -> float:
         """Seconds in which so many bytes go to the host while as many come back."""
-        rate = self._device.host_bytes_per_second
-        return 0.0 if not size else math.inf if rate is None else size / rate
+        return size / (self._device.host_bytes_per_second or 1) if size else 0.0
 
     def _blocking(self, tokens: int, kept: frozenset[str] | None) -> float:
         """Seconds of a micro-batch for what matmuls and attention must wait for: tokens over tensor, keys and values

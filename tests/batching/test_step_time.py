@@ -148,3 +148,8 @@ def test_an_unknown_rate_is_refused_where_it_is_needed():
         step(devices=4, device=alone)
     with pytest.raises(ValueError, match="its peak in bfloat16"):
         step(device=dataclasses.replace(DEVICE, peak_flops={}))
+    cut_off = dataclasses.replace(DEVICE, host_bytes_per_second=None)
+    assert step("remat_policy=full", device=cut_off).host_seconds == 0
+    for key in ("remat_policy=minimal_offloaded", "optimizer_memory_host_offload=true"):
+        with pytest.raises(ValueError, match="what it sends to its host"):
+            step(key, device=cut_off)
