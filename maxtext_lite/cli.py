@@ -23,7 +23,7 @@ COMMANDS: dict[str, str] = {
     "train": "pre-training, SFT and DPO; resumes by itself",
     "train_rl": "reinforcement learning: GRPO and its variants; resumes by itself",
     "prepare": "text tokenized once, for any number of runs; and a look at what came of it",
-    "plan": "batch sizes, pipeline, ramp-up and memory for a machine that need not exist",
+    "plan": "batch sizes, pipeline, ramp-up and memory for a machine that need not exist; or the fastest split",
     "advise": "batch, learning rate, decays and ramp from published laws, as intervals",
     "compile": "the train step compiled ahead of time, for any machine: memory, collectives, kernels, a roofline",
     "generate": "text from a run directory or a Hugging Face directory",

@@ -1,17 +1,31 @@
 """The command `plan`: everything about batch size for a machine that need not exist. Imports no jax."""
 
+import argparse
 import functools
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from maxtext_lite.batching import BatchPlan, format_plan, load_plan
-from maxtext_lite.batching.devices import device_named
+from maxtext_lite.batching import (
+    BatchPlan,
+    RankedPlan,
+    Topology,
+    format_plan,
+    format_ranking,
+    load_plan,
+    make_plan,
+    rank,
+    wants_solving,
+)
+from maxtext_lite.batching.devices import Device, device_named
 from maxtext_lite.cli import ArgumentParser, config_arguments, local_path, real_number, run_command, whole_number
-from maxtext_lite.config import Config, SourceList, UserError
+from maxtext_lite.config import Config, SourceList, UserError, load_config
 from maxtext_lite.config.errors import value_text
+from maxtext_lite.config.kernels import Accelerator
+from maxtext_lite.config.load import read_config
 from maxtext_lite.reporting.pipeline_view import pipeline_svg, pipeline_text
 
 _MOST_DRAWN = 50_000
@@ -42,6 +56,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--draw-to", type=local_path, metavar="FILE.svg", help="draw it into a file instead of on the terminal"
     )
+    parser.add_argument(
+        "--compile",
+        type=whole_number,
+        metavar="N",
+        help="of the plans that are found, compile the best N",
+    )
     arguments = parser.parse(argv)
     device = None if arguments.device is None else device_named(arguments.device, option="--device")
     if device and arguments.platform not in (None, device.platform):
@@ -52,6 +72,10 @@ def main(argv: Sequence[str]) -> int:
     memory_gb = arguments.device_memory_gb
     if device and memory_gb is None:
         memory_gb = device.memory_bytes / 1e9
+    if wants_solving(read_config(arguments.config, arguments.overrides).config):
+        return _solve(arguments, device, memory_gb)
+    if arguments.compile is not None:
+        raise UserError("--compile checks what plan finds for per_device_batch_size=-1 gradient_accumulation_steps=-1.")
     config, plan = load_plan(
         arguments.config,
         arguments.overrides,
@@ -69,6 +93,50 @@ def main(argv: Sequence[str]) -> int:
         return 0
     print("\n".join([format_plan(plan), *sentences]))
     return 0
+
+
+def _solve(arguments: argparse.Namespace, device: Device | None, memory_gb: float | None) -> int:
+    """Prints the best plans of a global batch, and the arguments that have the first."""
+    if device is None:
+        raise UserError(
+            "per_device_batch_size=-1 and gradient_accumulation_steps=-1 are found for a device by its peak, memory "
+            "and links: --device, as in --device=h200, is missing."
+        )
+    if arguments.draw or arguments.draw_to:
+        raise UserError("--draw shows one plan: give it the arguments that plan finds first.")
+    if arguments.compile is not None and arguments.compile < 1:
+        raise UserError(f"--compile={value_text(arguments.compile)} must be at least 1. Nearest that works: 1.")
+    config = load_config(arguments.config, arguments.overrides)
+    num_examples = arguments.examples
+    if num_examples is None and config.num_epochs:
+        num_examples = _count_examples(config)
+    plan_of = functools.partial(
+        make_plan,
+        num_devices=arguments.devices,
+        num_hosts=arguments.hosts,
+        num_examples=num_examples,
+        device_memory_gb=memory_gb,
+        platform=device.platform,
+    )
+    topology = Topology(arguments.devices, arguments.hosts, Accelerator.planned(device.platform))
+    found = rank(config, topology, device, plan_of)
+    line = _arguments_of(found[0], arguments)
+    told: dict[str, Any] = {"best": line, "plans": [each.to_json() for each in found]}
+    lines = [format_ranking(found), "", f"best: {line}"]
+    if arguments.compile is not None:
+        from maxtext_lite.aot.against import compare, comparison_text  # jax, only where it is asked for
+
+        compared = compare(found[: arguments.compile], device)
+        told["compiled"], lines = compared, [*lines, "", comparison_text(compared)]
+    print(json.dumps(told, indent=2) if arguments.json else "\n".join(lines))
+    return 0
+
+
+def _arguments_of(best: RankedPlan, arguments: argparse.Namespace) -> str:
+    """The config and `key=value` that plan, and train, what was found."""
+    stated = [word for word in arguments.overrides if word.partition("=")[0] not in best.keys]
+    file = [] if arguments.config is None else [str(arguments.config)]
+    return shlex.join([*file, *stated, *best.settings])
 
 
 def _draw(plan: BatchPlan, path: Path | None) -> int:

@@ -219,3 +219,45 @@ def test_as_a_module_it_ends_with_the_exit_code():
         [sys.executable, "-m", "maxtext_lite.plan", "steps=0"], capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stderr) == (2, "error: steps=0 must be at least 1, or -1. Nearest that works: 1.\n")
+
+
+SOLVED = ["--devices", "8", "--device", "v5e", "model_name=llama3.2-1b", "global_batch_size=16", "dtype=bfloat16",
+          "max_target_length=1024", "per_device_batch_size=-1", "gradient_accumulation_steps=-1"]  # fmt: skip
+
+
+def test_both_batch_keys_are_found_and_the_line_plans_what_was_found(capsys):
+    assert main(SOLVED) == 0
+    table, _, best = capsys.readouterr().out.rstrip().rpartition("\n\nbest: ")
+    assert len(table.splitlines()) == 11
+    assert main([*SOLVED, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["best"] == best
+    assert len(told["plans"]) == 10
+    seconds = [each["seconds"] for each in told["plans"]]
+    assert seconds == sorted(seconds)
+    assert main(["--devices", "8", "--device", "v5e", "--json", *best.split()]) == 0
+    plan, first = json.loads(capsys.readouterr().out), told["plans"][0]
+    assert plan["global_batch_to_train"] == 16
+    assert plan["memory"]["total"] == first["memory"] <= plan["memory"]["limit"]
+    assert {key: plan[key] for key in ("mesh", "per_device_batch_size", "gradient_accumulation_steps")} == {
+        key: first[key] for key in ("mesh", "per_device_batch_size", "gradient_accumulation_steps")
+    }
+
+
+@pytest.mark.parametrize(("argv", "error"), [
+    (SOLVED[:2] + SOLVED[4:], "per_device_batch_size=-1 and gradient_accumulation_steps=-1 are found for a device by "
+                              "its peak, memory and links: --device, as in --device=h200, is missing."),
+    ([*SOLVED, "--draw", "pipeline"], "--draw shows one plan: give it the arguments that plan finds first."),
+    ([*SOLVED, "--compile", "0"], "--compile=0 must be at least 1. Nearest that works: 1."),
+    (["--compile", "2"], "--compile checks what plan finds for per_device_batch_size=-1 "
+                         "gradient_accumulation_steps=-1."),
+    ([*SOLVED, "steps=0"], "steps=0 must be at least 1, or -1. Nearest that works: 1."),
+])  # fmt: skip
+def test_what_cannot_be_solved_is_one_error_line(argv, error, capsys):
+    assert run_command(main, argv) == 2
+    assert capsys.readouterr().err == f"error: {error}\n"
+
+
+def test_solving_imports_no_jax():
+    program = f"import sys; from maxtext_lite.plan import main; main({SOLVED}); sys.exit('jax' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.DEVNULL)

@@ -17,9 +17,10 @@ from maxtext_lite.batching.parameters import (
 )
 from maxtext_lite.batching.planning import batch_sizes, load_plan, make_plan, scaled_optimizer
 from maxtext_lite.batching.rampup import BatchStage, RampupBatchManager
+from maxtext_lite.batching.ranking import RankedPlan, rank, wants_solving
 from maxtext_lite.batching.rl import RLBatch
 from maxtext_lite.batching.scaling import OptimizerScaling
-from maxtext_lite.batching.table import format_plan
+from maxtext_lite.batching.table import format_plan, format_ranking
 from maxtext_lite.batching.topology import MESH_AXES, Topology
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "ParameterCount",
     "RLBatch",
     "RampupBatchManager",
+    "RankedPlan",
     "RunLength",
     "Topology",
     "active_parameters",
@@ -40,11 +42,14 @@ __all__ = [
     "count_parameters",
     "flops_per_example",
     "format_plan",
+    "format_ranking",
     "laws_beside",
     "load_plan",
     "make_plan",
+    "rank",
     "row_slots",
     "scaled_optimizer",
     "tiles_kept",
     "vocab_tiles",
+    "wants_solving",
 ]

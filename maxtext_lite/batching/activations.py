@@ -42,7 +42,7 @@ def activation_lines(
     piece = tokens // num_pipeline_microbatches
     stages, first = mesh["stage"], config.first_num_dense_layers
     layers = (config.base_num_decoder_layers - first) // stages
-    of_experts, dense = _kept_bytes(config, mesh, piece), _kept_bytes(_without_experts(config), mesh, piece)
+    of_experts, dense = kept_bytes(config, mesh, piece), kept_bytes(_without_experts(config), mesh, piece)
     share = _dense_share(config)
     kept = int((1 - share) * of_experts + share * dense)
     yield _line("kept of first layers", tokens * kept * first, "as below, on every stage")
@@ -141,7 +141,7 @@ def tensor_bytes(config: Config, mesh: Mapping[str, int], tokens: int) -> dict[s
     return {name: int(size * BYTES[config.dtype]) for name, size in elements.items()}
 
 
-def _kept_bytes(config: Config, mesh: Mapping[str, int], tokens: int) -> int:
+def kept_bytes(config: Config, mesh: Mapping[str, int], tokens: int) -> int:
     """Bytes per token and layer that wait for the backward pass on the device."""
     sizes, remat = tensor_bytes(config, mesh, tokens), remat_of(config)
     if remat is not None:  # the layer's input is always kept, here or on the host

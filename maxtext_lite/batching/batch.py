@@ -39,7 +39,7 @@ def derive_batch(config: BatchConfig, num_devices: int) -> Batch | Violation:
         return Violation(
             "gradient_accumulation_steps",
             f"per_device_batch_size=-1 and gradient_accumulation_steps=-1 cannot both follow from "
-            f"global_batch_size={stated}. Set one of them.",
+            f"global_batch_size={stated}. Set one of them, or have the command plan find both, with --device.",
             (divisors_of("gradient_accumulation_steps", stated, 0),),
         )
     if per_device == -1:

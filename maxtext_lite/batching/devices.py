@@ -1,6 +1,7 @@
 """Accelerators by name and by what jax calls them: peak FLOP/s, memory, links and clock, of one jax device."""
 
 import fnmatch
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -22,6 +23,10 @@ class Device:
       memory_bytes_per_second: between that memory and the device.
       link_bytes_per_second: what it can send to other devices of its slice or host, over all links, while it receives
         as much: half of a bidirectional figure.
+      most_linked: devices that these links join: a TPU's pod, a host of NVIDIA's, GB200's rack.
+      torus_dims: of the links; 0: a switch, through which each device has all of them to any other.
+      network_bytes_per_second: what each device can send beyond them, likewise.
+      host_bytes_per_second: what it can send to its host's memory, likewise.
       clock_hz: of the units that a compiler's cycles count; None where it is not known.
       source: where the figures stand.
     """
@@ -35,6 +40,32 @@ class Device:
     link_bytes_per_second: float | None
     clock_hz: float | None
     source: str
+    most_linked: int = 1
+    torus_dims: int = 0
+    network_bytes_per_second: float | None = None
+    host_bytes_per_second: float | None = None
+
+    def axis_bytes_per_second(self, size: int, *, stride: int, in_slice: int, slices: int = 1) -> float | None:
+        """What a device can send in a ring along a mesh axis; None where it is not known.
+
+        Where the ring leaves what the links join, all of its devices there send over the network at once. On a torus
+        an axis has its share of the dims, in logarithms, and at least one.
+
+        Args:
+          size: devices along the axis, in one slice.
+          stride: from one to the next: the product of the faster axes.
+          in_slice: devices of one slice.
+          slices: along the axis.
+        """
+        linked = min(size, max(self.most_linked // stride, 1))
+        share = max(1 / self.torus_dims, math.log(size) / math.log(in_slice)) if self.torus_dims and size > 1 else 1.0
+        links = self.link_bytes_per_second
+        rates: list[float | None] = [] if linked == 1 else [None if links is None else share * links]
+        if size * slices > linked:
+            network = self.network_bytes_per_second
+            rates.append(None if network is None else linked * network)
+        known = [rate for rate in rates if rate is not None]
+        return min(known) if len(known) == len(rates) else None
 
     def peak(self, dtype: str) -> float | None:
         """FLOP/s of matmuls in a dtype; None where it is not known. NVIDIA's float16 is as fast as bfloat16."""
@@ -58,11 +89,18 @@ def _tpu(
     memory_gbs: float,
     links_gbs: float,
     clock_ghz: float | None,
+    pod: int,
+    torus: int,
+    network_gbits: float | None,
+    host_gbs: float | None,
     source: str,
 ) -> Device:
     """A TPU; `links_gbs` in both directions."""
-    clock = None if clock_ghz is None else clock_ghz * 1e9
-    return Device(name, "tpu", kinds, peaks, gigabytes * 10**9, memory_gbs * 1e9, links_gbs * 1e9 / 2, clock, source)
+    clock, network = clock_ghz and clock_ghz * 1e9, network_gbits and network_gbits * 1e9 / 8
+    return Device(
+        name, "tpu", kinds, peaks, gigabytes * 10**9, memory_gbs * 1e9, links_gbs * 1e9 / 2, clock, source,
+        pod, torus, network, host_gbs and host_gbs * 1e9,
+    )  # fmt: skip
 
 
 def _gpu(
@@ -73,11 +111,17 @@ def _gpu(
     gigabytes: int,
     memory_gbs: float,
     nvlink_gbs: float | None,
+    linked: int = 8,
+    network_gbits: float | None = None,
+    host_gbs: float,
     source: str,
 ) -> Device:
-    """An NVIDIA GPU; `nvlink_gbs` in both directions, None where it has PCIe only."""
-    links = None if nvlink_gbs is None else nvlink_gbs * 1e9 / 2
-    return Device(name, "gpu", kinds, peaks, gigabytes * 10**9, memory_gbs * 1e9, links, None, source)
+    """An NVIDIA GPU; `nvlink_gbs`, None where it has PCIe only, and `host_gbs` in both directions."""
+    links, network = nvlink_gbs and nvlink_gbs * 1e9 / 2, network_gbits and network_gbits * 1e9 / 8
+    return Device(
+        name, "gpu", kinds, peaks, gigabytes * 10**9, memory_gbs * 1e9, links, None, source, linked, 0, network,
+        host_gbs * 1e9 / 2,
+    )  # fmt: skip
 
 
 _H100 = _peaks(989.4, float8=1978.9, int8=1978.9, float32=494.7)
@@ -86,62 +130,78 @@ _A100 = _peaks(312, int8=624, float32=156)
 DEVICES: tuple[Device, ...] = (
     _tpu(
         "v4", ("TPU v4",), _peaks(275, int8=275), gigabytes=32, memory_gbs=1200, links_gbs=600, clock_ghz=1.05,
-        source="Jouppi et al. 2023, arXiv:2304.01433, table 4: six links of 50 GB/s each way, 1050 MHz",
+        pod=4096, torus=3, network_gbits=None, host_gbs=16,
+        source="Jouppi et al. 2023, arXiv:2304.01433, table 4: six links of 50 GB/s each way, 1050 MHz"
+        "; host: Austin et al. 2025, How to Scale Your Model, part 2",
     ),
     _tpu(
         "v5e", ("TPU v5 lite", "TPU v5e"), _peaks(197, int8=393), gigabytes=16, memory_gbs=819, links_gbs=400,
-        clock_ghz=1.5, source="Google Cloud's page on v5e; clock: the peak over 4 x 128 x 128 products a cycle",
+        clock_ghz=1.5, pod=256, torus=2, network_gbits=25, host_gbs=16,
+        source="Google Cloud's page on v5e; clock: the peak over 4 x 128 x 128 products a cycle; "
+        "network: the pod's over its chips; host: as v4",
     ),
     _tpu(
         "v5p", ("TPU v5", "TPU v5p"), _peaks(459, int8=918), gigabytes=95, memory_gbs=2765, links_gbs=1200,
-        clock_ghz=1.75, source="Google Cloud's page on v5p; clock: the peak over 8 x 128 x 128 products a cycle",
+        clock_ghz=1.75, pod=8960, torus=3, network_gbits=50, host_gbs=16,
+        source="Google Cloud's page on v5p; clock: the peak over 8 x 128 x 128 products a cycle; "
+        "host: as v4",
     ),
     _tpu(
         "v6e", ("TPU v6 lite", "TPU v6e"), _peaks(918, int8=1836), gigabytes=32, memory_gbs=1638, links_gbs=800,
-        clock_ghz=1.75,
+        clock_ghz=1.75, pod=256, torus=2, network_gbits=100, host_gbs=32,
         source="Google Cloud's page on v6e; clock: the peak over 4 x 256 x 256 products a cycle, the fewest with "
-        "which the compiler's cycles of a large matmul stay below that peak",
+        "which the compiler's cycles of a large matmul stay below that peak; network: the pod's over its chips; "
+        "host: as v4",
     ),
     _tpu(
         "7x", ("TPU7x", "TPU v7x"), _peaks(2307 / 2, float8=4614 / 2), gigabytes=96, memory_gbs=7380 / 2,
-        links_gbs=1200 / 2, clock_ghz=None,
+        links_gbs=1200 / 2, clock_ghz=None, pod=18432, torus=3, network_gbits=None, host_gbs=None,
         source="Google Cloud's page on TPU7x (Ironwood), halved: jax has two devices for each chip",
     ),
     _gpu(
         "a100-40", ("NVIDIA A100*40GB*",), _A100, gigabytes=40, memory_gbs=1555, nvlink_gbs=600,
-        source="NVIDIA's data sheet of the A100",
+        linked=8, network_gbits=200, host_gbs=64,
+        source="NVIDIA's data sheet of the A100; network: an eighth of its DGX A100",
     ),
     _gpu(
         "a100-80", ("NVIDIA A100*80GB*",), _A100, gigabytes=80, memory_gbs=2039, nvlink_gbs=600,
-        source="NVIDIA's data sheet of the A100 (SXM)",
+        linked=8, network_gbits=200, host_gbs=64,
+        source="NVIDIA's data sheet of the A100 (SXM); network: an eighth of its DGX A100",
     ),
     _gpu(
         "h100-pcie", ("NVIDIA H100 PCIe*",), _peaks(756, float8=1513, int8=1513, float32=378), gigabytes=80,
-        memory_gbs=2000, nvlink_gbs=None, source="NVIDIA's data sheet of the H100, column PCIe",
+        memory_gbs=2000, nvlink_gbs=None, linked=1, host_gbs=128, source="NVIDIA's data sheet of the H100, column PCIe",
     ),
     _gpu(
         "h100-nvl", ("NVIDIA H100 NVL*",), _peaks(835, float8=1671, int8=1671, float32=417.5), gigabytes=94,
-        memory_gbs=3900, nvlink_gbs=600, source="NVIDIA's data sheet of the H100, column NVL, without sparsity",
+        memory_gbs=3900, nvlink_gbs=600, linked=2, host_gbs=128,
+        source="NVIDIA's data sheet of the H100, column NVL, without sparsity",
     ),
     _gpu(
         "h100", ("NVIDIA H100*",), _H100, gigabytes=80, memory_gbs=3350, nvlink_gbs=900,
-        source="NVIDIA's data sheet of the H100, column SXM, without sparsity",
+        linked=8, network_gbits=400, host_gbs=128,
+        source="NVIDIA's data sheet of the H100, column SXM, without sparsity; network: an eighth of its DGX H100",
     ),
     _gpu(
         "h200", ("NVIDIA H200*",), _H100, gigabytes=141, memory_gbs=4800, nvlink_gbs=900,
-        source="NVIDIA's data sheet of the H200, without sparsity",
+        linked=8, network_gbits=400, host_gbs=128,
+        source="NVIDIA's data sheet of the H200, without sparsity; network: an eighth of its DGX H200",
     ),
     _gpu(
         "b200", ("NVIDIA B200*",), _peaks(2250, float8=4500, int8=4500, float32=1125), gigabytes=180, memory_gbs=8000,
-        nvlink_gbs=1800, source="NVIDIA's data sheet of the HGX B200, an eighth of it, without sparsity",
+        nvlink_gbs=1800, linked=8, network_gbits=400, host_gbs=128,
+        source="NVIDIA's data sheet of the HGX B200, an eighth of it, without sparsity; network: likewise of "
+        "its DGX B200",
     ),
     _gpu(
         "gb200", ("NVIDIA GB200*",), _peaks(2500, float8=5000, int8=5000, float32=1250), gigabytes=186,
-        memory_gbs=8000, nvlink_gbs=1800, source="NVIDIA's data sheet of the GB200 NVL72, a 72nd, without sparsity",
+        memory_gbs=8000, nvlink_gbs=1800, linked=72, network_gbits=400, host_gbs=450,
+        source="NVIDIA's data sheet of the GB200 NVL72, a 72nd, without sparsity; network: ConnectX-7; "
+        "host: half a Grace",
     ),
     _gpu(
         "l4", ("NVIDIA L4",), _peaks(121, float8=242.5, int8=242.5, float32=60), gigabytes=24, memory_gbs=300,
-        nvlink_gbs=None, source="NVIDIA's data sheet of the L4, without sparsity",
+        nvlink_gbs=None, linked=1, host_gbs=64, source="NVIDIA's data sheet of the L4, without sparsity",
     ),
 )  # fmt: skip
 """Every accelerator that is known; of several whose patterns match a kind, the first counts."""

@@ -196,20 +196,28 @@ def _gradient_lines(
     yield MemoryLine("gradients of a micro-batch", "gradients", copies * (of_layers + rest), why, when)
 
 
+def loss_tiles(
+    config: Config, mesh: Mapping[str, int], micro_batch_slots: int, num_pieces: int
+) -> tuple[int, int, int]:
+    """(tokens whose loss a device finds at a time, tiles of them, tiles whose logits' gradients wait together)."""
+    tokens = tokens_of_device(config, mesh, micro_batch_slots) // num_pieces // mesh["stage"]  # stages share them out
+    cuts = mesh["stage"] if config.pipeline_schedule == "1f1b" else 1  # that schedule cuts rows for the loss
+    in_a_row = config.max_target_length // (mesh["context"] * cuts)
+    vocab_size = config.vocab_size // mesh["tensor"]
+    tiles = vocab_tiles(
+        config.num_vocab_tiling, rows=max(tokens // in_a_row, 1), tokens=in_a_row, vocab_size=vocab_size
+    )
+    split = weight_shards(mesh) > 1
+    return tokens, tiles, tiles_kept(tiles, tokens=tokens, emb_dim=config.base_emb_dim) if split else 1
+
+
 def _loss_lines(
     config: Config, mesh: Mapping[str, int], micro_batch_slots: int, num_pieces: int, accelerator: Accelerator
 ) -> Iterator[MemoryLine]:
     """What the loss works with, tile by tile of the sequence; stages share the tokens out."""
-    all_tokens = tokens_of_device(config, mesh, micro_batch_slots) // num_pieces
-    tokens = all_tokens // mesh["stage"]
-    cuts = mesh["stage"] if config.pipeline_schedule == "1f1b" else 1  # that schedule cuts rows for the loss
-    in_a_row = config.max_target_length // (mesh["context"] * cuts)
+    tokens, tiles, kept = loss_tiles(config, mesh, micro_batch_slots, num_pieces)
     vocab_size, width = config.vocab_size // mesh["tensor"], BYTES[config.dtype]
-    tiles = vocab_tiles(
-        config.num_vocab_tiling, rows=max(tokens // in_a_row, 1), tokens=in_a_row, vocab_size=vocab_size
-    )
     head, shard = vocab_size * config.base_emb_dim, vocab_size * config.base_emb_dim // weight_shards(mesh)
-    kept = tiles_kept(tiles, tokens=tokens, emb_dim=config.base_emb_dim) if weight_shards(mesh) > 1 else 1
     tile = tokens * vocab_size // tiles
     waiting = width * tokens * kept // tiles * vocab_size
     yield _loss_line(

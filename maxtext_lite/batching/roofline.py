@@ -74,7 +74,7 @@ def roofline(
         return Roofline(None, None, None, None, model_flops)
     matmul_seconds: float | None = 0.0
     for operands, flops in matmul_flops.items():
-        peak = _peak(device, operands)
+        peak = matmul_peak(device, operands)
         known = matmul_seconds is not None and flops is not None and peak is not None
         matmul_seconds = (matmul_seconds or 0) + (flops or 0) / (peak or 1) if known else None
     links = device.link_bytes_per_second
@@ -87,8 +87,8 @@ def roofline(
     )
 
 
-def _peak(device: Device, operands: str) -> float | None:
-    """FLOP/s of a matmul: of the slower of two dtypes."""
+def matmul_peak(device: Device, operands: str) -> float | None:
+    """FLOP/s of a matmul by its operands' dtypes, as `roofline` takes them: of the slower of two; None: not known."""
     peaks = [
         device.peak("float8" if dtype.startswith("f8") else _DTYPES.get(dtype, dtype)) or device.peak("bfloat16")
         for dtype in operands.split("x")

@@ -1,10 +1,12 @@
 """The plan as a table for people: each quantity with its formula filled in."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 
 from maxtext_lite.batching.batch_plan import BatchPlan
 from maxtext_lite.batching.ledger import PARTS, MemoryEstimate, bytes_text
+from maxtext_lite.batching.ranking import RankedPlan
 from maxtext_lite.batching.rl import RLBatch
 from maxtext_lite.config.errors import number_text
 
@@ -30,6 +32,40 @@ def format_plan(plan: BatchPlan) -> str:
     lines = [f"{name:<{width}}  {text}" for name, text in rows]
     lines.append(f"attention kernel: {plan.attention_kernel}")
     return "\n".join([*lines, *(f"warning: {warning}" for warning in plan.warnings)])
+
+
+_RANKED = ("mesh", "per device", "A", "pieces", "remat_policy", "GB", "ms", "matmul", "memory", "collectives", "host",
+           "bubble", "tokens/s", "MFU")  # fmt: skip
+
+
+def format_ranking(ranked: Sequence[RankedPlan]) -> str:
+    """Ranked plans, one a line: what was chosen, the plan's memory of a device, and the least time of a step."""
+    rows = [_RANKED, *map(_ranked_row, ranked)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    left = {0, _RANKED.index("remat_policy")}
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if at in left else cell.rjust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    )
+
+
+def _ranked_row(ranked: RankedPlan) -> tuple[str, ...]:
+    plan, time = ranked.plan, ranked.time
+    parts = (time.seconds, time.matmul_seconds, time.memory_seconds, time.collectives_seconds, time.host_seconds)
+    return (
+        _mesh_text(plan),
+        number_text(plan.per_device_batch_size),
+        str(plan.gradient_accumulation_steps),
+        str(plan.num_pipeline_microbatches),
+        ranked.config.remat_policy + ", optimizer offloaded" * ranked.config.optimizer_memory_host_offload,
+        f"{plan.memory.total / 1e9:.1f}",
+        *(f"{1e3 * seconds:,.1f}" for seconds in (*parts, time.bubble_seconds)),
+        f"{ranked.tokens_per_second:,.0f}",
+        f"{time.mfu:.1%}",
+    )
 
 
 def _s(number: int | Fraction) -> str:

@@ -29,9 +29,9 @@ _NOTHING_CAN_BE_TIMED = (
     Flag("xla_gpu_enable_triton_gemm", "false", "XLA has no default tiles for its own matmuls; cuBLAS has its own"),
 )
 
-# What XLA must know of a GPU to generate code for it, where none can be asked: as an H100 SXM with 80 GB answers.
-_GPUS = {
-    "h100": """
+# What XLA must know of a GPU to generate code for it, where none can be asked: as an H100 SXM with 80 GB answers. An
+# H200 is that with more memory.
+_H100 = """
 gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
   shared_memory_per_block_optin: 232448 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
@@ -42,11 +42,16 @@ gpu_device_info {
 platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } runtime_version { major: 12 minor: 8 }
 device_description_str: "NVIDIA H100 80GB HBM3"
 """
+_GPUS = {
+    "h100": _H100,
+    "h200": _H100.replace("3352320000000", "4800000000000")
+    .replace("84929347584", "150754820096")
+    .replace("H100 80GB HBM3", "H200"),
 }
 
 _ASSUMED = {
     "gpu": (
-        "GPUs like an SXM of the kind with 80 GB, with CUDA 12.8 and cuDNN 9.10",
+        "GPUs like an SXM of the kind, an H100 with 80 GB and an H200 with 141, with CUDA 12.8 and cuDNN 9.10",
         "every matmul by cuBLAS: nothing can be timed, so that XLA's autotuning and its own matmuls are off",
     )
 }

@@ -230,7 +230,8 @@ def _runs(
                     is_left_out = not_run is not None and f"/{not_run}/" in instruction.line
                     unknown = 0 if is_left_out else where_unknown
                     trips = _trips(instruction, computation, computations, unknown) if looped else 1
-                    inside = instruction.opcode == "fusion" or (keyword == "to_apply" and instruction.opcode != "call")
+                    opcode = instruction.opcode
+                    inside = opcode in ("fusion", "fusion-start") or (keyword == "to_apply" and opcode != "call")
                     callers.setdefault(target, []).append((name, trips, looped, inside))
     found = {entry: Runs(1, in_loop=False, inside=False)}
 

@@ -232,7 +232,7 @@ def _moved_bytes(it: Instruction, computation: Computation, module: Module, spac
     taken = {name: _size(computation.instructions[name].arrays, spaces) for name in it.operands
              if name in computation.instructions}  # fmt: skip
     given = _size(it.arrays, spaces)
-    if opcode == "fusion":
+    if opcode in ("fusion", "fusion-start"):
         fused = module.computations.get(dict(it.called).get("calls", ""))
         if fused is None:
             return sum(taken.values()) + given
@@ -241,7 +241,9 @@ def _moved_bytes(it: Instruction, computation: Computation, module: Module, spac
             for number, name in enumerate(it.operands)
             if name in taken
         )
-        return read + _written(it, fused, spaces)
+        # What goes into a start stands in its result too, before what comes out.
+        first = 0 if opcode == "fusion" else sum(len(computation.instructions[name].arrays) for name in taken)
+        return read + _written(it.arrays[first:], fused, spaces)
     if opcode.removesuffix("-start") in _TAKE_A_PART:
         part = given if not opcode.endswith("-start") else max(0, given - sum(taken.values()))
         return min(part, sum(taken.values())) + part
@@ -279,14 +281,14 @@ def _read_of(fused: Computation, value: Instruction, module: Module) -> int:
     return min(whole, read)
 
 
-def _written(it: Instruction, fused: Computation, spaces: frozenset[int]) -> int:
+def _written(arrays: Sequence[Array], fused: Computation, spaces: frozenset[int]) -> int:
     """Bytes that a fusion writes: of an array that it updates in place, the update."""
     root = fused.root
     parts = root.operands if root is not None and root.opcode == "tuple" else () if root is None else (root.name,)
-    if len(parts) != len(it.arrays):
-        return _size(it.arrays, spaces)
+    if len(parts) > len(arrays):
+        return _size(arrays, spaces)
     return sum(
-        _updated(fused, part, out.num_bytes) for part, out in zip(parts, it.arrays, strict=True) if out.space in spaces
+        _updated(fused, part, out.num_bytes) for part, out in zip(parts, arrays, strict=False) if out.space in spaces
     )
 
 

@@ -49,6 +49,21 @@ def test_the_figures_of_a_device_agree(device):
         assert units == pytest.approx(round(units), rel=0.01)
 
 
+@pytest.mark.parametrize(("name", "axis", "gigabytes"), [
+    ("h100", {"size": 8, "stride": 1, "in_slice": 64}, 450), ("h100", {"size": 64, "stride": 1, "in_slice": 64}, 400),
+    ("h100", {"size": 8, "stride": 8, "in_slice": 64}, 50), ("h100", {"size": 16, "stride": 2, "in_slice": 64}, 200),
+    ("gb200", {"size": 64, "stride": 1, "in_slice": 64}, 900), ("l4", {"size": 8, "stride": 1, "in_slice": 8}, None),
+    ("v5e", {"size": 16, "stride": 1, "in_slice": 16}, 200), ("v5e", {"size": 4, "stride": 1, "in_slice": 16}, 100),
+    ("v5p", {"size": 2, "stride": 1, "in_slice": 64}, 200),
+    ("v6e", {"size": 1, "stride": 4, "in_slice": 4, "slices": 2}, 12.5),
+    ("v5e", {"size": 4, "stride": 1, "in_slice": 4, "slices": 2}, 12.5),
+    ("v4", {"size": 4, "stride": 1, "in_slice": 4, "slices": 2}, None),
+])  # fmt: skip
+def test_an_axis_has_the_links_or_the_network_that_its_neighbours_are_on(name, axis, gigabytes):
+    rate = device_named(name, option="--device").axis_bytes_per_second(**axis)
+    assert rate == (None if gigabytes is None else pytest.approx(gigabytes * 1e9))
+
+
 def test_a_name_that_is_none_is_refused_with_the_nearest():
     with pytest.raises(UserError, match=r"--device=v5 is no device\. Did you mean 'v5"):
         device_named("v5", option="--device")
@@ -65,6 +80,9 @@ def test_the_page_lists_every_device_as_the_table_has_it():
             f"{device.memory_bytes_per_second / 1e9:,g}",
             "" if device.link_bytes_per_second is None else f"{device.link_bytes_per_second / 1e9:g}",
             "" if device.clock_hz is None else f"{device.clock_hz / 1e9:g}",
+            f"{device.most_linked:,}",
+            "" if device.network_bytes_per_second is None else f"{device.network_bytes_per_second / 1e9:g}",
+            "" if device.host_bytes_per_second is None else f"{device.host_bytes_per_second / 1e9:g}",
             device.source,
         ]
         assert f"| {' | '.join(cells)} |\n" in page

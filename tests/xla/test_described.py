@@ -29,7 +29,7 @@ def test_a_name_says_device_shape_and_slices(name, slices, found):
     ("v5e", None, "--topology=v5e is not of the form v5e:4x4, 2*v5e:2x2 (slices) or h100:8."),
     ("v5e:4x", None, "--topology=v5e:4x is not of the form v5e:4x4, 2*v5e:2x2 (slices) or h100:8."),
     ("v5d:4x4", None, "--topology=v5d:4x4 names no device that can be compiled for here. Did you mean 'v5p'? "
-                      "There are: v4, v5e, v5p, v6e, 7x, h100."),
+                      "There are: v4, v5e, v5p, v6e, 7x, h100, h200."),
     ("a100-80:8", None, "--topology=a100-80:8 names no device that can be compiled for here."),
     ("0*v5e:2x2", None, "--topology=0*v5e:2x2 has no devices: every size must be at least 1."),
     ("v5e:0x4", None, "--topology=v5e:0x4 has no devices: every size must be at least 1."),

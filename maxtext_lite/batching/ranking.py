@@ -1,0 +1,235 @@
+"""Legal plans of a global batch on a machine, ranked by the predicted time of a step: what `plan` solves."""
+
+import dataclasses
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from maxtext_lite.batching.batch_plan import BatchPlan, layout_shards, row_slots
+from maxtext_lite.batching.devices import Device
+from maxtext_lite.batching.ledger import MemoryEstimate, bytes_text
+from maxtext_lite.batching.pipeline_shape import PipelineShape
+from maxtext_lite.batching.sizes import Sizes
+from maxtext_lite.batching.solve import resolve
+from maxtext_lite.batching.step_time import StepModel, StepTime
+from maxtext_lite.batching.topology import MESH_AXES, MESH_KEYS, MeshSizes, Topology, mesh_key
+from maxtext_lite.config import Config, UserError
+from maxtext_lite.config.errors import setting_text
+from maxtext_lite.config.load import defaults_of
+from maxtext_lite.config.remat import REMAT_POLICIES
+from maxtext_lite.config.rules import rule_violations
+from maxtext_lite.config.violation import divisors
+
+_REMAT, _OFFLOAD, _PIECES = "remat_policy", "optimizer_memory_host_offload", "num_pipeline_microbatches"
+_PER, _STEPS = "per_device_batch_size", "gradient_accumulation_steps"
+_MOST_DOUBLINGS = 3
+"""Of pipeline microbatches, from one for each stage: beyond, less than a ninth of the ticks is idle."""
+
+Plan = Callable[[Config], BatchPlan]
+"""`make_plan` for a machine; raises UserError."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RankedPlan:
+    """A legal plan that fits, and what it takes.
+
+    Attributes:
+      keys: the config's keys that were chosen, those of the batch among them.
+    """
+
+    keys: Mapping[str, Any]
+    config: Config
+    plan: BatchPlan
+    time: StepTime
+
+    @property
+    def settings(self) -> list[str]:
+        """`key=value` of what was chosen."""
+        return [f"{key}={setting_text(value)}" for key, value in self.keys.items()]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all devices."""
+        return self.plan.tokens_per_step / self.time.seconds
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything as numbers; times in seconds, memory in bytes of one device."""
+        plan = self.plan
+        return {
+            "keys": dict(item.split("=", 1) for item in self.settings),
+            "mesh": dict(plan.mesh),
+            _PER: float(plan.per_device_batch_size),
+            _STEPS: plan.gradient_accumulation_steps,
+            _PIECES: plan.num_pipeline_microbatches,
+            _REMAT: self.config.remat_policy,
+            _OFFLOAD: self.config.optimizer_memory_host_offload,
+            "memory": plan.memory.total,
+            **dataclasses.asdict(self.time),
+            "tokens_per_second": self.tokens_per_second,
+        }
+
+
+def is_open(config: Config, key: str) -> bool:
+    """Whether the user did not state a key: not in a file of theirs, nor on the command line."""
+    origin = config.origins.get(key, "")
+    return origin == "base.yml" or origin.startswith("models/")
+
+
+def wants_solving(config: Config) -> bool:
+    """Whether both keys that split a global batch are left to be found."""
+    return config.global_batch_size > 0 and config.per_device_batch_size == -1 == config.gradient_accumulation_steps
+
+
+def rank(config: Config, topology: Topology, device: Device, plan_of: Plan, *, most: int = 10) -> list[RankedPlan]:
+    """The plans of shortest predicted steps among those that are legal and fit, the best first, at most `most`.
+
+    Best first: a split waits with the time that it takes at least, when nothing is computed again, and is looked into
+    only when nothing else that waits can be faster.
+
+    Args:
+      plan_of: with the memory of a device.
+    Raises:
+      UserError: nothing is legal, or nothing fits: then what comes nearest; or the device's figures do not suffice.
+    """
+    variants = [(keys, config.model_copy(update=keys)) for keys in _variants(config, device)]
+    leanest = {key: choices[-1] for key, choices in _choices(config).items()}
+    order = itertools.count()
+    waiting: list[tuple[float, int, _Split, dict[str, Any] | None, StepTime]] = []
+    for split in _splits(config, topology, device, plan_of):
+        time = split.model.least(split.rows, split.examples, split.shape)
+        waiting.append((time.seconds, next(order), split, None, time))
+    heapq.heapify(waiting)
+    found: list[RankedPlan] = []
+    nearest: tuple[int, Config, BatchPlan] | None = None
+    while waiting and len(found) < most:
+        _, _, split, keys, time = heapq.heappop(waiting)
+        chosen = config.model_copy(update={**split.keys, **(leanest if keys is None else keys)})
+        if keys is None and isinstance(resolve(chosen, topology), list):
+            continue
+        plan = plan_of(chosen)
+        fits = plan.memory.limit is None or plan.memory.total <= plan.memory.limit
+        if keys is None and fits:
+            for changes, variant in variants:
+                time = split.time(variant)
+                heapq.heappush(waiting, (time.seconds, next(order), split, changes, time))
+        elif keys is None and (nearest is None or plan.memory.total < nearest[0]):
+            nearest = plan.memory.total, chosen, plan
+        elif keys is not None and fits and not any(rule_violations(chosen, defaults_of(type(chosen)))):
+            found.append(RankedPlan(_stated(config, chosen, plan), chosen, plan, time))
+    if nearest is None and not found:
+        plan_of(config.model_copy(update={_STEPS: 1}))  # says what is wrong
+        raise UserError("no mesh and batch that the config leaves open are legal on these devices.")
+    if nearest is not None and not found:
+        raise UserError(_nothing_fits(config, nearest))
+    return found
+
+
+def _stated(config: Config, chosen: Config, plan: BatchPlan) -> dict[str, Any]:
+    """What a plan's config has that the one that was asked for has not."""
+    keys = (*MESH_KEYS, _PIECES, _REMAT, _OFFLOAD)
+    changed = {key: value for key in keys if (value := getattr(chosen, key)) != getattr(config, key)}
+    return {_PER: plan.per_device_batch_size, _STEPS: plan.gradient_accumulation_steps, **changed}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Split:
+    """A legal mesh, with an accumulation and a number of pieces that may be legal on it."""
+
+    keys: Mapping[str, Any]
+    model: StepModel
+    rows: int
+    examples: int
+    shape: PipelineShape
+
+    def time(self, config: Config) -> StepTime:
+        return self.model.step(config, self.rows, self.examples, self.shape)
+
+
+def _choices(config: Config) -> dict[str, tuple[Any, ...]]:
+    """What the keys that change only time and memory may be, where they are open; the last takes least memory."""
+    choices = {_REMAT: ("none", *REMAT_POLICIES), _OFFLOAD: (False, True)}
+    return {key: values for key, values in choices.items() if is_open(config, key)}
+
+
+def _variants(config: Config, device: Device) -> Iterator[dict[str, Any]]:
+    """All of these, but what is sent to a host of which it is not known how fast it takes it."""
+    choices = _choices(config)
+    for values in itertools.product(*choices.values()):
+        if device.host_bytes_per_second or not any(value is True or "offloaded" in str(value) for value in values):
+            yield dict(zip(choices, values, strict=True))
+
+
+def _splits(config: Config, topology: Topology, device: Device, plan_of: Plan) -> Iterator[_Split]:
+    batch, all_steps = config.global_batch_size, divisors(config.global_batch_size)
+    for mesh in _meshes(config, topology.num_devices):
+        all_pieces = _pieces(config, mesh)
+        tries = ({**mesh, _STEPS: steps, **pieces} for steps in all_steps for pieces in all_pieces)
+        sizes, changed = _first_legal(config, tries, topology)
+        if sizes is None:
+            continue
+        model = _model(changed, sizes.mesh, device, plan_of(changed).memory)
+        shards = layout_shards(sizes.mesh.total, sizes.diloco_num_replicas)
+        for steps, pieces in itertools.product(all_steps, all_pieces):
+            number = pieces.get(_PIECES, sizes.num_pipeline_microbatches)
+            rows = row_slots(batch // steps, shards, topology.num_hosts, number) * config.rows_per_example
+            shape = PipelineShape(sizes.num_pipeline_stages, number, sizes.num_pipeline_repeats, steps)
+            yield _Split({**mesh, _STEPS: steps, **pieces}, model, rows, batch, shape)
+
+
+def _first_legal(config: Config, tries: Iterable[Mapping[str, Any]], topology: Topology) -> tuple[Sizes | None, Config]:
+    """The sizes of the first of some changes that is legal; None where there is none, or the mesh is at fault."""
+    for keys in tries:
+        changed = config.model_copy(update=keys)
+        resolved = resolve(changed, topology)
+        if not isinstance(resolved, list):
+            return resolved[0], changed
+        if any(violation.key in MESH_KEYS for violation in resolved):
+            break
+    return None, config
+
+
+def _model(config: Config, mesh: MeshSizes, device: Device, held: MemoryEstimate) -> StepModel:
+    try:
+        return StepModel(config, mesh, device, held)
+    except ValueError as error:
+        raise UserError(f"--device={device.name}: {error}, so that no step can be predicted.") from None
+
+
+def _meshes(config: Config, num_devices: int) -> Iterator[dict[str, int]]:
+    """Sizes of the open axes within a slice, whose product is what the others leave."""
+    keys = [key for axis in MESH_AXES if is_open(config, key := mesh_key("ici", axis))]
+    stated = [getattr(config, key) for key in MESH_KEYS if key not in keys]
+    rest = num_devices // math.prod(size for size in stated if size > 0)
+    sizes: list[int] = list(divisors(rest)) if rest else []
+
+    def below(left: int, axes: int) -> Iterator[tuple[int, ...]]:
+        if axes == 0:
+            if left == 1 or -1 in stated:
+                yield ()
+            return
+        for size in sizes:
+            if left % size == 0:
+                yield from ((size, *others) for others in below(left // size, axes - 1))
+
+    return (dict(zip(keys, mesh, strict=True)) for mesh in below(rest, len(keys)))
+
+
+def _pieces(config: Config, mesh: Mapping[str, int]) -> list[dict[str, int]]:
+    """Numbers of pipeline microbatches, where there is a pipeline and they are open."""
+    key = mesh_key("ici", "stage")
+    stages = mesh.get(key, getattr(config, key)) * max(config.dcn_pipeline_parallelism, 1)
+    if stages <= 1 or not is_open(config, _PIECES):
+        return [{}]
+    return [{_PIECES: stages * 2**power} for power in range(_MOST_DOUBLINGS + 1)]
+
+
+def _nothing_fits(config: Config, nearest: tuple[int, Config, BatchPlan]) -> str:
+    total, chosen, plan = nearest
+    limit = plan.memory.limit or 0
+    said = " ".join(f"{key}={setting_text(value)}" for key, value in _stated(config, chosen, plan).items())
+    return (
+        f"no legal plan fits into the {bytes_text(limit)} of a device. What comes nearest, {said}, needs "
+        f"{bytes_text(total)}: {bytes_text(total - limit)} too much."
+    )

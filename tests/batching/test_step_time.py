@@ -1,0 +1,155 @@
+"""Predicted times follow from shapes, worked out by hand for round rates: 1 FLOP/s, 1 byte/s of memory and of links."""
+
+import dataclasses
+
+import pytest
+
+from maxtext_lite import load_config, make_plan
+from maxtext_lite.batching import Topology, flops_per_example
+from maxtext_lite.batching.devices import Device
+from maxtext_lite.batching.solve import resolve
+from maxtext_lite.batching.step_time import StepModel
+
+DEVICE = Device(
+    "toy", "gpu", ("toy",), {"bfloat16": 1.0, "int8": 2.0}, 10**12, memory_bytes_per_second=1.0,
+    link_bytes_per_second=1.0, clock_hz=None, source="made up", most_linked=64, host_bytes_per_second=0.5,
+)  # fmt: skip
+D, F, N, K, H, L, V, T = 64, 192, 4, 2, 16, 4, 512, 128
+MODEL = [f"base_emb_dim={D}", f"base_mlp_dim={F}", f"base_num_query_heads={N}", f"base_num_kv_heads={K}",
+         f"head_dim={H}", f"base_num_decoder_layers={L}", f"vocab_size={V}", f"max_target_length={T}",
+         "dtype=bfloat16", "grad_dtype=bfloat16", "per_device_batch_size=2", "remat_policy=none"]  # fmt: skip
+QKVO = D * N * H + 2 * D * K * H + N * H * D
+LAYER = QKVO + 3 * D * F
+ROWS = 2
+SCORES = N * 2 * H * T**2 / 2  # products of scores and of values, of the keys that come no later
+
+
+def step(*keys, devices=1, device=DEVICE):
+    config = load_config(None, [*MODEL, *keys])
+    plan = make_plan(config, num_devices=devices)
+    sizes, _ = resolve(config, Topology(devices))
+    model = StepModel(config, sizes.mesh, device, plan.memory)
+    return model.step(config, plan.micro_batch_slots, plan.global_batch_to_train, plan.pipeline_shape)
+
+
+def test_matmuls_are_the_models_and_the_scores_once_more():
+    time, examples = step(), flops_per_example(load_config(None, MODEL), T)
+    # Of attention's seven matmuls, model FLOPs count six.
+    assert time.matmul_seconds == pytest.approx(ROWS * (examples + 2 * L * SCORES / 2))
+    assert time.attention_seconds == pytest.approx(ROWS * L * 2 * 3.5 * SCORES)
+    assert time.mfu == pytest.approx(ROWS * examples / time.seconds)
+
+
+@pytest.mark.parametrize(("policy", "again"), [
+    ("full", QKVO * T + 2 * D * F * T + SCORES),
+    ("minimal", SCORES),
+    ("save_qkv_proj", N * H * D * T + 2 * D * F * T + SCORES),
+    ("save_dot_products", 0),
+])  # fmt: skip
+def test_what_is_not_kept_is_multiplied_again(policy, again):
+    more = step(f"remat_policy={policy}").matmul_seconds - step().matmul_seconds
+    assert more == pytest.approx(2 * ROWS * L * again)
+
+
+def test_weights_are_gathered_twice_and_their_gradients_summed_in_every_micro_batch():
+    matrices = L * LAYER + D * V
+    for steps in (1, 3):
+        time = step("ici_fsdp_parallelism=4", f"gradient_accumulation_steps={steps}", devices=4)
+        assert time.collectives_seconds == pytest.approx(steps * 3 * 2 * matrices * 3 / 4)
+
+
+def test_replicas_reduce_their_gradients_once_a_step():
+    total = L * (LAYER + 2 * D) + 2 * D * V + D
+    for steps in (1, 3):
+        keys = ("ici_fsdp_parallelism=1", "ici_data_parallelism=4", f"gradient_accumulation_steps={steps}")
+        assert step(*keys, devices=4).collectives_seconds == pytest.approx(2 * 2 * total * 3 / 4)
+
+
+def test_tokens_cross_tensor_and_keys_cross_context():
+    tokens = 2 * 2 * T  # of the rows of two devices
+    time = step("ici_fsdp_parallelism=1", "ici_tensor_parallelism=2", devices=2)
+    assert time.collectives_seconds == pytest.approx(L * 11 * tokens * D * 2 / 2)
+    time = step("ici_fsdp_parallelism=1", "ici_context_parallelism=2", devices=2)
+    keys, weights = 2 * tokens * K * H * (2 * 2 + 4) / 2, 3 * 2 * (L * LAYER + D * V) / 2
+    assert time.collectives_seconds == pytest.approx(L * keys + weights)
+
+
+def test_rows_cross_the_expert_axis_there_and_back():
+    keys = ("num_experts=4", "num_experts_per_tok=2", "ici_fsdp_parallelism=1", "ici_expert_parallelism=2")
+    time = step(*keys, devices=2)
+    rows, rest = 2 * T * 2 * D * 2, 3 * 2 * (L * (QKVO + D * 4) + D * V)
+    assert time.collectives_seconds == pytest.approx((4 * L * rows + rest) / 2)
+
+
+def test_stages_wait_for_each_other():
+    keys = ("ici_fsdp_parallelism=1", "ici_pipeline_parallelism=2", "num_layers_per_pipeline_stage=2")
+    few, many = (step(*keys, f"num_pipeline_microbatches={pieces}", devices=2) for pieces in (2, 4))
+    # (S - 1) / (M + S - 1) of the ticks, beside those that work
+    assert few.bubble_seconds > many.bubble_seconds > 0
+    busy = few.seconds - few.bubble_seconds
+    update = step(*keys, "gradient_accumulation_steps=2", devices=2)
+    passes = update.seconds - update.bubble_seconds - busy  # one more
+    assert few.bubble_seconds == pytest.approx(passes / 2, rel=0.05)
+
+
+def test_what_is_offloaded_goes_to_the_host_in_every_micro_batch_and_the_optimizer_once():
+    time = step("remat_policy=qkv_proj_offloaded", "gradient_accumulation_steps=3")
+    assert time.host_seconds == pytest.approx(3 * ROWS * T * L * (N + 2 * K) * H * 2 / 0.5)
+    state = 2 * 4 * (L * (LAYER + 2 * D) + 2 * D * V + D)
+    assert step("optimizer_memory_host_offload=true").host_seconds == pytest.approx(state / 0.5)
+
+
+def test_eight_bits_take_half_the_time_outside_of_attention_and_head():
+    plain, narrow = step(), step("quantization=int8")
+    assert plain.matmul_seconds - narrow.matmul_seconds == pytest.approx(ROWS * T * L * 6 * LAYER / 2)
+
+
+def test_an_operation_takes_the_longer_of_its_matmul_and_its_memory():
+    fast = dataclasses.replace(DEVICE, peak_flops={"bfloat16": 1e30})
+    time = step(device=fast)
+    assert time.seconds == pytest.approx(time.memory_seconds)
+    slow = dataclasses.replace(DEVICE, memory_bytes_per_second=1e30)
+    assert step(device=slow).seconds == pytest.approx(time_of := step(device=slow).matmul_seconds)
+    assert time_of < step().seconds
+
+
+def memory_bytes(*keys, platform):
+    # One byte a second: seconds are bytes. Two devices, so that matrices are gathered or their gradients shared out.
+    return step(*keys, devices=2, device=dataclasses.replace(DEVICE, platform=platform)).memory_seconds
+
+
+def test_a_tpu_reads_one_side_of_each_gradient_again_for_every_shard():
+    wider = memory_bytes("ici_fsdp_parallelism=2", platform="tpu") - memory_bytes(platform="gpu")
+    beside = ROWS * T * (L * (N * H + 2 * K * H + N * H + 3 * F) + V) * 2  # the side that is not split, once more
+    matrices = L * LAYER + D * V
+    # Sums in float32 are read, added to, sent and received; all of a gradient would be written in float32 and read.
+    results = ROWS * T * L * sum((into + out) / 2 for into, out in SHAPES)
+    gradients = (4 * 2 - (4 + 2)) * matrices
+    assert wider == pytest.approx(beside + gradients - 3 * 8 * results)
+
+
+SHAPES = [(D, N * H), (D, K * H), (D, K * H), (N * H, D), (D, F), (D, F), (F, D)]
+"""Inputs and outputs of a layer's matrices."""
+
+
+def test_what_is_kept_is_copied_to_where_it_waits_on_the_device_or_the_host():
+    keeps, nothing = (step(f"remat_policy={policy}").memory_seconds for policy in ("save_qkv_proj", "full"))
+    made_again = 2 * ROWS * T * L * (3 * D + (N + 2 * K) * H) + 2 * L * D * (N + 2 * K) * H  # read and written
+    made_again += 8 * ROWS * T * L * sum((into + out) / 2 for into, out in SHAPES[:3])
+    kept = ROWS * T * L * (N + 2 * K) * H * 2
+    assert keeps - nothing == pytest.approx(2 * kept - made_again)
+    assert step("remat_policy=qkv_proj_offloaded").memory_seconds == pytest.approx(keeps)
+
+
+def test_an_unknown_rate_is_refused_where_it_is_needed():
+    alone = dataclasses.replace(DEVICE, most_linked=1)
+    assert step(device=alone).collectives_seconds == 0
+    with pytest.raises(ValueError, match="what it sends"):
+        step(devices=4, device=alone)
+    with pytest.raises(ValueError, match="its peak in bfloat16"):
+        step(device=dataclasses.replace(DEVICE, peak_flops={}))
+    cut_off = dataclasses.replace(DEVICE, host_bytes_per_second=None)
+    assert step("remat_policy=full", device=cut_off).host_seconds == 0
+    for key in ("remat_policy=minimal_offloaded", "optimizer_memory_host_offload=true"):
+        with pytest.raises(ValueError, match="what it sends to its host"):
+            step(key, device=cut_off)
