@@ -5,7 +5,6 @@ import shutil
 
 import pytest
 
-from maxtext_lite.cli import run_command
 from maxtext_lite.replay import main
 from maxtext_lite.train import main as train
 
@@ -64,29 +63,18 @@ def test_the_first_field_and_the_first_step_that_differ_are_named(run, capsys, t
     shutil.copytree(run, moved)
     shutil.rmtree(moved / "checkpoints")  # what is left begins with the run's first parameters
     records = [json.loads(line) for line in (moved / "metrics.jsonl").read_text().splitlines()]
-    records[0]["loss"] += 1e-6
-    records[1]["grad_norm"] *= 1 + 1e-6
+    records[0]["loss"] *= 1.001
+    records[1]["grad_norm"] *= 1.001
+    records[1]["param_norm"] *= 1.00001  # within the tolerance for other versions
     (moved / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    about = json.loads((moved / "environment.json").read_text())
+    now, about["packages"]["jax"] = about["packages"]["jax"], "0.1"
+    (moved / "environment.json").write_text(json.dumps(about))
     capsys.readouterr()
     assert main([str(moved), "--step", "2"]) == 1
-    said, *_ = capsys.readouterr().out.splitlines()
-    assert said == (
-        "step 2, from the run's first parameters: not equal to the bit, first in grad_norm; step 1 already differs"
+    first, *fields = capsys.readouterr().out.splitlines()
+    assert first == (
+        "step 2, from the run's first parameters: not equal within 0.0001, first in grad_norm; step 1 already differs "
+        f"(jax is {now}, then 0.1)"
     )
-
-
-@pytest.mark.parametrize(("config", "argv", "error"), [
-    (None, [], "error: RUN_DIR=it is not a run directory: it has no config.yml."),
-    ("base: base.yml", [], "error: --step=9: metrics.jsonl of RUN_DIR=it has no such step; it has steps 3 to 3."),
-    ("base: post_train/dpo.yml", [], "error: RUN_DIR=it is a run of dpo: its rows are pairs, "),
-    ("base: post_train/rl.yml", [], "error: RUN_DIR=it is a run of reinforcement learning: its responses were sampled"),
-    ("base: base.yml", ["--tolerance", "2"], "error: --tolerance=2 must be from 0 to 1. Nearest that works: 1."),
-])  # fmt: skip
-def test_what_cannot_be_replayed_is_refused(config, argv, error, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "it").mkdir()
-    if config:
-        (tmp_path / "it" / "config.yml").write_text(f"{config}\n")
-    (tmp_path / "it" / "metrics.jsonl").write_text('{"step": 3, "loss": 1.0}\n')
-    assert run_command(main, ["it", "--step", "9", *argv]) == 2
-    assert capsys.readouterr().err.startswith(error)
+    assert [line.split()[1] for line in fields if line.startswith("!")] == ["grad_norm"]
