@@ -1,0 +1,65 @@
+"""Planted kernels are told from right ones, and a run with one does not begin."""
+
+import dataclasses
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxtext_lite.config import UserError
+from maxtext_lite.models import Scoring
+from maxtext_lite.models.attention import attention
+from maxtext_lite.models.plain import plain_attention
+from maxtext_lite.training import kernel_truth
+from maxtext_lite.training.kernel_truth import compare
+
+T, N, K, H = 256, 4, 2, 16
+SEGMENT = np.array([[1] * 150 + [2] * 90 + [0] * 16])
+
+
+@jax.custom_vjp
+def _key_gradient_off(k):
+    return k
+
+
+_key_gradient_off.defvjp(lambda k: (k, None), lambda _, g: (1.2 * g,))
+
+
+def kernels():
+    """A right kernel, and one for each planted mistake."""
+    right = functools.partial(attention, kernel="dot_product", strategy="ring")
+    late = (np.arange(T) >= 128)[None, :, None, None]
+    return {
+        "right": lambda q, k, v: right(q, k, v, SEGMENT),
+        "ignores documents": lambda q, k, v: right(q, k, v, np.ones_like(SEGMENT)),
+        "scale of groups": lambda q, k, v: right(q, k, v, SEGMENT, scoring=Scoring(scale=(H * N // K) ** -0.5)),
+        "dk": lambda q, k, v: right(q, _key_gradient_off(k), v, SEGMENT),
+        "past 128 tokens": lambda q, k, v: right(jnp.where(late, 0.8 * q, q), k, v, SEGMENT),
+    }
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_each_planted_mistake_is_beyond_its_bound_and_what_is_right_is_not(dtype):
+    plain = functools.partial(
+        plain_attention, segment_BT=jnp.asarray(SEGMENT), place_T=np.arange(T), scoring=Scoring()
+    )
+    rng = np.random.default_rng(0)
+    arrays = [jnp.asarray(rng.normal(size=(1, T, heads, H)), dtype) for heads in (N, K, K)]
+
+    @jax.jit
+    def all_of_them(*arrays):
+        least = kernel_truth.LEAST[dtype]
+        return {name: compare(each, plain, arrays, least, jax.random.key(0)) for name, each in kernels().items()}
+
+    found = {name: np.asarray(numbers) for name, numbers in all_of_them(*arrays).items()}
+    beyond = {name: [bool(error > bound) for error, bound in numbers] for name, numbers in found.items()}
+    assert beyond == {  # in the result, dq, dk and dv
+        "right": [False, False, False, False],
+        "ignores documents": [True, True, True, True],
+        "scale of groups": [True, True, True, True],
+        "dk": [False, False, True, False],
+        "past 128 tokens": [True, True, True, True],
+    }, found
