@@ -71,7 +71,8 @@ def plain_experts(
         number, gate_DF, up_DF, down_FD = expert
         share_BT1 = jnp.sum(jnp.where(expert_BTJ == number, share_BTJ, 0), axis=-1, keepdims=True)
         given: Any = (x_BTD * share_BT1 if on_input else x_BTD).astype(x_BTD.dtype)
-        out = mlp_hidden(activation, given @ gate_DF, given @ up_DF) @ down_FD
+        hidden_BTF: Any = mlp_hidden(activation, given @ gate_DF, given @ up_DF)
+        out = hidden_BTF @ down_FD
         return y_BTD + (out if on_input else share_BT1 * out).astype(jnp.float32), None
 
     experts = jnp.arange(len(gate_EDF)), gate_EDF, up_EDF, down_EFD

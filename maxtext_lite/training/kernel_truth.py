@@ -123,7 +123,8 @@ def prove_kernels(run: TrainingRun[Any], batch: Rows, say: Callable[[str], None]
       UserError: an error is beyond its bound.
     """
     found, wrong = dict[str, Any](), list[str]()
-    for piece in _pieces(run.parts, batch["segments"].shape[1]):
+    _, slots, tokens = jax.eval_shape(lambda: run.parts.objective.rows(batch, TRAIN_BATCH_AXES))["segments"].shape
+    for piece in _pieces(run.parts, slots, tokens):
         began = time.perf_counter()
         numbers = np.asarray(jax.device_get(errors_of(piece, run.parts, batch)))
         seconds = time.perf_counter() - began
@@ -136,8 +137,8 @@ def prove_kernels(run: TrainingRun[Any], batch: Rows, say: Callable[[str], None]
         beyond = [name for name, (error, bound) in zip(results, numbers, strict=True) if not error <= bound]
         if beyond:
             wrong.append(
-                f"{piece.setting} is further from plain arithmetic than its bound on the first batch ({said}): wrong in "
-                f"{', '.join(beyond)}. Use {piece.instead}."
+                f"{piece.setting} is further from plain arithmetic than its bound, in {' and '.join(beyond)}, with the "
+                f"documents of the first batch ({said}). Use {piece.instead}."
             )
     if found:
         path = run.files.directory / "environment.json"
@@ -171,8 +172,8 @@ def errors_of(piece: Piece, parts: StepParts, batch: Rows) -> jax.Array:
         return jax.jit(of_batch, out_shardings=sharding(mesh))(jax.random.key(0), batch)
 
 
-def _pieces(parts: StepParts, slots: int) -> Iterator[Piece]:
-    """What a run computes otherwise than plainly, with micro-batches of so many row slots."""
+def _pieces(parts: StepParts, slots: int, tokens: int) -> Iterator[Piece]:
+    """What a run computes otherwise than plainly, with micro-batches of so many slots of rows of so many tokens."""
     shape, config = parts.decoder.shape, parts.config
     least, experts = LEAST[jnp.dtype(shape.dtype).name], shape.experts
     if shape.attention != "dot_product":
@@ -185,7 +186,7 @@ def _pieces(parts: StepParts, slots: int) -> Iterator[Piece]:
     num_tiles = vocab_tiles(
         config.num_vocab_tiling,
         rows=-(-slots // (num_shards("end_batch") * num_shards("replica"))),
-        tokens=config.max_target_length // context_shards(),
+        tokens=tokens // context_shards(),
         vocab_size=shape.vocab_size // num_shards("activation_vocab"),
     )
     if num_tiles > 1:
@@ -199,12 +200,10 @@ def attention_piece(shape: DecoderShape, scoring: Scoring, least: float) -> Piec
     names = ("q", "k", "v", "sink")[: 4 if shape.sinks else 3]
 
     def draw(key: jax.Array, rows: Rows) -> list[jax.Array]:
-        keys, tokens = jax.random.split(key, 4), rows["segments"].shape
-        sizes = [(N, H), (K, H), (K, W)]
-        heads = [
-            _normal(key, HEADS_AXES, (*tokens, *size), shape.dtype) for key, size in zip(keys, sizes, strict=False)
-        ]
-        return heads + ([_normal(keys[3], ("activation_heads",), (N,), jnp.float32)] if shape.sinks else [])
+        *keys, of_sinks = jax.random.split(key, 4)
+        sizes = [(*rows["segments"].shape, *size) for size in ((N, H), (K, H), (K, W))]
+        heads = [_normal(key, HEADS_AXES, size, shape.dtype) for key, size in zip(keys, sizes, strict=True)]
+        return heads + ([_normal(of_sinks, ("activation_heads",), (N,), jnp.float32)] if shape.sinks else [])
 
     def of_tokens(function: Kernel, segment_BT: jax.Array) -> Kernel:
         return lambda *arrays: jnp.where((segment_BT > 0)[..., None, None], function(*arrays), 0)
@@ -279,12 +278,8 @@ def projection_piece(shape: DecoderShape, least: float) -> Piece:
 
 def loss_piece(shape: DecoderShape, num_tiles: int, z_loss_multiplier: float, least: float) -> Piece:
     """The loss in so many pieces of the tokens, of hidden states of at most 1024 dims."""
-    D, V, cap, multiplier = (
-        min(shape.emb_dim, _MOST_WIDTH),
-        shape.vocab_size,
-        shape.final_soft_cap,
-        shape.logits_multiplier,
-    )
+    D, V = min(shape.emb_dim, _MOST_WIDTH), shape.vocab_size
+    cap, multiplier = shape.final_soft_cap, shape.logits_multiplier
 
     def draw(key: jax.Array, rows: Rows) -> list[jax.Array]:
         of_x, of_head = jax.random.split(key)
@@ -293,16 +288,17 @@ def loss_piece(shape: DecoderShape, num_tiles: int, z_loss_multiplier: float, le
 
     def kernel(rows: Rows) -> Kernel:
         how = Readout(num_tiles, cap, 1.0, shape.grad_dtype, z_loss_multiplier, multiplier)
-        return lambda x, head: cross_entropy(x, head, rows["targets"], rows["weights"], how)[0]
+        both: Any = cross_entropy  # of its two results, the first is differentiated
+        return lambda x, head: both(x, head, rows["targets"], rows["weights"], how)[0]
 
     def plain(rows: Rows) -> Kernel:
         def loss(x_BTD: jax.Array, head_DV: jax.Array) -> jax.Array:
             @functools.partial(jax.checkpoint, prevent_cse=False)
             def plus(total: jax.Array, tile: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
                 x_BtD, target_Bt, weight_Bt = tile
-                logits = multiplier * jnp.einsum("BtD,DV->BtV", x_BtD, head_DV, preferred_element_type=jnp.float32)
-                logits = soft_capped(logits, cap) if cap else logits
-                partition_Bt = jax.nn.logsumexp(logits, axis=-1)
+                logits: Any = jnp.einsum("BtD,DV->BtV", x_BtD, head_DV, preferred_element_type=jnp.float32)
+                logits = soft_capped(multiplier * logits, cap) if cap else multiplier * logits
+                partition_Bt: Any = jax.nn.logsumexp(logits, axis=-1)
                 nll_Bt = partition_Bt - jnp.take_along_axis(logits, target_Bt[..., None], axis=-1)[..., 0]
                 return total + jnp.sum(weight_Bt * (nll_Bt + z_loss_multiplier * jnp.square(partition_Bt))), None
 

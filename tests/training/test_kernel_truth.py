@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import types
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,8 @@ from maxtext_lite.models import Scoring
 from maxtext_lite.models.attention import attention
 from maxtext_lite.models.plain import plain_attention
 from maxtext_lite.training import kernel_truth
-from maxtext_lite.training.kernel_truth import compare
+from maxtext_lite.training.failures import Failures
+from maxtext_lite.training.kernel_truth import compare, prove_kernels
 
 T, N, K, H = 256, 4, 2, 16
 SEGMENT = np.array([[1] * 150 + [2] * 90 + [0] * 16])
@@ -43,9 +45,7 @@ def kernels():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_each_planted_mistake_is_beyond_its_bound_and_what_is_right_is_not(dtype):
-    plain = functools.partial(
-        plain_attention, segment_BT=jnp.asarray(SEGMENT), place_T=np.arange(T), scoring=Scoring()
-    )
+    plain = functools.partial(plain_attention, segment_BT=jnp.asarray(SEGMENT), place_T=np.arange(T), scoring=Scoring())
     rng = np.random.default_rng(0)
     arrays = [jnp.asarray(rng.normal(size=(1, T, heads, H)), dtype) for heads in (N, K, K)]
 
@@ -63,3 +63,44 @@ def test_each_planted_mistake_is_beyond_its_bound_and_what_is_right_is_not(dtype
         "dk": [False, False, True, False],
         "past 128 tokens": [True, True, True, True],
     }, found
+
+
+@pytest.fixture
+def begun(setup, rows, tmp_path):
+    """A function: what comes before the first step of a run whose decoder has been given an attention of that name."""
+    (tmp_path / "environment.json").write_text('{"python": "3"}')
+
+    def begin(name):
+        it = setup("optimizer=sgd")
+        decoder = types.SimpleNamespace(shape=dataclasses.replace(it.decoder.shape, attention=name))
+        files = types.SimpleNamespace(directory=tmp_path)
+        parts, said = dataclasses.replace(it.parts, decoder=decoder), []
+        run = types.SimpleNamespace(parts=parts, files=files, failures=Failures())
+        with jax.set_mesh(it.mesh):
+            prove_kernels(run, {name: array[None] for name, array in rows.items()}, said.append)
+        return said
+
+    return begin, tmp_path / "environment.json"
+
+
+def test_where_a_run_computes_plainly_nothing_is_compared(begun):
+    begin, about = begun
+    assert begin("dot_product") == []
+    assert json.loads(about.read_text()) == {"python": "3"}
+
+
+def test_a_run_with_a_wrong_kernel_does_not_begin_and_its_errors_are_kept(begun, monkeypatch):
+    def without_documents(q, k, v, segment, *, kernel, **how):
+        assert kernel == "splash"
+        return attention(q, k, v, jnp.ones_like(segment), kernel="dot_product", **how)
+
+    monkeypatch.setattr(kernel_truth, "attention", without_documents)
+    begin, about = begun
+    with pytest.raises(UserError) as caught:
+        begin("splash")
+    (problem,) = caught.value.problems
+    assert problem.startswith("attention=splash is further from plain arithmetic than its bound, in result and dq and ")
+    assert problem.endswith("Use attention=dot_product.")
+    errors = json.loads(about.read_text())["kernels"]["attention=splash"]
+    assert errors.keys() == {"result", "dq", "dk", "dv"}
+    assert min(error / bound for error, bound in errors.values()) > 10
