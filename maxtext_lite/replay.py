@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import math
+import operator
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -17,6 +19,7 @@ from maxtext_lite.cli import (
 from maxtext_lite.config import RLRunConfig, UserError
 from maxtext_lite.config.errors import full_text
 from maxtext_lite.process.output import complain
+from maxtext_lite.reporting.records import with_numbers
 
 if TYPE_CHECKING:
     from maxtext_lite.training.replaying import Replay
@@ -61,9 +64,12 @@ def main(argv: Sequence[str]) -> int:
         say=lambda text: complain(f"replay: {text}"),
     )
     if found.rows is not None:
-        rows = sorted(found.rows, key=lambda row: getattr(row, arguments.by), reverse=True)
+        by = operator.attrgetter(arguments.by)
+        rows = sorted(found.rows, key=lambda row: (math.isnan(by(row)), by(row)), reverse=True)
         found = dataclasses.replace(found, rows=rows)
-    print(json.dumps(_as_json(found)) if arguments.json else "\n".join(_text(found, arguments.by)))
+    print(
+        json.dumps(with_numbers(_as_json(found), math.inf)) if arguments.json else "\n".join(_text(found, arguments.by))
+    )
     return EXIT_FAILED if _differing(found) else 0
 
 

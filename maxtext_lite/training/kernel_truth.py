@@ -12,6 +12,7 @@ score all keys alike and hide a wrong scale. Where a run computes plainly, nothi
 import dataclasses
 import functools
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -39,6 +40,7 @@ from maxtext_lite.parallel import (
     over_replicas,
     sharding,
 )
+from maxtext_lite.reporting.records import with_numbers
 from maxtext_lite.training.arrays import Rows
 from maxtext_lite.training.gradients import TRAIN_BATCH_AXES
 from maxtext_lite.training.loss import HEAD_AXES, Readout, cross_entropy
@@ -144,7 +146,7 @@ def prove_kernels(run: TrainingRun[Any], batch: Rows, say: Callable[[str], None]
         path = run.files.directory / "environment.json"
 
         def store() -> None:
-            about = json.loads(path.read_text(encoding="utf-8")) | {"kernels": found}
+            about = json.loads(path.read_text(encoding="utf-8")) | {"kernels": with_numbers(found, math.inf)}
             path.write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
 
         run.failures.on_first_host(path, store)
@@ -220,7 +222,8 @@ def attention_piece(shape: DecoderShape, scoring: Scoring, least: float) -> Piec
         how: Any = {"segment_BT": segment_BT, "place_T": place_T, "scoring": scoring}
         return of_tokens(functools.partial(plain_attention, **how), segment_BT)
 
-    return Piece(f"attention={shape.attention}", "attention=dot_product", names, draw, kernel, plain, least)
+    setting = f"attention={shape.attention}" + ("" if scoring.window is None else f" with windows of {scoring.window}")
+    return Piece(setting, "attention=dot_product", names, draw, kernel, plain, least)
 
 
 def experts_piece(shape: DecoderShape, experts: ExpertShape, least: float) -> Piece:
