@@ -31,6 +31,7 @@ COMMANDS: dict[str, str] = {
     "convert": "models from and to Hugging Face directories",
     "equiv": "proves on simulated devices that splitting a config's batch differently changes nothing",
     "verify_resume": "the first step at which two runs differ, in what, and with which rows",
+    "replay": "a step of a run done again and compared, and each of its rows alone: a spike has a name",
     "report": "one HTML page of a run, or of several over each other",
 }
 """Each command, the module maxtext_lite.COMMAND, and what it does."""

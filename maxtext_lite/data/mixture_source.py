@@ -113,9 +113,11 @@ class MixtureSource:
         ids = np.empty(count, np.int64)
         places = {part.fingerprint: place for place, part in enumerate(self.parts)}
         for number, fingerprint in enumerate(fingerprints):
-            own, place = numbers == number, places[fingerprint]
+            own = numbers == number
             if not own.any():
                 continue
+            if (place := places.get(fingerprint)) is None:
+                raise UserError("dataset_path: the run has read rows here from a source that is not listed any more.")
             keys = {"num_examples": len(self.sources[place]), "seed": self._stream.seed(fingerprint, seed)}
             # A source's positions follow each other, whatever stands between its rows.
             ids[own] = self._first_ids[place] + example_ids(int(positions[own][0]), int(own.sum()), **keys)

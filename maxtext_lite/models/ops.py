@@ -36,7 +36,7 @@ def project(x: jax.Array, weight: nnx.Param) -> jax.Array:
     value, axes = weight[...], tuple(weight.axes)
 
     def times(x: jax.Array, value: jax.Array, axes: tuple[str, ...], quantization: Quantization = "none") -> jax.Array:
-        return project_array(x, value, axes, _TOKENS, weight.grad_dtype, quantization)
+        return project_array(x, value, axes, TOKENS, weight.grad_dtype, quantization)
 
     if not isinstance(value, Adapted):
         return times(x, value, axes, weight.quantization)
@@ -46,7 +46,7 @@ def project(x: jax.Array, weight: nnx.Param) -> jax.Array:
     return (plain + value.scale * added).astype(x.dtype)
 
 
-_TOKENS: TokenAxes = ("exchanged_batch", "experts", "length")  # "batch" and "length"
+TOKENS: TokenAxes = ("exchanged_batch", "experts", "length")  # "batch" and "length"
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))

@@ -36,6 +36,7 @@ from maxtext_lite.training.state import TrainState
 
 _OLDEST_FORMAT = 2  # that is read
 _ADAFACTOR = "adafactor's means are over"  # older versions took them over whole stacks of layers, and did not say so
+_ABOUT = ocp.args.Composite(about=ocp.args.JsonRestore())
 _DATA = "dataset_path"  # whose content, not whose name, a continuation must share
 
 
@@ -89,7 +90,113 @@ def fingerprint(config: Config, data: str, num_replicas: int | None) -> dict[str
     return values | {_DATA: data}
 
 
-class Checkpointer:
+class CheckpointReader:
+    """Reads the checkpoints of a run directory, where it changes nothing. All hosts call its methods.
+
+    Attributes:
+      mixtures: the history of the run's mixtures, as JSON: that of the checkpoint which was restored or, once
+        `sought`, of the newest, and what further ones are saved with.
+    """
+
+    def __init__(self, run_directory: Path, fingerprint: dict[str, Any]):
+        self._directory = absolute(run_directory / "checkpoints")
+        self._frozen_directory = frozen_directory(run_directory)
+        self._fingerprint = fingerprint
+        self.mixtures: list[dict[str, Any]] = []
+        self._newest: int | None = None
+
+    def sought(self, before: int, say: Callable[[str], None]) -> "CheckpointReader":
+        """Itself, which will restore the newest whole checkpoint of a step before this one; says what is damaged."""
+        for step in reversed(value_of_host(0, steps_in(self._directory))):
+            path = self._directory / str(step)
+            problem = check(path, () if step < before else ("about",)).problem
+            if problem is not None:
+                say(f"the checkpoint of step {step} is damaged: {full_text(problem)}. It is passed over")
+                continue
+            if not self.mixtures:
+                with reading(path), ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers())) as checkpointer:
+                    self.mixtures = _mixtures(checkpointer.restore(path, args=_ABOUT)["about"])
+            if step < before:
+                self._newest = step
+                break
+        return self
+
+    def latest_step(self) -> int | None:
+        """Step of the newest checkpoint that counts, or is about to; None where there is none."""
+        return self._newest
+
+    def restore(self, abstract: TrainState) -> tuple[TrainState, Counts]:
+        """The newest checkpoint, laid out as `abstract` says, whatever mesh and pipeline it was saved from.
+
+        Raises:
+          UserError: the checkpoint belongs to another model, optimizer or data order; says what differs.
+        """
+        step = self._newest
+        assert step is not None, "restore() without a checkpoint"
+        path = self._directory / str(step)
+        with reading(path), ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers())) as checkpointer:
+            return self._restored(step, path, checkpointer, abstract)
+
+    def _restored(
+        self, step: int, path: Path, checkpointer: ocp.Checkpointer, abstract: TrainState
+    ) -> tuple[TrainState, Counts]:
+        about = checkpointer.restore(path, args=_ABOUT)["about"]
+        if not _OLDEST_FORMAT <= about["format"] <= FORMAT:
+            raise UserError(
+                f"the checkpoint of step {step} in {self._directory} has format {about['format']}; this version "
+                f"reads {_OLDEST_FORMAT} to {FORMAT}. Use another run_name, with "
+                f"load_parameters_path={self._directory.parent} for its parameters."
+            )
+        self._refuse_other_run(step, about["fingerprint"])
+        self.mixtures = self.mixtures or _mixtures(about)
+        wanted = {"params": abstract.model_params, "update_state": _update_state(abstract)}
+        dealing = Dealing.of(abstract.plain_params, tuple(about["layer_dims"]))
+        # With local updates, all of the update's state has replicas before layers.
+        before = {"params": 0, "update_state": int(abstract.outer is not None)}
+        as_saved = {name: dealing.as_saved(tree, before[name]) for name, tree in wanted.items()}
+        arguments = {name: ocp.args.StandardRestore(tree) for name, tree in as_saved.items()}
+        restored = checkpointer.restore(path, args=ocp.args.Composite(**arguments))
+        restored = {name: reshaped(restored[name], tree) for name, tree in wanted.items()}
+        counts = Counts(**{field.name: about[field.name] for field in dataclasses.fields(Counts)})
+        counts = dataclasses.replace(counts, noise=NoiseScale(**about["noise"]))
+        steps_done, skipped_in_a_row = (
+            jax.device_put(jax.numpy.asarray(count, abstract.step.dtype), abstract.step.sharding)
+            for count in (step, counts.skipped_in_a_row)
+        )
+        state = _joined(restored["params"], restored["update_state"], steps_done, skipped_in_a_row)
+        if abstract.frozen is not None:
+            frozen = load_parameters(self._frozen_directory, abstract.frozen, "run_name")
+            state = dataclasses.replace(state, frozen=frozen)
+        return state, counts
+
+    def _refuse_other_run(self, step: int, saved: dict[str, Any]) -> None:
+        here, saved = self._fingerprint, _as_written_now(saved)
+        keys = sorted(key for key in saved.keys() | here.keys() if saved.get(key) != here.get(key))
+        if any(fingerprint[_DATA].startswith(MIXTURE) for fingerprint in (here, saved)):
+            keys = [key for key in keys if key != _DATA]  # the history says which sources are which
+        where = f"the checkpoint of step {step} in {self._directory}"
+        if _ADAFACTOR in here and saved.get("optimizer") == here["optimizer"] and _ADAFACTOR not in saved:
+            raise UserError(
+                f"{where} has adafactor's state of whole stacks of layers, as older versions kept it; this one keeps "
+                "it of each layer by itself. Use another run_name, with "
+                f"load_parameters_path={self._directory.parent} for its parameters."
+            )
+        differing = [
+            f"{key}={here.get(key)} contradicts {where}, which has {key}={saved.get(key)}. "
+            f"Use {key}={saved.get(key)}, or another run_name."
+            for key in keys
+            if key != _DATA
+        ]
+        if keys == [_DATA]:  # where a key differs, the content does too
+            differing = [
+                f"{_DATA}: its content or its tokenizer is not that of {where}. Use the text and the tokenizer that "
+                "the run began with, or another run_name."
+            ]
+        if differing:
+            raise UserError(differing)
+
+
+class Checkpointer(CheckpointReader):
     """The checkpoints of one run directory. A checkpoint counts once it has its name; see `commit`.
 
     All hosts call its methods, but for `close`.
@@ -98,9 +205,6 @@ class Checkpointer:
       failures: collects what cannot be written.
       say: takes sentences about checkpoints, some from a background thread; called on the first host.
       holds, before: see `Saver`.
-    Attributes:
-      mixtures: the history of the run's mixtures, as JSON: that of the checkpoint which was restored, and what further
-        ones are saved with.
     """
 
     def __init__(
@@ -113,20 +217,13 @@ class Checkpointer:
         holds: Callable[[], bool] = lambda: True,
         before: Callable[[], None] = lambda: None,
     ):
-        self._directory = absolute(run_directory / "checkpoints")
-        self._frozen_directory = frozen_directory(run_directory)
-        self._fingerprint = fingerprint
+        super().__init__(run_directory, fingerprint)
         self._to_keep, self._waits = config.max_num_checkpoints_to_keep, not config.async_checkpointing
         self._failures = Failures() if failures is None else failures
         self._say = say if jax.process_index() == 0 else lambda _: None
         self._failures.on_first_host(self._directory, self._prepare)
-        self.mixtures: list[dict[str, Any]] = []
         self._saver = Saver(self._failures, holds, before)
         self._newest = self._find_newest()
-
-    def latest_step(self) -> int | None:
-        """Step of the newest checkpoint that counts, or is about to; None where there is none."""
-        return self._newest
 
     def save(self, state: TrainState, counts: Counts, unfinished: Any = None) -> None:
         """Saves the state after `counts.step` steps; with async_checkpointing, returns once it is copied.
@@ -182,75 +279,9 @@ class Checkpointer:
             return checkpointer.restore(path, args=args)["unfinished"]
 
     def restore(self, abstract: TrainState) -> tuple[TrainState, Counts]:
-        """The newest checkpoint, laid out as `abstract` says, whatever mesh and pipeline it was saved from.
-
-        Raises:
-          UserError: the checkpoint belongs to another model, optimizer or data order; says what differs.
-        """
-        step = self._newest
-        assert step is not None, "restore() without a checkpoint"
+        """See `CheckpointReader`; a save under way comes first."""
         self.wait()
-        path = self._directory / str(step)
-        with reading(path), ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers())) as checkpointer:
-            return self._restored(step, path, checkpointer, abstract)
-
-    def _restored(
-        self, step: int, path: Path, checkpointer: ocp.Checkpointer, abstract: TrainState
-    ) -> tuple[TrainState, Counts]:
-        about = checkpointer.restore(path, args=ocp.args.Composite(about=ocp.args.JsonRestore()))["about"]
-        if not _OLDEST_FORMAT <= about["format"] <= FORMAT:
-            raise UserError(
-                f"the checkpoint of step {step} in {self._directory} has format {about['format']}; this version "
-                f"reads {_OLDEST_FORMAT} to {FORMAT}. Use another run_name, with "
-                f"load_parameters_path={self._directory.parent} for its parameters."
-            )
-        self._refuse_other_run(step, about["fingerprint"])
-        self.mixtures = about.get("mixtures") or as_json(history_before_names(about["fingerprint"][_DATA]))
-        wanted = {"params": abstract.model_params, "update_state": _update_state(abstract)}
-        dealing = Dealing.of(abstract.plain_params, tuple(about["layer_dims"]))
-        # With local updates, all of the update's state has replicas before layers.
-        before = {"params": 0, "update_state": int(abstract.outer is not None)}
-        as_saved = {name: dealing.as_saved(tree, before[name]) for name, tree in wanted.items()}
-        arguments = {name: ocp.args.StandardRestore(tree) for name, tree in as_saved.items()}
-        restored = checkpointer.restore(path, args=ocp.args.Composite(**arguments))
-        restored = {name: reshaped(restored[name], tree) for name, tree in wanted.items()}
-        counts = Counts(**{field.name: about[field.name] for field in dataclasses.fields(Counts)})
-        counts = dataclasses.replace(counts, noise=NoiseScale(**about["noise"]))
-        steps_done, skipped_in_a_row = (
-            jax.device_put(jax.numpy.asarray(count, abstract.step.dtype), abstract.step.sharding)
-            for count in (step, counts.skipped_in_a_row)
-        )
-        state = _joined(restored["params"], restored["update_state"], steps_done, skipped_in_a_row)
-        if abstract.frozen is not None:
-            frozen = load_parameters(self._frozen_directory, abstract.frozen, "run_name")
-            state = dataclasses.replace(state, frozen=frozen)
-        return state, counts
-
-    def _refuse_other_run(self, step: int, saved: dict[str, Any]) -> None:
-        here, saved = self._fingerprint, _as_written_now(saved)
-        keys = sorted(key for key in saved.keys() | here.keys() if saved.get(key) != here.get(key))
-        if any(fingerprint[_DATA].startswith(MIXTURE) for fingerprint in (here, saved)):
-            keys = [key for key in keys if key != _DATA]  # the history says which sources are which
-        where = f"the checkpoint of step {step} in {self._directory}"
-        if _ADAFACTOR in here and saved.get("optimizer") == here["optimizer"] and _ADAFACTOR not in saved:
-            raise UserError(
-                f"{where} has adafactor's state of whole stacks of layers, as older versions kept it; this one keeps "
-                "it of each layer by itself. Use another run_name, with "
-                f"load_parameters_path={self._directory.parent} for its parameters."
-            )
-        differing = [
-            f"{key}={here.get(key)} contradicts {where}, which has {key}={saved.get(key)}. "
-            f"Use {key}={saved.get(key)}, or another run_name."
-            for key in keys
-            if key != _DATA
-        ]
-        if keys == [_DATA]:  # where a key differs, the content does too
-            differing = [
-                f"{_DATA}: its content or its tokenizer is not that of {where}. Use the text and the tokenizer that "
-                "the run began with, or another run_name."
-            ]
-        if differing:
-            raise UserError(differing)
+        return super().restore(abstract)
 
     def wait(self) -> None:
         """Returns once every save counts.
@@ -309,6 +340,10 @@ class Checkpointer:
         self._say(f"saved step {step}: {said}")
         for old in [each for each in steps_in(self._directory) if each <= step][: -self._to_keep]:
             remove(self._directory / str(old))
+
+
+def _mixtures(about: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return about.get("mixtures") or as_json(history_before_names(about["fingerprint"][_DATA]))
 
 
 def _as_written_now(fingerprint: dict[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from maxtext_lite.training.arrays import Tree
 from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.dpo_reference import add_reference
 from maxtext_lite.training.executables import Executables
+from maxtext_lite.training.kernel_truth import prove_kernels
 from maxtext_lite.training.metrics import Terminal
 from maxtext_lite.training.nonfinite import NonFinite, find_nonfinite
 from maxtext_lite.training.run import TrainingRun
@@ -35,13 +36,23 @@ Result = TypeVar("Result")
 class FeedSteps:
     """The steps after those of `counts`, from where they left off in the data; see `loop.Stepper`.
 
+    Args:
+      proves_kernels: before the first step; see `kernel_truth`.
     Raises:
       UserError: a resumed run of DPO has other pairs than it began with, or its reference is gone.
     """
 
     ahead = True
 
-    def __init__(self, run: TrainingRun[ExampleSource], terminal: Terminal, state: TrainState, counts: Counts):
+    def __init__(
+        self,
+        run: TrainingRun[ExampleSource],
+        terminal: Terminal,
+        state: TrainState,
+        counts: Counts,
+        *,
+        proves_kernels: bool = True,
+    ):
         add_reference(run, state, counts, terminal)
         self._run, self._plan, self._say = run, run.plan, terminal.say
         # The simulated devices of a CPU share a few threads: with two steps under way, a collective of one can wait
@@ -49,6 +60,7 @@ class FeedSteps:
         self._one_at_a_time = jax.default_backend() == "cpu" and jax.device_count() > 1
         step = make_train_step(run.parts, run.schedule)
         self._executables = Executables(step, run.parts, run.plan, example=(run.source.num_tokens, run.source.fields))
+        self._proves_kernels, self._first = proves_kernels, list[DeviceBatch]()
         self._stage: BatchStage | None = None
         self._is_new = True
         self._step: Compiled | None = None
@@ -84,6 +96,9 @@ class FeedSteps:
         self._is_new = self._stage is None or self._executables.slots(stage) != self._executables.slots(self._stage)
         if self._stage is None:
             self._say(f"compiled the train step in {seconds:.1f} s{self._run.memory.beside_plan}")
+            if self._proves_kernels:
+                self._first = [next(self._batches)]
+                prove_kernels(self._run, self._first[0].arrays, self._say)
         elif self._is_new:
             self._say(f"compiled the train step of the next stage in {seconds:.1f} s, in the background")
         if len(plan.stages) > 1:
@@ -100,7 +115,7 @@ class FeedSteps:
         assert self._stage is not None
         if self._one_at_a_time:
             jax.block_until_ready(state)
-        batch = next(self._batches)
+        batch = self._first.pop() if self._first else next(self._batches)
         if batch.problem:
             self._run.failures.add_unread(batch.problem)
         self._examples_seen += batch.num_examples

@@ -37,7 +37,7 @@ from maxtext_lite.hf import carry_files
 from maxtext_lite.models import Decoder
 from maxtext_lite.parallel import tree_shardings
 from maxtext_lite.training.arrays import Device, Rows, num_elements
-from maxtext_lite.training.checkpoint import Checkpointer, Counts, fingerprint
+from maxtext_lite.training.checkpoint import Checkpointer, CheckpointReader, Counts, fingerprint
 from maxtext_lite.training.environment import environment
 from maxtext_lite.training.failures import Failures
 from maxtext_lite.training.lease import Lease, hold
@@ -110,8 +110,7 @@ class TrainingRun(Generic[Data]):
         devices: Sequence[Device] | None = None,
         examples_of_entry: int = 1,
     ):
-        self.plan, self.source, self.eval_source, self._own = plan, source, eval_source, own
-        self.config = config
+        self.config, self.plan, self.source, self.eval_source, self._own = config, plan, source, eval_source, own
         self.parts = make_parts(config, plan, devices, own)
         self.mesh, self.decoder = self.parts.mesh, self.parts.decoder
         self.examples_per_epoch = len(source) * examples_of_entry
@@ -127,6 +126,7 @@ class TrainingRun(Generic[Data]):
             )
         self.failures, self.memory = Failures(), StepMemory(plan.memory)
         self.checkpointer: Checkpointer | None = None
+        self._saved: CheckpointReader | None = None
         self._source_tokens: tuple[int, dict[str, int]] | None = None
         self._lease: Lease | None = None
 
@@ -152,8 +152,9 @@ class TrainingRun(Generic[Data]):
             self.failures.on_first_host(self.directory, self.files.fetch)
             if self.config.enable_checkpointing:
                 holds = self._lease.check if self._lease else lambda: True
-                about = self.config, self._fingerprint
-                self.checkpointer = Checkpointer(self.directory, *about, self.failures, say, holds, self.files.upload)
+                about = self.directory, self.config, self._fingerprint
+                self.checkpointer = Checkpointer(*about, self.failures, say, holds, self.files.upload)
+                self._saved = self.checkpointer
             yield
             if is_bucket(self.directory):
                 self.failures.on_first_host(self.directory, self.files.upload)
@@ -165,6 +166,10 @@ class TrainingRun(Generic[Data]):
                     with self.failures.of_writing(self.directory):
                         self.files.close()
                 self._lease.release()
+
+    def read_before(self, step: int, say: Callable[[str], None]) -> None:
+        """In the place of `opened`: nothing is written, and the newest checkpoint is the newest before this step."""
+        self._saved = CheckpointReader(self.directory, self._fingerprint).sought(step, say)
 
     def save(self, state: TrainState, counts: Counts, unfinished: Rows | None = None) -> None:
         """A checkpoint, where checkpoints are on, by the run that still has the directory; see `Checkpointer.save`."""
@@ -235,14 +240,14 @@ class TrainingRun(Generic[Data]):
           UserError: the checkpoint is of another run, or a source has changed or would pass its max_epochs.
         """
         abstract = self.abstract_state
-        if self.checkpointer and self.checkpointer.latest_step() is not None:
-            state, counts = self.checkpointer.restore(abstract)
-            self._mix(self.checkpointer.mixtures, counts)
+        if self._saved and self._saved.latest_step() is not None:
+            state, counts = self._saved.restore(abstract)
+            self._mix(counts)
             if self.parts.optimizer.has_ended(counts.skipped_in_a_row):  # by a limit that is lower than it was
                 none = jax.device_put(jax.numpy.int32(0), abstract.skipped_in_a_row.sharding)
                 state = dataclasses.replace(state, skipped_in_a_row=none)
             return state, counts
-        self._mix([], Counts())
+        self._mix(Counts())
         path = self.config.load_parameters_path
         if path:  # before anything is compiled: it may not be there, or not fit
             adapter = adapter_of(path)
@@ -252,10 +257,11 @@ class TrainingRun(Generic[Data]):
             return state_from(self.parts, params, self.config.seed, adapters), Counts()
         return init_state(self.parts, self.config.seed), Counts()
 
-    def _mix(self, saved: Sequence[dict[str, Any]], counts: Counts) -> None:
+    def _mix(self, counts: Counts) -> None:
+        saved = self._saved.mixtures if self._saved else []
         self.source, mixtures = in_run(self.config, self.source, saved, (counts.examples_seen, counts.tokens_seen))
-        if self.checkpointer:
-            self.checkpointer.mixtures = mixtures
+        if self._saved:
+            self._saved.mixtures = mixtures
 
     def steps_left(self, counts: Counts) -> int:
         """Steps that remain after those of `counts`, in the data too.
@@ -290,10 +296,7 @@ class TrainingRun(Generic[Data]):
         self.failures.on_first_host(self.directory, lambda: self._write_about(end))
         if not self.is_first:
             return
-        terminal.say(describe(self.config))
-        terminal.say("")
-        terminal.say(format_plan(self.plan))
-        terminal.say("")
+        terminal.say(f"{describe(self.config)}\n\n{format_plan(self.plan)}\n")
         parameters = num_elements(self.decoder.abstract_params)
         trained = num_elements(self.decoder.trained(self.decoder.abstract_params))
         of_them = "" if trained == parameters else f", {trained:,} of them in adapters, which alone are trained,"
@@ -339,9 +342,9 @@ class TrainingRun(Generic[Data]):
         self.files.upload()
 
     def note_memory(self, **found: int | None) -> None:
-        """Sets what `memory` has, and writes it down."""
+        """Sets what `memory` has, and writes it down where the run has the directory."""
         vars(self.memory).update(found)
-        if self.is_first:
+        if self._lease:
             with self.failures.of_writing(self.directory):
                 self.memory.write(self.files.directory)
 

@@ -83,14 +83,15 @@ def compare_metrics(runs: tuple[Path, Path], tolerance: float) -> Comparison:
     Raises:
       UserError: a run has no metrics.jsonl, or they have no step in common.
     """
-    lines = [_lines(run) for run in runs]
+    lines = [lines_of(run) for run in runs]
     counts, difference = [0, 0], None
     for key in sorted(lines[0].keys() & lines[1].keys()):
         first, second = (each[key] for each in lines)
         counts[key[1]] += 1
-        fields = _differing(first, second, tolerance)
-        if fields:
-            difference = Difference(key[0], key[1], fields)
+        fields = compared_fields(first, second, tolerance)
+        if not all(same for _, _, same in fields.values()):
+            differing = {name: (a, b) for name, (a, b, same) in fields.items() if not same}
+            difference = Difference(key[0], key[1], differing)
             break
     if not any(counts):
         raise UserError(f"{runs[0]} and {runs[1]} have no step in common in their metrics.jsonl.")
@@ -98,7 +99,12 @@ def compare_metrics(runs: tuple[Path, Path], tolerance: float) -> Comparison:
     return Comparison(counts[0], counts[1], (ends[0], ends[1]), difference)
 
 
-def _lines(run: Path) -> dict[tuple[int, bool], Record]:
+def lines_of(run: Path) -> dict[tuple[int, bool], Record]:
+    """The lines of a run's metrics.jsonl by step, and whether they are an evaluation's.
+
+    Raises:
+      UserError: there are none.
+    """
     path, notes = run / "metrics.jsonl", list[str]()
     lines = {(record["step"], is_evaluation(record)): record for record in read_records(path, notes)}
     if not lines:
@@ -106,11 +112,15 @@ def _lines(run: Path) -> dict[tuple[int, bool], Record]:
     return lines
 
 
-def _differing(first: Record, second: Record, tolerance: float) -> dict[str, tuple[Any, Any]]:
+def compared_fields(first: Record, second: Record, tolerance: float) -> dict[str, tuple[Any, Any, bool]]:
+    """What two lines of metrics.jsonl should share: both values, None where a line has none, and whether they do.
+
+    What explains others comes first. `tolerance` is that of `compare_metrics`.
+    """
     flat = [dict(_flat(record)) for record in (first, second)]
     names = dict.fromkeys(itertools.chain(_EXACT, *flat))
     pairs = {name: (flat[0].get(name), flat[1].get(name)) for name in names if _counts(name, tolerance)}
-    return {name: pair for name, pair in pairs.items() if not _same(*pair, 0.0 if name in _EXACT else tolerance)}
+    return {name: (*pair, _same(*pair, 0.0 if name in _EXACT else tolerance)) for name, pair in pairs.items()}
 
 
 def _flat(record: Record, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -139,7 +149,7 @@ def rows_of_step(run: Path, step: int) -> list[Any] | str:
     They are worked out from config.yml and the data, and checked against the step's `examples_hash`; where they are not
     known, a sentence says why.
     """
-    record = _lines(run).get((step, False))
+    record = lines_of(run).get((step, False))
     if record is None:
         return f"metrics.jsonl has no step {step}"
     try:

@@ -5,7 +5,7 @@ import time
 import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -14,7 +14,7 @@ from maxtext_lite.batching import batch_size_advice, laws_beside
 from maxtext_lite.data import MixtureSource, hash_of_run
 from maxtext_lite.training.arrays import Record
 from maxtext_lite.training.checkpoint import Counts
-from maxtext_lite.training.metrics import MetricsLog, Terminal
+from maxtext_lite.training.metrics import Terminal
 from maxtext_lite.training.nonfinite import NonFinite
 from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.state import TrainState
@@ -48,6 +48,18 @@ class Taken(NamedTuple):
     more: Mapping[str, Any] = types.MappingProxyType({})
 
 
+class Log(Protocol):
+    """Takes the lines of metrics.jsonl."""
+
+    def write(self, record: Record) -> None:
+        """Appends a record."""
+        ...
+
+    def flush(self) -> None:
+        """Writes what is only in memory yet."""
+        ...
+
+
 class StepLog:
     """Records each finished step: in the counts, in metrics.jsonl and on the terminal.
 
@@ -56,7 +68,7 @@ class StepLog:
       loss: of the last step; None if this process did none.
     """
 
-    def __init__(self, run: TrainingRun[Any], terminal: Terminal, log: MetricsLog | None, counts: Counts):
+    def __init__(self, run: TrainingRun[Any], terminal: Terminal, log: Log | None, counts: Counts):
         self._run, self._terminal, self._log = run, terminal, log
         self.counts = counts
         self.loss: float | None = None

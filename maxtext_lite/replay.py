@@ -1,0 +1,110 @@
+"""The command `replay`: a step of a run done again and compared with its record, and each of its rows alone."""
+
+import dataclasses
+import json
+import math
+import operator
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from maxtext_lite.cli import (
+    EXIT_FAILED,
+    ArgumentParser,
+    real_number,
+    run_command,
+    run_path,
+    whole_number,
+)
+from maxtext_lite.config import RLRunConfig, UserError
+from maxtext_lite.config.errors import full_text
+from maxtext_lite.process.output import complain
+from maxtext_lite.reporting.records import with_numbers
+
+if TYPE_CHECKING:
+    from maxtext_lite.training.replaying import Replay
+
+_ALWAYS_SHOWN = ("examples_hash", "examples_seen", "target_tokens", "learning_rate", "loss", "grad_norm", "param_norm")
+_SHOWN_LETTERS = 60
+
+
+def main(argv: Sequence[str]) -> int:
+    """Does a step again; returns 0 where it is what the run recorded, 1 where it is not. Writes nothing.
+
+    Raises:
+      UserError: with what is wrong with the arguments, or why the step cannot be done again.
+    """
+    parser = ArgumentParser(prog="maxtext-lite replay", description=__doc__)
+    parser.keys = RLRunConfig.model_fields
+    parser.add_argument("directory", type=run_path, metavar="RUN_DIR", help="a run directory, of pre-training or SFT")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="win over its config: another kernel, mesh")
+    parser.add_argument("--step", type=whole_number, required=True, help="the step to be done again")
+    parser.add_argument("--rows", action="store_true", help="also each row of it alone: text, loss, gradient norm")
+    parser.add_argument(
+        "--by", choices=("loss", "loss_sum", "grad_norm"), default="loss", help="what rows are sorted by"
+    )
+    parser.add_argument(
+        "--tolerance", type=real_number, help="relative; 0: equal to the bit; default: 0 on the run's own machine"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    arguments = parser.parse_intermixed_args(argv)
+    tolerance = arguments.tolerance
+    if tolerance is not None and not 0 <= tolerance <= 1:
+        raise UserError(
+            f"--tolerance={tolerance:g} must be from 0 to 1. Nearest that works: {min(max(tolerance, 0), 1):g}."
+        )
+    from maxtext_lite.training.replaying import replayed
+
+    found = replayed(
+        arguments.directory,
+        arguments.step,
+        arguments.overrides,
+        tolerance=tolerance,
+        with_rows=arguments.rows,
+        say=lambda text: complain(f"replay: {text}"),
+    )
+    if found.rows is not None:
+        by = operator.attrgetter(arguments.by)
+        rows = sorted(found.rows, key=lambda row: (math.isnan(by(row)), by(row)), reverse=True)
+        found = dataclasses.replace(found, rows=rows)
+    print(
+        json.dumps(with_numbers(_as_json(found), math.inf)) if arguments.json else "\n".join(_text(found, arguments.by))
+    )
+    return EXIT_FAILED if _differing(found) else 0
+
+
+def _differing(found: "Replay") -> list[str]:
+    return [name for name, (_, _, same) in found.fields.items() if not same]
+
+
+def _as_json(found: "Replay") -> dict[str, object]:
+    differing = _differing(found)
+    return {**dataclasses.asdict(found), "same": not differing, "first_field": differing[0] if differing else None}
+
+
+def _text(found: "Replay", by: str) -> list[str]:
+    differing, how = _differing(found), f"within {found.tolerance:g}" if found.tolerance else "to the bit"
+    begin = f"the checkpoint of step {found.after:,}" if found.after else "the run's first parameters"
+    why = f" ({found.elsewhere})" if found.elsewhere else ""
+    said = f"equal {how}"
+    if differing:
+        since = "" if found.first_difference == found.step else f"; step {found.first_difference:,} already differs"
+        said = f"not equal {how}, first in {differing[0]}{since}"
+    lines = [f"step {found.step:,}, from {begin}: {said}{why}", f"  {'':<28} {'run':<24} replay"]
+    for name, (first, second, same) in found.fields.items():
+        if name in _ALWAYS_SHOWN or not same:
+            lines.append(f"{' ' if same else '!'} {name:<28} {first!s:<24} {second}")
+    if found.rows is None:
+        return lines
+    lines.append(f"{len(found.rows)} rows, each alone, by {by}; grad_norm is of a row's part of the step's gradient")
+    lines.append(f"  {'loss':>9} {'loss_sum':>11} {'grad_norm':>10} {'tokens':>7}  row")
+    for row in found.rows:
+        name = f"{row.source}:{row.row}" if row.source else str(row.row)
+        text = full_text(row.text[:_SHOWN_LETTERS])
+        numbers = f"{row.loss:>9.4f} {row.loss_sum:>11.2f} {row.grad_norm:>10.3g} {row.target_tokens:>7}"
+        lines.append(f"  {numbers}  {name:<12} {text}")
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

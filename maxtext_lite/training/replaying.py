@@ -1,0 +1,160 @@
+"""A step of a run done again, from the nearest checkpoint before it, and compared with its line of metrics.jsonl."""
+
+# pyright: reportUnknownMemberType=false
+# jax declares some of its functions in part.
+
+import contextlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from maxtext_lite.config import Config, RLRunConfig, UserError, load_config
+from maxtext_lite.config.bucket import absolute, original
+from maxtext_lite.config.json_file import read_object
+from maxtext_lite.reporting.records import Record, record_text
+from maxtext_lite.training.environment import environment
+from maxtext_lite.training.feed_steps import FeedSteps
+from maxtext_lite.training.metrics import Terminal
+from maxtext_lite.training.opening import open_run
+from maxtext_lite.training.row_losses import RowLoss, row_losses
+from maxtext_lite.training.run_difference import compared_fields, lines_of
+from maxtext_lite.training.step_log import NonFiniteLoss, StepLog
+
+TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 2e-2}
+"""Relative, by `dtype`, of a step that is done again on other devices, by other versions or with other keys."""
+_OF_ALL_DATA = ("epoch", "source_epochs")  # beginnings of metrics that a run's later mixtures change
+_NOT_OF_STEPS = ("maxtext-lite", "orbax-checkpoint", "grain")  # packages that compute nothing
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A step that was done again.
+
+    Attributes:
+      after: the step whose checkpoint it began with; 0: the run's first parameters.
+      elsewhere: why bits need not be equal; "": nothing is known to differ.
+      tolerance: relative; 0: to the bit.
+      fields: what its line has and should have, and whether they agree; see `run_difference.compared_fields`.
+      first_difference: the first of the steps from `after` on that differs; None: none does.
+      rows: each row alone, in the step's order; None: they were not asked for.
+    """
+
+    step: int
+    after: int
+    elsewhere: str
+    tolerance: float
+    fields: Mapping[str, tuple[Any, Any, bool]]
+    first_difference: int | None
+    rows: Sequence[RowLoss] | None
+
+
+class _Kept:
+    """The records of steps, in place of metrics.jsonl."""
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+
+    def write(self, record: Record) -> None:
+        self.records.append(json.loads(record_text(record)))
+
+    def flush(self) -> None:
+        """Nothing waits."""
+
+
+def replayed(
+    directory: Path,
+    step: int,
+    overrides: Sequence[str] = (),
+    *,
+    tolerance: float | None = None,
+    with_rows: bool = False,
+    say: Callable[[str], None],
+) -> Replay:
+    """Does a step of a run again, and those between the nearest checkpoint and it; writes nothing. All hosts call it.
+
+    Args:
+      directory: of the run, or the local copy of one in a bucket.
+      overrides: `key=value` that win over its config.yml.
+      tolerance: relative; None: 0 where devices, versions and keys are the run's, otherwise TOLERANCES.
+      say: takes sentences on the way.
+    Raises:
+      UserError: it is no run that can be replayed, or has no such step.
+    """
+    config, lines = _config(directory, overrides), lines_of(directory)
+    if (step, False) not in lines:
+        steps = sorted(step for step, is_evaluation in lines if not is_evaluation)
+        has = f"steps {steps[0]:,} to {steps[-1]:,}" if steps else "none"
+        raise UserError(f"--step={step}: metrics.jsonl of RUN_DIR={directory} has no such step; it has {has}.")
+    run = open_run(config)
+    elsewhere = "keys are not the run's" if overrides else _other_environment(directory)
+    if tolerance is None:
+        tolerance = TOLERANCES[config.dtype] if elsewhere else 0.0
+    terminal, kept, rows = Terminal(log_period=1, quiet=True), _Kept(), None
+    with jax.default_matmul_precision(config.matmul_precision), jax.set_mesh(run.mesh):
+        run.read_before(step, say)
+        state, counts = run.restore_or_init()
+        after = counts.step
+        begin = f"the checkpoint of step {after:,}" if after else "the run's first parameters"
+        if after + run.steps_left(counts) < step:
+            raise UserError(f"--step={step} is not reached with steps={config.steps}.")
+        say(f"{step - after:,} steps from {begin}")
+        log = StepLog(run, terminal, kept, counts)
+        with contextlib.closing(FeedSteps(run, terminal, state, counts, proves_kernels=False)) as steps:
+            for number in range(after + 1, step + 1):
+                if not steps.ready:
+                    steps.prepare(number)
+                if with_rows and number == step:
+                    first = log.counts.examples_seen
+                    rows = row_losses(run, state, first=first, count=run.plan.step_examples(first))
+                state, taken = steps.take(state, number)
+                try:
+                    log.add(number, taken, state)
+                except NonFiniteLoss as error:  # as it may have been in the run
+                    say(str(error))
+                    break
+    run.failures.raise_together()
+    compared: dict[int, dict[str, tuple[Any, Any, bool]]] = {}
+    for record in kept.records:
+        fields = compared_fields(lines.get((record["step"], False), {}), record, tolerance)
+        compared[record["step"]] = {name: of for name, of in fields.items() if not name.startswith(_OF_ALL_DATA)}
+    differing = [number for number, fields in compared.items() if not all(same for _, _, same in fields.values())]
+    if step not in compared:
+        raise UserError(f"step {max(compared)} of RUN_DIR={directory} ends the run when it is done again.")
+    return Replay(step, after, elsewhere, tolerance, compared[step], differing[0] if differing else None, rows)
+
+
+def _config(directory: Path, overrides: Sequence[str]) -> Config:
+    """A run's config, whose directory is that which was named, wherever it was when it was written."""
+    if not (directory / "config.yml").is_file():
+        raise UserError(f"RUN_DIR={original(directory, 'RUN_DIR')} is not a run directory: it has no config.yml.")
+    config = load_config(directory / "config.yml", overrides)
+    kind = "reinforcement learning" if isinstance(config, RLRunConfig) else config.dataset_type
+    reasons = {
+        "reinforcement learning": "its responses were sampled and are kept nowhere",
+        "dpo": "its rows are pairs, and what a pair is compared with is written before the first step",
+    }
+    if kind in reasons:
+        raise UserError(f"RUN_DIR={directory} is a run of {kind}: {reasons[kind]}. replay takes pre-training and SFT.")
+    where = absolute(original(directory, "RUN_DIR"))
+    return config.model_copy(update={"base_output_directory": str(where.parent), "run_name": where.name})
+
+
+def _other_environment(directory: Path) -> str:
+    """In what this process differs from what environment.json says of the run; "": in nothing."""
+    if not (directory / "environment.json").is_file():
+        return "environment.json is missing"
+    then, now = read_object(directory / "environment.json"), environment()
+    for name in ("devices", "num_processes"):
+        if then.get(name) != now[name]:
+            return f"{name} are not the run's"
+    versions = then.get("packages", {}) | now["packages"]
+    changed = [
+        f"{name} is {now['packages'].get(name)}, then {then.get('packages', {}).get(name)}"
+        for name in versions
+        if name not in _NOT_OF_STEPS and now["packages"].get(name) != then.get("packages", {}).get(name)
+    ]
+    return ", ".join(changed)

@@ -1,0 +1,80 @@
+"""The command `replay`."""
+
+import json
+import shutil
+
+import pytest
+
+from maxtext_lite.replay import main
+from maxtext_lite.train import main as train
+
+SIZES = ["base_emb_dim=16", "base_mlp_dim=32", "base_num_decoder_layers=1", "base_num_query_heads=2",
+         "base_num_kv_heads=1", "head_dim=8", "max_target_length=32", "per_device_batch_size=1", "warmup_steps=1",
+         "gradient_accumulation_steps=2", "packing=best_fit", "eval_interval=-1", "eval_fraction=0",
+         "checkpoint_period=2", "learning_rate=0.1", "learning_rate_schedule=constant",
+         "data_shuffle_seed=-1"]  # fmt: skip
+PLANTED = "~^|" * 10
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of four steps of 16 rows, whose texts are all alike but for one of step 4."""
+    directory = tmp_path_factory.mktemp("runs")
+    texts = ["the cat sat on the mat there"] * 64
+    texts[57] = PLANTED
+    lines = [json.dumps({"text": text}) + "\n" for text in texts]
+    for name, own in (("even", lines[::2]), ("odd", lines[1::2])):
+        (directory / f"{name}.jsonl").write_text("".join(own))
+    sources = ", ".join(f"{{name: {name}, path: {directory}/{name}.jsonl, weight: 1}}" for name in ("even", "odd"))
+    words = [f"dataset_path=[{sources}]", f"base_output_directory={directory}", "run_name=it", "steps=4"]
+    assert train([*SIZES, *words]) == 0
+    return directory / "it"
+
+
+def _files(directory):
+    return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in directory.rglob("*")}
+
+
+def test_a_spiked_step_is_done_again_to_the_bit_and_names_the_planted_row(run, capsys):
+    before = _files(run)
+    capsys.readouterr()
+    assert main([str(run), "--step", "4", "--rows", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert _files(run) == before
+    assert (found["same"], found["after"], found["elsewhere"], found["tolerance"]) == (True, 2, "", 0)
+    record = json.loads((run / "metrics.jsonl").read_text().splitlines()[3])
+    assert found["fields"]["loss"] == [record["loss"], record["loss"], True]
+    planted, *others = found["rows"]
+    # Text 57 of all is number 28 of the odd ones. As many tokens as bytes are targets: the end, and not the first.
+    assert (planted["source"], planted["row"], planted["text"], planted["target_tokens"]) == ("odd", 28, PLANTED, 30)
+    assert len(others) == 15
+    assert max(row["grad_norm"] for row in others) < planted["grad_norm"] / 4
+    # What rows are alone adds up to what they are together.
+    rows = found["rows"]
+    assert sum(row["loss_sum"] for row in rows) / sum(row["target_tokens"] for row in rows) == pytest.approx(
+        record["loss"], rel=1e-6
+    )
+    norms = [row["grad_norm"] for row in rows]
+    assert 2 * max(norms) - sum(norms) < record["grad_norm"] < sum(norms)
+
+
+def test_the_first_field_and_the_first_step_that_differ_are_named(run, capsys, tmp_path):
+    moved = tmp_path / "moved"
+    shutil.copytree(run, moved)
+    shutil.rmtree(moved / "checkpoints")  # what is left begins with the run's first parameters
+    records = [json.loads(line) for line in (moved / "metrics.jsonl").read_text().splitlines()]
+    records[0]["loss"] *= 1.001
+    records[1]["grad_norm"] *= 1.001
+    records[1]["param_norm"] *= 1.00001  # within the tolerance for other versions
+    (moved / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    about = json.loads((moved / "environment.json").read_text())
+    now, about["packages"]["jax"] = about["packages"]["jax"], "0.1"
+    (moved / "environment.json").write_text(json.dumps(about))
+    capsys.readouterr()
+    assert main([str(moved), "--step", "2"]) == 1
+    first, *fields = capsys.readouterr().out.splitlines()
+    assert first == (
+        "step 2, from the run's first parameters: not equal within 0.0001, first in grad_norm; step 1 already differs "
+        f"(jax is {now}, then 0.1)"
+    )
+    assert [line.split()[1] for line in fields if line.startswith("!")] == ["grad_norm"]

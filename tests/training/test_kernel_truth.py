@@ -1,0 +1,108 @@
+"""Planted kernels are told from right ones, and a run with one does not begin."""
+
+import dataclasses
+import functools
+import json
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxtext_lite.config import UserError
+from maxtext_lite.models import Scoring
+from maxtext_lite.models.attention import attention
+from maxtext_lite.models.plain import plain_attention
+from maxtext_lite.training import kernel_truth
+from maxtext_lite.training.failures import Failures
+from maxtext_lite.training.kernel_truth import compare, prove_kernels
+
+T, N, K, H = 256, 4, 2, 16
+SEGMENT = np.array([[1] * 150 + [2] * 90 + [0] * 16])
+
+
+@jax.custom_vjp
+def _key_gradient_off(k):
+    return k
+
+
+_key_gradient_off.defvjp(lambda k: (k, None), lambda _, g: (1.2 * g,))
+
+
+def kernels():
+    """A right kernel, and one for each planted mistake."""
+    right = functools.partial(attention, kernel="dot_product", strategy="ring")
+    late = (np.arange(T) >= 128)[None, :, None, None]
+    return {
+        "right": lambda q, k, v: right(q, k, v, SEGMENT),
+        "ignores documents": lambda q, k, v: right(q, k, v, np.ones_like(SEGMENT)),
+        "scale of groups": lambda q, k, v: right(q, k, v, SEGMENT, scoring=Scoring(scale=(H * N // K) ** -0.5)),
+        "dk": lambda q, k, v: right(q, _key_gradient_off(k), v, SEGMENT),
+        "past 128 tokens": lambda q, k, v: right(jnp.where(late, 0.8 * q, q), k, v, SEGMENT),
+    }
+
+
+@pytest.mark.parametrize(("dtype", "names"), [("float32", ["right"]), ("bfloat16", list(kernels()))])
+def test_each_planted_mistake_is_beyond_its_bound_and_what_is_right_is_not(dtype, names):
+    """In the wider of the bounds; what is right is so in the narrower one too."""
+    plain = functools.partial(plain_attention, segment_BT=jnp.asarray(SEGMENT), place_T=np.arange(T), scoring=Scoring())
+    rng = np.random.default_rng(0)
+    arrays = [jnp.asarray(rng.normal(size=(1, T, heads, H)), dtype) for heads in (N, K, K)]
+
+    @jax.jit
+    def all_of_them(*arrays):
+        least = kernel_truth.LEAST[dtype]
+        return {name: compare(kernels()[name], plain, arrays, least, jax.random.key(0)) for name in names}
+
+    found = {name: np.asarray(numbers) for name, numbers in all_of_them(*arrays).items()}
+    beyond = {name: [bool(error > bound) for error, bound in numbers] for name, numbers in found.items()}
+    planted = {  # in the result, dq, dk and dv
+        "right": [False, False, False, False],
+        "ignores documents": [True, True, True, True],
+        "scale of groups": [True, True, True, True],
+        "dk": [False, False, True, False],
+        "past 128 tokens": [True, True, True, True],
+    }
+    assert beyond == {name: planted[name] for name in names}, found
+
+
+@pytest.fixture
+def begun(setup, rows, tmp_path):
+    """A function: what comes before the first step of a run whose decoder has been given an attention of that name."""
+    (tmp_path / "environment.json").write_text('{"python": "3"}')
+
+    def begin(name):
+        it = setup("optimizer=sgd")
+        decoder = types.SimpleNamespace(shape=dataclasses.replace(it.decoder.shape, attention=name))
+        files = types.SimpleNamespace(directory=tmp_path)
+        parts, said = dataclasses.replace(it.parts, decoder=decoder), []
+        run = types.SimpleNamespace(parts=parts, files=files, failures=Failures())
+        with jax.set_mesh(it.mesh):
+            prove_kernels(run, {name: array[None] for name, array in rows.items()}, said.append)
+        return said
+
+    return begin, tmp_path / "environment.json"
+
+
+def test_where_a_run_computes_plainly_nothing_is_compared(begun):
+    begin, about = begun
+    assert begin("dot_product") == []
+    assert json.loads(about.read_text()) == {"python": "3"}
+
+
+def test_a_run_with_a_wrong_kernel_does_not_begin_and_its_errors_are_kept(begun, monkeypatch):
+    def without_documents(q, k, v, segment, *, kernel, **how):
+        assert kernel == "splash"
+        return attention(q, k, v, jnp.ones_like(segment), kernel="dot_product", **how)
+
+    monkeypatch.setattr(kernel_truth, "attention", without_documents)
+    begin, about = begun
+    with pytest.raises(UserError) as caught:
+        begin("splash")
+    (problem,) = caught.value.problems
+    assert problem.startswith("attention=splash is further from plain arithmetic than its bound, in result and dq and ")
+    assert problem.endswith("Use attention=dot_product.")
+    errors = json.loads(about.read_text())["kernels"]["attention=splash"]
+    assert errors.keys() == {"result", "dq", "dk", "dv"}
+    assert min(error / bound for error, bound in errors.values()) > 10

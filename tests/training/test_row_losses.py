@@ -1,0 +1,53 @@
+"""Rows of a step alone, beside plain derivatives of each."""
+
+import types
+
+import jax
+import numpy as np
+import pytest
+
+from maxtext_lite.batching import make_plan
+from maxtext_lite.config import UserError
+from maxtext_lite.training.row_losses import row_losses
+
+
+class _Source:
+    """The rows of the fixture as examples."""
+
+    def __init__(self, rows):
+        self.rows, self.fields, self.num_tokens = rows, tuple(rows), rows["tokens"].shape[1]
+
+    def __len__(self):
+        return len(self.rows["tokens"])
+
+    def __getitem__(self, row):
+        return {name: values[row] for name, values in self.rows.items()}
+
+
+def test_each_row_has_the_loss_and_the_gradient_that_it_has_alone(setup, rows, mean_loss):
+    it = setup("data_shuffle_seed=-1")
+    plan = make_plan(it.config, num_devices=1, platform="cpu")
+    run = types.SimpleNamespace(
+        config=it.config, mesh=it.mesh, parts=it.parts, decoder=it.decoder, plan=plan, source=_Source(rows)
+    )
+    state = it.state()
+    with jax.set_mesh(it.mesh), jax.default_matmul_precision("highest"):
+        nothing, *found = row_losses(run, state, first=7, count=3)  # row 7 has no target
+        assert (nothing.target_tokens, nothing.loss, nothing.grad_norm) == (0, 0, 0)
+        of_row = jax.jit(jax.value_and_grad(lambda params, row: mean_loss(it.decoder, params, row)))
+        tokens = (rows["weights"][8:10] > 0).sum(axis=1)
+        for number, row in enumerate(found):
+            alone = {name: values[8 + number][None] for name, values in rows.items()}
+            loss, gradient = jax.device_get(of_row(state.params, alone))
+            norm = np.sqrt(sum(np.sum(np.square(leaf, dtype=np.float64)) for leaf in jax.tree.leaves(gradient)))
+            assert (row.source, row.row, row.target_tokens) == ("", 8 + number, tokens[number])
+            assert row.documents == rows["segments"][8 + number].max()
+            assert row.loss == pytest.approx(loss, rel=1e-5)
+            assert row.loss_sum == pytest.approx(loss * tokens[number], rel=1e-5)
+            assert row.grad_norm == pytest.approx(norm * tokens[number] / tokens.sum(), rel=1e-4)
+
+
+def test_replicas_with_parameters_of_their_own_are_refused():
+    run = types.SimpleNamespace(parts=types.SimpleNamespace(local=True))
+    with pytest.raises(UserError, match="enable_diloco=true has parameters for each replica"):
+        row_losses(run, None, first=0, count=1)
