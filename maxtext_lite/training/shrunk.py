@@ -13,8 +13,8 @@ DEVICES = 8
 
 _TOKENS, _MOST_TOKENS = 64, 512
 _PRETRAINED = {
-    "dataset_type": "text", "dataset_path": "shakespeare.jsonl.gz", "tokenizer_type": "byte", "tokenizer_path": "",
-    "vocab_size": 320, "eval_dataset_path": "", "mixture_exhausted": "error",
+    "dataset_type": "text", "tokenizer_type": "byte", "tokenizer_path": "", "vocab_size": 320,
+    "eval_dataset_path": "", "mixture_exhausted": "error",
 }  # fmt: skip
 _RUN = {
     "steps": STEPS, "num_epochs": 0, "warmup_steps": 1, "checkpoint_period": STEPS, "enable_checkpointing": True,
