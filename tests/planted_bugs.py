@@ -179,7 +179,7 @@ TRAIN_ALL = equivalence._train_all
 
 def train_all(path, runs, directory):
     """`equivalence._train_all`, with bugs planted: in run i the one that line i of DIRECTORY/../planted.txt names."""
-    planted = (directory.parent / "planted.txt").read_text().split("\n")
+    planted = [*(directory.parent / "planted.txt").read_text().split("\n"), *[""] * len(runs)]
     for run in runs:
         plant, _ = (BUGS | EVERYWHERE).get(planted[int(run[0])], (list, ""))
         with contextlib.ExitStack() as stack:

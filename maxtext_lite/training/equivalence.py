@@ -71,12 +71,14 @@ def verdicts(path: str | None, overrides: Sequence[str], directory: Path) -> Ite
 
 
 def _ragged_text(directory: Path) -> Path:
-    """The shipped text by paragraphs: rows of whole plays would all count as many targets, and means of means agree."""
-    packaged, path = packaged_file("assets", "shakespeare.jsonl.gz"), directory / "paragraphs.jsonl"
+    """The shipped text, every third paragraph by words: rows of whole plays would all count as many targets, so that a
+    mean of means would be the mean."""
+    packaged, path = packaged_file("assets", "shakespeare.jsonl.gz"), directory / "ragged.jsonl"
     assert packaged is not None
     with gzip.open(packaged, "rt", encoding="utf-8") as plays:
         paragraphs = json.loads(plays.readline())["text"].split("\n\n")
-    path.write_text("".join(json.dumps({"text": each}) + "\n" for each in paragraphs), encoding="utf-8")
+    texts = [text for i, each in enumerate(paragraphs) for text in (each.split() if i % 3 == 1 else [each])]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
     return path
 
 

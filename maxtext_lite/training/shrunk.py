@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from maxtext_lite.config import Config, UserError
+from maxtext_lite.config import Config, RLRunConfig, UserError
 
 EXAMPLES = 16
 """Of a step."""
@@ -39,6 +39,12 @@ def shrunk(config: Config) -> dict[str, object]:
     Raises:
       UserError: how the batch is split is part of what the config computes.
     """
+    if isinstance(config, RLRunConfig):
+        raise UserError(
+            f"dataset_type={config.dataset_type}: a step of reinforcement learning trains on what the model says, of "
+            "which one token that rounding tips over makes another batch. Nearest that works: dataset_type=sft, whose "
+            "steps on a given batch are split in the same way."
+        )
     if config.enable_diloco:
         raise UserError(
             "enable_diloco=true: each replica updates a model of its own, so that another split is another run. "

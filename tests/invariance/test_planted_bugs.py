@@ -1,4 +1,8 @@
-"""`equiv` catches bugs that make a run depend on how its batch is split: two here, and each with EVERY_PLANTED_BUG."""
+"""`equiv` catches bugs that make a run depend on how its batch is split.
+
+Each with the environment variable EVERY_PLANTED_BUG, which takes minutes; tests/training/test_equivalence.py plants
+two of them always.
+"""
 
 import dataclasses
 import json
@@ -13,8 +17,7 @@ from maxtext_lite.training import equivalence
 from maxtext_lite.training.shrunk import splits
 from tests.planted_bugs import BUGS, CONFIG, EVERYWHERE, FOUR, train_all
 
-CAUGHT = list(BUGS) if os.environ.get("EVERY_PLANTED_BUG") else list(BUGS)[:2]
-"""All where the environment variable EVERY_PLANTED_BUG is set, which takes some minutes; two otherwise."""
+EVERY = pytest.mark.skipif(not os.environ.get("EVERY_PLANTED_BUG"), reason="minutes; EVERY_PLANTED_BUG is not set")
 
 
 @pytest.fixture
@@ -43,13 +46,19 @@ def planted(monkeypatch, capsys):
     return run
 
 
-def test_a_planted_bug_is_caught(planted):
-    code, agrees = planted([*CAUGHT, "nothing planted"])
+@EVERY
+def test_planted_bugs_are_caught(planted):
+    code, agrees = planted([*BUGS, "nothing planted"])
     assert code == 1
-    assert agrees == {**dict.fromkeys(CAUGHT, False), "nothing planted": True}
+    assert agrees == {**dict.fromkeys(BUGS, False), "nothing planted": True}
 
 
-@pytest.mark.skipif(not os.environ.get("EVERY_PLANTED_BUG"), reason="takes a minute; EVERY_PLANTED_BUG is not set")
+@EVERY
 @pytest.mark.parametrize(("name", "code"), [("one key", 1), ("key of row", 0)])
 def test_one_key_for_all_micro_batches_is_caught_and_a_key_for_each_row_is_not(name, code, planted):
     assert planted([name], name) == (code, {name: not code})
+
+
+def test_each_bug_has_a_split_that_shows_it():
+    names = {split.name for split in splits(load_config(None, CONFIG))}
+    assert {split for _, split in (BUGS | EVERYWHERE).values()} <= names
