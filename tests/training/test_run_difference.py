@@ -83,7 +83,10 @@ def test_within_a_tolerance_splits_and_roundings_agree_but_counts_and_hashes_mus
 
 
 def test_rewards_at_the_reference_are_rounding_and_later_ones_are_not(run):
-    at_reference, signs = {"reward_margin": 2e-8, "reward_accuracy": 0.3}, {"reward_margin": -1e-8, "reward_accuracy": 0.4}
+    at_reference, signs = (
+        {"reward_margin": 2e-8, "reward_accuracy": 0.3},
+        {"reward_margin": -1e-8, "reward_accuracy": 0.4},
+    )
     first = run("first", [line(1) | at_reference, line(2) | {"reward_margin": 0.01, "reward_accuracy": 0.5}])
     flipped = run("flipped", [line(1) | signs, line(2) | {"reward_margin": 0.010009, "reward_accuracy": 0.5}])
     assert compare_metrics((first, flipped), 1e-5).difference is None
