@@ -73,9 +73,9 @@ def main(argv: Sequence[str]) -> int:
             if code := finish(train, branch.config):
                 return code
     results = [branches.result(branch) for branch in branches.all]
-    held_out = [each.eval_loss for each in results if each.eval_loss is not None]
-    by_which = held_out if len(held_out) == len(results) else [each.loss for each in results]
-    losses = dict(zip([each.batch for each in results], by_which, strict=True))
+    held_out = {each.batch: each.eval_loss for each in results if each.eval_loss is not None}
+    losses = held_out if len(held_out) == len(results) else {each.batch: each.loss for each in results}
+    by = "held-out loss" if losses is held_out else "training loss"
     critical = critical_batch(losses)
     page = output / "report.html"
     page.write_bytes(render_page(read_runs([branch.directory for branch in branches.all])).encode(errors="replace"))
@@ -96,9 +96,10 @@ def main(argv: Sequence[str]) -> int:
         shown = "-" if each.eval_loss is None else f"{each.eval_loss:.4f}"
         cells = f"{each.batch:>8} {each.learning_rate:>14.4g} {each.steps:>7} {each.tokens:>14,} {each.loss:>9.4f}"
         print(f"{cells} {shown:>9} {losses[each.batch] / losses[first] - 1:>+9.2%}")
-    by = f"{'held-out' if by_which is held_out else 'training'} loss at equal tokens {WORSE:.0%} above the best"
     found = f"beyond {results[-1].batch}" if critical is None else f"about {critical:.0f} examples"
-    print(f"critical batch ({by}; learning rate by {branches.rule}, then constant): {found}")
+    print(
+        f"critical batch ({by} at equal tokens {WORSE:.0%} above the best; learning rate by {branches.rule}, then constant): {found}"
+    )
     print(f"wrote {page}")
     return 0
 

@@ -103,6 +103,7 @@ class Branches:
             "global_batch_size": sizes.batch,
             "per_device_batch_size": -1,
             "gradient_accumulation_steps": sizes.accumulation,
+            "eval_per_device_batch_size": config.eval_per_device_batch_size or self._at["per_device_batch_size"],
             "enable_rampup_batch_size": False,
             "steps": self._step + sizes.steps,
             "num_epochs": 0,
