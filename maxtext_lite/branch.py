@@ -81,25 +81,18 @@ def main(argv: Sequence[str]) -> int:
     page.write_bytes(render_page(read_runs([branch.directory for branch in branches.all])).encode(errors="replace"))
     if arguments.json:
         rows = [dataclasses.asdict(each) for each in results]
-        told = {
-            "rule": branches.rule,
-            "by": "eval_loss" if by_which is held_out else "loss",
-            "critical_batch": critical,
-        }
+        told = {"rule": branches.rule, "by": by, "critical_batch": critical}
         print(json.dumps({**told, "branches": rows, "report": str(page)}))
         return 0
     first = next(each.batch for each in results if each.factor == 1)
-    print(
-        f"{'batch':>8} {'learning rate':>14} {'steps':>7} {'target tokens':>14} {'loss':>9} {'held out':>9} {'beside 1':>9}"
-    )
+    print("   batch  learning rate   steps  target tokens      loss  held out  beside 1")
     for each in results:
         shown = "-" if each.eval_loss is None else f"{each.eval_loss:.4f}"
         cells = f"{each.batch:>8} {each.learning_rate:>14.4g} {each.steps:>7} {each.tokens:>14,} {each.loss:>9.4f}"
         print(f"{cells} {shown:>9} {losses[each.batch] / losses[first] - 1:>+9.2%}")
     found = f"beyond {results[-1].batch}" if critical is None else f"about {critical:.0f} examples"
-    print(
-        f"critical batch ({by} at equal tokens {WORSE:.0%} above the best; learning rate by {branches.rule}, then constant): {found}"
-    )
+    how = f"{by} at equal tokens {WORSE:.0%} above the best; learning rate by {branches.rule}, then constant"
+    print(f"critical batch ({how}): {found}")
     print(f"wrote {page}")
     return 0
 

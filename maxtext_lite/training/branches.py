@@ -75,9 +75,7 @@ class Branches:
             raise UserError(f"--step={step} is no checkpoint of RUN_DIR={run}. {near}")
         config = load_config(run / "config.yml")
         if isinstance(config, RLRunConfig) or config.enable_diloco:
-            raise UserError(
-                f"RUN_DIR={run} is of reinforcement learning or enable_diloco, which branch does not cover."
-            )
+            raise UserError(f"RUN_DIR={run}: branch covers neither reinforcement learning nor enable_diloco.")
         self._lines = [line for line in read_records(run / "metrics.jsonl", []) if line["step"] <= step]
         found = [line for line in self._lines if line["step"] == step and not is_evaluation(line)]
         if not found:
