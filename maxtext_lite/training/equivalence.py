@@ -1,6 +1,7 @@
 """Runs of one small config that split its batch in different ways, and how far each is from the whole one."""
 
 import contextlib
+import gzip
 import io
 import json
 import multiprocessing
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from maxtext_lite.batching import make_plan
-from maxtext_lite.config import Config, UserError, load_config
+from maxtext_lite.config import Config, UserError, load_config, packaged_file
 from maxtext_lite.config.errors import setting_text
 from maxtext_lite.training.shrunk import DEVICES, WHOLE, Split, shrunk, splits
 
@@ -60,11 +61,25 @@ def verdicts(path: str | None, overrides: Sequence[str], directory: Path) -> Ite
     """
     config = load_config(path, overrides)
     small = shrunk(config)
+    if small.get("dataset_type") == "text":
+        small["dataset_path"] = str(_ragged_text(directory))
     found = splits(config)
     yield from _compared(path, overrides, config, small | _SGD, found, directory / "sgd", "sgd")
     own = [split for split in found if any(part in split.name for part in _OWN_TOO)]
     if config.optimizer != "sgd" and own:
         yield from _compared(path, overrides, config, small, own, directory / "own", config.optimizer)
+
+
+def _ragged_text(directory: Path) -> Path:
+    """The shipped text, every third paragraph by words: rows of whole plays would all count as many targets, so that a
+    mean of means would be the mean."""
+    packaged, path = packaged_file("assets", "shakespeare.jsonl.gz"), directory / "ragged.jsonl"
+    assert packaged is not None
+    with gzip.open(packaged, "rt", encoding="utf-8") as plays:
+        paragraphs = json.loads(plays.readline())["text"].split("\n\n")
+    texts = [text for i, each in enumerate(paragraphs) for text in (each.split() if i % 3 == 1 else [each])]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    return path
 
 
 def _compared(

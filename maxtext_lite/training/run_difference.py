@@ -30,6 +30,9 @@ _SPLITS = ("per_device_batch_size", "gradient_accumulation_steps")
 _OF_SPLITS = ("gradient_noise_scale", "attention_imbalance", "loss_scale")
 """Metrics, or beginnings of their names, that depend on how a batch is split."""
 
+_REWARD = "reward_"
+"""In names of differences of log-probabilities, which begin at 0: their rounding is that of numbers around 1."""
+
 _EXACT = (
     "examples_hash",
     "examples",
@@ -120,7 +123,12 @@ def compared_fields(first: Record, second: Record, tolerance: float) -> dict[str
     flat = [dict(_flat(record)) for record in (first, second)]
     names = dict.fromkeys(itertools.chain(_EXACT, *flat))
     pairs = {name: (flat[0].get(name), flat[1].get(name)) for name in names if _counts(name, tolerance)}
-    return {name: (*pair, _same(*pair, 0.0 if name in _EXACT else tolerance)) for name, pair in pairs.items()}
+    if tolerance and all(abs(each.get("reward_margin", 1.0)) <= tolerance for each in flat):  # its sign is rounding
+        pairs.pop("reward_accuracy", None)
+    return {
+        name: (*pair, _same(*pair, 0.0 if name in _EXACT else tolerance, tolerance if _REWARD in name else 0.0))
+        for name, pair in pairs.items()
+    }
 
 
 def _flat(record: Record, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -137,9 +145,9 @@ def _counts(name: str, tolerance: float) -> bool:
     return not name.endswith(_TIMES)
 
 
-def _same(first: Any, second: Any, tolerance: float) -> bool:
+def _same(first: Any, second: Any, tolerance: float, floor: float) -> bool:
     if isinstance(first, float | int) and isinstance(second, float | int):
-        return first == second or (tolerance > 0 and math.isclose(first, second, rel_tol=tolerance))
+        return first == second or (tolerance > 0 and math.isclose(first, second, rel_tol=tolerance, abs_tol=floor))
     return first == second
 
 

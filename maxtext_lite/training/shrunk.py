@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from maxtext_lite.config import Config, UserError
+from maxtext_lite.config import Config, RLRunConfig, UserError
 
 EXAMPLES = 16
 """Of a step."""
@@ -13,8 +13,8 @@ DEVICES = 8
 
 _TOKENS, _MOST_TOKENS = 64, 512
 _PRETRAINED = {
-    "dataset_type": "text", "dataset_path": "shakespeare.jsonl.gz", "tokenizer_type": "byte", "tokenizer_path": "",
-    "vocab_size": 320, "eval_dataset_path": "", "mixture_exhausted": "error",
+    "dataset_type": "text", "tokenizer_type": "byte", "tokenizer_path": "", "vocab_size": 320,
+    "eval_dataset_path": "", "mixture_exhausted": "error",
 }  # fmt: skip
 _RUN = {
     "steps": STEPS, "num_epochs": 0, "warmup_steps": 1, "checkpoint_period": STEPS, "enable_checkpointing": True,
@@ -39,6 +39,12 @@ def shrunk(config: Config) -> dict[str, object]:
     Raises:
       UserError: how the batch is split is part of what the config computes.
     """
+    if isinstance(config, RLRunConfig):
+        raise UserError(
+            f"dataset_type={config.dataset_type}: a step of reinforcement learning trains on what the model says, of "
+            "which one token that rounding tips over makes another batch. Nearest that works: dataset_type=sft, whose "
+            "steps on a given batch are split in the same way."
+        )
     if config.enable_diloco:
         raise UserError(
             "enable_diloco=true: each replica updates a model of its own, so that another split is another run. "

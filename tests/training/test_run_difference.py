@@ -82,6 +82,19 @@ def test_within_a_tolerance_splits_and_roundings_agree_but_counts_and_hashes_mus
     assert list(found.fields) == ["examples_hash", "examples", "loss"]  # what explains comes first
 
 
+def test_rewards_at_the_reference_are_rounding_and_later_ones_are_not(run):
+    at_reference, signs = (
+        {"reward_margin": 2e-8, "reward_accuracy": 0.3},
+        {"reward_margin": -1e-8, "reward_accuracy": 0.4},
+    )
+    first = run("first", [line(1) | at_reference, line(2) | {"reward_margin": 0.01, "reward_accuracy": 0.5}])
+    flipped = run("flipped", [line(1) | signs, line(2) | {"reward_margin": 0.010009, "reward_accuracy": 0.5}])
+    assert compare_metrics((first, flipped), 1e-5).difference is None
+    assert list(compare_metrics((first, flipped), 0.0).difference.fields) == ["reward_margin", "reward_accuracy"]
+    other = run("other", [line(1) | signs, line(2) | {"reward_margin": 0.01002, "reward_accuracy": 0.6}])
+    assert list(compare_metrics((first, other), 1e-5).difference.fields) == ["reward_margin", "reward_accuracy"]
+
+
 def test_runs_without_a_common_step_and_no_runs_are_refused(run, tmp_path):
     with pytest.raises(UserError, match="no step in common"):
         compare_metrics((run("first", [line(1)]), run("second", [line(2)])), 0.0)

@@ -80,3 +80,8 @@ def test_windows_stay_the_same_share_of_a_row():
 def test_local_updates_are_refused():
     with pytest.raises(UserError, match="enable_diloco=true"):
         shrunk(load_config(None, ["enable_diloco=true", "ici_data_parallelism=-1", "ici_fsdp_parallelism=1"]))
+
+
+def test_batches_that_the_model_makes_itself_are_refused():
+    with pytest.raises(UserError, match="dataset_type=prompts: a step of reinforcement learning"):
+        shrunk(load_config("configs/post_train/rl.yml", []))

@@ -1,0 +1,84 @@
+"""Batches of other sizes over the same examples, and the size at which a loss begins to suffer."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from maxtext_lite.config import UserError
+from maxtext_lite.config.errors import number_text
+
+WORSE = 0.01
+"""A loss that is worse than the best by this share suffers."""
+_LAST_SHARE = Fraction(1, 4)
+
+
+@dataclass(frozen=True)
+class BranchSizes:
+    """How one branch goes over the examples.
+
+    Attributes:
+      batch: examples of a step, `factor` times those of the run.
+      accumulation: micro-batches of a step, the fewest of which none is larger than the run's.
+    """
+
+    factor: Fraction
+    batch: int
+    accumulation: int
+    steps: int
+
+
+def branch_sizes(factors: Sequence[Fraction], *, batch: int, accumulation: int, steps: int) -> list[BranchSizes]:
+    """What each factor makes of `steps` batches of a run.
+
+    Raises:
+      UserError: factor 1 is missing, or a factor does not cut the examples into whole batches; names the nearest.
+    """
+    examples, problems = batch * steps, list[str]()
+    if 1 not in factors:
+        problems.append("--factors has no 1, which the others are compared with. Nearest that works: 1 beside them.")
+    for factor in factors:
+        wanted = factor * batch
+        if factor > 0 and wanted.denominator == 1 and examples % wanted.numerator == 0:
+            continue
+        whole = [each for each in range(1, examples + 1) if examples % each == 0]
+        near = {
+            max((e for e in whole if e < wanted), default=1),
+            min((e for e in whole if e > wanted), default=examples),
+        }
+        named = " or ".join(f"{number_text(Fraction(each, batch))} ({each})" for each in sorted(near))
+        problems.append(
+            f"--factors={number_text(factor)}: --steps={steps} x {batch} examples = {examples} are no whole number of "
+            f"batches of {number_text(wanted)}. Nearest that work: {named}."
+        )
+    if problems:
+        raise UserError(problems)
+    return [
+        BranchSizes(factor, int(factor * batch), math.ceil(factor * accumulation), int(steps / factor))
+        for factor in sorted(set(factors))
+    ]
+
+
+def compared_examples(sizes: Sequence[BranchSizes]) -> int:
+    """The last examples, over which training losses are averaged: a quarter, and at least the largest batch."""
+    largest = max(each.batch for each in sizes)
+    return max(int(_LAST_SHARE * sizes[0].batch * sizes[0].steps), largest)
+
+
+def critical_batch(losses: Mapping[int, float]) -> float | None:
+    """The batch at which the loss after equal examples is worse than the best by `WORSE`, between measured ones
+    interpolated over the logarithm of the batch; None: beyond the largest.
+
+    Args:
+      losses: by examples of a batch.
+    Source: McCandlish et al. 2018, arXiv:1812.06162, section 2.2, for the idea of a batch beyond which more examples a
+      step stop paying; the threshold is ours.
+    """
+    before = min(losses, key=lambda batch: losses[batch])
+    limit = (1 + WORSE) * losses[before]
+    for batch in sorted(each for each in losses if each > before):
+        if losses[batch] > limit:
+            share = (limit - losses[before]) / (losses[batch] - losses[before])
+            return before * (batch / before) ** share
+        before = batch
+    return None

@@ -1,0 +1,101 @@
+"""The command `branch`: short runs from one checkpoint over the same examples in other batches; the critical batch."""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
+
+from maxtext_lite.batching.branching import WORSE, critical_batch
+from maxtext_lite.cli import ArgumentParser, local_path, run_command, whole_number
+from maxtext_lite.config import UserError
+from maxtext_lite.config.errors import value_text
+from maxtext_lite.reporting import read_runs, render_page
+from maxtext_lite.train import finish
+
+_MOST = 1024
+
+
+def _factors(text: str) -> list[Fraction]:
+    """The factors of a list by commas.
+
+    Raises:
+      argparse.ArgumentTypeError: one is no number above 0.
+    """
+    found = list[Fraction]()
+    for word in text.split(","):
+        try:
+            found.append(Fraction(word[:16]))
+        except (ValueError, ZeroDivisionError):
+            raise argparse.ArgumentTypeError(f"{value_text(word)} is not a number") from None
+        if not Fraction(1, _MOST) <= found[-1] <= _MOST:
+            raise argparse.ArgumentTypeError(f"{word} must be from 1/{_MOST} to {_MOST}")
+    return found
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the branches that are not done and compares them; returns 0, or the exit code of the run that ended early.
+
+    Raises:
+      UserError: the run, its checkpoint or a factor cannot be branched from.
+    """
+    parser = ArgumentParser(prog="maxtext-lite branch", description=__doc__)
+    parser.add_argument("run", type=local_path, metavar="RUN_DIR", help="a run directory, which stays as it is")
+    parser.add_argument("--step", type=whole_number, required=True, help="of its checkpoint")
+    parser.add_argument("--factors", type=_factors, default="0.5,1,2,4", help="of its batch (default: 0.5,1,2,4)")
+    parser.add_argument(
+        "--steps", type=whole_number, required=True, help="of factor 1; the others take as many examples"
+    )
+    rule = "of the learning rate with the batch (default: the run's own rule; where that is none, sqrt; sgd: linear)"
+    parser.add_argument("--scaling", choices=("none", "sqrt", "linear"), help=rule)
+    parser.add_argument("--output", type=local_path, help="directory of the branches (default: RUN_DIR-branches-STEP)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
+    arguments = parser.parse_intermixed_args(argv)
+    if arguments.steps < 1:
+        raise UserError(f"--steps={arguments.steps} must be at least 1. Nearest that works: 1.")
+    from maxtext_lite.parallel import start_devices
+    from maxtext_lite.training.branches import Branches
+    from maxtext_lite.training.loop import train
+    from maxtext_lite.training.opening import machine_of
+
+    run: Path = arguments.run
+    output = arguments.output or run.with_name(f"{run.resolve().name}-branches-{arguments.step}")
+    branches = Branches(run, arguments.step, arguments.factors, arguments.steps, arguments.scaling, output)
+    machine = machine_of(start_devices())
+    if machine["num_hosts"] > 1:
+        raise UserError(f"branch runs on one host, and there are {machine['num_hosts']}. Nearest that works: 1.")
+    branches.prepare(machine)
+    with contextlib.redirect_stdout(sys.stderr) if arguments.json else contextlib.nullcontext():
+        for branch in branches.all:
+            if code := finish(train, branch.config):
+                return code
+    results = [branches.result(branch) for branch in branches.all]
+    held_out = {each.batch: each.eval_loss for each in results if each.eval_loss is not None}
+    losses = held_out if len(held_out) == len(results) else {each.batch: each.loss for each in results}
+    by = "held-out loss" if losses is held_out else "training loss"
+    critical = critical_batch(losses)
+    page = output / "report.html"
+    page.write_bytes(render_page(read_runs([branch.directory for branch in branches.all])).encode(errors="replace"))
+    if arguments.json:
+        rows = [dataclasses.asdict(each) for each in results]
+        told = {"rule": branches.rule, "by": by, "critical_batch": critical}
+        print(json.dumps({**told, "branches": rows, "report": str(page)}))
+        return 0
+    first = next(each.batch for each in results if each.factor == 1)
+    print("   batch  learning rate   steps  target tokens      loss  held out  beside 1")
+    for each in results:
+        shown = "-" if each.eval_loss is None else f"{each.eval_loss:.4f}"
+        cells = f"{each.batch:>8} {each.learning_rate:>14.4g} {each.steps:>7} {each.tokens:>14,} {each.loss:>9.4f}"
+        print(f"{cells} {shown:>9} {losses[each.batch] / losses[first] - 1:>+9.2%}")
+    found = f"beyond {results[-1].batch}" if critical is None else f"about {critical:.0f} examples"
+    how = f"{by} at equal tokens {WORSE:.0%} above the best; learning rate by {branches.rule}, then constant"
+    print(f"critical batch ({how}): {found}")
+    print(f"wrote {page}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

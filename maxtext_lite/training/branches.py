@@ -1,0 +1,163 @@
+"""Branches of a run: run directories that go on from one of its checkpoints in batches of other sizes."""
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, Literal
+
+from maxtext_lite.batching import make_plan
+from maxtext_lite.batching.branching import BranchSizes, branch_sizes, compared_examples
+from maxtext_lite.batching.scaling import scale_optimizer
+from maxtext_lite.config import Config, RLRunConfig, UserError, load_config
+from maxtext_lite.config.errors import setting_text, writing
+from maxtext_lite.reporting.records import Record, is_evaluation, read_records
+from maxtext_lite.training.commit import steps_in
+
+Rule = Literal["none", "linear", "sqrt"]
+
+
+@dataclass(frozen=True)
+class Branch:
+    """One branch, to be run by `train`.
+
+    Attributes:
+      config: goes on from the run's checkpoint at the learning rate of its step, scaled by the rule, which stays.
+    """
+
+    sizes: BranchSizes
+    config: Config
+    directory: Path
+
+
+@dataclass(frozen=True)
+class BranchResult:
+    """What a branch came to, after as many examples as the others.
+
+    Attributes:
+      tokens: target tokens, of the branch alone.
+      loss: training loss, a mean over the last `compared_examples`.
+      eval_loss: on what was held out, after the last step; None where the run does not evaluate.
+    """
+
+    factor: float
+    batch: int
+    learning_rate: float
+    steps: int
+    tokens: int
+    loss: float
+    eval_loss: float | None
+    run_directory: str
+
+
+class Branches:
+    """The branches of a run from one of its checkpoints.
+
+    Attributes:
+      rule: how the learning rate follows the batch: the given one, else the run's, else sqrt (sgd: linear).
+      batch: examples of the run's step there.
+      all: each of them, the smallest batch first.
+    Args:
+      steps: of factor 1.
+      output: directory of the branches; in one that holds some of the same, those go on.
+    Raises:
+      UserError: the run has no such checkpoint, a factor cuts no whole batches, a batch cannot be planned for these
+        devices, or the output holds branches of another kind.
+    """
+
+    def __init__(self, run: Path, step: int, factors: Sequence[Fraction], steps: int, rule: Rule | None, output: Path):
+        self._run, self._step, self._output = run, step, output
+        there = steps_in(run / "checkpoints")
+        if step not in there:
+            near = f"Nearest that works: {min(there, key=lambda each: abs(each - step))}." if there else "It has none."
+            raise UserError(f"--step={step} is no checkpoint of RUN_DIR={run}. {near}")
+        config = load_config(run / "config.yml")
+        if isinstance(config, RLRunConfig) or config.enable_diloco:
+            raise UserError(f"RUN_DIR={run}: branch covers neither reinforcement learning nor enable_diloco.")
+        self._lines = [line for line in read_records(run / "metrics.jsonl", []) if line["step"] <= step]
+        found = [line for line in self._lines if line["step"] == step and not is_evaluation(line)]
+        if not found:
+            raise UserError(f"RUN_DIR={run} has no step {step} in its metrics.jsonl.")
+        self._at: Record = found[0]
+        self.batch = int(self._at["global_batch_to_train"])
+        own = config.learning_rate_scaling
+        self.rule: Rule = rule or (own if own != "none" else "linear" if config.optimizer == "sgd" else "sqrt")
+        accumulation = int(self._at["gradient_accumulation_steps"])
+        sizes = branch_sizes(factors, batch=self.batch, accumulation=accumulation, steps=steps)
+        self._compared, self._examples = compared_examples(sizes), steps * self.batch
+        self.all = [self._branch(config, each) for each in sizes]
+
+    def _branch(self, config: Config, sizes: BranchSizes) -> Branch:
+        name = f"batch-{sizes.batch}"
+        keys: dict[str, Any] = {
+            **scale_optimizer(config, self.batch).scaled,
+            "learning_rate": self._at["learning_rate"],
+            "learning_rate_schedule": "constant",
+            "warmup_steps": 0,
+            "learning_rate_scaling": self.rule,
+            "base_global_batch_size": self.batch,
+            "global_batch_size": sizes.batch,
+            "per_device_batch_size": -1,
+            "gradient_accumulation_steps": sizes.accumulation,
+            "eval_per_device_batch_size": config.eval_per_device_batch_size or self._at["per_device_batch_size"],
+            "enable_rampup_batch_size": False,
+            "steps": self._step + sizes.steps,
+            "num_epochs": 0,
+            "enable_checkpointing": True,
+            "base_output_directory": str(self._output),
+            "run_name": name,
+        }
+        words = [f"{key}={setting_text(value)}" for key, value in keys.items()]
+        return Branch(sizes, load_config(self._run / "config.yml", words), self._output / name)
+
+    def prepare(self, machine: dict[str, Any]) -> None:
+        """Plans all, and makes the run directories that are not there, each with a copy of the checkpoint.
+
+        Args:
+          machine: as `make_plan` takes it.
+        """
+        for branch in self.all:
+            make_plan(branch.config, **machine)
+        about = {"run": str(self._run.resolve()), "step": self._step, "rule": self.rule, "examples": self._examples}
+        path = self._output / "branch.json"
+        with writing(self._output):
+            self._output.mkdir(parents=True, exist_ok=True)
+            if path.exists() and (there := json.loads(path.read_text())) != about:
+                raise UserError(f"--output={self._output} holds branches of {there}, not of {about}: name another.")
+            path.write_text(json.dumps(about))
+            for branch in self.all:
+                if not branch.directory.exists():
+                    self._copy(branch.directory)
+
+    def _copy(self, directory: Path) -> None:
+        """The run up to the step, as a run directory; it has its name once it is whole."""
+        unfinished = directory.with_name(f".{directory.name}")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        shutil.copytree(self._run / "checkpoints" / str(self._step), unfinished / "checkpoints" / str(self._step))
+        if (self._run / "frozen").exists():
+            shutil.copytree(self._run / "frozen", unfinished / "frozen")
+        (unfinished / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in self._lines))
+        unfinished.rename(directory)
+
+    def result(self, branch: Branch) -> BranchResult:
+        """What a branch that has been run came to."""
+        lines = [x for x in read_records(branch.directory / "metrics.jsonl", []) if x["step"] > self._step]
+        trained = [line for line in lines if not is_evaluation(line)]
+        after = self._at["examples_seen"] + self._examples - self._compared
+        last = [line for line in trained if line["examples_seen"] - line["examples"] >= after]
+        weights = [line.get("pairs", line["target_tokens"]) for line in last]  # what its loss is a mean over
+        evaluations = [
+            line["eval_loss"] for line in lines if line["step"] == trained[-1]["step"] and "eval_loss" in line
+        ]
+        return BranchResult(
+            factor=float(branch.sizes.factor),
+            batch=branch.sizes.batch,
+            learning_rate=trained[-1]["learning_rate"],
+            steps=len(trained),
+            tokens=sum(line["target_tokens"] for line in trained),
+            loss=sum(w * line["loss"] for w, line in zip(weights, last, strict=True)) / sum(weights),
+            eval_loss=evaluations[-1] if evaluations else None,
+            run_directory=str(branch.directory),
+        )

@@ -1,0 +1,39 @@
+"""Branches see whole batches of the same examples; the critical batch is where their loss begins to suffer."""
+
+import math
+from fractions import Fraction
+
+import pytest
+
+from maxtext_lite.batching.branching import branch_sizes, compared_examples, critical_batch
+from maxtext_lite.config import UserError
+
+
+def test_every_branch_sees_the_same_examples_in_micro_batches_that_are_no_larger():
+    factors = [Fraction(text) for text in ("4", "1", "0.5", "1.5")]
+    found = branch_sizes(factors, batch=24, accumulation=3, steps=12)
+    assert [each.batch for each in found] == [12, 24, 36, 96]
+    assert [each.steps for each in found] == [24, 12, 8, 3]
+    assert [each.accumulation for each in found] == [2, 3, 5, 12]  # micro-batches of 6, 8, 7.2 and 8 examples
+    assert all(each.batch * each.steps == 288 for each in found)
+    assert compared_examples(found) == 96  # a step of the largest; a quarter is 72
+    assert compared_examples(found[:2]) == 72
+
+
+@pytest.mark.parametrize(("factors", "error"), [
+    (("1", "3"), r"--factors=3: --steps=20 x 16 examples = 320 are no whole number of batches of 48\. "
+                 r"Nearest that work: 2\.5 \(40\) or 4 \(64\)\."),
+    (("1", "0.3"), r"batches of 4\.8\. Nearest that work: 0\.25 \(4\) or 0\.3125 \(5\)\."),
+    (("1", "40"), r"batches of 640\. Nearest that work: 20 \(320\)\."),
+    (("0.5", "2"), r"--factors has no 1, .* Nearest that works: 1 beside them\."),
+])  # fmt: skip
+def test_what_cuts_no_whole_batches_is_refused(factors, error):
+    with pytest.raises(UserError, match=error):
+        branch_sizes([Fraction(text) for text in factors], batch=16, accumulation=1, steps=20)
+
+
+def test_the_critical_batch_lies_where_the_loss_passes_the_best_by_a_hundredth():
+    assert critical_batch({8: 2.0, 16: 2.0, 32: 2.01, 64: 2.05}) == pytest.approx(32 * 2**0.25)  # 2.02, a quarter up
+    assert critical_batch({8: 2.1, 16: 2.0, 32: 2.04}) == pytest.approx(16 * math.sqrt(2))  # 8 is worse, and smaller
+    assert critical_batch({8: 2.0, 16: 2.0, 32: 2.019}) is None
+    assert critical_batch({8: 2.2, 16: 2.1, 32: 2.0}) is None
