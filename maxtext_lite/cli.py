@@ -29,6 +29,7 @@ COMMANDS: dict[str, str] = {
     "generate": "text from a run directory or a Hugging Face directory",
     "evaluate": "perplexity of a text, and multiple choice or cloze questions by log-likelihood",
     "convert": "models from and to Hugging Face directories",
+    "tune": "short measured runs over the ways to split a batch on these devices",
     "branch": "short runs from one checkpoint at other batch sizes: the measured critical batch",
     "equiv": "proves on simulated devices that splitting a config's batch differently changes nothing",
     "verify_resume": "the first step at which two runs differ, in what, and with which rows",

@@ -18,7 +18,7 @@ LADDER_KEYS = (
 )
 """The keys that a ladder changes."""
 
-_REMAT = ("none", "save_dot_products", "minimal", "save_qkv_proj", "full")
+REMAT_ORDER = ("none", "save_dot_products", "minimal", "save_qkv_proj", "full")
 """From what keeps most on the device to what keeps least."""
 
 Rung = dict[str, object]
@@ -61,8 +61,8 @@ def _halves(config: Config, plan: BatchPlan) -> Iterator[Rung]:
 
 
 def _stronger_remat(config: Config) -> Iterator[Rung]:
-    after = _REMAT.index(config.remat_policy) + 1 if config.remat_policy in _REMAT else 0
-    for policy in _REMAT[after:]:
+    after = REMAT_ORDER.index(config.remat_policy) + 1 if config.remat_policy in REMAT_ORDER else 0
+    for policy in REMAT_ORDER[after:]:
         yield {"remat_policy": policy, "remat_save": "", "remat_offload": ""}
 
 

@@ -149,14 +149,15 @@ def train(
         run = open_run(ladder.applied(config), sources, own, device_memory_gb=device_memory_gb)
         run.memory.ladder = ladder
         try:
-            return train_run(run, functools.partial(_steps_of_feed, run), callbacks)
+            return train_run(run, functools.partial(steps_of_feed, run), callbacks)
         except OutOfMemory as error:
             ladder, why = ladder.lowered(run.config, run.plan, plan_on_devices(run.plan)), str(error)
         if run.is_first:
             print(f"out of memory: {why}; the run starts again with {ladder.newest}", flush=True)
 
 
-def _steps_of_feed(run: TrainingRun[ExampleSource], *start: Any) -> tuple[FeedSteps, HeldOutLoss]:
+def steps_of_feed(run: TrainingRun[ExampleSource], *start: Any) -> tuple[FeedSteps, HeldOutLoss]:
+    """What a run that reads its batches begins with; see `Begin`."""
     return FeedSteps(run, *start), HeldOutLoss(run)
 
 

@@ -1,0 +1,128 @@
+"""The ways to split one global batch that `tune` measures, and in which order."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from maxtext_lite.batching.batch_plan import BatchPlan
+from maxtext_lite.batching.memory_ladder import REMAT_ORDER
+from maxtext_lite.batching.ranking import is_open
+from maxtext_lite.config import Config, UserError
+from maxtext_lite.config.violation import divisors
+
+_MOST_AGAIN = 3
+_SPLITS_OF_ALL_POLICIES = 2
+_PIECES, _REMAT = "num_pipeline_microbatches", "remat_policy"
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """How a candidate did.
+
+    Attributes:
+      seconds: of a step, the median; None: it does not fit on a device.
+      compiled_bytes: on one device, by the compiler; None where it did not get so far.
+    """
+
+    seconds: float | None
+    compiled_bytes: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """One legal way.
+
+    Attributes:
+      keys: what differs from the config that was asked about.
+    """
+
+    keys: dict[str, Any]
+    config: Config
+    plan: BatchPlan
+
+    @property
+    def tokens(self) -> int:
+        """Of a step, over all devices."""
+        return self.plan.tokens_per_step
+
+
+Found = dict[str, tuple[Candidate, Timing]]
+Measure = Callable[[Candidate], Timing]
+
+
+def tune(
+    config: Config, plan_of: Callable[[Config], BatchPlan], measure: Measure, *, full: bool = False
+) -> list[tuple[Candidate, Timing]]:
+    """Measures ways to split the config's global batch; the fastest first, what does not fit last.
+
+    Every legal accumulation, with every number of pipeline microbatches from one to eight for each stage, is measured
+    with the remat_policy that keeps most and fits. Then the two fastest are, with each of the other policies. Then the
+    three fastest are measured again, and the shorter of two medians counts. Keys that the user stated stay.
+
+    Args:
+      plan_of: plans a config for the devices; raises UserError where that cannot be.
+      full: every split is measured with every policy.
+    Raises:
+      UserError: the batch ramps up.
+    """
+    if config.enable_rampup_batch_size:
+        raise UserError("enable_rampup_batch_size=true: tune measures one batch. Nearest that works: false.")
+    plan = plan_of(config)
+    policies = [{_REMAT: policy} for policy in REMAT_ORDER] if is_open(config, _REMAT) else [{}]
+    found: Found = {}
+
+    def look(split: dict[str, Any], policy: dict[str, Any]) -> Timing | None:
+        candidate = _planned(config, split | policy, plan_of)
+        if candidate is None:
+            return None
+        name = str(candidate.keys)
+        if name not in found:
+            found[name] = candidate, measure(candidate)
+        return found[name][1]
+
+    splits = list(_splits(config, plan))
+    for split in splits:
+        for policy in policies:
+            timing = look(split, policy)
+            if timing is None or (timing.seconds is not None and not full):
+                break
+    fastest = [candidate for candidate, timing in _sorted(found) if timing.seconds is not None]
+    for candidate in fastest[:_SPLITS_OF_ALL_POLICIES]:
+        split = {key: value for key, value in candidate.keys.items() if key != _REMAT}
+        for policy in policies:
+            look(split, policy)
+    for candidate, timing in _sorted(found)[:_MOST_AGAIN]:
+        if timing.seconds is not None:
+            again = measure(candidate).seconds or timing.seconds
+            shorter = dataclasses.replace(timing, seconds=min(timing.seconds, again))
+            found[str(candidate.keys)] = candidate, shorter
+    return _sorted(found)
+
+
+def _sorted(found: Found) -> list[tuple[Candidate, Timing]]:
+    """Of equals, those that were measured first come first."""
+    return sorted(found.values(), key=lambda each: (each[1].seconds is None, each[1].seconds))
+
+
+def _splits(config: Config, plan: BatchPlan) -> Iterator[dict[str, Any]]:
+    """From the fewest micro-batches to the most."""
+    micro = plan.per_device_batch_size * plan.gradient_accumulation_steps
+    stages = plan.num_pipeline_stages
+    pieces: list[dict[str, Any]] = [{}]
+    if stages > 1 and is_open(config, _PIECES):
+        pieces = [{_PIECES: stages * 2**power} for power in range(4)]
+    for accumulation in divisors(plan.global_batch_to_train):
+        for piece in pieces:
+            split = {"per_device_batch_size": micro / accumulation, "gradient_accumulation_steps": accumulation}
+            yield split | piece
+
+
+def _planned(config: Config, keys: dict[str, Any], plan_of: Callable[[Config], BatchPlan]) -> Candidate | None:
+    changed = config.model_copy(update=keys)
+    try:
+        plan = plan_of(changed)
+    except UserError:
+        return None
+    if plan.empty_slots_per_micro_batch:  # devices that idle are no faster
+        return None
+    return Candidate(keys, changed, plan)

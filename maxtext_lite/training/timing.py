@@ -1,0 +1,50 @@
+"""The time of a train step, measured by a short run."""
+
+# pyright: reportUnknownMemberType=false
+
+import contextlib
+import functools
+import io
+import statistics
+from pathlib import Path
+
+from maxtext_lite.batching.tuning import Candidate, Timing
+from maxtext_lite.config import Config
+from maxtext_lite.reporting.records import read_records
+from maxtext_lite.training.loop import steps_of_feed, train_run
+from maxtext_lite.training.opening import open_run
+from maxtext_lite.training.step_memory import OutOfMemory
+
+
+def measured(
+    candidate: Candidate, directory: Path, *, warm_up: int, steps: int, device_memory_gb: float | None
+) -> Timing:
+    """Trains for a few steps in a run directory of its own, without evaluations and checkpoints.
+
+    Args:
+      directory: of the run; what is there is replaced.
+      warm_up: first steps that do not count.
+      device_memory_gb: see `loop.train`.
+    """
+    run = open_run(_short(candidate.config, directory, warm_up + steps), device_memory_gb=device_memory_gb)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            train_run(run, functools.partial(steps_of_feed, run))
+    except OutOfMemory:
+        return Timing(None, run.memory.compiled)
+    lines = [line for line in read_records(directory / "metrics.jsonl", []) if line["step"] > warm_up]
+    return Timing(statistics.median(line["step_seconds"] for line in lines), run.memory.compiled)
+
+
+def _short(config: Config, directory: Path, steps: int) -> Config:
+    changes = {
+        "base_output_directory": str(directory.parent),
+        "run_name": directory.name,
+        "steps": steps,
+        "num_epochs": 0,
+        "warmup_steps": 0,
+        "eval_interval": -1,
+        "enable_checkpointing": False,
+        "profiler_steps": 0,
+    }
+    return config.model_copy(update=changes)

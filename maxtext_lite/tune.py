@@ -1,0 +1,117 @@
+"""The command `tune`: short measured runs over the ways to split one global batch on these devices."""
+
+import contextlib
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from maxtext_lite.batching import MemoryEstimate
+from maxtext_lite.batching.ledger import bytes_text
+from maxtext_lite.batching.tuning import Candidate, Timing, tune
+from maxtext_lite.cli import ArgumentParser, config_arguments, local_path, real_number, run_command, whole_number
+from maxtext_lite.config import RLRunConfig, UserError, load_config, write_resolved
+from maxtext_lite.config.errors import setting_text
+from maxtext_lite.reporting import read_runs, render_page
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measures, prints a table and writes the best config and a page; returns 0, or 1 where nothing fits.
+
+    Raises:
+      UserError: the config cannot be trained on these devices or this data.
+    """
+    parser = ArgumentParser(prog="maxtext-lite tune", description=__doc__)
+    config_arguments(parser)
+    parser.add_argument("--steps", type=whole_number, default=8, help="that are timed, of each way (default: 8)")
+    parser.add_argument("--warm-up", type=whole_number, default=2, help="steps before those (default: 2)")
+    parser.add_argument("--full", action="store_true", help="measure every split with every remat_policy")
+    parser.add_argument("--device-memory-gb", type=real_number, help="that a step may hold, in GB (1e9 bytes)")
+    parser.add_argument("--output", type=local_path, help="directory for what is written (default: RUN_DIR-tune)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
+    arguments = parser.parse(argv)
+    config = load_config(arguments.config, arguments.overrides)
+    if isinstance(config, RLRunConfig):
+        raise UserError("a config of reinforcement learning is not one that tune measures; train's are.")
+    if arguments.steps < 1 or arguments.warm_up < 1:
+        raise UserError(
+            f"--steps={arguments.steps} and --warm-up={arguments.warm_up} must be at least 1. Nearest that works: 1."
+        )
+    from maxtext_lite.training.opening import open_data, plan_on_devices
+    from maxtext_lite.training.run_files import run_directory
+    from maxtext_lite.training.timing import measured
+
+    plan, _ = open_data(config, device_memory_gb=arguments.device_memory_gb)
+    if plan.num_hosts > 1:
+        raise UserError(f"tune runs on one host, and there are {plan.num_hosts}. Nearest that works: 1.")
+    output: Path = arguments.output or Path(f"{run_directory(config)}-tune")
+    directories: dict[str, Path] = {}
+
+    def measure(candidate: Candidate) -> Timing:
+        name = "-".join(setting_text(value).replace("/", "of") for value in candidate.keys.values())
+        directories[str(candidate.keys)] = directory = output / name
+        limits = {"warm_up": arguments.warm_up, "steps": arguments.steps}
+        timing = measured(candidate, directory, **limits, device_memory_gb=arguments.device_memory_gb)
+        took = "does not fit" if timing.seconds is None else f"{1e3 * timing.seconds:.1f} ms a step"
+        print(f"{_settings(candidate)}: {took}", flush=True)
+        return timing
+
+    with contextlib.redirect_stdout(sys.stderr) if arguments.json else contextlib.nullcontext():
+        found = tune(config, plan_on_devices(plan), measure, full=arguments.full)
+    ran = [directories[str(candidate.keys)] for candidate, timing in found if timing.seconds is not None]
+    if not ran:
+        print("error: no way to split the batch fits on a device.", file=sys.stderr)
+        return 1
+    best, page = output / "best.yml", output / "report.html"
+    origins = {**config.origins, **dict.fromkeys(found[0][0].keys, "tune")}
+    write_resolved(config.model_copy(update=found[0][0].keys).with_origins(origins), best)
+    page.write_bytes(render_page(read_runs(ran[:8])).encode(errors="replace"))
+    if arguments.json:
+        print(json.dumps({"ways": [_to_json(*each) for each in found], "best": str(best), "report": str(page)}))
+        return 0
+    print()
+    for line in _table(found):
+        print(line)
+    print(f"wrote {best} and {page}")
+    return 0
+
+
+def _settings(candidate: Candidate) -> str:
+    return " ".join(f"{key}={setting_text(value)}" for key, value in candidate.keys.items())
+
+
+def _error(memory: MemoryEstimate, timing: Timing) -> float | None:
+    return None if timing.compiled_bytes is None else memory.total / timing.compiled_bytes - 1
+
+
+def _to_json(candidate: Candidate, timing: Timing) -> dict[str, Any]:
+    """Seconds of a step, tokens per second of all devices, bytes of one."""
+    return {
+        "keys": {key: setting_text(value) for key, value in candidate.keys.items()},
+        "step_seconds": timing.seconds,
+        "tokens_per_second": None if timing.seconds is None else candidate.tokens / timing.seconds,
+        "planned_bytes": candidate.plan.memory.total,
+        "compiled_bytes": timing.compiled_bytes,
+        "error_of_plan_to_compiled": _error(candidate.plan.memory, timing),
+    }
+
+
+def _table(found: Sequence[tuple[Candidate, Timing]]) -> list[str]:
+    """The fastest first, with the plan's memory beside the compiler's."""
+    lines = [" step, ms   tokens/s  beside best   by the plan  compiled  error  what was set"]
+    fastest = found[0][1].seconds or 1.0
+    for candidate, timing in found:
+        speed = f"{'-':>9} {'-':>10} {'no room':>12}"
+        if timing.seconds is not None:
+            speed = f"{1e3 * timing.seconds:>9.1f} {candidate.tokens / timing.seconds:>10,.0f}"
+            speed += f" {timing.seconds / fastest:>12.3f}"
+        error = _error(candidate.plan.memory, timing)
+        compiled = "-" if timing.compiled_bytes is None else bytes_text(timing.compiled_bytes)
+        memory = f"{bytes_text(candidate.plan.memory.total):>13} {compiled:>9}"
+        lines.append(f"{speed} {memory} {'-' if error is None else f'{error:+.0%}':>6}  {_settings(candidate)}")
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))
