@@ -68,7 +68,9 @@ def tune(
     if config.enable_rampup_batch_size:
         raise UserError("enable_rampup_batch_size=true: tune measures one batch. Nearest that works: false.")
     plan = plan_of(config)
-    policies = [{_REMAT: policy} for policy in REMAT_ORDER] if is_open(config, _REMAT) else [{}]
+    policies: list[dict[str, Any]] = [{}]
+    if is_open(config, _REMAT):
+        policies = [{_REMAT: policy} for policy in REMAT_ORDER]
     found: Found = {}
 
     def look(split: dict[str, Any], policy: dict[str, Any]) -> Timing | None:
