@@ -86,7 +86,7 @@ class Executables:
             lowered = self._step.lower(abstract_state(self._parts), batch, number)
         with jax.set_mesh(self._mesh), raising_out_of_memory():
             compiled = lowered.compile()
-        needed, limit = ProgramMemory.of(compiled).total, self._plan.memory.limit
-        if limit is not None and needed > limit:
+        limit = self._plan.memory.limit
+        if limit is not None and (needed := ProgramMemory.of(compiled).total) > limit:
             raise OutOfMemory(f"the compiled train step needs {bytes_text(needed)} of a device's {bytes_text(limit)}")
         return compiled, time.perf_counter() - started
