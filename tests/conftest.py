@@ -111,22 +111,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = fast
 
 
-# ---- What one test leaves to the next -------------------------------------------------------------------------------
-
-
-@pytest.fixture(autouse=True)
-def environment_as_before():
-    """Which files share a worker is decided by how long tests take: what a test sets must not outlive it."""
-    before = dict(os.environ)
-    yield
-    for name in os.environ.keys() ^ before.keys() | {name for name in before if os.environ.get(name) != before[name]}:
-        if name != "PYTEST_CURRENT_TEST":
-            if name in before:
-                os.environ[name] = before[name]
-            else:
-                del os.environ[name]
-
-
 # ---- A bucket ------------------------------------------------------------------------------------------------------
 
 

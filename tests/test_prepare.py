@@ -47,8 +47,9 @@ def test_a_share_says_that_others_are_missing(words, tmp_path, capsys):
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
-def test_a_pipeline_of_datatrove_makes_the_same_bytes(tmp_path, capsys):
+def test_a_pipeline_of_datatrove_makes_the_same_bytes(tmp_path, monkeypatch, capsys):
     """Its executors call a copy of each step with the documents of the one before, the rank and the world size."""
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")  # which a share sets for the rest of its process
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": "abc " * 70_000}) + "\n" for _ in range(12)))
     words = [f"input={tmp_path / 'a.jsonl'}", "task_megabytes=1"]
     assert main([*words, f"output={tmp_path / 'own'}", "num_workers=1"]) == 0

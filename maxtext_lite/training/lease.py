@@ -143,7 +143,8 @@ class Lease:
             try:
                 self._files.make(name, text)
             except (FileExistsError, FileNotFoundError):  # another took it; another let go of it and of the directory
-                return ""
+                if not self._says(name, text):
+                    return ""  # else the answer to our first request was lost, and the second one found our own
             # Nobody looks past our lease now. Whoever had looked before left a lease, which we see, or will see ours.
             if not {found for found in self._found() if found.name != name} <= dead:
                 self._files.remove(name)
@@ -187,6 +188,12 @@ class Lease:
         while not self._ended.wait(self._renewal_seconds):
             if not self.check():
                 return
+
+    def _says(self, name: str, text: bytes) -> bool:
+        """Whether a lease is there, and has this text."""
+        with contextlib.suppress(FileNotFoundError):
+            return self._files.read(name) == text
+        return False
 
     def _found(self) -> list[LeaseFile]:
         """The leases in the directory."""

@@ -70,3 +70,19 @@ def test_in_a_bucket_one_of_many_holds_the_directory_and_a_takeover_is_noticed(b
         holder._failures.raise_together()
     holder.release()
     assert [each.name for each in files.found()] == ["99.json"]
+
+
+def test_a_request_whose_answer_was_lost_is_not_another_s_lease(directory, monkeypatch):
+    """A store's client asks again, and is told that there is one."""
+    lease = Lease(directory, Failures(), renewal_seconds=60)
+    make = lease._files.make
+
+    def make_twice(name, text):
+        make(name, text)
+        make(name, text)
+
+    monkeypatch.setattr(lease._files, "make", make_twice)
+    assert lease.attempt() is None
+    assert lease.check()
+    lease.release()
+    assert lease._files.found() == []
