@@ -126,7 +126,9 @@ class Branches:
             self._output.mkdir(parents=True, exist_ok=True)
             if path.exists() and (there := json.loads(path.read_text())) != about:
                 raise UserError(f"--output={self._output} holds branches of {there}, not of {about}: name another.")
-            path.write_text(json.dumps(about))
+            unfinished = path.with_suffix(".unfinished")
+            unfinished.write_text(json.dumps(about))
+            unfinished.replace(path)
             for branch in self.all:
                 if not branch.directory.exists():
                     self._copy(branch.directory)

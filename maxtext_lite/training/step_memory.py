@@ -62,11 +62,14 @@ class Ladder:
         devices = start_devices()
         here = {"devices": f"{len(devices)} x {devices[0].device_kind}", "device_memory_gb": str(device_memory_gb)}
         asked = {name: str(getattr(config, name)) for name in LADDER_KEYS} | here
-        path = run_directory(config) / _FILE
-        with reaching(path, "base_output_directory"):
-            is_there = jax.process_index() == 0 and path.is_file()
-        saved = value_of_host(0, json.loads(path.read_text(encoding="utf-8")) if is_there else {})
-        return cls(asked, tuple(saved["rungs"]) if saved.get("asked") == asked else ())
+        rungs: list[dict[str, str]] = []
+        if jax.process_index() == 0:
+            path = run_directory(config) / _FILE
+            # What a kill left half written is as good as none: the run goes down its ladder once more.
+            with reaching(path, "base_output_directory"), contextlib.suppress(FileNotFoundError, ValueError, KeyError):
+                saved = json.loads(path.read_text(encoding="utf-8"))
+                rungs = saved["rungs"] if saved["asked"] == asked else []
+        return cls(asked, tuple(value_of_host(0, rungs)))
 
     def applied(self, config: Config) -> Config:
         """The config with what was changed."""

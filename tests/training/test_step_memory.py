@@ -102,6 +102,10 @@ def test_a_ladder_is_for_what_was_asked_on_these_devices(tmp_path):
     (tmp_path / "there").mkdir()
     memory.write(tmp_path / "there")
     assert Ladder.of(asked, None) == ladder
+    written = (tmp_path / "there" / "memory.json").read_text()
+    (tmp_path / "there" / "memory.json").write_text(written[:-9])  # as a kill leaves it
+    assert not Ladder.of(asked, None).rungs
+    (tmp_path / "there" / "memory.json").write_text(written)
     assert not Ladder.of(asked, 16.0).rungs
     assert not Ladder.of(config("remat_policy=full"), None).rungs
     assert not Ladder.of(config("run_name=elsewhere"), None).rungs
