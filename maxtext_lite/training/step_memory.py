@@ -17,7 +17,7 @@ from maxtext_lite.batching import BatchPlan, MemoryEstimate
 from maxtext_lite.batching.ledger import bytes_text
 from maxtext_lite.batching.memory_ladder import LADDER_KEYS, next_rung
 from maxtext_lite.config import Config, UserError
-from maxtext_lite.config.bucket import storage_errors
+from maxtext_lite.config.bucket import reaching
 from maxtext_lite.config.errors import writing
 from maxtext_lite.parallel import start_devices, value_of_host
 from maxtext_lite.training.run_files import run_directory
@@ -67,7 +67,8 @@ class Ladder:
             path = run_directory(config) / _FILE
             # What a kill left half written is as good as none: the run goes down its ladder once more. A directory that
             # cannot be read is refused when the run is opened.
-            with contextlib.suppress(OSError, ValueError, KeyError), storage_errors(path):
+            absent = FileNotFoundError, NotADirectoryError, PermissionError
+            with reaching(path, "base_output_directory"), contextlib.suppress(*absent, ValueError, KeyError):
                 saved = json.loads(path.read_text(encoding="utf-8"))
                 rungs = saved["rungs"] if saved["asked"] == asked else []
         return cls(asked, tuple(value_of_host(0, rungs)))
