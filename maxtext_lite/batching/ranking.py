@@ -164,7 +164,10 @@ def _variants(config: Config, device: Device) -> Iterator[dict[str, Any]]:
 def _splits(config: Config, topology: Topology, device: Device, plan_of: Plan) -> Iterator[_Split]:
     batch, all_steps = config.global_batch_size, divisors(config.global_batch_size)
     for mesh in _meshes(config, topology.num_devices):
-        all_pieces = _pieces(config, mesh)
+        key = mesh_key("ici", "stage")
+        stated: int = getattr(config, key)
+        stages = mesh.get(key, stated) * max(config.dcn_pipeline_parallelism, 1)
+        all_pieces = microbatch_choices(config, stages)
         tries = ({**mesh, _STEPS: steps, **pieces} for steps in all_steps for pieces in all_pieces)
         sizes, changed = _first_legal(config, tries, topology)
         if sizes is None:
@@ -216,10 +219,8 @@ def _meshes(config: Config, num_devices: int) -> Iterator[dict[str, int]]:
     return (dict(zip(keys, mesh, strict=True)) for mesh in below(rest, len(keys)))
 
 
-def _pieces(config: Config, mesh: Mapping[str, int]) -> list[dict[str, int]]:
-    """Numbers of pipeline microbatches, where there is a pipeline and they are open."""
-    key = mesh_key("ici", "stage")
-    stages = mesh.get(key, getattr(config, key)) * max(config.dcn_pipeline_parallelism, 1)
+def microbatch_choices(config: Config, stages: int) -> list[dict[str, int]]:
+    """Numbers of pipeline microbatches, where there is a pipeline of so many stages and they are open."""
     if stages <= 1 or not is_open(config, _PIECES):
         return [{}]
     return [{_PIECES: stages * 2**power} for power in range(_MOST_DOUBLINGS + 1)]

@@ -6,13 +6,13 @@ from typing import Any
 
 from maxtext_lite.batching.batch_plan import BatchPlan
 from maxtext_lite.batching.memory_ladder import REMAT_ORDER
-from maxtext_lite.batching.ranking import is_open
+from maxtext_lite.batching.ranking import is_open, microbatch_choices
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.violation import divisors
 
 _MOST_AGAIN = 3
 _SPLITS_OF_ALL_POLICIES = 2
-_PIECES, _REMAT = "num_pipeline_microbatches", "remat_policy"
+_REMAT = "remat_policy"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,10 +109,7 @@ def _sorted(found: Found) -> list[tuple[Candidate, Timing]]:
 def _splits(config: Config, plan: BatchPlan) -> Iterator[dict[str, Any]]:
     """From the fewest micro-batches to the most."""
     micro = plan.per_device_batch_size * plan.gradient_accumulation_steps
-    stages = plan.num_pipeline_stages
-    pieces: list[dict[str, Any]] = [{}]
-    if stages > 1 and is_open(config, _PIECES):
-        pieces = [{_PIECES: stages * 2**power} for power in range(4)]
+    pieces = microbatch_choices(config, plan.num_pipeline_stages)
     for accumulation in divisors(plan.global_batch_to_train):
         for piece in pieces:
             split = {"per_device_batch_size": micro / accumulation, "gradient_accumulation_steps": accumulation}
