@@ -7,11 +7,10 @@ from maxtext_lite.config.load import ConfigError, load_config
 from maxtext_lite.config.model_parts import LayerKind, Mla, MlpKind, PositionTemperature, RopeScaling
 from maxtext_lite.config.remat import Remat, remat_of
 from maxtext_lite.config.resolved import describe, write_resolved
-from maxtext_lite.config.schema import (
-    KEYS,
-    RL_KEYS,
+from maxtext_lite.config.rl_sections import RLConfig
+from maxtext_lite.config.schema import KEYS, RL_KEYS, Config, RLRunConfig
+from maxtext_lite.config.sections import (
     BatchConfig,
-    Config,
     DataConfig,
     LocalUpdatesConfig,
     MeshConfig,
@@ -20,8 +19,6 @@ from maxtext_lite.config.schema import (
     OptimizerConfig,
     PreferenceConfig,
     Quantization,
-    RLConfig,
-    RLRunConfig,
     RunConfig,
 )
 from maxtext_lite.config.source_list import MixtureEntry, SourceList, single_path

@@ -3,7 +3,8 @@
 from difflib import get_close_matches
 
 from maxtext_lite.config.errors import value_text
-from maxtext_lite.config.schema import Config, ModelConfig
+from maxtext_lite.config.schema import Config
+from maxtext_lite.config.sections import ModelConfig
 from maxtext_lite.config.violation import Violation, unused
 from maxtext_lite.config.weights import model_shape, stacks_of
 

@@ -26,7 +26,8 @@ from maxtext_lite.config.files import (
 )
 from maxtext_lite.config.hf.layer import directory_origin, directory_values, in_its_fields
 from maxtext_lite.config.hints import key_hint, missing_model, words_meant
-from maxtext_lite.config.schema import RL_KEYS, Config, ModelConfig, RLRunConfig, keys_of
+from maxtext_lite.config.schema import RL_KEYS, Config, RLRunConfig, keys_of
+from maxtext_lite.config.sections import ModelConfig
 from maxtext_lite.config.source_list import SourceList, is_source_list
 from maxtext_lite.config.suggest import ConfigRequest, WrongValue, suggest
 from maxtext_lite.config.yaml_text import YamlValue, parse_value

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from maxtext_lite.config.schema import NumericsConfig
+from maxtext_lite.config.sections import NumericsConfig
 
 QKV = ("query_proj", "key_proj", "value_proj")
 PROJECTIONS = (*QKV, "out_proj", "mlpwi_0", "mlpwi_1", "mlpwo")

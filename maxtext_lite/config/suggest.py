@@ -15,7 +15,8 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from maxtext_lite.config.errors import Refusal, number_text, setting_text
 from maxtext_lite.config.rules import rule_violations
-from maxtext_lite.config.schema import Config, ModelConfig
+from maxtext_lite.config.schema import Config
+from maxtext_lite.config.sections import ModelConfig
 from maxtext_lite.config.violation import Change, Violation
 
 _MOST_TRIED, _MOST_OF_ONE = 2000, 150  # changes near a request, and near what one violation leaves

@@ -9,7 +9,7 @@ import functools
 from typing import Literal
 
 from maxtext_lite.config.model_parts import Mla, MlpKind
-from maxtext_lite.config.schema import ModelConfig, Normalization
+from maxtext_lite.config.sections import ModelConfig, Normalization
 from maxtext_lite.config.weight_axes import halves
 
 Start = Literal["normal", "ones", "zeros"]

@@ -16,7 +16,7 @@ from maxtext_lite.config.hf.adapter import adapter_of
 from maxtext_lite.config.hf.config import hf_directory, model_keys, run_config_json, tokenizer_keys
 from maxtext_lite.config.hf.fields import JsonObject
 from maxtext_lite.config.hf.model_directory import hf_config
-from maxtext_lite.config.schema import MeshConfig
+from maxtext_lite.config.sections import MeshConfig
 from maxtext_lite.config.violation import Violation
 from maxtext_lite.data import load_tokenizer
 from maxtext_lite.hf import carry_files, export_adapters, export_model, flat

@@ -18,7 +18,7 @@ from maxtext_lite.config.hf.quantized import FIELD, check_quantization, quantiza
 from maxtext_lite.config.hf.text_tower import text_fields, unbuilt
 from maxtext_lite.config.hf.weight_files import weight_files
 from maxtext_lite.config.json_file import check_file, is_there, read_object
-from maxtext_lite.config.schema import ModelConfig
+from maxtext_lite.config.sections import ModelConfig
 
 _ALSO_WITHOUT_EFFECT: Mapping[str, frozenset[str]] = {
     "gpt_oss": frozenset({"initial_context_length"}),

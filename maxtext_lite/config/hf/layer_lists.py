@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from maxtext_lite.config.hf.fields import Fields, JsonObject, Keys, is_whole
 from maxtext_lite.config.hf.parts import Part
 from maxtext_lite.config.hf.positions import CHUNKED, GLOBAL, layer_kinds, pattern_of
-from maxtext_lite.config.schema import ModelConfig
+from maxtext_lite.config.sections import ModelConfig
 
 
 def layers_with_experts(config: ModelConfig) -> list[bool]:

@@ -5,7 +5,7 @@ from types import MappingProxyType
 
 from maxtext_lite.config.errors import any_of, value_text
 from maxtext_lite.config.hf.fields import Fields, JsonObject, Keys
-from maxtext_lite.config.schema import ModelConfig
+from maxtext_lite.config.sections import ModelConfig
 
 
 class Part:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 from maxtext_lite.config.errors import any_of, value_text
 from maxtext_lite.config.hf.fields import Fields, JsonObject, Keys, is_whole
 from maxtext_lite.config.hf.parts import Part
-from maxtext_lite.config.schema import ModelConfig
+from maxtext_lite.config.sections import ModelConfig
 
 
 class RopeFields(Part):

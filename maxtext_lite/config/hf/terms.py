@@ -5,7 +5,7 @@ from typing import Any
 from maxtext_lite.config.hf.fields import Fields, JsonObject, Keys
 from maxtext_lite.config.hf.parts import Part
 from maxtext_lite.config.hf.positions import RopeFields
-from maxtext_lite.config.schema import ModelConfig
+from maxtext_lite.config.sections import ModelConfig
 
 
 class OldGelu(Part):

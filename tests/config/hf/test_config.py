@@ -19,7 +19,7 @@ from maxtext_lite.config.hf.config import (
     tokenizer_keys,
 )
 from maxtext_lite.config.hf.fields import DEFAULTS, same_architecture
-from maxtext_lite.config.schema import ModelConfig
+from maxtext_lite.config.sections import ModelConfig
 
 # As the models' authors published them.
 LLAMA3_8B = {

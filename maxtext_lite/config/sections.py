@@ -1,0 +1,312 @@
+"""The keys of every run with their types, in sections. Defaults and meanings are those of configs/base.yml alone."""
+
+from typing import Literal, cast
+
+from maxtext_lite.config.field_types import (
+    BelowHalf,
+    Count,
+    CountOrMinusOne,
+    CountOrZero,
+    DataPath,
+    Decay,
+    DevicesOrMinusOne,
+    Exact,
+    ExactOrDerived,
+    ExactOrOne,
+    ExactOrSame,
+    ExactOrUnlimited,
+    ExactOrZero,
+    Flag,
+    Layers,
+    Name,
+    NotNegative,
+    Packing,
+    ParametersPath,
+    PathName,
+    PathText,
+    Positive,
+    PositiveShare,
+    RunsPath,
+    Section,
+    Seed,
+    SeedOrMinusOne,
+    Share,
+    Text,
+)
+from maxtext_lite.config.model_parts import (
+    LayerKind,
+    MlaOrNone,
+    MlpKind,
+    PositionTemperatureOrNone,
+    RopeScalingOrNone,
+)
+from maxtext_lite.config.source_list import PathOrSources
+
+Normalization = Literal[
+    "rms_norm", "rms_norm_plus_one", "layer_norm", "layer_norm_plus_one", "layer_norm_no_bias", "layer_norm_plain"
+]
+"""What norms divide by, the root mean square or, less the mean, the deviation; and what they learn."""
+
+Quantization = Literal["none", "int8", "fp8", "fp8_full"]
+"""What matmuls of layers' weights are made in: the activations' dtype, or eight bits (models/eight_bits.py)."""
+
+
+class RunConfig(Section):
+    """The run: its directory, length, checkpoints and what it shows."""
+
+    run_name: PathName
+    base_output_directory: RunsPath
+    steps: CountOrMinusOne
+    num_epochs: ExactOrZero
+    last_batch: Literal["drop", "train"]
+    seed: Seed
+    log_period: Count
+    enable_checkpointing: Flag
+    checkpoint_period: Count
+    max_num_checkpoints_to_keep: Count
+    async_checkpointing: Flag
+    load_parameters_path: ParametersPath
+    eval_interval: CountOrMinusOne
+    eval_steps: CountOrMinusOne
+    profiler_steps: CountOrZero
+
+
+class BatchConfig(Section):
+    """What batch sizes follow from; `batching.make_plan` derives them, and nothing else may."""
+
+    per_device_batch_size: ExactOrDerived
+    gradient_accumulation_steps: CountOrMinusOne
+    global_batch_size: CountOrZero
+    eval_per_device_batch_size: ExactOrSame
+    expansion_factor_real_data: ExactOrOne
+    enable_rampup_batch_size: Flag
+    rampup_mode: Literal["per_device_batch_size", "gradient_accumulation_steps"]
+    per_device_batch_size_start: Exact
+    per_device_batch_size_increment: Exact
+    global_rampup_samples: Count
+    num_pipeline_microbatches: CountOrMinusOne
+
+
+class OptimizerConfig(Section):
+    """The optimizer and its learning rate."""
+
+    optimizer: Literal["adamw", "sgd", "adafactor", "muon", "lion"]
+    learning_rate: NotNegative
+    learning_rate_schedule: Literal["cosine", "wsd", "linear", "constant"]
+    learning_rate_final_fraction: Share
+    warmup_steps: CountOrZero
+    schedule_unit: Literal["steps", "examples", "tokens"]
+    learning_rate_scaling: Literal["none", "linear", "sqrt"]
+    base_global_batch_size: CountOrZero
+    scale_adam_with_batch: Flag
+    wsd_decay_steps_fraction: Share
+    adam_b1: Decay
+    adam_b2: Decay
+    adam_eps: NotNegative
+    sgd_momentum: Decay
+    routed_bias_update_rate: NotNegative
+    weight_decay: NotNegative
+    weight_decay_on_norms_and_embeddings: Flag
+    gradient_clipping_threshold: NotNegative
+    skip_nonfinite_updates: Flag
+    max_skipped_updates: Count
+    optimizer_memory_host_offload: Flag
+
+
+class LocalUpdatesConfig(Section):
+    """DiLoCo: replicas that update copies of their own between synchronisations."""
+
+    enable_diloco: Flag
+    diloco_num_replicas: CountOrMinusOne
+    diloco_sync_period: Count
+    diloco_outer_lr: NotNegative
+    diloco_outer_momentum: Decay
+
+
+class MeshConfig(Section):
+    """The axes of the mesh, and how layers are split over pipeline stages."""
+
+    dcn_data_parallelism: DevicesOrMinusOne
+    dcn_fsdp_parallelism: DevicesOrMinusOne
+    dcn_tensor_parallelism: DevicesOrMinusOne
+    dcn_context_parallelism: DevicesOrMinusOne
+    dcn_expert_parallelism: DevicesOrMinusOne
+    dcn_pipeline_parallelism: DevicesOrMinusOne
+    ici_data_parallelism: DevicesOrMinusOne
+    ici_fsdp_parallelism: DevicesOrMinusOne
+    ici_tensor_parallelism: DevicesOrMinusOne
+    ici_context_parallelism: DevicesOrMinusOne
+    ici_expert_parallelism: DevicesOrMinusOne
+    ici_pipeline_parallelism: DevicesOrMinusOne
+    context_parallel_strategy: Literal["all_gather", "ring"]
+    shard_optimizer_over_data: Flag
+    pipeline_schedule: Literal["gpipe", "1f1b"]
+    num_layers_per_pipeline_stage: Count
+    num_pipeline_repeats: CountOrMinusOne
+
+
+class ModelConfig(Section):
+    """The architecture."""
+
+    model_name: PathName
+    vocab_size: Count
+    base_emb_dim: Count
+    base_num_query_heads: Count
+    base_num_kv_heads: Count
+    head_dim: Count
+    base_mlp_dim: Count
+    base_num_decoder_layers: Layers
+    normalization: Normalization
+    norm_placement: Literal["pre", "post", "both"]
+    normalization_layer_epsilon: Positive
+    parallel_block: Literal["none", "one_norm", "two_norms"]
+    residual_multiplier: Positive
+    mlp_activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared", "xielu", "clamped_silu"]
+    gated_mlp: Flag
+    mlp_bias: Flag
+    attention_bias: Literal["none", "qkv", "all"]
+    qk_norm: Literal["none", "head", "each_head", "all_heads", "head_after_rope", "l2_after_rope"]
+    clip_qkv: NotNegative
+    layer_pattern: Name
+    sliding_window_size: CountOrZero
+    chunk_attn_window_size: CountOrZero
+    attn_logits_soft_cap: NotNegative
+    attention_sinks: Flag
+    query_pre_attn_scalar: NotNegative
+    inverse_layer_scaling: Flag
+    position_temperature: PositionTemperatureOrNone
+    mla: MlaOrNone
+    rope_max_timescale: Positive
+    rope_local_max_timescale: NotNegative
+    rope_scaling: RopeScalingOrNone
+    partial_rotary_factor: PositiveShare
+    trainable_position_size: CountOrZero
+    scale_embeddings: Flag
+    embedding_multiplier: Positive
+    logits_via_embedding: Flag
+    logits_bias: Flag
+    logits_multiplier: Positive
+    final_logits_soft_cap: NotNegative
+    initializer_range: NotNegative
+    num_experts: Count
+    num_experts_per_tok: Count
+    base_moe_mlp_dim: CountOrMinusOne
+    shared_experts: CountOrZero
+    base_shared_mlp_dim: CountOrMinusOne
+    shared_expert_gate: Flag
+    routed_score_func: Literal["softmax", "sigmoid", "sparsemixer"]
+    norm_topk_prob: Flag
+    routed_scaling_factor: Positive
+    apply_router_weight_on_input: Flag
+    capacity_factor: ExactOrUnlimited
+    n_routing_groups: Count
+    topk_routing_group: Count
+    routed_bias: Flag
+    expert_bias: Flag
+    first_num_dense_layers: CountOrZero
+    mlp_pattern: Name
+    lora_rank: CountOrZero
+    lora_alpha: Positive
+    lora_targets: Name
+
+    @property
+    def moe_mlp_dim(self) -> int:
+        """Width of one expert."""
+        return self.base_mlp_dim if self.base_moe_mlp_dim == -1 else self.base_moe_mlp_dim
+
+    @property
+    def shared_mlp_dim(self) -> int:
+        """Width of the mlp that every token goes to beside its experts; 0: there is none."""
+        as_experts = self.base_shared_mlp_dim == -1 or not self.shared_experts
+        return self.shared_experts * self.moe_mlp_dim if as_experts else self.base_shared_mlp_dim
+
+    @property
+    def mlp_kinds(self) -> tuple[MlpKind, ...]:
+        """Which of the first layers have experts, as those after them repeat it."""
+        return cast("tuple[MlpKind, ...]", tuple(kind.strip() for kind in self.mlp_pattern.split(",")))
+
+    @property
+    def num_stacked_layers(self) -> int:
+        """Layers after the dense ones: those that pipeline stages share out."""
+        return self.base_num_decoder_layers - self.first_num_dense_layers
+
+    @property
+    def pattern(self) -> tuple[LayerKind, ...]:
+        """The kinds of the first layers, which those after them repeat."""
+        return cast("tuple[LayerKind, ...]", tuple(kind.strip() for kind in self.layer_pattern.split(",")))
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dims of a head that are rotated; 0 where positions are learned."""
+        if self.trainable_position_size:
+            return 0
+        if self.mla is not None:
+            return self.mla.qk_rope_head_dim
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a head's values."""
+        return self.head_dim if self.mla is None else self.mla.v_head_dim
+
+
+class NumericsConfig(Section):
+    """Number formats, kernels and what the backward pass recomputes."""
+
+    dtype: Literal["float32", "bfloat16", "float16"]
+    weight_dtype: Literal["float32", "bfloat16"]
+    master_weights: Flag
+    grad_dtype: Literal["float32", "bfloat16"]
+    quantization: Quantization
+    loss_scale: NotNegative
+    loss_scale_growth_interval: Count
+    matmul_precision: Literal["default", "high", "highest"]
+    remat_policy: Literal[
+        "none",
+        "save_dot_products",
+        "minimal",
+        "save_qkv_proj",
+        "minimal_offloaded",
+        "qkv_proj_offloaded",
+        "full",
+        "custom",
+    ]
+    remat_save: Text
+    remat_offload: Text
+    attention: Literal["auto", "dot_product", "pallas_mha", "cudnn_flash", "cudnn_masked", "tokamax_mosaic", "splash"]
+    num_vocab_tiling: CountOrMinusOne
+    z_loss_multiplier: NotNegative
+    router_z_loss_multiplier: NotNegative
+    load_balance_loss_weight: NotNegative
+
+
+class DataConfig(Section):
+    """The data, its tokens and their order."""
+
+    objective: Literal["auto", "pretrain", "sft", "dpo", "grpo"]
+    dataset_type: Literal["text", "array_record", "megatron", "synthetic", "sft", "dpo", "prompts", "arithmetic"]
+    dataset_path: PathOrSources
+    mixture_exhausted: Literal["error", "stop", "drop"]
+    eval_dataset_path: DataPath
+    eval_fraction: Share
+    tokenizer_type: Literal["byte", "huggingface", "sentencepiece"]
+    tokenizer_path: PathText
+    chat_template: PathText
+    max_target_length: Count
+    long_examples: Literal["truncate", "drop", "refuse"]
+    packing: Packing
+    balance_attention: Flag
+    data_shuffle_seed: SeedOrMinusOne
+    grain_worker_count: CountOrZero
+
+    @property
+    def rows_per_example(self) -> int:
+        """Rows of max_target_length tokens in an example: in DPO two, of chosen and of rejected answers."""
+        return 2 if self.dataset_type == "dpo" else 1
+
+
+class PreferenceConfig(Section):
+    """DPO's loss."""
+
+    dpo_beta: Positive
+    dpo_label_smoothing: BelowHalf
