@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from maxtext_lite.batching import MemoryEstimate
+from maxtext_lite.batching import MemoryEstimate, wants_solving
 from maxtext_lite.batching.ledger import bytes_text
 from maxtext_lite.batching.tuning import Candidate, Timing, tune
 from maxtext_lite.cli import ArgumentParser, config_arguments, local_path, real_number, run_command, whole_number
@@ -42,6 +42,8 @@ def main(argv: Sequence[str]) -> int:
     from maxtext_lite.training.run_files import run_directory
     from maxtext_lite.training.timing import measured
 
+    if wants_solving(config):  # every way to split the batch is tried, from this one on
+        config = config.model_copy(update={"gradient_accumulation_steps": 1})
     plan, _ = open_data(config, device_memory_gb=arguments.device_memory_gb)
     if plan.num_hosts > 1:
         raise UserError(f"tune runs on one host, and there are {plan.num_hosts}. Nearest that works: 1.")

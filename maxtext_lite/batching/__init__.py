@@ -17,7 +17,7 @@ from maxtext_lite.batching.parameters import (
 )
 from maxtext_lite.batching.planning import batch_sizes, load_plan, make_plan, scaled_optimizer
 from maxtext_lite.batching.rampup import BatchStage, RampupBatchManager
-from maxtext_lite.batching.ranking import RankedPlan, rank, wants_solving
+from maxtext_lite.batching.ranking import RankedPlan, choose, rank, wants_solving
 from maxtext_lite.batching.rl import RLBatch
 from maxtext_lite.batching.scaling import OptimizerScaling
 from maxtext_lite.batching.table import format_plan, format_ranking
@@ -39,6 +39,7 @@ __all__ = [
     "attended_pairs",
     "batch_size_advice",
     "batch_sizes",
+    "choose",
     "count_parameters",
     "flops_per_example",
     "format_plan",

@@ -39,7 +39,8 @@ def derive_batch(config: BatchConfig, num_devices: int) -> Batch | Violation:
         return Violation(
             "gradient_accumulation_steps",
             f"per_device_batch_size=-1 and gradient_accumulation_steps=-1 cannot both follow from "
-            f"global_batch_size={stated}. Set one of them, or have the command plan find both, with --device.",
+            f"global_batch_size={stated} alone. Set one of them; train chooses both for its devices, "
+            "and plan for those of --device.",
             (divisors_of("gradient_accumulation_steps", stated, 0),),
         )
     if per_device == -1:
@@ -96,7 +97,7 @@ def _nothing_to_derive_from(per_device: Fraction, accumulation: int) -> Violatio
     if per_device == -1 and accumulation == -1:
         return Violation(
             "per_device_batch_size",
-            "per_device_batch_size=-1 and gradient_accumulation_steps=-1 with "
+            "per_device_batch_size=-1, or auto, and gradient_accumulation_steps=-1 with "
             "global_batch_size=0: nothing states the batch size.",
             ({"per_device_batch_size": Fraction(1), "gradient_accumulation_steps": 1},),
         )

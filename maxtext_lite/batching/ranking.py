@@ -24,6 +24,8 @@ from maxtext_lite.config.violation import divisors
 
 _REMAT, _OFFLOAD, _PIECES = "remat_policy", "optimizer_memory_host_offload", "num_pipeline_microbatches"
 _PER, _STEPS = "per_device_batch_size", "gradient_accumulation_steps"
+CHOSEN_KEYS = (*MESH_KEYS, _PIECES, _REMAT, _OFFLOAD)
+"""What is chosen with the two keys that split a batch, where it is open."""
 _MOST_DOUBLINGS = 3
 """Of pipeline microbatches, from one for each stage: beyond, less than a ninth of the ticks is idle."""
 
@@ -126,10 +128,35 @@ def rank(config: Config, topology: Topology, device: Device, plan_of: Plan, *, m
     return found
 
 
+def choose(config: Config, topology: Topology, device: Device | None, plan_of: Plan) -> dict[str, Any]:
+    """The keys of the fastest plan that fits; on a device without figures, the fewest micro-batches that do.
+
+    Args:
+      plan_of: with the memory of a device, where that is known.
+    Raises:
+      UserError: as `rank` does.
+    """
+    if device is not None:
+        return dict(rank(config, topology, device, plan_of, most=1)[0].keys)
+    nearest: tuple[int, Config, BatchPlan] | None = None
+    for steps in divisors(config.global_batch_size):
+        chosen = config.model_copy(update={_STEPS: steps})
+        if isinstance(resolve(chosen, topology), list):
+            continue
+        plan = plan_of(chosen)
+        if plan.memory.limit is None or plan.memory.total <= plan.memory.limit:
+            return _stated(config, chosen, plan)
+        if nearest is None or plan.memory.total < nearest[0]:
+            nearest = plan.memory.total, chosen, plan
+    if nearest is not None:
+        raise UserError(_nothing_fits(config, nearest))
+    plan_of(config.model_copy(update={_STEPS: 1}))  # says what is wrong
+    raise UserError("no number of micro-batches is legal on these devices.")
+
+
 def _stated(config: Config, chosen: Config, plan: BatchPlan) -> dict[str, Any]:
     """What a plan's config has that the one that was asked for has not."""
-    keys = (*MESH_KEYS, _PIECES, _REMAT, _OFFLOAD)
-    changed = {key: value for key in keys if (value := getattr(chosen, key)) != getattr(config, key)}
+    changed = {key: value for key in CHOSEN_KEYS if (value := getattr(chosen, key)) != getattr(config, key)}
     return {_PER: plan.per_device_batch_size, _STEPS: plan.gradient_accumulation_steps, **changed}
 
 

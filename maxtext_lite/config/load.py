@@ -33,6 +33,7 @@ from maxtext_lite.config.suggest import ConfigRequest, WrongValue, suggest
 from maxtext_lite.config.yaml_text import YamlValue, parse_value
 
 _COMMAND_LINE = "command line"
+_PER_DEVICE, _ACCUMULATION = "per_device_batch_size", "gradient_accumulation_steps"
 _MOST_HINTS = 20
 _ITS_BATCH = "where batch_size, num_generations and micro_batch_size say what a step trains on"
 OF_NO_USE_IN_RL = {
@@ -111,6 +112,7 @@ def read_config(path: str | Path | None = None, overrides: Iterable[str] = ()) -
         _drop_unknown_keys(layer, problems, kind)
     if kind is RLRunConfig:
         _refuse_training_batch(layers, problems)
+    _spell_out_auto(layers)
     layers[1:1] = _model_layer(layers, problems)
     layers[1:1] = _directory_layer(layers, problems)
     try:
@@ -152,6 +154,15 @@ def _refuse_training_batch(layers: Sequence[Layer], problems: list[Refusal]) -> 
                 continue
             value = value_text(layer.values.pop(key).value)
             _refuse(problems, f"{key}={value} ({layer.origin}) has no use in RL, {reason}. Remove it.")
+
+
+def _spell_out_auto(layers: Sequence[Layer]) -> None:
+    """Writes -1 for per_device_batch_size=auto, and for gradient_accumulation_steps where nobody states it."""
+    winner = next((layer.values for layer in reversed(layers) if _PER_DEVICE in layer.values), {})
+    if _PER_DEVICE in winner and winner[_PER_DEVICE].value == "auto":
+        winner[_PER_DEVICE] = found = YamlValue(-1, "-1")
+        if not any(_ACCUMULATION in layer.values for layer in layers[1:]):
+            winner[_ACCUMULATION] = found
 
 
 def _override_layer(overrides: Iterable[str], problems: list[Refusal]) -> tuple[Layer, dict[str, str]]:

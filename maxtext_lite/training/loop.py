@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import jax
 import optax
 
+from maxtext_lite.batching import wants_solving
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.data import Examples, ExampleSource, example_shape, own_examples
 from maxtext_lite.models import Decoder, DecoderShape
@@ -24,7 +25,7 @@ from maxtext_lite.training.failures import UnreadError
 from maxtext_lite.training.feed_steps import FeedSteps
 from maxtext_lite.training.held_out_loss import HeldOutLoss
 from maxtext_lite.training.metrics import MetricsLog, Profile, Terminal
-from maxtext_lite.training.opening import Sources, open_run, plan_on_devices
+from maxtext_lite.training.opening import Sources, chosen_split, open_run, plan_on_devices
 from maxtext_lite.training.optimizer import OptimizerFactory
 from maxtext_lite.training.run import Data, TrainingRun
 from maxtext_lite.training.state import OwnParts, TrainState
@@ -145,6 +146,8 @@ def train(
         sizes = {"vocab_size": config.vocab_size, "emb_dim": config.base_emb_dim}
         own_objective = custom_loss(objective, fields=fields, z_loss_multiplier=config.z_loss_multiplier, **sizes)
     own, ladder = OwnParts(model, own_objective, optimizer), Ladder.of(config, device_memory_gb)
+    if wants_solving(config) and not ladder.rungs:
+        ladder = ladder.with_rung(chosen_split(config, device_memory_gb))
     while True:
         run = open_run(ladder.applied(config), sources, own, device_memory_gb=device_memory_gb)
         run.memory.ladder = ladder

@@ -3,14 +3,19 @@
 # pyright: reportMissingTypeStubs=false, reportUnknownArgumentType=false, reportUnknownMemberType=false
 # jax, optax and orbax declare some of their functions in part.
 
+import functools
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import Any, TypeAlias
 
 import jax
 
-from maxtext_lite.batching import BatchPlan, batch_sizes, make_plan
+from maxtext_lite.batching import BatchPlan, Topology, batch_sizes, choose, make_plan
+from maxtext_lite.batching.devices import device_of_kind
 from maxtext_lite.config import Config
+from maxtext_lite.config.errors import setting_text
 from maxtext_lite.config.hf.config import hf_directory
+from maxtext_lite.config.kernels import Accelerator
 from maxtext_lite.data import ExampleSource, open_sources_on_hosts
 from maxtext_lite.data.mixture_of_run import in_run, steps_left
 from maxtext_lite.parallel import accelerator_of, start_devices
@@ -21,6 +26,9 @@ from maxtext_lite.training.state import CONFIGURED, OwnParts
 
 Sources: TypeAlias = tuple[ExampleSource, ExampleSource | None]
 """The training examples, and the held-out ones."""
+
+_ANY_STEPS = 1_000_000
+"""Of a run in epochs: how many there are changes nothing in how its batch is split."""
 
 
 def open_run(
@@ -58,6 +66,31 @@ def open_data(
         begins_as_elsewhere=comes_from_elsewhere(config),
     )
     return make_plan(config, **machine, num_examples=len(sources[0]), device_memory_gb=device_memory_gb), sources
+
+
+def chosen_split(config: Config, device_memory_gb: float | None = None) -> dict[str, Any]:
+    """The keys of a split of the global batch for the devices: see `batching.choose`.
+
+    Args:
+      device_memory_gb: as in `open_run`, but None: what the table of devices says.
+    Raises:
+      UserError: nothing is legal, or nothing fits.
+    """
+    devices = start_devices()
+    kind, machine = devices[0].device_kind, machine_of(devices)
+    device = device_of_kind(kind)
+    if device and device_memory_gb is None:
+        device_memory_gb = device.memory_bytes / 1e9
+    if config.num_epochs:
+        config = config.model_copy(update={"num_epochs": Fraction(0), "steps": _ANY_STEPS})
+    topology = Topology(machine["num_devices"], machine["num_hosts"], Accelerator.planned(machine["platform"]))
+    plan_of = functools.partial(make_plan, **machine, device_memory_gb=device_memory_gb)
+    keys = choose(config, topology, device, plan_of)
+    if jax.process_index() == 0:
+        said = " ".join(f"{key}={setting_text(value)}" for key, value in keys.items())
+        how = "predicted to be the fastest" if device else "the fewest micro-batches"
+        print(f"global_batch_size={config.global_batch_size} on {len(devices)} x {kind}: {said}, {how} that fit")
+    return keys
 
 
 def machine_of(devices: Sequence[Device]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import jax
 from maxtext_lite.batching import BatchPlan, MemoryEstimate
 from maxtext_lite.batching.ledger import bytes_text
 from maxtext_lite.batching.memory_ladder import LADDER_KEYS, next_rung
+from maxtext_lite.batching.ranking import CHOSEN_KEYS
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.bucket import reaching
 from maxtext_lite.config.errors import writing
@@ -42,10 +43,10 @@ def raising_out_of_memory() -> Generator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class Ladder:
-    """The changes with which a run goes on that did not fit as it was asked for.
+    """What is changed in a config: how its batch is split, where that was left open, and what did not fit.
 
     Attributes:
-      asked: values of the config's keys that a ladder changes, as texts, and the devices: of another config, or on
+      asked: values of the config's keys that may be changed, as texts, and the devices: of another config, or on
         other devices, what was changed says nothing.
       rungs: for each change, its keys with their values, as texts.
     """
@@ -61,7 +62,7 @@ class Ladder:
         """
         devices = start_devices()
         here = {"devices": f"{len(devices)} x {devices[0].device_kind}", "device_memory_gb": str(device_memory_gb)}
-        asked = {name: str(getattr(config, name)) for name in LADDER_KEYS} | here
+        asked = {name: str(getattr(config, name)) for name in (*LADDER_KEYS, *CHOSEN_KEYS, "global_batch_size")} | here
         rungs: list[dict[str, str]] = []
         if jax.process_index() == 0:
             path = run_directory(config) / _FILE
@@ -94,6 +95,10 @@ class Ladder:
                 f"lower: parameters and optimizer state take {bytes_text(plan.memory.held)}. Nearest that works: more "
                 "devices, which ici_fsdp_parallelism=-1 shares them out over."
             )
+        return self.with_rung(rung)
+
+    def with_rung(self, rung: Mapping[str, object]) -> "Ladder":
+        """With these values of some keys, the last of its changes."""
         return dataclasses.replace(self, rungs=(*self.rungs, {name: str(value) for name, value in rung.items()}))
 
     @property
@@ -105,6 +110,8 @@ class Ladder:
 def _value(name: str, text: str) -> object:
     if name.startswith("remat"):
         return text
+    if text in ("True", "False"):
+        return text == "True"
     return Fraction(text) if name.startswith("per_device") else int(text)
 
 

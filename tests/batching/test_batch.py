@@ -57,11 +57,11 @@ def test_either_key_follows_from_the_global_batch(num_devices, accumulation, mic
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((8, -1, -1, 0), "per_device_batch_size=-1 and gradient_accumulation_steps=-1 with global_batch_size=0: "
+        ((8, -1, -1, 0), "per_device_batch_size=-1, or auto, and gradient_accumulation_steps=-1 with global_batch_size=0: "
                          "nothing states the batch size."),
         ((8, -1, -1, 64), "per_device_batch_size=-1 and gradient_accumulation_steps=-1 cannot both follow from "
-                          "global_batch_size=64. Set one of them, or have the command plan find both, with "
-                          "--device."),
+                          "global_batch_size=64 alone. Set one of them; train chooses both for its devices, and "
+                          "plan for those of --device."),
         ((8, -1, 1, 0), "per_device_batch_size=-1 is derived from global_batch_size, which is 0: not stated."),
         ((8, 1, -1, 0), "gradient_accumulation_steps=-1 is derived from global_batch_size, which is 0: not stated."),
         ((8, -1, 3, 64), "global_batch_size=64 / gradient_accumulation_steps=3 = 21.33 examples per micro-batch, not a "

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from maxtext_lite import load_config, make_plan
-from maxtext_lite.batching import Topology, rank, wants_solving
+from maxtext_lite.batching import Topology, choose, rank, wants_solving
 from maxtext_lite.batching.devices import device_named
 from maxtext_lite.batching.solve import resolve
 from maxtext_lite.batching.step_time import StepModel
@@ -123,3 +123,27 @@ def test_links_that_are_not_known_are_an_error_and_not_a_guess():
     with pytest.raises(UserError, match="--device=l4: what it sends"):
         rank(load_config(None, MODEL), Topology(4), device, plan_of(4, 24))
     assert rank(load_config(None, MODEL), Topology(1), device, plan_of(1, 24))
+
+
+def test_a_run_takes_the_first_of_them():
+    config, topology = load_config(None, MODEL), Topology(4, accelerator=Accelerator.planned("tpu"))
+    assert choose(config, topology, DEVICE, plan_of(4, 32)) == dict(ranked(config, 4, 32)[0].keys)
+
+
+def test_where_a_device_has_no_figures_it_is_the_fewest_micro_batches_that_fit():
+    config, topology = load_config(None, MODEL), Topology(4)
+    sizes = [
+        plan_of(4, None)(config.model_copy(update={"gradient_accumulation_steps": steps})).memory.total
+        for steps in (1, 2)
+    ]
+    assert sizes[1] < sizes[0]
+    assert choose(config, topology, None, plan_of(4, None)) == {
+        "per_device_batch_size": 2, "gradient_accumulation_steps": 1
+    }  # fmt: skip
+    between = sum(sizes) / 2e9
+    assert choose(config, topology, None, plan_of(4, between))["gradient_accumulation_steps"] == 2
+    with pytest.raises(UserError, match="no legal plan fits into the 1.0 MB of a device"):
+        choose(config, topology, None, plan_of(4, 1e-3))
+    config = load_config(None, [*MODEL, "base_num_query_heads=8", "ici_tensor_parallelism=3"])
+    with pytest.raises(UserError, match="ici_tensor_parallelism=3"):
+        choose(config, topology, None, plan_of(4, None))

@@ -166,6 +166,22 @@ def test_a_base_is_looked_for_beside_the_file_and_then_among_the_shipped_ones(he
     assert load_config("my.yml").origins["seed"] == "base.yml"
 
 
+def test_auto_leaves_the_accumulation_open_too_unless_somebody_states_it(here):
+    def keys(*words, file=None):
+        config = load_config(file, words)
+        return config.per_device_batch_size, config.gradient_accumulation_steps
+
+    auto = "per_device_batch_size=auto"
+    assert keys(auto) == keys("per_device_batch_size=-1", "gradient_accumulation_steps=-1")
+    assert keys(auto, "gradient_accumulation_steps=2") == (-1, 2)
+    path = here / "auto.yml"
+    path.write_text("per_device_batch_size: auto\n")
+    assert keys(file=path) == (-1, -1)
+    assert keys("per_device_batch_size=4", file=path) == (4, 1)
+    with pytest.raises(ConfigError, match="per_device_batch_size=automatic is text, not a number"):
+        keys("per_device_batch_size=automatic")
+
+
 def test_text_keys_take_text_as_written():
     config = load_config(None, ["run_name=007", "dataset_path=*.txt", "eval_dataset_path=[ab]*.txt", "tokenizer_path="])
     assert (config.run_name, config.dataset_path, config.eval_dataset_path) == ("007", "*.txt", "[ab]*.txt")
