@@ -68,7 +68,9 @@ def main(argv: Sequence[str]) -> int:
         read_data(config, with_ids=asked.ids)
         return 0
     from maxtext_lite.training import train  # jax, only once the config is known to be right
+    from maxtext_lite.training.compilation_cache import keep_compiled
 
+    keep_compiled(config)
     return finish(lambda config: train(config, device_memory_gb=arguments.device_memory_gb), config)
 
 

@@ -26,7 +26,9 @@ def main(argv: Sequence[str]) -> int:
             f"`base: post_train/rl.yml`. `train` takes it as it is."
         )
     from maxtext_lite.rl.rollout_steps import train_rl  # jax, only once the config is known to be right
+    from maxtext_lite.training.compilation_cache import keep_compiled
 
+    keep_compiled(config)
     return finish(train_rl, config)
 
 

@@ -6,6 +6,7 @@
 import concurrent.futures
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 from jax.stages import Compiled, Wrapped
@@ -14,11 +15,30 @@ from maxtext_lite.batching import BatchPlan, BatchStage
 from maxtext_lite.batching.ledger import bytes_text
 from maxtext_lite.data import field_dtype
 from maxtext_lite.parallel import exchange, sharding
+from maxtext_lite.training.compilation_cache import num_found
 from maxtext_lite.training.state import StepParts, abstract_state
 from maxtext_lite.training.step import TRAIN_BATCH_AXES
 from maxtext_lite.training.step_memory import OutOfMemory, raising_out_of_memory
 from maxtext_lite.xla import as_default_device
 from maxtext_lite.xla.program_memory import ProgramMemory
+
+
+class Built(NamedTuple):
+    """An executable.
+
+    Attributes:
+      seconds: that tracing and compiling took.
+      kept: it was compiled by an earlier process: see `compilation_cache`.
+    """
+
+    step: Compiled
+    seconds: float
+    kept: bool
+
+    @property
+    def how(self) -> str:
+        """How long it took, for a sentence."""
+        return f"in {self.seconds:.1f} s" + (", with what an earlier start had compiled" if self.kept else "")
 
 
 class Executables:
@@ -33,7 +53,7 @@ class Executables:
         self._step, self._parts, self._plan, self._mesh = train_step, parts, plan, parts.mesh
         self._example = example
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="compile")
-        self._compiled: dict[int, concurrent.futures.Future[tuple[Compiled, float]]] = {}
+        self._compiled: dict[int, concurrent.futures.Future[Built]] = {}
 
     def slots(self, stage: BatchStage) -> int:
         """Row slots of a stage's micro-batches, by which executables differ: the accumulation is an argument."""
@@ -51,8 +71,8 @@ class Executables:
         for following in stages[stages.index(stage) + 1 :][:1]:
             self.request(following)
 
-    def of(self, stage: BatchStage) -> tuple[Compiled, float]:
-        """The compiled step of a stage, and the seconds that compiling took; waits for it. All hosts call it.
+    def of(self, stage: BatchStage) -> Built:
+        """The compiled step of a stage; waits for it. All hosts call it.
 
         Raises:
           OutOfMemory: on all hosts, where it does not fit on the devices of one.
@@ -71,7 +91,7 @@ class Executables:
         """Starts nothing more."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _compile(self, slots: int) -> tuple[Compiled, float]:
+    def _compile(self, slots: int) -> Built:
         num_tokens, fields = self._example
         sizes = (self._plan.gradient_accumulation_steps, slots, num_tokens)
         where = sharding(self._mesh, TRAIN_BATCH_AXES)
@@ -79,7 +99,7 @@ class Executables:
         number = None
         if self._plan.ramps_accumulation:
             number = jax.ShapeDtypeStruct((), "int32", sharding=sharding(self._mesh))
-        started = time.perf_counter()
+        started, before = time.perf_counter(), num_found()
         # What is set for the main thread is set for it alone.
         precision = jax.default_matmul_precision(self._parts.config.matmul_precision)
         with jax.set_mesh(self._mesh), as_default_device(self._mesh), precision:
@@ -89,4 +109,4 @@ class Executables:
         limit = self._plan.memory.limit
         if limit is not None and (needed := ProgramMemory.of(compiled).total) > limit:
             raise OutOfMemory(f"the compiled train step needs {bytes_text(needed)} of a device's {bytes_text(limit)}")
-        return compiled, time.perf_counter() - started
+        return Built(compiled, time.perf_counter() - started, num_found() > before)

@@ -90,17 +90,18 @@ class FeedSteps:
             if problem := self._batches.first_problem():
                 self._run.failures.add(problem)
             self._run.failures.raise_together()
-        self._step, seconds = self._executables.of(stage)
+        built = self._executables.of(stage)
+        self._step = built.step
         if stage == plan.stages[-1]:
             self._run.note_memory(compiled=ProgramMemory.of(self._step).total)
         self._is_new = self._stage is None or self._executables.slots(stage) != self._executables.slots(self._stage)
         if self._stage is None:
-            self._say(f"compiled the train step in {seconds:.1f} s{self._run.memory.beside_plan}")
+            self._say(f"compiled the train step {built.how}{self._run.memory.beside_plan}")
             if self._proves_kernels:
                 self._first = [next(self._batches)]
                 prove_kernels(self._run, self._first[0].arrays, self._say)
         elif self._is_new:
-            self._say(f"compiled the train step of the next stage in {seconds:.1f} s, in the background")
+            self._say(f"compiled the train step of the next stage {built.how}, in the background")
         if len(plan.stages) > 1:
             self._say(
                 f"from step {step}: global_batch_to_train={stage.global_batch_to_train} = "

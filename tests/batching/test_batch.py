@@ -57,8 +57,8 @@ def test_either_key_follows_from_the_global_batch(num_devices, accumulation, mic
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((8, -1, -1, 0), "per_device_batch_size=-1, or auto, and gradient_accumulation_steps=-1 with global_batch_size=0: "
-                         "nothing states the batch size."),
+        ((8, -1, -1, 0), "per_device_batch_size=-1, or auto, and gradient_accumulation_steps=-1 with "
+                         "global_batch_size=0: nothing states the batch size."),
         ((8, -1, -1, 64), "per_device_batch_size=-1 and gradient_accumulation_steps=-1 cannot both follow from "
                           "global_batch_size=64 alone. Set one of them; train chooses both for its devices, and "
                           "plan for those of --device."),

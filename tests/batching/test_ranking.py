@@ -142,7 +142,7 @@ def test_where_a_device_has_no_figures_it_is_the_fewest_micro_batches_that_fit()
     }  # fmt: skip
     between = sum(sizes) / 2e9
     assert choose(config, topology, None, plan_of(4, between))["gradient_accumulation_steps"] == 2
-    with pytest.raises(UserError, match="no legal plan fits into the 1.0 MB of a device"):
+    with pytest.raises(UserError, match=r"no legal plan fits into the 1\.0 MB of a device"):
         choose(config, topology, None, plan_of(4, 1e-3))
     config = load_config(None, [*MODEL, "base_num_query_heads=8", "ici_tensor_parallelism=3"])
     with pytest.raises(UserError, match="ici_tensor_parallelism=3"):

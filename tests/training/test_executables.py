@@ -116,7 +116,7 @@ def test_a_request_returns_while_compiling_goes_on_elsewhere(make):
     executables, plan = make(step)
     executables.request(plan.stages[0])  # would wait for ever here
     step.may_end.set()
-    compiled, seconds = executables.of(plan.stages[0])
+    compiled, seconds, _ = executables.of(plan.stages[0])
     assert compiled == "executable 1"
     assert 0 <= seconds < WAIT
     ((*_, thread, _),) = step.lowered

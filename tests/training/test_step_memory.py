@@ -74,7 +74,7 @@ def test_a_first_step_that_finds_no_room_is_taken_again_with_less(fitted, tmp_pa
     compiled_of, taken = Executables.of, []
 
     def without_room(self, stage):
-        compiled, seconds = compiled_of(self, stage)
+        built = compiled_of(self, stage)
 
         def step(state, *rest):
             jax.tree.map(lambda x: x.delete(), state)
@@ -82,9 +82,9 @@ def test_a_first_step_that_finds_no_room_is_taken_again_with_less(fitted, tmp_pa
 
         taken.append(stage.per_device_batch_size)
         if len(taken) > 1:
-            return compiled, seconds
-        step.memory_analysis = compiled.memory_analysis
-        return step, seconds
+            return built
+        step.memory_analysis = built.step.memory_analysis
+        return built._replace(step=step)
 
     monkeypatch.setattr(Executables, "of", without_room)
     result, found = run(tmp_path, "full", *ASKED)

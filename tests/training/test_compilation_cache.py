@@ -1,0 +1,61 @@
+"""A start finds what an earlier one compiled for the same program, and trains to the same bits."""
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
+
+from maxtext_lite.config import load_config
+from maxtext_lite.training import train
+from maxtext_lite.training.compilation_cache import DIRECTORY, keep_compiled, num_found
+from tests.training.conftest import TINY
+
+KEYS = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+
+
+@pytest.fixture
+def settings():
+    """Jax's, as they were before; what it compiles is kept however little time it took."""
+    before = {key: getattr(jax.config, key) for key in KEYS}
+    reset_cache()
+    jax.config.update(KEYS[0], None)
+    jax.config.update(KEYS[1], 0)
+    yield
+    for key, value in before.items():
+        jax.config.update(key, value)
+    reset_cache()
+
+
+def config(tmp_path, name):
+    words = [*TINY, "dataset_type=synthetic", "eval_interval=-1", "steps=2", "enable_checkpointing=false"]
+    return load_config(None, [*words, f"base_output_directory={tmp_path}", f"run_name={name}"])
+
+
+def test_the_second_start_finds_the_train_step(settings, tmp_path, capsys):
+    results = []
+    for name in ("first", "second"):
+        keep_compiled(config(tmp_path, name))
+        jax.clear_caches()
+        results.append(train(config(tmp_path, name)))
+        said = capsys.readouterr().out
+        assert ("with what an earlier start had compiled" in said) == (name == "second")
+    jax.tree.map(np.testing.assert_array_equal, *(result.state.params for result in results))
+    (kept,) = (tmp_path / DIRECTORY).iterdir()
+    assert list(kept.glob("jit_train_step-*"))
+
+
+def test_a_directory_that_the_user_named_stays_and_a_bucket_has_none(settings, tmp_path):
+    keep_compiled(load_config(None, ["base_output_directory=gs://there/runs", "run_name=a"]))
+    assert jax.config.jax_compilation_cache_dir is None
+    jax.config.update(KEYS[0], str(tmp_path / "mine"))
+    keep_compiled(config(tmp_path, "a"))
+    assert jax.config.jax_compilation_cache_dir == str(tmp_path / "mine")
+
+
+def test_what_is_found_is_counted_in_the_thread_that_compiles(settings, tmp_path):
+    keep_compiled(config(tmp_path, "a"))
+    before = num_found()
+    for _ in range(2):
+        jax.clear_caches()
+        jax.jit(lambda x: x * 3 + 1)(np.arange(7.0))
+    assert num_found() > before
