@@ -21,6 +21,7 @@ from maxtext_lite.batching import (
     wants_solving,
 )
 from maxtext_lite.batching.devices import Device, device_named
+from maxtext_lite.batching.elsewhere import moved, read_plan
 from maxtext_lite.cli import ArgumentParser, config_arguments, local_path, real_number, run_command, whole_number
 from maxtext_lite.config import Config, SourceList, UserError, load_config
 from maxtext_lite.config.errors import value_text
@@ -37,6 +38,47 @@ def main(argv: Sequence[str]) -> int:
     Raises:
       UserError: with every problem of the config or the arguments.
     """
+    arguments = _parser().parse(argv)
+    before = None if arguments.run is None else _begin_from(arguments)
+    device = None if arguments.device is None else device_named(arguments.device, option="--device")
+    if device and arguments.platform not in (None, device.platform):
+        raise UserError(
+            f"--platform={arguments.platform} contradicts --device={device.name}. Nearest that works: "
+            f"--platform={device.platform}."
+        )
+    memory_gb = arguments.device_memory_gb
+    if device and memory_gb is None:
+        memory_gb = device.memory_bytes / 1e9
+    if wants_solving(read_config(arguments.config, arguments.overrides).config):
+        if before is not None:
+            raise UserError(f"--from={value_text(arguments.run)} is held against one plan: say how the batch is split.")
+        return _solve(arguments, device, memory_gb)
+    if arguments.compile is not None:
+        raise UserError("--compile checks what plan finds for per_device_batch_size=-1 gradient_accumulation_steps=-1.")
+    config, plan = load_plan(
+        arguments.config,
+        arguments.overrides,
+        num_devices=arguments.devices,
+        num_hosts=arguments.hosts,
+        num_examples=_count_examples if arguments.examples is None else arguments.examples,
+        device_memory_gb=memory_gb,
+        platform=arguments.platform or (device.platform if device else "gpu"),
+    )
+    if arguments.draw or arguments.draw_to:
+        return _draw(plan, arguments.draw_to)
+    if before is not None:
+        move = moved(before, plan)
+        print(json.dumps(move.to_json(), indent=2) if arguments.json else "\n".join(move.lines()))
+        return 0
+    mixture, sentences = _mixture(config, plan) if arguments.examples is None else ({}, [])
+    if arguments.json:
+        print(json.dumps(plan.to_json() | mixture, indent=2))
+        return 0
+    print("\n".join([format_plan(plan), *sentences]))
+    return 0
+
+
+def _parser() -> ArgumentParser:
     parser = ArgumentParser(prog="maxtext-lite plan", description=__doc__)
     config_arguments(parser)
     parser.add_argument("--devices", type=whole_number, default=1, help="devices of the mesh, all of them (default 1)")
@@ -62,37 +104,25 @@ def main(argv: Sequence[str]) -> int:
         metavar="N",
         help="of the plans that are found, compile the best N",
     )
-    arguments = parser.parse(argv)
-    device = None if arguments.device is None else device_named(arguments.device, option="--device")
-    if device and arguments.platform not in (None, device.platform):
-        raise UserError(
-            f"--platform={arguments.platform} contradicts --device={device.name}. Nearest that works: "
-            f"--platform={device.platform}."
-        )
-    memory_gb = arguments.device_memory_gb
-    if device and memory_gb is None:
-        memory_gb = device.memory_bytes / 1e9
-    if wants_solving(read_config(arguments.config, arguments.overrides).config):
-        return _solve(arguments, device, memory_gb)
-    if arguments.compile is not None:
-        raise UserError("--compile checks what plan finds for per_device_batch_size=-1 gradient_accumulation_steps=-1.")
-    config, plan = load_plan(
-        arguments.config,
-        arguments.overrides,
-        num_devices=arguments.devices,
-        num_hosts=arguments.hosts,
-        num_examples=_count_examples if arguments.examples is None else arguments.examples,
-        device_memory_gb=memory_gb,
-        platform=arguments.platform or (device.platform if device else "gpu"),
+    parser.add_argument(
+        "--from",
+        dest="run",
+        type=local_path,
+        metavar="RUN_DIR",
+        help="plan the config of a run, and show what changes against its own plan",
     )
-    if arguments.draw or arguments.draw_to:
-        return _draw(plan, arguments.draw_to)
-    mixture, sentences = _mixture(config, plan) if arguments.examples is None else ({}, [])
-    if arguments.json:
-        print(json.dumps(plan.to_json() | mixture, indent=2))
-        return 0
-    print("\n".join([format_plan(plan), *sentences]))
-    return 0
+    return parser
+
+
+def _begin_from(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The plan.json of `--from`, whose config and number of examples become those that are planned."""
+    if arguments.config is not None:
+        raise UserError(f"--from={value_text(arguments.run)} brings a config along; {arguments.config} is another.")
+    before = read_plan(arguments.run)
+    arguments.config = str(arguments.run / "config.yml")
+    if arguments.examples is None:
+        arguments.examples = before["num_examples"]
+    return before
 
 
 def _solve(arguments: argparse.Namespace, device: Device | None, memory_gb: float | None) -> int:

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from maxtext_lite.cli import run_command
-from maxtext_lite.config import KEYS, RL_KEYS
+from maxtext_lite.config import KEYS, RL_KEYS, UserError
 from maxtext_lite.plan import main
 from tests.refusals import EXTREME, RL_FILE, random_words
 
@@ -261,3 +261,23 @@ def test_what_cannot_be_solved_is_one_error_line(argv, error, capsys):
 def test_solving_imports_no_jax():
     program = f"import sys; from maxtext_lite.plan import main; main({SOLVED}); sys.exit('jax' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_a_run_is_held_against_another_machine(tmp_path, capsys):
+    words = ["global_batch_size=48", "per_device_batch_size=2", "gradient_accumulation_steps=-1"]
+    assert main([*words, "--devices", "8", "--json", "--examples", "1000"]) == 0
+    (tmp_path / "plan.json").write_text(capsys.readouterr().out)
+    (tmp_path / "config.yml").write_text("".join(f"{word.replace('=', ': ')}\n" for word in words))
+    assert main(["--from", str(tmp_path), "--devices", "4"]) == 0
+    assert "gradient_accumulation_steps  3 -> 6\n" in capsys.readouterr().out
+    assert main(["--from", str(tmp_path), "--devices", "8", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["changes"] == {}
+
+
+@pytest.mark.parametrize("words", [["base.yml"], ["per_device_batch_size=auto"]])
+def test_a_run_brings_its_config_along_and_is_held_against_one_plan(words, tmp_path, capsys):
+    assert main(["--devices", "8", "--json", "global_batch_size=16", "per_device_batch_size=2"]) == 0
+    (tmp_path / "plan.json").write_text(capsys.readouterr().out)
+    (tmp_path / "config.yml").write_text("global_batch_size: 16\nper_device_batch_size: 2\n")
+    with pytest.raises(UserError, match=f"--from={tmp_path}"):
+        main(["--from", str(tmp_path), *words])

@@ -1,0 +1,109 @@
+"""A run's plan beside that of the same config on another machine: what changes, and whether training does."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from maxtext_lite.batching.batch_plan import BatchPlan
+from maxtext_lite.batching.ledger import bytes_text
+from maxtext_lite.config import UserError
+from maxtext_lite.config.errors import value_text
+
+_TRAINING = (
+    "global_batch_to_train", "steps", "total_examples", "num_examples", "last_batch_examples", "dropped_examples",
+    "rampup", "learning_rate", "adam_b1", "adam_b2", "adam_eps", "diloco_num_replicas", "diloco_sync_period",
+)  # fmt: skip
+"""What the update of a step follows from, with the order of the examples, which no machine changes."""
+_MACHINE = (
+    "num_devices", "num_hosts", "mesh", "per_device_batch_size", "micro_batch_to_train", "empty_slots_per_micro_batch",
+    "gradient_accumulation_steps", "global_batch_to_load", "loads_per_step", "loading_hosts",
+    "examples_per_loading_host", "eval_per_device_batch_size", "eval_batch_examples", "num_pipeline_stages",
+    "num_pipeline_microbatches", "num_pipeline_repeats",
+)  # fmt: skip
+_STAGE = ("first_step", "num_steps", "global_batch_to_train", "samples")
+
+
+@dataclass(frozen=True)
+class Move:
+    """Two plans of a run, each as in plan.json.
+
+    Attributes:
+      changes: by key, the run's value and the other machine's.
+      unchanged: by key, what both have of what training follows from.
+    """
+
+    changes: Mapping[str, tuple[Any, Any]]
+    unchanged: Mapping[str, Any]
+
+    @property
+    def trains_alike(self) -> bool:
+        """Whether a run that goes on there makes the same updates, but for rounding."""
+        return not any(key in _TRAINING for key in self.changes)
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, for programs."""
+        changes = {key: {"from": before, "to": after} for key, (before, after) in self.changes.items()}
+        return {"changes": changes, "unchanged": dict(self.unchanged), "trains_alike": self.trains_alike}
+
+    def lines(self) -> list[str]:
+        """A table of what changes, what stays, and what follows."""
+        width = max((len(key) for key in self.changes), default=0)
+        rows = [f"{key:<{width}}  {_text(key, a)} -> {_text(key, b)}" for key, (a, b) in self.changes.items()]
+        kept = ", ".join(f"{key}={_text(key, value)}" for key, value in self.unchanged.items() if value is not None)
+        if self.trains_alike:
+            end = "The run goes on there with the same examples in the same steps; updates differ by rounding alone."
+        else:
+            other = ", ".join(key for key in self.changes if key in _TRAINING)
+            end = f"The run would not be the same one there: {other}. global_batch_size states what shall stay."
+        return [*(rows or ["nothing changes"]), "", f"unchanged: {kept}", end]
+
+
+def read_plan(run: Path) -> dict[str, Any]:
+    """plan.json of a run directory.
+
+    Raises:
+      UserError: there is none, or it is damaged.
+    """
+    path = run / "plan.json"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"--from={value_text(run)} is no run directory: {path} {error.strerror}.") from None
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or any(key not in found for key in (*_TRAINING, *_MACHINE, "memory")):
+        raise UserError(f"--from={value_text(run)}: {path} is damaged, or of another version of maxtext_lite.")
+    return found
+
+
+def moved(before: Mapping[str, Any], plan: BatchPlan) -> Move:
+    """What changes where a run with the plan.json of `before` goes on as planned."""
+    one, other = (_compared(each) for each in (before, json.loads(json.dumps(plan.to_json()))))
+    changes = {key: (one[key], other[key]) for key in one if one[key] != other[key]}
+    return Move(changes, {key: one[key] for key in _TRAINING if key not in changes})
+
+
+def _compared(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a plan.json is compared."""
+    found: dict[str, Any] = {key: plan[key] for key in (*_MACHINE, *_TRAINING)}
+    found.update(rampup=_stages(plan["rampup"]), memory=plan["memory"]["total"])
+    return found
+
+
+def _stages(rampup: Mapping[str, Any] | None) -> Sequence[Mapping[str, Any]] | None:
+    """What of a ramp training follows from: not how a stage's batch is split."""
+    if rampup is None:
+        return None
+    return [{key: stage[key] for key in _STAGE} for stage in (*rampup["stages"], rampup["target"])]
+
+
+def _text(key: str, value: Any) -> str:
+    if key == "memory":
+        return bytes_text(value)
+    if key == "mesh":
+        return " x ".join(f"{axis} {size}" for axis, size in value.items() if size > 1) or "one device"
+    if key == "rampup" and value:
+        return " -> ".join(str(stage["global_batch_to_train"]) for stage in value)
+    return value_text(value) if not isinstance(value, float) else f"{value:g}"

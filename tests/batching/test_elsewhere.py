@@ -1,0 +1,66 @@
+"""What changes for a run on other devices is what differs between the two plans; training is what the batch says."""
+
+import json
+
+import pytest
+
+from maxtext_lite import load_config, make_plan
+from maxtext_lite.batching.elsewhere import moved, read_plan
+from maxtext_lite.config import UserError
+
+STATED = ["global_batch_size=48", "per_device_batch_size=2", "gradient_accumulation_steps=-1"]
+RAMP = ["enable_rampup_batch_size=true", "per_device_batch_size_start=1/3", "per_device_batch_size_increment=1/3",
+        "global_rampup_samples=480", "rampup_mode=gradient_accumulation_steps"]  # fmt: skip
+
+
+def move(words, *, to, changed=()):
+    """From 8 devices."""
+    before = json.loads(json.dumps(make_plan(load_config(None, words), num_devices=8).to_json()))
+    return moved(before, make_plan(load_config(None, [*words, *changed]), num_devices=to))
+
+
+def test_a_stated_batch_stays_and_its_accumulation_follows():
+    found = move(STATED, to=4)
+    assert found.trains_alike
+    assert found.changes["gradient_accumulation_steps"] == (3, 6)
+    assert found.changes["num_devices"] == (8, 4)
+    assert found.changes["mesh"][0] | {"fsdp": 4} == found.changes["mesh"][1]
+    assert found.unchanged["global_batch_to_train"] == 48
+    assert "steps" in found.unchanged
+    assert "per_device_batch_size" not in found.changes
+    lines = found.lines()
+    assert "gradient_accumulation_steps  3 -> 6" in lines
+    assert "same examples in the same steps" in lines[-1]
+
+
+def test_a_batch_of_each_device_grows_with_them():
+    found = move(["per_device_batch_size=2"], to=16)
+    assert not found.trains_alike
+    assert found.changes["global_batch_to_train"] == (16, 32)
+    assert "would not be the same one there: global_batch_to_train, " in found.lines()[-1]
+    assert found.to_json()["changes"]["global_batch_to_train"] == {"from": 16, "to": 32}
+
+
+def test_of_a_ramp_the_batches_count_and_not_how_they_are_split():
+    same = move([*STATED[:1], "per_device_batch_size=1", "gradient_accumulation_steps=-1", *RAMP], to=4)
+    assert same.trains_alike
+    assert same.unchanged["rampup"]
+    assert "16 -> 32 -> 48" in same.lines()[-2]
+    other = move([*STATED[:1], "per_device_batch_size=1", "gradient_accumulation_steps=-1", *RAMP], to=8,
+                 changed=["global_rampup_samples=960"])  # fmt: skip
+    assert "rampup" in other.changes
+    assert not other.trains_alike
+
+
+def test_on_the_same_machine_nothing_changes():
+    found = move(STATED, to=8)
+    assert not found.changes
+    assert found.lines()[0] == "nothing changes"
+
+
+@pytest.mark.parametrize("text", [None, "{", "[]", '{"steps": 3}'])
+def test_what_is_no_plan_is_refused(tmp_path, text):
+    if text is not None:
+        (tmp_path / "plan.json").write_text(text)
+    with pytest.raises(UserError, match=r"--from=.*(is no run directory|is damaged)"):
+        read_plan(tmp_path)
