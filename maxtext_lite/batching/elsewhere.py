@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from maxtext_lite.batching.batch_plan import BatchPlan
 from maxtext_lite.batching.ledger import bytes_text
@@ -75,7 +75,7 @@ def read_plan(run: Path) -> dict[str, Any]:
         found = None
     if not isinstance(found, dict) or any(key not in found for key in (*_TRAINING, *_MACHINE, "memory")):
         raise UserError(f"--from={value_text(run)}: {path} is damaged, or of another version of maxtext_lite.")
-    return found
+    return cast("dict[str, Any]", found)
 
 
 def moved(before: Mapping[str, Any], plan: BatchPlan) -> Move:
