@@ -273,9 +273,7 @@ class BatchIterator(Iterator[DeviceBatch]):
         self._unread: str | None = None
         # One thread: it reads and transfers in order, and the transfer of the next batch overlaps the current step.
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="next-batch")
-        self._ahead: concurrent.futures.Future[tuple[_Loaded, str | None] | None] | None = self._thread.submit(
-            self._load
-        )
+        self._ahead = self._thread.submit(self._load)
 
     def __next__(self) -> DeviceBatch:
         """The next batch. Raises what reading it raised. Where rows change hosts, all hosts call it alike."""
