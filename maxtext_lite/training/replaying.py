@@ -20,7 +20,7 @@ from maxtext_lite.training.environment import environment
 from maxtext_lite.training.feed_steps import FeedSteps
 from maxtext_lite.training.metrics import Terminal
 from maxtext_lite.training.opening import open_run
-from maxtext_lite.training.row_losses import RowLoss, row_losses
+from maxtext_lite.training.row_losses import RowLoss, make_row_losses
 from maxtext_lite.training.run_difference import compared_fields, lines_of
 from maxtext_lite.training.step_log import LossSpike, StepLog
 
@@ -109,7 +109,7 @@ def replayed(
                     steps.prepare(number)
                 if with_rows and number == step:
                     first = log.counts.examples_seen
-                    rows = row_losses(run, state, first=first, count=run.plan.step_examples(first))
+                    rows = make_row_losses(run)(state, first, run.plan.step_examples(first))
                 state, taken = steps.take(state, number)
                 try:
                     log.add(number, taken, state)

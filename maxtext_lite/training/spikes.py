@@ -13,7 +13,7 @@ from maxtext_lite.data.excluded import ExcludedRow, excluded_text
 from maxtext_lite.training.feed_steps import FeedSteps
 from maxtext_lite.training.loss_band import WINDOW, band_limit
 from maxtext_lite.training.metrics import Terminal
-from maxtext_lite.training.row_losses import RowLoss, row_losses
+from maxtext_lite.training.row_losses import RowLoss, make_row_losses
 from maxtext_lite.training.run import EXCLUDED, TrainingRun
 from maxtext_lite.training.step_log import LossSpike
 
@@ -98,20 +98,20 @@ def _rows_on_the_way(run: TrainingRun[ExampleSource], step: int) -> tuple[int, S
     """Does the steps before this one again; its place in the run and its rows, and the step before where it is done."""
     state, counts = run.restore_or_init()
     place, before = counts.examples_seen, None
+    examples = run.plan.step_examples
     quiet = Terminal(log_period=1, quiet=True)
     with contextlib.closing(FeedSteps(run, quiet, state, counts, proves_kernels=False)) as steps:
+        row_losses = make_row_losses(run)  # once pairs have their reference
         for number in range(counts.step + 1, step):
             if not steps.ready:
                 steps.prepare(number)
             if number == step - 1:
-                after = place + run.plan.step_examples(place)
-                both = (
-                    row_losses(run, state, first=first, count=run.plan.step_examples(first)) for first in (place, after)
-                )
-                before = RowsBefore(place, *both)
+                after = place + examples(place)
+                rows, next_rows = (row_losses(state, first, examples(first)) for first in (place, after))
+                before = RowsBefore(place, rows, next_rows)
             state, taken = steps.take(state, number)
             place += taken.num_examples
-        return place, row_losses(run, state, first=place, count=run.plan.step_examples(place)), before
+        return place, row_losses(state, place, examples(place)), before
 
 
 def find_guilty(

@@ -15,17 +15,17 @@ from maxtext_lite.training.spikes import MOST, RowsBefore, find_guilty, refuse_t
 
 SIZES = ["base_emb_dim=16", "base_mlp_dim=32", "base_num_decoder_layers=1", "base_num_query_heads=2",
          "base_num_kv_heads=1", "head_dim=8", "max_target_length=32", "per_device_batch_size=1", "warmup_steps=1",
-         "packing=best_fit", "eval_interval=-1", "eval_fraction=0", "checkpoint_period=4", "learning_rate=0.05",
-         "learning_rate_schedule=constant", "data_shuffle_seed=-1", "steps=50"]  # fmt: skip
-PLANTED = {44 * 8 + 3: "~^|" * 10, 46 * 8 + 1: "@#!" * 10, 46 * 8 + 6: "~^|" * 10}
-"""Texts by their place in the run, of which eight make a step: one in step 45, and two in step 47."""
+         "packing=best_fit", "eval_interval=-1", "eval_fraction=0", "checkpoint_period=8", "learning_rate=0.05",
+         "learning_rate_schedule=constant", "data_shuffle_seed=-1", "steps=29"]  # fmt: skip
+PLANTED = {24 * 8 + 3: "~^|" * 10, 26 * 8 + 1: "@#!" * 10, 26 * 8 + 6: "~^|" * 10}
+"""Texts by their place in the run, of which eight make a step: one in step 25, and two in step 27."""
 
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory):
     """Of a run over two sources in turn, whose texts are all alike but for the planted ones."""
     directory = tmp_path_factory.mktemp("runs")
-    lines = [json.dumps({"text": PLANTED.get(place, "the cat sat on the mat there")}) + "\n" for place in range(640)]
+    lines = [json.dumps({"text": PLANTED.get(place, "the cat sat on the mat there")}) + "\n" for place in range(320)]
     for name, own in (("even", lines[::2]), ("odd", lines[1::2])):
         (directory / f"{name}.jsonl").write_text("".join(own))
     sources = ", ".join(f"{{name: {name}, path: {directory}/{name}.jsonl, weight: 1}}" for name in ("even", "odd"))
@@ -38,36 +38,41 @@ def _steps(result):
     return [{name: value for name, value in line.items() if name not in timed} for line in lines]
 
 
-def test_a_run_that_finds_guilty_rows_ends_in_the_bits_of_one_that_was_told(words, monkeypatch, capsys):
-    """Killed while it looks for the first one, it finds it when it is started again."""
-    found = load_config(None, [*words, "run_name=found", "max_loss_spike=8"])
-    with monkeypatch.context() as patch:
-
-        def killed(*_arguments, **_keys):
-            raise KeyboardInterrupt
-
-        patch.setattr(spikes, "row_losses", killed)
-        with pytest.raises(KeyboardInterrupt):
-            train(found)
-    found = train(found)
+def test_a_run_that_finds_guilty_rows_ends_in_the_bits_of_one_that_was_told(words, capsys):
+    found = train(load_config(None, [*words, "run_name=found", "max_loss_spike=1.5"]))
     said = capsys.readouterr().out
-    assert [line.split()[1] for line in said.splitlines() if "the run goes back" in line] == ["45", "45", "47"]
+    assert [line.split()[1] for line in said.splitlines() if "the run goes back" in line] == ["25", "27"]
     path = found.run_directory / "excluded_rows.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     where = [(row["source"], row["row"], row["from_example"], row["step"], row["spike"]) for row in rows]
-    assert where[0] == ("odd", (44 * 8 + 3) // 2, 44 * 8, 45, 1)
-    assert sorted(where[1:]) == [("even", (46 * 8 + 6) // 2, 46 * 8, 47, 2), ("odd", (46 * 8 + 1) // 2, 46 * 8, 47, 2)]
+    assert where[0] == ("odd", (24 * 8 + 3) // 2, 24 * 8, 25, 1)
+    assert sorted(where[1:]) == [("even", (26 * 8 + 6) // 2, 26 * 8, 27, 2), ("odd", (26 * 8 + 1) // 2, 26 * 8, 27, 2)]
 
     told = train(load_config(None, [*words, "run_name=told", f"excluded_rows={path}"]))
     assert "goes back" not in capsys.readouterr().out
     assert not (told.run_directory / "excluded_rows.jsonl").exists()
     got, want = _steps(found), _steps(told)
-    assert [line["step"] for line in got] == list(range(1, 51))  # each once
+    assert [line["step"] for line in got] == list(range(1, 30))  # each once
     assert got == want
     # A text of 28 letters has 28 targets, a planted one 30; its slot is empty.
-    assert [line["target_tokens"] for line in got[43:48]] == [8 * 28, 7 * 28, 8 * 28, 6 * 28, 8 * 28]
+    assert [line["target_tokens"] for line in got[23:28]] == [8 * 28, 7 * 28, 8 * 28, 6 * 28, 8 * 28]
     assert {line["examples"] for line in got} == {8}
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(found.state), jax.device_get(told.state))
+
+
+def test_a_run_that_is_killed_while_it_looks_has_gone_back_and_left_nothing_out(tmp_path, monkeypatch):
+    """Started again, it comes to the same spike."""
+    went = []
+    checkpointer = types.SimpleNamespace(go_back=lambda before: went.append(before))
+
+    def killed():
+        assert went == [24]  # a checkpoint of step 24 may be of an update that is to blame
+        raise KeyboardInterrupt
+
+    run = types.SimpleNamespace(checkpointer=checkpointer, restore_or_init=killed, directory=tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        spikes.leave_out_guilty(run, None, step=25, limit=1.0)
+    assert not list(tmp_path.iterdir())
 
 
 def _row(number, loss, grad_norm=1.0, tokens=10):
@@ -109,5 +114,5 @@ def test_a_run_goes_back_a_few_times_only(tmp_path):
     refuse_to_go_back(_run(tmp_path, "exclude", [1] * 9 + [100] * (MOST - 1)), spike)  # long ago does not count
     with pytest.raises(LossSpike, match="step 100 has loss 9; the run has gone back 5 times within 32 steps"):
         refuse_to_go_back(_run(tmp_path, "exclude", [98, 98, 99, 100, 100]), spike)
-    with pytest.raises(LossSpike, match="step 100 has loss 9$"):
+    with pytest.raises(LossSpike, match=r"step 100 has loss 9$"):
         refuse_to_go_back(_run(tmp_path, "stop", []), spike)
