@@ -287,7 +287,8 @@ def _loss_spikes(config: Config) -> Violation | None:
     if not config.max_loss_spike:
         return unused(config, {"loss_spike_action": "exclude"}, "has no use with max_loss_spike=0")
     reason = "with enable_diloco=true: replicas have parameters of their own, none by which to look for guilty rows"
-    return unused(config, {"loss_spike_action": "stop"}, reason) if config.enable_diloco else None
+    plain = {"loss_spike_action": "stop"}
+    return unused(config, plain, reason, {"max_loss_spike": 0}) if config.enable_diloco else None
 
 
 def _shared_optimizer(config: Config) -> Violation | None:
