@@ -44,7 +44,7 @@ def parse_data_only(words: Sequence[str]) -> DataOnly:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Trains what the arguments name and returns the exit code: 0, 3 (non-finite loss) or 75 (stopped by a signal).
+    """Trains what the arguments name and returns the exit code: 0, 3 (no finite loss, or a spike) or 75 (a signal).
 
     Raises:
       UserError: with every problem of the config or the data.
@@ -76,12 +76,12 @@ def main(argv: Sequence[str]) -> int:
 
 def finish(train: Callable[[Any], Any], config: Config) -> int:
     """Trains by `train(config)`, says how it ended and returns the exit code."""
-    from maxtext_lite.training import NonFiniteLoss
+    from maxtext_lite.training import LossSpike
 
     go_on_without_stdout()  # what a run says stands in its directory as well
     try:
         result = train(config)
-    except NonFiniteLoss as error:
+    except LossSpike as error:
         complain(f"error: {error}")
         return EXIT_NON_FINITE
     if result.interrupted:

@@ -277,6 +277,20 @@ def _schedule_of_replicas(config: Config) -> Violation | None:
     return unused(config, {"schedule_unit": "steps"}, reason) if config.enable_diloco else None
 
 
+def _loss_spikes(config: Config) -> Violation | None:
+    """Rows are found by the loss of each, by one set of parameters."""
+    if config.dataset_type in RL_DATASETS:
+        plain = {"max_loss_spike": 0, "loss_spike_action": "exclude", "excluded_rows": ""}
+        return unused(
+            config, plain, "has no use in reinforcement learning, whose loss is about 0 and whose rows are new"
+        )
+    if not config.max_loss_spike:
+        return unused(config, {"loss_spike_action": "exclude"}, "has no use with max_loss_spike=0")
+    reason = "with enable_diloco=true: replicas have parameters of their own, none by which to look for guilty rows"
+    plain = {"loss_spike_action": "stop"}
+    return unused(config, plain, reason, {"max_loss_spike": 0}) if config.enable_diloco else None
+
+
 def _shared_optimizer(config: Config) -> Violation | None:
     reason = "with enable_diloco=true: replicas have an optimizer state each, none to share"
     return unused(config, {"shard_optimizer_over_data": False}, reason) if config.enable_diloco else None
@@ -294,6 +308,7 @@ RULES: tuple[Callable[[Config], Violation | None], ...] = (
     _remat_lists,
     _schedule_of_replicas,
     _loss_scale,
+    _loss_spikes,
     _shared_optimizer,
     *MODEL_RULES,
     _vocab_tiling,

@@ -110,6 +110,8 @@ class OptimizerConfig(Section):
     gradient_clipping_threshold: NotNegative
     skip_nonfinite_updates: Flag
     max_skipped_updates: Count
+    max_loss_spike: NotNegative
+    loss_spike_action: Literal["exclude", "stop"]
     optimizer_memory_host_offload: Flag
 
 
@@ -297,6 +299,7 @@ class DataConfig(Section):
     packing: Packing
     balance_attention: Flag
     data_shuffle_seed: SeedOrMinusOne
+    excluded_rows: PathText
     grain_worker_count: CountOrZero
 
     @property

@@ -17,7 +17,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import absl.flags
@@ -29,6 +29,7 @@ from jax.sharding import NamedSharding
 from maxtext_lite.batching import BatchPlan
 from maxtext_lite.config import UserError
 from maxtext_lite.data.balance import Balance
+from maxtext_lite.data.excluded import left_out
 from maxtext_lite.data.layout import RowLayout, row_layout
 from maxtext_lite.data.mixture_source import ids_of_run
 from maxtext_lite.data.packing import field_dtype
@@ -83,6 +84,7 @@ def training_batches(
     seed: int,
     worker_count: int,
     balance: Balance | None = None,
+    excluded: Mapping[int, int] | None = None,
 ) -> BatchIterator:
     """The batches of the `num_steps` steps that follow the first `examples_seen` examples of a run.
 
@@ -91,6 +93,7 @@ def training_batches(
       seed: data_shuffle_seed.
       worker_count: processes that read ahead; 0: threads of this process.
       balance: deals a step's rows to shards; None: they stay in the order of the run.
+      excluded: ids of examples whose slots are empty from these positions of the run on.
     Returns:
       An iterator of DeviceBatch [A, B, T]; close it, or use it as a context manager. B is the stage's; A is the
       target's, of which a stage that ramps up the accumulation has fewer in use.
@@ -125,6 +128,7 @@ def training_batches(
             micro_batches=stage.gradient_accumulation_steps,
             seed=seed,
             balance=balance and dataclasses.replace(balance, num_slots=layout.shape[1]),
+            excluded=excluded,
         )
         segments.append(_Segment(reads, layout, plan.loads_per_step, stage.gradient_accumulation_steps))
         num_steps -= steps
@@ -190,7 +194,7 @@ class TrainingReads:
       loads_per_step: loads that feed one step.
       micro_batches: those in use.
       seed: data_shuffle_seed.
-      balance: as of `training_batches`.
+      balance, excluded: as of `training_batches`.
     """
 
     source: ExampleSource
@@ -202,6 +206,7 @@ class TrainingReads:
     micro_batches: int
     seed: int
     balance: Balance | None = None
+    excluded: Mapping[int, int] | None = None
 
     def __len__(self) -> int:
         return self.num_steps * self.loads_per_step
@@ -210,12 +215,13 @@ class TrainingReads:
         step, load = divmod(index, self.loads_per_step)
         first = self.first_example + step * self.step_examples
         ids, imbalance = ids_of_run(self.source, first, self.step_examples, seed=self.seed), None
+        excluded = left_out(ids, first, self.excluded or {})
         if self.balance:
             ids, imbalance = self.balance.dealt(self.source, ids, self.micro_batches)
         # Example j is in micro-batch j % A, slot j // A: undealt, a device holds the same examples with any other A.
         slots, micro_batches = np.divmod(np.arange(self.step_examples), self.micro_batches)
-        own = np.flatnonzero(np.isin(slots, self.host_slots))
-        own = np.array_split(own, self.loads_per_step)[load]
+        own = np.array_split(np.flatnonzero(np.isin(slots, self.host_slots)), self.loads_per_step)[load]
+        own = own[~np.isin(ids[own], excluded)]  # their slots stay empty
         read = _read_rows(self.source, ids, own, np.stack([micro_batches[own], slots[own]]), self.host_slots)
         return read._replace(attention_imbalance=imbalance)
 
@@ -267,7 +273,6 @@ class BatchIterator(Iterator[DeviceBatch]):
         self._unread: str | None = None
         # One thread: it reads and transfers in order, and the transfer of the next batch overlaps the current step.
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="next-batch")
-        self._ahead: concurrent.futures.Future[tuple[_Loaded, str | None] | None] | None
         self._ahead = self._thread.submit(self._load)
 
     def __next__(self) -> DeviceBatch:
@@ -288,10 +293,8 @@ class BatchIterator(Iterator[DeviceBatch]):
 
     def first_problem(self) -> str | None:
         """Why this host cannot read one of the first batches, for which it waits; None where it can."""
-        if self._ahead is None:
-            return None
         try:
-            loaded = self._ahead.result()
+            loaded = self._ahead and self._ahead.result()
         except UserError as error:
             return str(error)
         return loaded and loaded[1]

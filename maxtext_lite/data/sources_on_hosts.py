@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
 from maxtext_lite.config import DataConfig, UserError
+from maxtext_lite.data.excluded import ExcludedRow, read_excluded
 from maxtext_lite.data.mixture_source import MixtureSource, Opened, each_config, joined, target_tokens_between
 from maxtext_lite.data.sources import ExampleSource, open_sources
 from maxtext_lite.parallel import exchange, value_of_host
@@ -83,6 +85,26 @@ def _summary(source: ExampleSource) -> dict[str, object]:
         len(source), source.num_tokens, source.num_target_tokens, source.fingerprint, tuple(source.fields)
     )
     return dataclasses.asdict(unread)
+
+
+def excluded_rows_on_hosts(path: Path, where: str = "") -> list[ExcludedRow]:
+    """`read_excluded` by the first host, for all. All hosts call it.
+
+    Args:
+      where: as of `read_excluded`; "": the file may be missing, which says as much as an empty one.
+    Raises:
+      UserError: on every host, if the first one could not read it.
+    """
+    found: dict[str, Any] = {"rows": []}
+    if jax.process_index() == 0 and (where or path.is_file()):
+        try:
+            found["rows"] = [row.model_dump() for row in read_excluded(path, where or str(path))]
+        except UserError as error:
+            found["problems"] = list(error.problems)
+    found = value_of_host(0, found)
+    if "problems" in found:
+        raise UserError(found["problems"])
+    return [ExcludedRow(**row) for row in found["rows"]]
 
 
 def target_tokens_of_run(source: ExampleSource, *, total_examples: int, seed: int, loading_hosts: Sequence[int]) -> int:

@@ -30,6 +30,7 @@ from maxtext_lite.reporting.records import (
 
 _FILES = ("config.yml", "plan.json", "metrics.jsonl")
 _TIMELINE_STEPS = 3
+_MOST_STEPS = 8  # that a note names
 _LARGEST = 1e300  # beyond it sums overflow; no metric of a run that goes on is there
 
 Column = Sequence[float | None]
@@ -137,6 +138,10 @@ def _labels(paths: Sequence[Path]) -> list[str]:
 def _read_run(directory: Path, label: str) -> Run:
     notes: list[str] = []
     metrics = directory / "metrics.jsonl"
+    excluded = [line["step"] for line in _records(directory / "excluded_rows.jsonl", notes)]
+    if excluded:
+        at = ", ".join(f"{step:,}" for step in [*dict.fromkeys(excluded)][:_MOST_STEPS])
+        notes.append(f"the run went back before step {at}, and left out {len(excluded):,} rows: excluded_rows.jsonl.")
     steps, skipped, evaluations = _read_metrics(metrics, notes)
     settings = _read_settings(directory / "config.yml", notes)
     try:

@@ -7,13 +7,14 @@ if TYPE_CHECKING:
     from maxtext_lite.training.callbacks import Callback
     from maxtext_lite.training.custom_loss import Loss, Predictions
     from maxtext_lite.training.loop import RunResult, train
-    from maxtext_lite.training.step_log import NonFiniteLoss
+    from maxtext_lite.training.step_log import LossSpike, NonFiniteLoss
 
-__all__ = ["Callback", "Loss", "NonFiniteLoss", "Predictions", "RunResult", "train"]
+__all__ = ["Callback", "Loss", "LossSpike", "NonFiniteLoss", "Predictions", "RunResult", "train"]
 
 _MODULES = {
     "Callback": "callbacks",
     "Loss": "custom_loss",
+    "LossSpike": "step_log",
     "NonFiniteLoss": "step_log",
     "Predictions": "custom_loss",
     "RunResult": "loop",

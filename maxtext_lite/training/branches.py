@@ -140,6 +140,8 @@ class Branches:
         shutil.copytree(self._run / "checkpoints" / str(self._step), unfinished / "checkpoints" / str(self._step))
         if (self._run / "frozen").exists():
             shutil.copytree(self._run / "frozen", unfinished / "frozen")
+        if (excluded := self._run / "excluded_rows.jsonl").exists():
+            shutil.copy(excluded, unfinished)
         (unfinished / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in self._lines))
         unfinished.rename(directory)
 

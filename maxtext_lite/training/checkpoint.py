@@ -50,6 +50,7 @@ class Counts:
       tokens_seen: target tokens consumed.
       skipped_in_a_row: steps up to this one that were skipped for a gradient that was not finite.
       noise: what is known of the gradient noise scale.
+      losses: of the last steps, against which the next one's is held; none with max_loss_spike=0.
     """
 
     step: int = 0
@@ -57,6 +58,7 @@ class Counts:
     tokens_seen: int = 0
     skipped_in_a_row: int = 0
     noise: NoiseScale = dataclasses.field(default_factory=NoiseScale)
+    losses: tuple[float, ...] = ()
 
 
 _MODEL_KEYS = tuple(key for key in ModelConfig.model_fields if key not in ("model_name", "initializer_range"))
@@ -157,8 +159,11 @@ class CheckpointReader:
         arguments = {name: ocp.args.StandardRestore(tree) for name, tree in as_saved.items()}
         restored = checkpointer.restore(path, args=ocp.args.Composite(**arguments))
         restored = {name: reshaped(restored[name], tree) for name, tree in wanted.items()}
-        counts = Counts(**{field.name: about[field.name] for field in dataclasses.fields(Counts)})
-        counts = dataclasses.replace(counts, noise=NoiseScale(**about["noise"]))
+        counts = Counts(
+            **{field.name: about[field.name] for field in dataclasses.fields(Counts) if field.name in about}
+        )
+        losses = tuple(about.get("losses", ()))  # older versions kept none
+        counts = dataclasses.replace(counts, noise=NoiseScale(**about["noise"]), losses=losses)
         steps_done, skipped_in_a_row = (
             jax.device_put(jax.numpy.asarray(count, abstract.step.dtype), abstract.step.sharding)
             for count in (step, counts.skipped_in_a_row)
@@ -282,6 +287,16 @@ class Checkpointer(CheckpointReader):
         """See `CheckpointReader`; a save under way comes first."""
         self.wait()
         return super().restore(abstract)
+
+    def go_back(self, before: int) -> None:
+        """Deletes all after the newest whole checkpoint of a step before this one; nothing where there is none."""
+        steps = value_of_host(0, steps_in(self._directory))
+        for step in reversed([step for step in steps if step < before]):
+            if check(self._directory / str(step)).problem is None:
+                later = [self._directory / str(each) for each in steps if each > step]
+                self._failures.on_first_host(self._directory, lambda later=later: [*map(remove, later)])
+                self._newest = self._failures.newest = step
+                return
 
     def wait(self) -> None:
         """Returns once every save counts.

@@ -76,6 +76,7 @@ class FeedSteps:
             seed=run.config.data_shuffle_seed,
             worker_count=run.config.grain_worker_count,
             balance=Balance.of(run.config, run.plan),
+            excluded=run.excluded,
         )
 
     @property

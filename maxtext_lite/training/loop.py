@@ -28,8 +28,9 @@ from maxtext_lite.training.metrics import MetricsLog, Profile, Terminal
 from maxtext_lite.training.opening import Sources, chosen_split, open_run, plan_on_devices
 from maxtext_lite.training.optimizer import OptimizerFactory
 from maxtext_lite.training.run import Data, TrainingRun
+from maxtext_lite.training.spikes import leave_out_guilty, refuse_to_go_back
 from maxtext_lite.training.state import OwnParts, TrainState
-from maxtext_lite.training.step_log import StepLog, Taken
+from maxtext_lite.training.step_log import LossSpike, StepLog, Taken
 from maxtext_lite.training.step_memory import Ladder, OutOfMemory
 from maxtext_lite.training.stopping import Signals, Stop, watch_signals
 
@@ -135,7 +136,7 @@ def train(
     Raises:
       UserError: the config cannot be trained on these devices or this data, or contradicts the checkpoint; an object is
         not what its protocol promises.
-      NonFiniteLoss: the loss stopped being a number.
+      LossSpike: the loss stopped being a number, or left its band, and the run did not go back.
     """
     sources = _own_sources(config, source, eval_source)
     own_objective = None
@@ -148,15 +149,21 @@ def train(
     own, ladder = OwnParts(model, own_objective, optimizer), Ladder.of(config, device_memory_gb)
     if wants_solving(config) and not ladder.rungs:
         ladder = ladder.with_rung(chosen_split(config, device_memory_gb))
+    go_back: Callable[[TrainingRun[ExampleSource], Terminal], None] | None = None
     while True:
         run = open_run(ladder.applied(config), sources, own, device_memory_gb=device_memory_gb)
         run.memory.ladder = ladder
         try:
-            return train_run(run, functools.partial(steps_of_feed, run), callbacks)
+            return train_run(run, functools.partial(steps_of_feed, run), callbacks, go_back)
         except OutOfMemory as error:
-            ladder, why = ladder.lowered(run.config, run.plan, plan_on_devices(run.plan)), str(error)
+            ladder, go_back = ladder.lowered(run.config, run.plan, plan_on_devices(run.plan)), None
+            why = f"out of memory: {error}; the run starts again with {ladder.newest}"
+        except LossSpike as error:
+            refuse_to_go_back(run, error)
+            why, step, limit = f"{error}; the run goes back", error.step, error.limit
+            go_back = functools.partial(leave_out_guilty, step=step, limit=limit)
         if run.is_first:
-            print(f"out of memory: {why}; the run starts again with {ladder.newest}", flush=True)
+            print(why, flush=True)
 
 
 def steps_of_feed(run: TrainingRun[ExampleSource], *start: Any) -> tuple[FeedSteps, HeldOutLoss]:
@@ -189,8 +196,13 @@ def _refuse_pairs(config: Config, name: str) -> None:
         )
 
 
-def train_run(run: TrainingRun[Data], begin: Begin, callbacks: Sequence[Callback] = ()) -> RunResult:
-    """Takes the steps of a run that are left; raises what `train` raises."""
+def train_run(
+    run: TrainingRun[Data],
+    begin: Begin,
+    callbacks: Sequence[Callback] = (),
+    go_back: Callable[[TrainingRun[Data], Terminal], None] | None = None,
+) -> RunResult:
+    """Takes the steps of a run that are left, after what `go_back` does; raises what `train` raises."""
     terminal = Terminal(log_period=run.config.log_period, quiet=not run.is_first)
     with contextlib.ExitStack() as open_things:
         open_things.enter_context(jax.default_matmul_precision(run.config.matmul_precision))
@@ -198,6 +210,8 @@ def train_run(run: TrainingRun[Data], begin: Begin, callbacks: Sequence[Callback
         signals = open_things.enter_context(watch_signals())
         open_things.callback(terminal.close)
         open_things.enter_context(run.opened(terminal.say))
+        if go_back:
+            go_back(run, terminal)
         state, counts = run.restore_or_init()
         left = run.steps_left(counts)
         if not left:

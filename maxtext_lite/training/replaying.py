@@ -20,9 +20,9 @@ from maxtext_lite.training.environment import environment
 from maxtext_lite.training.feed_steps import FeedSteps
 from maxtext_lite.training.metrics import Terminal
 from maxtext_lite.training.opening import open_run
-from maxtext_lite.training.row_losses import RowLoss, row_losses
+from maxtext_lite.training.row_losses import RowLoss, make_row_losses
 from maxtext_lite.training.run_difference import compared_fields, lines_of
-from maxtext_lite.training.step_log import NonFiniteLoss, StepLog
+from maxtext_lite.training.step_log import LossSpike, StepLog
 
 TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 2e-2}
 """Relative, by `dtype`, of a step that is done again on other devices, by other versions or with other keys."""
@@ -109,11 +109,11 @@ def replayed(
                     steps.prepare(number)
                 if with_rows and number == step:
                     first = log.counts.examples_seen
-                    rows = row_losses(run, state, first=first, count=run.plan.step_examples(first))
+                    rows = make_row_losses(run)(state, first, run.plan.step_examples(first))
                 state, taken = steps.take(state, number)
                 try:
                     log.add(number, taken, state)
-                except NonFiniteLoss as error:  # as it may have been in the run
+                except LossSpike as error:  # as it may have been in the run
                     say(str(error))
                     break
     run.failures.raise_together()

@@ -4,6 +4,7 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # jax and optax declare some of their functions in part.
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -12,9 +13,10 @@ import optax
 
 from maxtext_lite.config import UserError
 from maxtext_lite.data import ExampleSource, MixtureSource, field_dtype, load_tokenizer
+from maxtext_lite.data.excluded import left_out
 from maxtext_lite.data.mixture_source import ids_of_run
-from maxtext_lite.parallel import sharding
-from maxtext_lite.training.arrays import Params, Rows
+from maxtext_lite.parallel import sharding, value_of_host
+from maxtext_lite.training.arrays import Params, Rows, Scalar
 from maxtext_lite.training.gradients import TRAIN_BATCH_AXES, accumulate_gradients
 from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.state import TrainState
@@ -31,10 +33,11 @@ class RowLoss:
       row: its number in its source.
       text: its beginning; special tokens give none.
       documents: that have tokens in it.
-      loss: nats per target token.
-      loss_sum: nats of all of its target tokens.
+      loss: nats per target token (dpo: the loss per pair).
+      loss_sum: of all of its target tokens, or pairs.
       grad_norm: of its part of the step's gradient. The parts add up to that gradient, so that the parts' norms add up
         to no less than the step's `grad_norm`, but for the rounding of their sum.
+      num_counted: target tokens, or pairs.
     """
 
     source: str
@@ -45,47 +48,58 @@ class RowLoss:
     loss: float
     loss_sum: float
     grad_norm: float
+    num_counted: int
 
 
-def row_losses(run: TrainingRun[ExampleSource], state: TrainState, *, first: int, count: int) -> list[RowLoss]:
-    """The rows at the positions `first` to `first + count - 1` of a run, by the state before the step that takes them.
+def make_row_losses(run: TrainingRun[ExampleSource]) -> Callable[[TrainState, int, int], list[RowLoss]]:
+    """A function that gives the rows at the positions `first` to `first + count - 1` of a run, from (state, first,
+    count), by the state before the step that takes them.
 
-    Each goes through the step's own loss and gradient, in a batch of no other row.
+    Each goes through the step's own loss and gradient, in a batch of no other row. Rows that the run leaves out there
+    are none of them. All hosts call it.
 
     Raises:
-      UserError: the run has local updates, whose rows meet different parameters, or several processes.
+      UserError: the run has local updates, whose rows meet different parameters.
     """
-    if run.parts.local or jax.process_count() > 1:
-        what = "enable_diloco=true has parameters for each replica" if run.parts.local else "it has several processes"
-        raise UserError(f"--rows takes the gradient of one row after the other by one set of parameters; {what}.")
-    source, where = run.source, sharding(run.mesh, TRAIN_BATCH_AXES)
-    ids = ids_of_run(source, first, count, seed=run.config.data_shuffle_seed)
-    names = source.named_rows(ids) if isinstance(source, MixtureSource) else [("", row) for row in ids.tolist()]
+    if run.parts.local:
+        raise UserError(
+            "--rows takes the gradient of one row after the other by one set of parameters; enable_diloco=true has "
+            "parameters for each replica."
+        )
     tokenizer, step_gradients = load_tokenizer(run.config), accumulate_gradients(run.parts)
-    params, frozen = jax.block_until_ready((state.params, state.frozen))
-    loss_scale = run.parts.optimizer.loss_scale(state.opt_state)
+    source, where, reader = run.source, sharding(run.mesh, TRAIN_BATCH_AXES), run.plan.loading_hosts[0]
+    sizes = 1, run.plan.slots_for(1), source.num_tokens
 
     @jax.jit
-    def alone(params: Params, frozen: Params | None, batch: Rows) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def alone(params: Params, frozen: Params | None, loss_scale: Scalar, batch: Rows) -> tuple[jax.Array, ...]:
         found = step_gradients(params, batch, None, loss_scale, frozen)
-        return found.loss, found.target_tokens, optax.tree.norm(run.parts.optimizer.without_loads(found.gradients))
-
-    found: list[tuple[dict[str, np.ndarray], float, int, float]] = []
-    for row in ids.tolist():
-        fields = source[row]
-        sizes = 1, run.plan.slots_for(1), source.num_tokens
-        batch = {name: np.zeros(sizes, field_dtype(name)) for name in source.fields}
-        for name, values in fields.items():
-            batch[name][0, 0] = values
-        loss, tokens, norm = jax.device_get(alone(params, frozen, jax.device_put(batch, where)))
-        found.append((fields, float(loss), int(tokens), float(norm)))
-    whole = max(sum(tokens for _, _, tokens, _ in found), 1)
+        norm = optax.tree.norm(run.parts.optimizer.without_loads(found.gradients))
+        return found.loss, found.target_tokens, found.num_counted, norm
 
     def text(fields: dict[str, np.ndarray]) -> str:
         ids = fields["tokens"][fields["segments"] > 0][:_TEXT_TOKENS]
         return tokenizer.decode(ids[ids < tokenizer.vocab_size])[:_TEXT_LETTERS]
 
-    return [
-        RowLoss(*name, text(fields), int(fields["segments"].max()), tokens, loss, loss * tokens, norm * tokens / whole)
-        for name, (fields, loss, tokens, norm) in zip(names, found, strict=True)
-    ]
+    def row_losses(state: TrainState, first: int, count: int) -> list[RowLoss]:
+        ids = ids_of_run(source, first, count, seed=run.config.data_shuffle_seed)
+        ids = ids[~np.isin(ids, left_out(ids, first, run.excluded))]
+        names = source.named_rows(ids) if isinstance(source, MixtureSource) else [("", row) for row in ids.tolist()]
+        params, frozen = jax.block_until_ready((state.params, state.frozen))
+        loss_scale = run.parts.optimizer.loss_scale(state.opt_state)
+        found: list[tuple[dict[str, np.ndarray], float, int, int, float]] = []
+        for row in ids.tolist():
+            read = {name: x.tolist() for name, x in source[row].items()} if jax.process_index() == reader else None
+            fields = {name: np.asarray(x, field_dtype(name)) for name, x in value_of_host(reader, read).items()}
+            batch = {name: np.zeros(sizes, field_dtype(name)) for name in source.fields}
+            for name, values in fields.items():
+                batch[name][0, 0] = values
+            arrays = {name: jax.make_array_from_callback(sizes, where, x.__getitem__) for name, x in batch.items()}
+            loss, tokens, counted, norm = jax.device_get(alone(params, frozen, loss_scale, arrays))
+            found.append((fields, float(loss), int(tokens), int(counted), float(norm)))
+        whole = max(sum(counted for *_, counted, _ in found), 1)
+        return [
+            RowLoss(*name, text(fields), int(fields["segments"].max()), tokens, loss, loss * n, norm * n / whole, n)
+            for name, (fields, loss, tokens, n, norm) in zip(names, found, strict=True)
+        ]
+
+    return row_losses

@@ -31,8 +31,10 @@ from maxtext_lite.data import (
     source_tokens_of_run,
     target_tokens_of_run,
 )
+from maxtext_lite.data.excluded import ExcludedRow, excluded_ids
 from maxtext_lite.data.mixture_of_run import in_run, mixture_sentences, mixture_table, steps_left
 from maxtext_lite.data.preparing.inspecting import summaries
+from maxtext_lite.data.sources_on_hosts import excluded_rows_on_hosts
 from maxtext_lite.hf import carry_files
 from maxtext_lite.models import Decoder
 from maxtext_lite.parallel import tree_shardings
@@ -56,6 +58,9 @@ from maxtext_lite.training.state import (
     state_from,
 )
 from maxtext_lite.training.step_memory import StepMemory
+
+EXCLUDED = "excluded_rows.jsonl"
+"""In the run directory: the rows that the run has left out of itself."""
 
 
 class _HasNotes(Protocol):
@@ -90,6 +95,8 @@ class TrainingRun(Generic[Data]):
       is_first: this process writes the run directory.
       failures: what could not be written.
       memory: what a step holds on a device.
+      recorded: rows that the run has left out of itself; known once it is restored.
+      excluded: ids of those and of the config's, each with the place of the run from which on it is left out.
       checkpointer: None where enable_checkpointing is false, and before `opened`.
     Args:
       own: what of a step is not as the config says.
@@ -125,6 +132,7 @@ class TrainingRun(Generic[Data]):
                 "Nearest that work: enable_checkpointing=true, or another run_name."
             )
         self.failures, self.memory = Failures(), StepMemory(plan.memory)
+        self.recorded, self.excluded = list[ExcludedRow](), dict[int, int]()
         self.checkpointer: Checkpointer | None = None
         self._saved: CheckpointReader | None = None
         self._source_tokens: tuple[int, dict[str, int]] | None = None
@@ -262,6 +270,12 @@ class TrainingRun(Generic[Data]):
         self.source, mixtures = in_run(self.config, self.source, saved, (counts.examples_seen, counts.tokens_seen))
         if self._saved:
             self._saved.mixtures = mixtures
+        path, source = self.config.excluded_rows, cast(ExampleSource, self.source)
+        key = f"excluded_rows={value_text(path)}" if path else ""
+        listed = excluded_rows_on_hosts(Path(path), key) if path else []
+        excluded_ids(source, listed, key)
+        self.recorded = excluded_rows_on_hosts(self.directory / EXCLUDED)
+        self.excluded = excluded_ids(source, [*listed, *self.recorded])
 
     def steps_left(self, counts: Counts) -> int:
         """Steps that remain after those of `counts`, in the data too.

@@ -1,5 +1,6 @@
 """The step log of a run: every step counted, recorded and shown, and what follows a gradient that is not finite."""
 
+import dataclasses
 import math
 import time
 import types
@@ -14,6 +15,7 @@ from maxtext_lite.batching import batch_size_advice, laws_beside
 from maxtext_lite.data import MixtureSource, hash_of_run
 from maxtext_lite.training.arrays import Record
 from maxtext_lite.training.checkpoint import Counts
+from maxtext_lite.training.loss_band import WINDOW, band_limit
 from maxtext_lite.training.metrics import Terminal
 from maxtext_lite.training.nonfinite import NonFinite
 from maxtext_lite.training.run import TrainingRun
@@ -23,7 +25,20 @@ from maxtext_lite.training.step_memory import peak_memory_bytes
 NOTHING_SAVED = "nothing was saved at or after it"
 
 
-class NonFiniteLoss(Exception):
+class LossSpike(Exception):
+    """The loss of a step left its band (max_loss_spike); nothing was saved after it.
+
+    Attributes:
+      step: the first that shows it: what is wrong is in its examples, or in the update before it.
+      limit: the end of its band.
+    """
+
+    def __init__(self, message: str, step: int, limit: float = math.inf):
+        super().__init__(message)
+        self.step, self.limit = step, limit
+
+
+class NonFiniteLoss(LossSpike):
     """The loss or the gradient of a step was infinite or not a number; nothing was saved after it."""
 
 
@@ -89,7 +104,7 @@ class StepLog:
         Args:
           state: of this step or a later one.
         Raises:
-          NonFiniteLoss: the run may not go on after this step.
+          LossSpike: the run may not go on after this step.
         """
         run, counts = self._run, self.counts
         values = {name: value.item() for name, value in jax.device_get(taken.metrics).items()}
@@ -108,6 +123,7 @@ class StepLog:
             counts.tokens_seen + values["target_tokens"],
             0 if finite else counts.skipped_in_a_row + (not self._may_be_the_scale(values)),
             noise,
+            counts.losses,
         )
         self.loss = values["loss"]
         stage = run.plan.stage_at(counts.examples_seen)
@@ -139,7 +155,9 @@ class StepLog:
         if not finite:
             self._skip_or_stop(step, values, lambda: taken.find_cause(state))
         elif not math.isfinite(values["param_norm"]):
-            raise NonFiniteLoss(f"step {step} left param_norm {values['param_norm']}; {NOTHING_SAVED}")
+            raise NonFiniteLoss(f"step {step} left param_norm {values['param_norm']}; {NOTHING_SAVED}", step + 1)
+        elif run.config.max_loss_spike and values["target_tokens"]:
+            self._compare(step, values["loss"])
         return record
 
     def write(self, record: Record) -> None:
@@ -173,8 +191,21 @@ class StepLog:
         where = "no part of it is not finite by itself" if cause is None else str(cause)
         raise NonFiniteLoss(
             f"step {step} has loss {metrics['loss']} and grad_norm {metrics['grad_norm']}{skipped}: {where}; "
-            f"{NOTHING_SAVED}"
+            f"{NOTHING_SAVED}",
+            step,
         )
+
+    def _compare(self, step: int, loss: float) -> None:
+        """Holds a loss against those of the steps before it, to which it is added."""
+        losses, width = self.counts.losses, self._run.config.max_loss_spike
+        if loss > (limit := band_limit(losses, width)):
+            raise LossSpike(
+                f"step {step} has loss {loss:.6g}, above {limit:.6g}: max_loss_spike={width:g} robust deviations "
+                f"over the median of the {len(losses)} losses before it; {NOTHING_SAVED}",
+                step,
+                limit,
+            )
+        self.counts = dataclasses.replace(self.counts, losses=(*losses, loss)[-WINDOW:])
 
     def advise(self) -> None:
         """Says what the noise scale suggests for the batch size, where it is known; not of reinforcement learning."""

@@ -13,6 +13,8 @@ REFUSED = {
                               "tokenizer_path= or tokenizer_type=huggingface.",
     "tokenizer_type=huggingface": "tokenizer_path is empty, but tokenizer_type=huggingface reads a file: name "
                                   "it. Nearest that works: tokenizer_type=byte.",
+    "loss_spike_action=stop": "loss_spike_action=stop has no use with max_loss_spike=0. Nearest that works: exclude.",
+    "max_loss_spike=-1": "max_loss_spike=-1 must be at least 0. Nearest that works: 0.",
     "dataset_path=": "dataset_path is empty, but dataset_type=text reads a file, directory or glob: name it. "
                      "Nearest that works: dataset_type=synthetic.",
     "dataset_path=gs://b": "dataset_path=gs://b is in a bucket, and dataset_type=text reads local files: copy them, or "

@@ -162,6 +162,23 @@ def reads_of(source, host_slots, **changes):
     return TrainingReads(source, host_slots=np.asarray(host_slots), seed=4, **keys | changes)
 
 
+@pytest.mark.parametrize("keys", [{"expansion_factor_real_data": 0.5}, {"grain_worker_count": 0}])
+def test_a_row_that_is_left_out_leaves_its_slot_empty_from_its_place_of_the_run_on(keys):
+    """Four epochs of 6 examples in batches of 8; 2 is left out from the second epoch on, 5 always, 4 never."""
+    source, plan = NumberedSource(6), plan_for(4, per_device_batch_size=1, gradient_accumulation_steps=2, **keys)
+    shared = {"sharding": row_sharding(4), "examples_seen": 0, "num_steps": 3, "seed": 9, "worker_count": 0}
+    order = [*example_ids(0, 24, num_examples=6, seed=9)]
+    with training_batches(source, plan, excluded={2: 6, 5: 0, 4: 24}, **shared) as iterator:
+        for step, batch in enumerate(iterator):
+            here = order[8 * step : 8 * step + 8]
+            assert batch.example_ids.tolist() == here  # and their hash
+            assert batch.num_examples == 8
+            for place, example in enumerate(here):
+                is_out = example == 5 or (example == 2 and 8 * step + place >= 6)
+                for values in batch.arrays.values():
+                    assert (np.asarray(values)[place % 2, place // 2] == (0 if is_out else example + 1)).all()
+
+
 def test_a_host_reads_the_rows_of_its_slots_and_no_others():
     for host_slots in ([], [0], [3, 4, 5], [12, 13, 14, 15], range(16)):
         source = NumberedSource(100)

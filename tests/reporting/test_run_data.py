@@ -68,6 +68,14 @@ def test_a_whole_last_line_without_its_end_counts(tmp_path):
     assert not any("metrics" in note for note in run.notes)
 
 
+def test_where_a_run_went_back_is_noted(tmp_path):
+    directory = write_metrics(tmp_path / "r", [step_line(1)])
+    lines = [{"row": 3, "step": 45}, {"row": 4, "step": 1047}, {"row": 9, "step": 1047}]
+    (directory / "excluded_rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    note = "the run went back before step 45, 1,047, and left out 3 rows: excluded_rows.jsonl."
+    assert note in read(directory).notes
+
+
 def test_lines_without_a_step_are_noted_by_number(tmp_path):
     directory = write_metrics(tmp_path / "r", [step_line(1)])
     with (directory / "metrics.jsonl").open("a") as file:

@@ -138,6 +138,22 @@ def test_after_a_damaged_checkpoint_the_one_before_comes_back_to_the_bit(saved, 
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["7", "damaged-7"]
 
 
+def test_going_back_deletes_what_follows_the_newest_whole_one_that_is_old_enough(saved, tmp_path):
+    directory = shutil.copytree(saved[0], tmp_path / "run")
+    shutil.copytree(directory / "checkpoints" / "7", directory / "checkpoints" / "9")
+    checkpointer = _open(directory)
+    checkpointer.go_back(6)  # there is none before it
+    assert checkpointer.latest_step() == 9
+    checkpointer.go_back(9)
+    assert checkpointer.latest_step() == 7
+    assert sorted(path.name for path in (directory / "checkpoints").iterdir()) == ["6", "7"]
+    (directory / "checkpoints" / "7" / "sha256.0-of-1").unlink()
+    checkpointer.go_back(8)
+    assert checkpointer.latest_step() == 6
+    assert [path.name for path in (directory / "checkpoints").iterdir()] == ["6"]
+    checkpointer.close()
+
+
 def test_where_all_are_damaged_nothing_is_renamed_and_the_run_does_not_start_over(saved, tmp_path):
     run = _copy(saved, tmp_path)
     for step in ("6", "7"):

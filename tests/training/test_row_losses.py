@@ -8,7 +8,7 @@ import pytest
 
 from maxtext_lite.batching import make_plan
 from maxtext_lite.config import UserError
-from maxtext_lite.training.row_losses import row_losses
+from maxtext_lite.training.row_losses import make_row_losses
 
 
 class _Source:
@@ -28,11 +28,17 @@ def test_each_row_has_the_loss_and_the_gradient_that_it_has_alone(setup, rows, m
     it = setup("data_shuffle_seed=-1")
     plan = make_plan(it.config, num_devices=1, platform="cpu")
     run = types.SimpleNamespace(
-        config=it.config, mesh=it.mesh, parts=it.parts, decoder=it.decoder, plan=plan, source=_Source(rows)
+        config=it.config,
+        mesh=it.mesh,
+        parts=it.parts,
+        decoder=it.decoder,
+        plan=plan,
+        source=_Source(rows),
+        excluded={10: 10},
     )
     state = it.state()
     with jax.set_mesh(it.mesh), jax.default_matmul_precision("highest"):
-        nothing, *found = row_losses(run, state, first=7, count=3)  # row 7 has no target
+        nothing, *found = make_row_losses(run)(state, 7, 4)  # row 7 has no target, and row 10 is left out
         assert (nothing.target_tokens, nothing.loss, nothing.grad_norm) == (0, 0, 0)
         of_row = jax.jit(jax.value_and_grad(lambda params, row: mean_loss(it.decoder, params, row)))
         tokens = (rows["weights"][8:10] > 0).sum(axis=1)
@@ -41,6 +47,7 @@ def test_each_row_has_the_loss_and_the_gradient_that_it_has_alone(setup, rows, m
             loss, gradient = jax.device_get(of_row(state.params, alone))
             norm = np.sqrt(sum(np.sum(np.square(leaf, dtype=np.float64)) for leaf in jax.tree.leaves(gradient)))
             assert (row.source, row.row, row.target_tokens) == ("", 8 + number, tokens[number])
+            assert row.num_counted == tokens[number]
             assert row.documents == rows["segments"][8 + number].max()
             assert row.loss == pytest.approx(loss, rel=1e-5)
             assert row.loss_sum == pytest.approx(loss * tokens[number], rel=1e-5)
@@ -50,4 +57,4 @@ def test_each_row_has_the_loss_and_the_gradient_that_it_has_alone(setup, rows, m
 def test_replicas_with_parameters_of_their_own_are_refused():
     run = types.SimpleNamespace(parts=types.SimpleNamespace(local=True))
     with pytest.raises(UserError, match="enable_diloco=true has parameters for each replica"):
-        row_losses(run, None, first=0, count=1)
+        make_row_losses(run)

@@ -1,5 +1,6 @@
 """The step log: what a step's record holds, how counts go on, and when a run ends for a gradient that is not finite."""
 
+import dataclasses
 import json
 
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from maxtext_lite.config import load_config
 from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.metrics import MetricsLog, Terminal
 from maxtext_lite.training.opening import open_run
-from maxtext_lite.training.step_log import NonFiniteLoss, StepLog, Taken
+from maxtext_lite.training.step_log import LossSpike, NonFiniteLoss, StepLog, Taken
 from tests.training.test_run import TINY
 
 METRICS = {
@@ -78,6 +79,30 @@ def test_skipped_steps_in_a_row_end_the_run_at_their_limit(log_of):
     log.add(3, bad, STATE)
     with pytest.raises(NonFiniteLoss, match="after 2 skipped steps in a row"):
         log.add(4, bad, STATE)
+
+
+def test_a_loss_above_the_band_of_those_before_it_ends_the_run(log_of):
+    """Sixteen losses of 1 and 3 in turn: median 2, its distances 1, so that two deviations end at 2 + 2 x 1.4826."""
+    counts = Counts(losses=(*[9.0] * 16, *[1.0, 3.0] * 7, 1.0))
+    log = log_of("max_loss_spike=2", "skip_nonfinite_updates=true", counts=counts)
+    log.add(1, step(loss=3.0), STATE)
+    assert log.counts.losses == (*[9.0] * 16, *[1.0, 3.0] * 8)  # the last 32
+    log.add(2, step(loss=0.0, target_tokens=0), STATE)  # nothing of it was a loss
+    log.add(3, step(loss=float("nan"), skipped=True), STATE)
+    assert len(log.counts.losses) == 32
+    log.counts = dataclasses.replace(log.counts, losses=log.counts.losses[16:])
+    log.add(4, step(loss=4.965), STATE)
+    log.counts = dataclasses.replace(log.counts, losses=log.counts.losses[:16])
+    with pytest.raises(LossSpike, match=r"step 5 has loss 4\.966, above 4\.9652: max_loss_spike=2 robust") as spike:
+        log.add(5, step(loss=4.966), STATE)
+    assert (spike.value.step, spike.value.limit) == (5, pytest.approx(4.9652))
+    assert len(lines(log)) == 5  # on record all the same
+
+
+def test_without_a_band_a_run_goes_on_and_keeps_no_losses(log_of):
+    log = log_of(counts=Counts(losses=(1.0,) * 32))
+    log.add(1, step(loss=1e6), STATE)
+    assert log.counts.losses == (1.0,) * 32
 
 
 def test_parameters_that_are_not_finite_end_the_run(log_of):

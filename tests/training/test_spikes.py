@@ -1,0 +1,118 @@
+"""Runs that go back before a loss that left its band, beside runs that are told from their start what to leave out."""
+
+import json
+import types
+
+import jax
+import numpy as np
+import pytest
+
+from maxtext_lite.config import load_config
+from maxtext_lite.data.excluded import ExcludedRow
+from maxtext_lite.training import LossSpike, spikes, train
+from maxtext_lite.training.row_losses import RowLoss
+from maxtext_lite.training.spikes import MOST, RowsBefore, find_guilty, refuse_to_go_back
+
+SIZES = ["base_emb_dim=16", "base_mlp_dim=32", "base_num_decoder_layers=1", "base_num_query_heads=2",
+         "base_num_kv_heads=1", "head_dim=8", "max_target_length=32", "per_device_batch_size=1", "warmup_steps=1",
+         "packing=best_fit", "eval_interval=-1", "eval_fraction=0", "checkpoint_period=8", "learning_rate=0.05",
+         "learning_rate_schedule=constant", "data_shuffle_seed=-1", "steps=29"]  # fmt: skip
+PLANTED = {24 * 8 + 3: "~^|" * 10, 26 * 8 + 1: "@#!" * 10, 26 * 8 + 6: "~^|" * 10}
+"""Texts by their place in the run, of which eight make a step: one in step 25, and two in step 27."""
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory):
+    """Of a run over two sources in turn, whose texts are all alike but for the planted ones."""
+    directory = tmp_path_factory.mktemp("runs")
+    lines = [json.dumps({"text": PLANTED.get(place, "the cat sat on the mat there")}) + "\n" for place in range(320)]
+    for name, own in (("even", lines[::2]), ("odd", lines[1::2])):
+        (directory / f"{name}.jsonl").write_text("".join(own))
+    sources = ", ".join(f"{{name: {name}, path: {directory}/{name}.jsonl, weight: 1}}" for name in ("even", "odd"))
+    return [*SIZES, f"dataset_path=[{sources}]", f"base_output_directory={directory}"]
+
+
+def _steps(result):
+    lines = [json.loads(line) for line in (result.run_directory / "metrics.jsonl").read_text().splitlines()]
+    timed = ("step_seconds", "data_seconds", "tokens_per_second", "tflops_per_device", "mfu", "peak_memory_bytes")
+    return [{name: value for name, value in line.items() if name not in timed} for line in lines]
+
+
+def test_a_run_that_finds_guilty_rows_ends_in_the_bits_of_one_that_was_told(words, capsys):
+    found = train(load_config(None, [*words, "run_name=found", "max_loss_spike=1.5"]))
+    said = capsys.readouterr().out
+    assert [line.split()[1] for line in said.splitlines() if "the run goes back" in line] == ["25", "27"]
+    path = found.run_directory / "excluded_rows.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    where = [(row["source"], row["row"], row["from_example"], row["step"], row["spike"]) for row in rows]
+    assert where[0] == ("odd", (24 * 8 + 3) // 2, 24 * 8, 25, 1)
+    assert sorted(where[1:]) == [("even", (26 * 8 + 6) // 2, 26 * 8, 27, 2), ("odd", (26 * 8 + 1) // 2, 26 * 8, 27, 2)]
+
+    told = train(load_config(None, [*words, "run_name=told", f"excluded_rows={path}"]))
+    assert "goes back" not in capsys.readouterr().out
+    assert not (told.run_directory / "excluded_rows.jsonl").exists()
+    got, want = _steps(found), _steps(told)
+    assert [line["step"] for line in got] == list(range(1, 30))  # each once
+    assert got == want
+    # A text of 28 letters has 28 targets, a planted one 30; its slot is empty.
+    assert [line["target_tokens"] for line in got[23:28]] == [8 * 28, 7 * 28, 8 * 28, 6 * 28, 8 * 28]
+    assert {line["examples"] for line in got} == {8}
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(found.state), jax.device_get(told.state))
+
+
+def test_a_run_that_is_killed_while_it_looks_has_gone_back_and_left_nothing_out(tmp_path, monkeypatch):
+    """Started again, it comes to the same spike."""
+    went = []
+    checkpointer = types.SimpleNamespace(go_back=lambda before: went.append(before))
+
+    def killed():
+        assert went == [24]  # a checkpoint of step 24 may be of an update that is to blame
+        raise KeyboardInterrupt
+
+    run = types.SimpleNamespace(checkpointer=checkpointer, restore_or_init=killed, directory=tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        spikes.leave_out_guilty(run, None, step=25, limit=1.0)
+    assert not list(tmp_path.iterdir())
+
+
+def _row(number, loss, grad_norm=1.0, tokens=10):
+    return RowLoss("", number, "", 1, tokens, loss, loss * tokens, grad_norm, tokens)
+
+
+ALIKE = [_row(number, 2.0) for number in range(8)]
+
+
+@pytest.mark.parametrize(("rows", "before", "guilty"), [
+    # One and two rows that stand out by their loss, one by its gradient, one that is no number.
+    ([*ALIKE, _row(8, 9.0)], None, (80, [8])),
+    ([*ALIKE, _row(8, 9.0), _row(9, 30.0)], None, (80, [8, 9])),
+    ([*ALIKE, _row(8, 2.0, grad_norm=1.2)], None, (80, [8])),
+    ([*ALIKE, _row(8, float("nan"))], None, (80, [8])),
+    # None stands out, there are too few for one to do so, or the others are not in the band (2.5) without it.
+    ([_row(number, 9.0) for number in range(8)], None, (80, list(range(8)))),
+    ([_row(0, 2.0), _row(1, 9.0)], None, (80, [0, 1])),
+    ([*(_row(number, 3.0) for number in range(8)), _row(8, 9.0)], None, (80, list(range(9)))),
+    # By the parameters before the last update the step was in its band: the update is to blame.
+    (ALIKE, RowsBefore(72, [*ALIKE[:7], _row(17, 2.0, grad_norm=50.0)], ALIKE), (72, [17])),
+    (ALIKE, RowsBefore(72, ALIKE, ALIKE), (72, list(range(8)))),
+    # By those it was out of it as well.
+    ([*ALIKE, _row(8, 9.0)], RowsBefore(72, [*ALIKE[:7], _row(17, 9.0)], [*ALIKE, _row(8, 9.0)]), (80, [8])),
+])  # fmt: skip
+def test_rows_that_stand_out_in_the_step_to_blame_are_guilty_or_all_of_it(rows, before, guilty):
+    found = find_guilty(80, rows, before, limit=2.5, width=8)
+    assert (found.first, [row.row for row in found.rows]) == guilty
+
+
+def _run(tmp_path, action, steps):
+    recorded = [ExcludedRow(row=0, spike=number, step=step) for number, step in enumerate(steps, start=1)]
+    config = types.SimpleNamespace(max_loss_spike=8, loss_spike_action=action)
+    return types.SimpleNamespace(config=config, recorded=recorded, directory=tmp_path)
+
+
+def test_a_run_goes_back_a_few_times_only(tmp_path):
+    spike = LossSpike("step 100 has loss 9", 100, 2.5)
+    refuse_to_go_back(_run(tmp_path, "exclude", [1] * 9 + [100] * (MOST - 1)), spike)  # long ago does not count
+    with pytest.raises(LossSpike, match="step 100 has loss 9; the run has gone back 5 times within 32 steps"):
+        refuse_to_go_back(_run(tmp_path, "exclude", [98, 98, 99, 100, 100]), spike)
+    with pytest.raises(LossSpike, match=r"step 100 has loss 9$"):
+        refuse_to_go_back(_run(tmp_path, "stop", []), spike)
