@@ -17,6 +17,7 @@ from maxtext_lite.config import Config, UserError
 from maxtext_lite.data import Examples, ExampleSource, example_shape, own_examples
 from maxtext_lite.models import Decoder, DecoderShape
 from maxtext_lite.parallel import Pipeline, start_devices
+from maxtext_lite.process.watchdog import watchdog
 from maxtext_lite.training.callbacks import Callback
 from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.custom_loss import Loss, custom_loss
@@ -28,7 +29,7 @@ from maxtext_lite.training.opening import Sources, open_run, plan_on_devices
 from maxtext_lite.training.optimizer import OptimizerFactory
 from maxtext_lite.training.run import Data, TrainingRun
 from maxtext_lite.training.state import OwnParts, TrainState
-from maxtext_lite.training.step_log import StepLog, Taken
+from maxtext_lite.training.step_log import NonFiniteLoss, StepLog, Taken
 from maxtext_lite.training.step_memory import Ladder, OutOfMemory
 from maxtext_lite.training.stopping import Signals, Stop, watch_signals
 
@@ -209,7 +210,9 @@ def train_run(run: TrainingRun[Data], begin: Begin, callbacks: Sequence[Callback
         open_things.enter_context(contextlib.closing(steps))
         terminal.start(counts.step, counts.step + left)
         step_log = StepLog(run, terminal, log, counts)
-        return _Loop(run, terminal, step_log, signals, steps, evaluation, callbacks).train_from(state)
+        loop = _Loop(run, terminal, step_log, signals, steps, evaluation, callbacks)
+        with watchdog.looking_for_the_lost(UserError, NonFiniteLoss, OutOfMemory):
+            return loop.train_from(state)
 
 
 class _Loop:
@@ -267,6 +270,7 @@ class _Loop:
 
     def _end(self) -> None:
         """Waits until all is written; raises what could not be read."""
+        watchdog.enter("save", self.log.counts.step)
         self.log.flush()
         self.run.wait()
         self.run.failures.raise_unread(f"The run ended after step {self.log.counts.step}, {self._saved}.")
@@ -310,6 +314,7 @@ class _Loop:
 
     def _save(self, state: TrainState) -> None:
         counts, checkpointer = self.log.counts, self.run.checkpointer
+        watchdog.enter("save", counts.step)
         is_new = checkpointer is not None and checkpointer.latest_step() != counts.step
         self.run.save(state, counts, self.steps.unfinished(counts.step))
         if is_new:
@@ -317,6 +322,7 @@ class _Loop:
 
     def _evaluate(self, state: TrainState) -> None:
         step = self.log.counts.step
+        watchdog.enter("evaluation", step)
         try:
             found, text = self.evaluation.of(state, step)
         except UnreadError as error:
