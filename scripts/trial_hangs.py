@@ -24,6 +24,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY / "scripts"))
 from launch_local import environment_of, free_port  # noqa: E402
 
+PYTHON = os.environ.get("PYTHON", sys.executable)
 PHASES = ("start-up", "compile", "reading", "step", "save", "evaluation")
 TINY = (
     "dataset_type=synthetic", "steps=6", "warmup_steps=1", "eval_interval=2", "eval_steps=1", "checkpoint_period=2",
@@ -33,24 +34,26 @@ TINY = (
 
 # The command `train`; the process that is asked to hang does so where it enters the phase, from step 3 on.
 PROGRAM = """
-import os, runpy, signal, sys
+import os, runpy, signal, sys, time
+from maxtext_lite.process.signals import command_signals
 from maxtext_lite.process.watchdog import watchdog
+command_signals.install()
 phase, how = sys.argv.pop(1), sys.argv.pop(1)
 enter = watchdog.enter
-def hang(now, step=0):
+def hang(now, step=0, *, enter=enter):
     enter(now, step)
     if now == phase and (step >= 3 or now in ("start-up", "compile")):
-        os.write(2, f"HERE {now} {step}\\n".encode())
+        os.write(2, f"HERE {os.getpid()}\\n".encode())
         if how == "block":
-            read, write = os.pipe()
-            os.read(read, 1)
+            os.read(os.pipe()[0], 1)
+        time.sleep(2.5)  # the others are told every second
         os.kill(os.getpid(), signal.SIGSTOP if how == "stop" else signal.SIGKILL)
 if how != "nothing":
     watchdog.enter = hang
     if phase == "start-up":
         from maxtext_lite.training import opening
         first = opening.machine_of
-        opening.machine_of = lambda devices: (hang("start-up"), first(devices))[1]
+        opening.machine_of = lambda devices: (hang("start-up", enter=lambda *_: None), first(devices))[1]
 runpy.run_module("maxtext_lite.train", run_name="__main__", alter_sys=True)
 """
 
@@ -62,16 +65,16 @@ def run(folder: Path, overrides: list[str], *, count: int, devices: int, who: in
     for number in range(count):
         variables = environment_of(number, os.environ, num_processes=count, devices_per_process=devices, port=port)
         variables["PYTHONPATH"] = str(REPOSITORY)
-        words = [sys.executable, "-c", PROGRAM, phase, how if number == who else "nothing", *TINY, *overrides]
+        words = [PYTHON, "-c", PROGRAM, phase, how if number == who else "nothing", *TINY, *overrides]
         log = (folder / f"log{number}").open("w")
         processes.append(subprocess.Popen(words, env=variables, stdout=log, stderr=log))
     stopped = processes[who] if how == "stop" else None
     deadline = time.monotonic() + 400
     while any(each.poll() is None for each in processes if each is not stopped) and time.monotonic() < deadline:
         time.sleep(0.2)
-    if stopped and stopped.poll() is None:
-        stopped.send_signal(signal.SIGCONT)
-        time.sleep(30)
+    if stopped and (here := re.search(r"HERE (\d+)", (folder / f"log{who}").read_text())):
+        os.kill(int(here[1]), signal.SIGCONT)
+        time.sleep(5)
     for each in processes:
         if each.poll() is None:
             each.kill()

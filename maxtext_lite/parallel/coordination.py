@@ -71,9 +71,9 @@ def coordinator_answers() -> bool:
     return True
 
 
-# jax's client aborts its process as soon as the connection to process 0 ends, in a thread of its own; what it could call
-# instead cannot be written in Python. abort() runs a handler of SIGABRT first. Python's own kind of handler waits for
-# the main thread, so this one is C's. Where process 0 does answer, the abort is another's, and goes on.
+# jax's client aborts its process as soon as the connection to process 0 ends, in a thread of its own; what it could
+# call instead cannot be written in Python. abort() runs a handler of SIGABRT first. Python's own kind of handler waits
+# for the main thread, so this one is C's. Where process 0 does answer, the abort is another's, and goes on.
 @ctypes.CFUNCTYPE(None, ctypes.c_int)
 def _on_abort(number: int) -> None:
     if coordinator_answers():

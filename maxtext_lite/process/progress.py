@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 Phase = Literal["start-up", "compile", "reading", "step", "rollout", "save", "evaluation", "end"]
 """What a process does; "end" is after the last of it."""
@@ -41,8 +41,9 @@ class Stamp(NamedTuple):
 
     @property
     def where(self) -> str:
-        """`reading for step 7`."""
-        return self.phase + (f" of step {self.step}" if self.step and self.phase != "step" else f" {self.step or ''}")
+        """`reading of step 7`."""
+        of = " " if self.phase == "step" else " of step "
+        return self.phase + (f"{of}{self.step}" if self.step else "")
 
     def to_json(self) -> str:
         """For the store."""
@@ -103,11 +104,7 @@ def judge(seen: Mapping[int, Seen], *, silent_after: float, grace: float, by: in
       silent_after: seconds after which a process that sets no stamp is stopped or dead.
       grace: seconds in which the others of one that has failed may fail alike.
     """
-    silent = {
-        i: each
-        for i, each in seen.items()
-        if each.seconds > silent_after * (1 if each.stamp else FACTOR) and not _has_ended(each.stamp)
-    }
+    silent = {i: each for i, each in seen.items() if each.seconds > silent_after and not _has_ended(each.stamp)}
     if silent:
         said = [
             f"{_name(i, each.stamp)} {'does not answer' if each.stamp else 'has not come'}"
@@ -144,8 +141,7 @@ def _has_ended(stamp: Stamp | None) -> bool:
 
 
 def _name(process: int, stamp: Stamp | None) -> str:
-    known: list[Any] = ["coordinator"] if process == 0 else []
-    return f"process {process}" + "".join(f" ({each})" for each in known) + (f" on {stamp.host}" if stamp else "")
+    return f"process {process}" + (" (coordinator)" if process == 0 else "") + (f" on {stamp.host}" if stamp else "")
 
 
 def _listed(said: list[str]) -> str:

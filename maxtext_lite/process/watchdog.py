@@ -17,7 +17,6 @@ from typing import Protocol
 from maxtext_lite.process.progress import (
     COMPUTES,
     ENDS_WELL,
-    FACTOR,
     Phase,
     Seen,
     Stamp,
@@ -84,7 +83,7 @@ class Watchdog:
         self._seen: dict[int, tuple[Stamp | None, float]] = {}
         self._answered = 0.0
         self._verdict: Verdict | None = None
-        self._has_crashed = self._says_end = False
+        self._has_crashed = self._says_end = self._has_left = False
         self._cause = ""
         self._ending, self._wake = threading.Lock(), threading.Event()
         self._directory: Path | None = None
@@ -147,6 +146,7 @@ class Watchdog:
         if self.is_on:
             self.enter("end")
             self.wait_for_the_others(GRACE_SECONDS if code in ENDS_WELL else 2 * BEAT_SECONDS)
+            self._has_left = True  # jax ends its client next
 
     def wait_for_the_others(self, seconds: float) -> None:
         """Waits until the others know that this process ends; process 0, without which they cannot, until all end."""
@@ -218,15 +218,15 @@ class Watchdog:
         """Why the run is to end, or None while it moves."""
         if self._verdict or self._phase == "end":
             return self._verdict
-        silent_after = GRACE_SECONDS / 2 if self._has_crashed else self._least
+        grace = GRACE_SECONDS / 2 if self._has_crashed else GRACE_SECONDS
+        silent_after = grace if self._has_crashed else self._least
         if self._store is None:
-            return judge({0: Seen(self.stamp(), 0.0)}, silent_after=silent_after, grace=GRACE_SECONDS, by=0)
+            return judge({0: Seen(self.stamp(), 0.0)}, silent_after=silent_after, grace=grace, by=0)
         now, me = self._time(), self._store.process
-        coordinator, _ = self._seen[0]
-        if me and now - self._answered > (silent_after if coordinator else FACTOR * silent_after):
-            return coordinator_lost(coordinator, me)
+        if me and now - self._answered > silent_after:
+            return coordinator_lost(self._seen[0][0], me)
         seen = {process: Seen(stamp, now - since) for process, (stamp, since) in self._seen.items()}
-        return judge(seen, silent_after=silent_after, grace=GRACE_SECONDS, by=me)
+        return judge(seen, silent_after=silent_after, grace=grace, by=me)
 
     def coordinator_is_gone(self) -> None:
         """Ends this process, from any thread: jax would abort it, as process 0 cannot be reached any more."""
@@ -246,14 +246,11 @@ class Watchdog:
             me = self._store.process if self._store else 0
             about = f"process {me} on {self._host} in {self.stamp().where}{self._cause}"
             text = f"error: {verdict.text}. Exit code {verdict.code}. Stacks of {about}:\n"
-            _write_stacks(2, text)
+            with contextlib.suppress(OSError):  # nobody reads it
+                _write_stacks(2, text)
             if self._directory:
-                path = self._directory / f"stacks-{me}.txt"
-                try:
-                    with path.open("w") as file:
-                        _write_stacks(file.fileno(), text)
-                except OSError as error:
-                    os.write(2, f"warning: {path} cannot be written: {error.strerror}\n".encode())
+                with contextlib.suppress(OSError), (self._directory / f"stacks-{me}.txt").open("w") as file:
+                    _write_stacks(file.fileno(), text)
             self.wait_for_the_others(GRACE_SECONDS)
             self._exit(verdict.code)
 
@@ -279,7 +276,7 @@ class Watchdog:
         )
 
     def _tell(self, store: Store) -> None:
-        while True:
+        while not self._has_left:
             with contextlib.suppress(Exception):  # how long it has not answered is what counts
                 self.exchange(store)
             self._wake.wait(self._period)

@@ -127,6 +127,7 @@ class FeedSteps:
         number = np.int32(batch.num_micro_batches) if self._plan.ramps_accumulation else None
         with raising_out_of_memory() if self._is_new else contextlib.nullcontext():
             state, metrics = self._step(state, batch.arrays, number)
+            watchdog.advance()
             if self._is_new:  # what does not fit is known once it has run
                 jax.block_until_ready(metrics)
         self._is_new = False
