@@ -104,14 +104,8 @@ def judge(seen: Mapping[int, Seen], *, silent_after: float, grace: float, by: in
       silent_after: seconds after which a process that sets no stamp is stopped or dead.
       grace: seconds in which the others of one that has failed may fail alike.
     """
-    silent = {i: each for i, each in seen.items() if each.seconds > silent_after and not _has_ended(each.stamp)}
-    if silent:
-        said = [
-            f"{_name(i, each.stamp)} {'does not answer' if each.stamp else 'has not come'}"
-            + (f", {each.seconds:.0f} s since it was in {each.stamp.where}" if each.stamp else "")
-            for i, each in silent.items()
-        ]
-        return Verdict(_listed(said), EXIT_HANGS, by)
+    if silent := _silent(seen, silent_after):
+        return Verdict(silent, EXIT_HANGS, by)
     for i, (stamp, seconds) in seen.items():
         if stamp and _has_ended(stamp) and stamp.code not in ENDS_WELL and seconds > grace:
             return Verdict(f"{_name(i, stamp)} has failed with exit code {stamp.code}", stamp.code, by)
@@ -122,6 +116,8 @@ def judge(seen: Mapping[int, Seen], *, silent_after: float, grace: float, by: in
     behind = {i: (stamp, stamp.seconds + more) for i, (stamp, more) in at_work.items() if stamp.position == last}
     if not behind or not all(seconds > stamp.limit for stamp, seconds in behind.values()):
         return None
+    if silent := _silent(seen, grace):  # and so do not merely hang
+        return Verdict(silent, EXIT_HANGS, by)
     said = [f"{_name(i, stamp)} in {stamp.where} for {seconds:.0f} s" for i, (stamp, seconds) in behind.items()]
     rest = "; the others wait" if len(behind) < len(seen) else ""
     limit = min(stamp.limit for stamp, _ in behind.values())
@@ -134,6 +130,17 @@ def coordinator_lost(stamp: Stamp | None, by: int) -> Verdict:
     if stamp and _has_ended(stamp) and stamp.code not in ENDS_WELL:
         return Verdict(f"{_name(0, stamp)} has failed with exit code {stamp.code}", stamp.code, by)
     return Verdict(f"{_name(0, stamp)} does not answer{last}", EXIT_HANGS, by)
+
+
+def _silent(seen: Mapping[int, Seen], after: float) -> str:
+    said = [
+        f"{_name(i, stamp)} does not answer, {seconds:.0f} s since it was in {stamp.where}"
+        if stamp
+        else f"{_name(i, stamp)} has not come"
+        for i, (stamp, seconds) in seen.items()
+        if seconds > after and not _has_ended(stamp)
+    ]
+    return _listed(said)
 
 
 def _has_ended(stamp: Stamp | None) -> bool:

@@ -223,8 +223,8 @@ class Watchdog:
         if self._store is None:
             return judge({0: Seen(self.stamp(), 0.0)}, silent_after=silent_after, grace=grace, by=0)
         now, me = self._time(), self._store.process
-        if me and now - self._answered > silent_after:
-            return coordinator_lost(self._seen[0][0], me)
+        if me and (silence := now - self._answered) > GRACE_SECONDS / 2:  # what is known of the others is old
+            return coordinator_lost(self._seen[0][0], me) if silence > silent_after else None
         seen = {process: Seen(stamp, now - since) for process, (stamp, since) in self._seen.items()}
         return judge(seen, silent_after=silent_after, grace=grace, by=me)
 

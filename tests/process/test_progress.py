@@ -45,14 +45,19 @@ def test_all_are_named_that_are_in_the_same_place_and_eight_at_most():
 
 
 def test_time_goes_on_for_a_stamp_that_is_not_new():
-    assert verdict(Seen(stamp(seconds=200), 99.0)) is None
-    assert "for 301 s" in verdict(Seen(stamp(seconds=200), 101.0)).text
+    assert verdict(Seen(stamp(seconds=295), 4.0)) is None
+    assert "for 301 s" in verdict(Seen(stamp(seconds=295), 6.0)).text
 
 
 def test_one_that_says_nothing_any_more_is_named_with_where_it_was_last():
     found = verdict(stamp(seconds=900), Seen(stamp("b", "compile"), 301.0))
     assert found == Verdict("process 1 on b does not answer, 301 s since it was in compile of step 7", 76, 0)
     assert verdict(stamp(), Seen(None, 301.0)).text == "process 1 has not come"
+
+
+def test_one_that_has_been_silent_for_a_while_is_not_said_to_hang():
+    found = verdict(stamp(position=21), Seen(stamp("b", "reading", seconds=290), 11.0))
+    assert found.text == "process 1 on b does not answer, 11 s since it was in reading of step 7"
 
 
 def test_one_that_has_failed_gives_the_others_its_exit_code_so_that_none_is_restarted():
