@@ -18,6 +18,7 @@ from maxtext_lite.config.field_types import path_problem
 from maxtext_lite.config.hints import key_hint, words_hint, words_meant
 from maxtext_lite.process.output import StdoutLost, complain, log_real_warnings, watch_stdout
 from maxtext_lite.process.signals import command_signals
+from maxtext_lite.process.watchdog import watchdog
 
 COMMANDS: dict[str, str] = {
     "train": "pre-training, SFT and DPO; resumes by itself",
@@ -237,6 +238,7 @@ def run_command(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None
 
         end_soon(code)
     command_signals.finish(code)
+    watchdog.finish(code)
     return code
 
 

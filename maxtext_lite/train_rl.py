@@ -5,6 +5,8 @@ from collections.abc import Sequence
 
 from maxtext_lite.cli import ArgumentParser, config_arguments, run_command
 from maxtext_lite.config import RLRunConfig, UserError, load_config
+from maxtext_lite.process.signals import command_signals
+from maxtext_lite.process.watchdog import watchdog
 from maxtext_lite.train import finish
 
 DEFAULT_CONFIG = "configs/post_train/rl.yml"
@@ -25,6 +27,8 @@ def main(argv: Sequence[str]) -> int:
             f"{arguments.config} is not a config of reinforcement learning: it needs the line "
             f"`base: post_train/rl.yml`. `train` takes it as it is."
         )
+    if command_signals.installed:  # where somebody else's process hangs is not for us to end
+        watchdog.start(config.hang_timeout_seconds)
     from maxtext_lite.rl.rollout_steps import train_rl  # jax, only once the config is known to be right
     from maxtext_lite.training.compilation_cache import keep_compiled
 

@@ -282,7 +282,7 @@ result() {
   remote all "if test -x $script; then $script result $1; else echo run=none; fi; \
 test ! -f maxtext_lite_run/stopped || echo run=stopped" >"$scratch/result" || true
   words=$(sed -n 's/.*run=\([a-z0-9]*\)$/\1/p' "$scratch/result")
-  for code in stopped 2 3; do
+  for code in stopped 2 3 76; do
     if grep -qx "$code" <<<"$words"; then
       echo "$code"
       return
@@ -384,7 +384,7 @@ up() {
     esac
     if was_preempted; then
       again "$name was taken away"
-    elif [ "$outcome" = 75 ] || [ "$outcome" = 130 ] || [ "$outcome" = lost ]; then
+    elif [ "$outcome" = 75 ] || [ "$outcome" = 76 ] || [ "$outcome" = 130 ] || [ "$outcome" = lost ]; then
       again "the run was interrupted"
     else
       say "the run failed with exit code $outcome"

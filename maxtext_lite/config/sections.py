@@ -17,6 +17,7 @@ from maxtext_lite.config.field_types import (
     ExactOrUnlimited,
     ExactOrZero,
     Flag,
+    HangTimeout,
     Layers,
     Name,
     NotNegative,
@@ -69,6 +70,7 @@ class RunConfig(Section):
     eval_interval: CountOrMinusOne
     eval_steps: CountOrMinusOne
     profiler_steps: CountOrZero
+    hang_timeout_seconds: HangTimeout
 
 
 class BatchConfig(Section):

@@ -12,6 +12,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from maxtext_lite.parallel.axes import over_all_devices, sharding
+from maxtext_lite.process.watchdog import watchdog
 
 _FIRST_BYTES = 2**10  # of every message, its length among them: most are no longer
 _MOST_BYTES = 2**26  # sent at a time, as they pass through the devices' memory
@@ -24,6 +25,7 @@ def exchange(value: Any) -> list[Any]:
     """
     if jax.process_count() == 1:
         return [value]
+    watchdog.arrive()
     text = json.dumps(value).encode()
     digest = np.frombuffer(hashlib.sha256(text).digest(), np.uint8)
     digests = [each.tobytes() for each in np.asarray(multihost_utils.process_allgather(digest))]
@@ -47,6 +49,7 @@ def bytes_of_host(host: int, data: bytes) -> bytes:
     """
     if jax.process_count() == 1:
         return data
+    watchdog.arrive()
     is_source = jax.process_index() == host
     message = len(data).to_bytes(8, "big") + data if is_source else b""
     found = _piece_of_host(message[:_FIRST_BYTES], _FIRST_BYTES, is_source)

@@ -12,7 +12,9 @@ import jax
 from maxtext_lite.config import UserError
 from maxtext_lite.config.kernels import Accelerator, installed_tokamax
 from maxtext_lite.parallel.cluster import ProcessInfo, process_info
-from maxtext_lite.process.signals import command_signals
+from maxtext_lite.parallel.coordination import CoordinationStore, watched_arguments
+from maxtext_lite.process.progress import EXIT_HANGS
+from maxtext_lite.process.watchdog import watchdog
 from maxtext_lite.xla.compiler_flags import installed_compilers, set_compiler_flags
 
 _SIMULATED = "--xla_force_host_platform_device_count="
@@ -80,7 +82,8 @@ def _join_the_others(found: ProcessInfo, timeout_seconds: float) -> None:
     watch = threading.Timer(timeout_seconds, _give_up, (found, timeout_seconds))
     watch.daemon = True
     watch.start()
-    timeout = int(timeout_seconds) + 60
+    told: dict[str, Any] = {"initialization_timeout": int(timeout_seconds) + 60}
+    told |= watched_arguments(found.process_id)
     try:
         if found.method is None:
             jax.distributed.initialize(
@@ -89,17 +92,17 @@ def _join_the_others(found: ProcessInfo, timeout_seconds: float) -> None:
                 found.process_id,
                 local_device_ids=found.local_device_ids,
                 cluster_detection_method="deactivate",  # it might hand us a share of the devices
-                initialization_timeout=timeout,
+                **told,
             )
         else:
-            jax.distributed.initialize(cluster_detection_method=found.method, initialization_timeout=timeout)
+            jax.distributed.initialize(cluster_detection_method=found.method, **told)
     except (ValueError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and found.method is None:
             raise  # of the connection; else, what the environment said is not what jax can use
         raise UserError(f"{found.stated_by} cannot be used: {str(error).splitlines()[0]}") from None
     finally:
         watch.cancel()
-        command_signals.handle()  # jax's preemption service has taken SIGTERM, of which nobody asks it
+    watchdog.join(CoordinationStore(found.process_id, found.num_processes))
     sys.excepthook = _report_and_end_soon
 
 
@@ -118,7 +121,11 @@ def end_soon(code: int) -> None:
 
 def _report_and_end_soon(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
     sys.__excepthook__(kind, error, traceback)
-    end_soon(128 + signal.SIGINT if issubclass(kind, KeyboardInterrupt) else 1)
+    code = 128 + signal.SIGINT if issubclass(kind, KeyboardInterrupt) else 1
+    if code == 1:
+        watchdog.look_for_the_lost(error)
+    end_soon(code)
+    watchdog.finish(code)
 
 
 def _give_up(found: ProcessInfo, timeout_seconds: float) -> None:
@@ -129,4 +136,4 @@ def _give_up(found: ProcessInfo, timeout_seconds: float) -> None:
         file=sys.stderr,
         flush=True,
     )
-    os._exit(1)
+    os._exit(EXIT_HANGS if watchdog.is_on else 1)

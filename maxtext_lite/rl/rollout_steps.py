@@ -15,6 +15,7 @@ import numpy as np
 from maxtext_lite.config import RLRunConfig
 from maxtext_lite.data import example_ids
 from maxtext_lite.parallel import sharding
+from maxtext_lite.process.watchdog import watchdog
 from maxtext_lite.rl.held_out import HeldOutResponses
 from maxtext_lite.rl.kl_reference import Reference
 from maxtext_lite.rl.log_probabilities import make_log_probabilities
@@ -108,11 +109,13 @@ class RolloutSteps:
 
     def take(self, state: TrainState, step: int) -> tuple[TrainState, Taken]:
         """See `training.loop.Stepper`; returns once the step is done."""
+        watchdog.enter("rollout", step)
         batch, timeline, numbers = self._batch, Timeline(), self._prompt_numbers()
         if (step - 1) % self._config.num_iterations == 0:
             sums, about = self._sums_of_new(state, step, numbers, timeline)
         else:
             sums, about = self._sums_again(state, timeline), {}
+        watchdog.enter("step", step)
         with timeline.phase("train", batch.micro_batches - 1):
             state, metrics = _ready(self._update(state, sums))
         self._say_mismatch(metrics)
@@ -158,6 +161,7 @@ class RolloutSteps:
         judged: list[Chunk] = []
         where = sharding(run.mesh, TRAIN_BATCH_AXES)
         for number, chunk in enumerate(self._judged_chunks(numbers, timeline)):
+            watchdog.advance()
             with timeline.phase("train", number):
                 shape = run.plan.micro_batch_slots, self._config.max_target_length
                 arrays = chunk.rows(*shape, compares=rl.policy.compares)

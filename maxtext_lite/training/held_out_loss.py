@@ -8,6 +8,7 @@ from jax.stages import Wrapped
 
 from maxtext_lite.data import DeviceBatch, ExampleSource, MixtureSource, evaluation_batches, named_sources
 from maxtext_lite.parallel import sharding
+from maxtext_lite.process.watchdog import watchdog
 from maxtext_lite.training.arrays import Params, Record, Tree
 from maxtext_lite.training.failures import raise_unread
 from maxtext_lite.training.metrics import evaluation_text
@@ -27,6 +28,7 @@ def scores_of(eval_step: Wrapped, params: Params, batches: Iterable[DeviceBatch]
     """
     problem = None
     for batch in batches:
+        watchdog.advance()
         problem = problem or batch.problem
         yield jax.device_get(eval_step(params, batch.arrays))
     raise_unread(problem)

@@ -18,6 +18,7 @@ from maxtext_lite.config import Config, UserError
 from maxtext_lite.data import Examples, ExampleSource, example_shape, own_examples
 from maxtext_lite.models import Decoder, DecoderShape
 from maxtext_lite.parallel import Pipeline, start_devices
+from maxtext_lite.process.watchdog import watchdog
 from maxtext_lite.training.callbacks import Callback
 from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.custom_loss import Loss, custom_loss
@@ -226,7 +227,9 @@ def train_run(
         open_things.enter_context(contextlib.closing(steps))
         terminal.start(counts.step, counts.step + left)
         step_log = StepLog(run, terminal, log, counts)
-        return _Loop(run, terminal, step_log, signals, steps, evaluation, callbacks).train_from(state)
+        loop = _Loop(run, terminal, step_log, signals, steps, evaluation, callbacks)
+        with watchdog.looking_for_the_lost(UserError, LossSpike, OutOfMemory):
+            return loop.train_from(state)
 
 
 class _Loop:
@@ -284,6 +287,7 @@ class _Loop:
 
     def _end(self) -> None:
         """Waits until all is written; raises what could not be read."""
+        watchdog.enter("save", self.log.counts.step)
         self.log.flush()
         self.run.wait()
         self.run.failures.raise_unread(f"The run ended after step {self.log.counts.step}, {self._saved}.")
@@ -327,6 +331,7 @@ class _Loop:
 
     def _save(self, state: TrainState) -> None:
         counts, checkpointer = self.log.counts, self.run.checkpointer
+        watchdog.enter("save", counts.step)
         is_new = checkpointer is not None and checkpointer.latest_step() != counts.step
         self.run.save(state, counts, self.steps.unfinished(counts.step))
         if is_new:
@@ -334,6 +339,7 @@ class _Loop:
 
     def _evaluate(self, state: TrainState) -> None:
         step = self.log.counts.step
+        watchdog.enter("evaluation", step)
         try:
             found, text = self.evaluation.of(state, step)
         except UnreadError as error:

@@ -38,6 +38,7 @@ from maxtext_lite.data.sources_on_hosts import excluded_rows_on_hosts
 from maxtext_lite.hf import carry_files
 from maxtext_lite.models import Decoder
 from maxtext_lite.parallel import tree_shardings
+from maxtext_lite.process.watchdog import watchdog
 from maxtext_lite.training.arrays import Device, Rows, num_elements
 from maxtext_lite.training.checkpoint import Checkpointer, CheckpointReader, Counts, fingerprint
 from maxtext_lite.training.environment import environment
@@ -155,6 +156,7 @@ class TrainingRun(Generic[Data]):
                 f"base_output_directory={value_text(self.config.base_output_directory)} with "
                 f"run_name={value_text(self.config.run_name)} cannot be made a directory: {error.strerror}."
             )
+        watchdog.write_to(None if is_bucket(self.directory) else self.directory)
         self._lease = hold(self.directory, self.failures, say)
         try:
             self.failures.on_first_host(self.directory, self.files.fetch)

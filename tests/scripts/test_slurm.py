@@ -152,7 +152,7 @@ def test_a_job_that_is_cancelled_is_not_queued_again_though_its_run_saves(cluste
     assert [call[0] for call in cluster.calls] == ["srun"]
 
 
-@pytest.mark.parametrize("interrupted", [75, 130])
+@pytest.mark.parametrize("interrupted", [75, 76, 130])
 @pytest.mark.parametrize(("restarts", "queued"), [("1", True), ("2", False)])
 def test_the_number_of_restarts_is_limited(cluster: Cluster, restarts: str, queued: bool, interrupted: int):
     cluster.trains(f"exit {interrupted}")

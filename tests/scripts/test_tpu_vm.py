@@ -257,7 +257,7 @@ def test_a_preempted_tpu_is_made_anew_and_the_run_goes_on(cloud: Cloud):
     assert cloud.trained(0) == ["-m maxtext_lite.train steps=5"]
 
 
-@pytest.mark.parametrize("interrupted", [75, 130])
+@pytest.mark.parametrize("interrupted", [75, 76, 130])
 def test_a_signal_that_nobody_sent_starts_the_run_again_on_the_same_tpu(cloud: Cloud, interrupted: int):
     cloud.trains(f'echo x >>"$CLOUD/attempts"; [ "$(wc -l <"$CLOUD/attempts")" -gt 2 ] || exit {interrupted}')
     code, output = cloud.up()

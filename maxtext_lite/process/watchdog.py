@@ -1,0 +1,300 @@
+"""A thread that ends a run which does not move, with the stacks of every process and the names of those behind.
+
+Processes tell each other through a store where they are; one that is alone looks at itself. What has to be done here
+never waits for the main thread, which may hang anywhere, and no save is tried.
+"""
+
+import contextlib
+import faulthandler
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Generator, Mapping
+from pathlib import Path
+from typing import Protocol
+
+from maxtext_lite.process.progress import (
+    COMPUTES,
+    ENDS_WELL,
+    Phase,
+    Seen,
+    Stamp,
+    Verdict,
+    coordinator_lost,
+    judge,
+    limit_of,
+)
+
+BEAT_SECONDS = 1.0
+PROCESSES_PER_BEAT = 100
+"""With more the beats are further apart: each process reads the stamps of all."""
+
+GRACE_SECONDS = 10.0
+"""How long one whose collective has failed looks for who is missing, and process 0 waits for the others at the end."""
+
+_VERDICT = "verdict"
+_BUSY = 0.1  # of a core: what a process takes at least that computes
+_LAST_SECONDS = 30.0  # for last words: what they are written to may hang as well
+
+
+class Store(Protocol):
+    """What the processes of a run share. Both methods may raise anything, or take long, where process 0 does not run.
+
+    Attributes:
+      process: number of this one.
+      num_processes: of the run.
+    """
+
+    process: int
+    num_processes: int
+
+    def put(self, key: str, value: str) -> None:
+        """Sets a key."""
+        ...
+
+    def all(self) -> dict[str, str]:
+        """Every key and its value."""
+        ...
+
+
+class Watchdog:
+    """Where this process is, what it knows of the others, and the end of them all.
+
+    Args:
+      clock: seconds; `cpu`: seconds that this process has computed for.
+      exit: ends the process, whatever its threads do.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        cpu: Callable[[], float] = time.process_time,
+        exit: Callable[[int], object] = os._exit,
+    ) -> None:
+        self._clock, self._cpu, self._exit = clock, cpu, exit
+        self._host = socket.gethostname()
+        self._least = 0.0
+        self._longest: dict[Phase, float] = {}
+        self._now = self._ticked = self._cpu_at_tick = self._computed = self._began = 0.0
+        self._phase: Phase = "start-up"
+        self._step = self._position = self._beat = self._code = 0
+        self._store: Store | None = None
+        self._seen: dict[int, tuple[Stamp | None, float]] = {}
+        self._answered = 0.0
+        self._verdict: Verdict | None = None
+        self._has_crashed = self._says_end = self._has_left = False
+        self._cause = ""
+        self._ending, self._wake = threading.Lock(), threading.Event()
+        self._directory: Path | None = None
+
+    @property
+    def is_on(self) -> bool:
+        """Whether this process is watched."""
+        return self._least > 0
+
+    def start(self, least_seconds: float) -> None:
+        """Watches this process from here on; 0: does not.
+
+        Args:
+          least_seconds: the least limit of every phase.
+        """
+        if least_seconds and not self.is_on:
+            self._begin(least_seconds)
+            threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    def _begin(self, least_seconds: float) -> None:
+        self._least, self._ticked, self._cpu_at_tick = least_seconds, self._clock(), self._cpu()
+        self._began = self._now
+
+    def enter(self, phase: Phase, step: int = 0) -> None:
+        """This process begins something; costs no more than a few assignments."""
+        if not self.is_on:
+            return
+        now = self._time()
+        if (phase, step) != (self._phase, self._step):
+            self._longest[self._phase] = max(self._longest.get(self._phase, 0.0), now - self._began)
+            self._phase, self._step, self._began, self._computed = phase, step, now, 0.0
+        self._position += 1
+        if phase == "end":
+            self._wake.set()
+
+    def advance(self) -> None:
+        """This process has come past a place in the program, as all others do in the same order."""
+        self._position += 1
+
+    def arrive(self) -> None:
+        """This process waits for the others from here on. In a save they ask each other over and over."""
+        if self._phase != "save":
+            self.advance()
+
+    def write_to(self, directory: Path | None) -> None:
+        """Where stacks-PROCESS.txt goes; None: nowhere but to stderr."""
+        self._directory = directory
+
+    def join(self, store: Store) -> None:
+        """There are others, and this is how they tell each other where they are."""
+        if self.is_on:
+            self._answered = self._time()
+            self._seen = dict.fromkeys(range(store.num_processes), (None, self._answered))
+            self._store = store
+            threading.Thread(target=self._tell, args=(store,), name="stamps", daemon=True).start()
+
+    def finish(self, code: int) -> None:
+        """This process is at its end; the others need not wait for it, but end with it if `code` is a failure."""
+        self._code = code
+        if self.is_on:
+            self.enter("end")
+            self.wait_for_the_others(GRACE_SECONDS if code in ENDS_WELL else 2 * BEAT_SECONDS)
+            self._has_left = True  # jax ends its client next
+
+    def wait_for_the_others(self, seconds: float) -> None:
+        """Waits until the others know that this process ends; process 0, without which they cannot, until all end."""
+        deadline = self._clock() + seconds
+        while self._store and self._clock() < deadline and not self._may_leave():
+            time.sleep(0.05)
+
+    @contextlib.contextmanager
+    def looking_for_the_lost(self, *expected: type[BaseException]) -> Generator[None]:
+        """What is done inside may fail because another process has died: its name comes first, and ends this one.
+
+        Args:
+          expected: errors that mean something else.
+        """
+        try:
+            yield
+        except Exception as error:
+            if not isinstance(error, expected):
+                self.look_for_the_lost(error)
+            raise
+
+    def look_for_the_lost(self, error: BaseException) -> None:
+        """Returns where nobody is missing; else the thread ends the process meanwhile."""
+        if self._store and not self._has_crashed:
+            first_line = str(error).partition("\n")[0]
+            self._cause = f", which failed with {type(error).__name__}: {first_line}"[:300]
+            self._has_crashed = True
+            time.sleep(GRACE_SECONDS)
+
+    def stamp(self) -> Stamp:
+        """Of this process, now."""
+        seconds = self._time() - self._began - self._computed
+        limit = limit_of(self._longest.get(self._phase), self._least)
+        where = self._host, self._phase, self._step, self._position
+        return Stamp(*where, round(seconds, 1), round(limit, 1), self._beat, self._code)
+
+    def tick(self) -> None:
+        """Lets time pass. What a process slept as a whole, suspended or starved, does not count."""
+        now, cpu = self._clock(), self._cpu()
+        passed, computed = now - self._ticked, cpu - self._cpu_at_tick
+        counted = min(passed, 5 * self._period)
+        self._now += counted
+        self._ticked, self._cpu_at_tick = now, cpu
+        if self._phase in COMPUTES and computed > _BUSY * passed:
+            self._computed += counted
+
+    def exchange(self, store: Store) -> None:
+        """Tells the others where this process is, and takes down where they are."""
+        self._beat += 1
+        stamp = self.stamp()
+        if self._verdict:
+            store.put(_VERDICT, self._verdict.to_json())
+            stamp = stamp._replace(phase="end", code=self._verdict.code)
+        store.put(f"{store.process}", stamp.to_json())
+        found = store.all()
+        self._answered = self._time()
+        self._says_end = stamp.phase == "end"
+        if _VERDICT in found:
+            self._verdict = self._verdict or Verdict.from_json(found.pop(_VERDICT))
+        self._take(found)
+
+    def _take(self, found: Mapping[str, str]) -> None:
+        for process, (before, _) in self._seen.items():
+            stamp = Stamp.from_json(found[str(process)]) if str(process) in found else None
+            if stamp and (before is None or stamp.beat != before.beat):
+                self._seen[process] = stamp, self._answered
+
+    def look(self) -> Verdict | None:
+        """Why the run is to end, or None while it moves."""
+        if self._verdict or self._phase == "end":
+            return self._verdict
+        grace = GRACE_SECONDS / 2 if self._has_crashed else GRACE_SECONDS
+        silent_after = grace if self._has_crashed else self._least
+        if self._store is None:
+            return judge({0: Seen(self.stamp(), 0.0)}, silent_after=silent_after, grace=grace, by=0)
+        now, me = self._time(), self._store.process
+        if me and (silence := now - self._answered) > GRACE_SECONDS / 2:  # what is known of the others is old
+            return coordinator_lost(self._seen[0][0], me) if silence > silent_after else None
+        seen = {process: Seen(stamp, now - since) for process, (stamp, since) in self._seen.items()}
+        return judge(seen, silent_after=silent_after, grace=grace, by=me)
+
+    def coordinator_is_gone(self) -> None:
+        """Ends this process, from any thread: jax would abort it, as process 0 cannot be reached any more."""
+        if self._phase == "end" or self._store is None:
+            self._exit(self._code)
+        else:
+            self.end(self._verdict or coordinator_lost(self._seen[0][0], self._store.process))
+
+    def end(self, verdict: Verdict) -> None:
+        """Says why, writes the stacks of all threads, and ends the process when the others know."""
+        with self._ending:
+            backstop = threading.Timer(_LAST_SECONDS, self._exit, (verdict.code,))
+            backstop.daemon = True
+            backstop.start()
+            self._verdict = self._verdict or verdict
+            self._wake.set()
+            me = self._store.process if self._store else 0
+            about = f"process {me} on {self._host} in {self.stamp().where}{self._cause}"
+            text = f"error: {verdict.text}. Exit code {verdict.code}. Stacks of {about}:\n"
+            with contextlib.suppress(OSError):  # nobody reads it
+                _write_stacks(2, text)
+            if self._directory:
+                with contextlib.suppress(OSError), (self._directory / f"stacks-{me}.txt").open("w") as file:
+                    _write_stacks(file.fileno(), text)
+            self.wait_for_the_others(GRACE_SECONDS)
+            self._exit(verdict.code)
+
+    @property
+    def _period(self) -> float:
+        return BEAT_SECONDS * max(1.0, len(self._seen) / PROCESSES_PER_BEAT)
+
+    def _time(self) -> float:
+        """Seconds that count, as of now."""
+        return self._now + min(self._clock() - self._ticked, 5 * self._period)
+
+    def _may_leave(self) -> bool:
+        assert self._store is not None
+        if not self._says_end:
+            return self._time() - self._answered > 2 * self._period + 1  # nobody can be told
+        if self._store.process:
+            return True
+        now = self._time()
+        return all(
+            (stamp is not None and stamp.phase == "end") or now - since > 3 * self._period + 1
+            for process, (stamp, since) in self._seen.items()
+            if process
+        )
+
+    def _tell(self, store: Store) -> None:
+        while not self._has_left:
+            with contextlib.suppress(Exception):  # how long it has not answered is what counts
+                self.exchange(store)
+            self._wake.wait(self._period)
+            if self._wake.is_set():  # at the end, others wait for it
+                time.sleep(0.1)
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(self._period / 2)
+            self.tick()
+            if verdict := self.look():
+                self.end(verdict)
+
+
+def _write_stacks(file: int, text: str) -> None:
+    os.write(file, text.encode())
+    faulthandler.dump_traceback(file, all_threads=True)
+
+
+watchdog = Watchdog()
+"""That of this process; it watches where a command has started it, and never by a mere import."""

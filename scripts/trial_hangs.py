@@ -1,0 +1,133 @@
+#!/usr/bin/env python3
+"""Blocks, stops or kills one process of a run in each of its phases, and shows how the others end.
+
+  python scripts/trial_hangs.py --processes 4 --phases step save --how block stop kill --who 0 2
+
+Each line: the phase, who, how; the exit code of each process; whether a restart ends with the losses of a run that
+nobody disturbed; and the error lines, as far as they differ. Exit code 1 where a process ended otherwise than the
+watchdog says, or a restart did.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY / "scripts"))
+from launch_local import environment_of, free_port  # noqa: E402
+
+PYTHON = os.environ.get("PYTHON", sys.executable)
+PHASES = ("start-up", "compile", "reading", "step", "save", "evaluation")
+TINY = (
+    "dataset_type=synthetic", "steps=6", "warmup_steps=1", "eval_interval=2", "eval_steps=1", "checkpoint_period=2",
+    "base_emb_dim=16", "base_num_query_heads=2", "base_num_kv_heads=2", "base_mlp_dim=16", "head_dim=8",
+    "base_num_decoder_layers=1", "max_target_length=16", "per_device_batch_size=1",
+)  # fmt: skip
+
+# The command `train`; the process that is asked to hang does so where it enters the phase, from step 3 on.
+PROGRAM = """
+import os, runpy, signal, sys, time
+from maxtext_lite.process.signals import command_signals
+from maxtext_lite.process.watchdog import watchdog
+command_signals.install()
+phase, how = sys.argv.pop(1), sys.argv.pop(1)
+enter = watchdog.enter
+def hang(now, step=0, *, enter=enter):
+    enter(now, step)
+    if now == phase and (step >= 3 or now in ("start-up", "compile")):
+        os.write(2, f"HERE {os.getpid()}\\n".encode())
+        if how == "block":
+            os.read(os.pipe()[0], 1)
+        time.sleep(2.5)  # the others are told every second
+        os.kill(os.getpid(), signal.SIGSTOP if how == "stop" else signal.SIGKILL)
+if how != "nothing":
+    watchdog.enter = hang
+    if phase == "start-up":
+        from maxtext_lite.training import opening
+        first = opening.machine_of
+        opening.machine_of = lambda devices: (hang("start-up", enter=lambda *_: None), first(devices))[1]
+runpy.run_module("maxtext_lite.train", run_name="__main__", alter_sys=True)
+"""
+
+
+def run(folder: Path, overrides: list[str], *, count: int, devices: int, who: int, phase: str, how: str) -> list[tuple]:
+    """Exit code, seconds after the first, and standard error of each process; one that is stopped ends at last."""
+    port = free_port()
+    processes = []
+    for number in range(count):
+        variables = environment_of(number, os.environ, num_processes=count, devices_per_process=devices, port=port)
+        variables["PYTHONPATH"] = str(REPOSITORY)
+        words = [PYTHON, "-c", PROGRAM, phase, how if number == who else "nothing", *TINY, *overrides]
+        log = (folder / f"log{number}").open("w")
+        processes.append(subprocess.Popen(words, env=variables, stdout=log, stderr=log))
+    stopped = processes[who] if how == "stop" else None
+    deadline = time.monotonic() + 400
+    while any(each.poll() is None for each in processes if each is not stopped) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    if stopped and (here := re.search(r"HERE (\d+)", (folder / f"log{who}").read_text())):
+        os.kill(int(here[1]), signal.SIGCONT)
+        time.sleep(5)
+    for each in processes:
+        if each.poll() is None:
+            each.kill()
+    return [(each.wait(), (folder / f"log{number}").read_text()) for number, each in enumerate(processes)]
+
+
+def losses(directory: Path) -> dict[int, float]:
+    """The loss of each step on record."""
+    path = directory / "metrics.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return {record["step"]: record["loss"] for record in records if "loss" in record}
+
+
+def main() -> int:
+    """The trials that were asked for; 1 where one ended otherwise than it should."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--processes", type=int, default=4)
+    parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--limit", type=int, default=10, help="hang_timeout_seconds")
+    parser.add_argument("--phases", nargs="+", choices=PHASES, default=PHASES)
+    parser.add_argument("--how", nargs="+", choices=("block", "stop", "kill"), default=("block", "stop", "kill"))
+    parser.add_argument("--who", nargs="+", type=int, default=(0, 2))
+    parser.add_argument("--restart", action="store_true")
+    asked = parser.parse_args()
+    wrong, size = 0, {"count": asked.processes, "devices": asked.devices}
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        words = [f"base_output_directory={folder}", f"hang_timeout_seconds={asked.limit}"]
+        nothing = {"who": -1, "phase": "-", "how": "nothing"}
+        for code, log in run(folder, [*words, "run_name=whole"], **size, **nothing):
+            assert code == 0, log[-3000:]
+        whole = losses(folder / "whole")
+        for number, (phase, who, how) in enumerate(itertools.product(asked.phases, asked.who, asked.how)):
+            name, began = f"run_name=r{number}", time.monotonic()
+            ended = run(folder, [*words, name], **size, who=who, phase=phase, how=how)
+            seconds, codes = time.monotonic() - began, [code for code, _ in ended]
+            others = [code for process, code in enumerate(codes) if process != who]
+            fine = set(others) == {76} and codes[who] == {"block": 76, "kill": -9}.get(how, codes[who])
+            said = "-"
+            if asked.restart:
+                again = run(folder, [*words, name], **size, **nothing)
+                fine &= {code for code, _ in again} == {0} and losses(folder / f"r{number}") == whole
+                said = "same losses" if losses(folder / f"r{number}") == whole else "OTHER LOSSES"
+            wrong += not fine
+            print(f"{'' if fine else 'WRONG '}{phase} process {who} {how}: {codes} {seconds:.0f} s, {said}", flush=True)
+            found = [re.findall(r"^error: .*?Exit code \d+", log, re.MULTILINE) for _, log in ended]
+            stacks = len(list((folder / f"r{number}").glob("stacks-*.txt")))
+            for line in dict.fromkeys(itertools.chain(*found)):
+                print(f"    {[line in each for each in found].count(True)} x {line}; {stacks} stacks", flush=True)
+            if not fine:
+                print("\n".join(f"--- {process}\n{log[-2500:]}" for process, (_, log) in enumerate(ended)), flush=True)
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""jax's private client, on the version that is installed: its store, and its abort when process 0 is gone."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from maxtext_lite.parallel import coordination
+from maxtext_lite.parallel.coordination import CoordinationStore, coordinator_answers, watched_arguments
+from maxtext_lite.process.watchdog import watchdog
+from tests.processes import quick_python
+from tests.source_tree import REPOSITORY
+
+# Process 0 is killed while process 1 waits for it in a collective.
+PROGRAM = """
+import os, pathlib, signal, sys
+from maxtext_lite.cli import run_command
+from maxtext_lite.parallel import exchange, start_devices
+from maxtext_lite.process.watchdog import watchdog
+def main(argv):
+    watchdog.start(300)
+    watchdog.write_to(pathlib.Path(sys.argv[1]))
+    start_devices()
+    watchdog.enter("step", 7)
+    exchange(0)
+    if os.environ["JAX_PROCESS_ID"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    exchange(1)
+sys.exit(run_command(main))
+"""
+
+
+def test_where_process_0_is_killed_the_others_say_so_and_end_with_76_and_not_by_an_abort(tmp_path):
+    launcher = [sys.executable, str(REPOSITORY / "scripts" / "launch_local.py"), "--processes", "2", "--grace", "60"]
+    command = [*launcher, "--devices-per-process", "1", "--", *quick_python(), "-c", PROGRAM, str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 128 + signal.SIGKILL  # the first that failed
+    (said,) = [line for line in ended.stderr.splitlines() if line.startswith("[1] error:")]
+    assert "process 0 (coordinator)" in said
+    assert "does not answer" in said
+    assert "Exit code 76. Stacks of process 1 on" in said
+    assert "in step 7" in said
+    assert (tmp_path / "stacks-1.txt").read_text().startswith(said.removeprefix("[1] "))
+
+
+class Client:
+    def __init__(self):
+        self.values = {}
+
+    def key_value_set(self, key, value, allow_overwrite):
+        assert allow_overwrite
+        self.values[key] = value
+
+    def key_value_dir_get(self, prefix):
+        return [each for each in self.values.items() if each[0].startswith(prefix)]
+
+
+def test_the_store_keeps_to_keys_of_its_own(monkeypatch):
+    client = Client()
+    client.values["orbax/1"] = "another's"
+    monkeypatch.setattr(coordination.distributed, "global_state", SimpleNamespace(client=client))
+    store = CoordinationStore(1, 2)
+    store.put("1", "a")
+    store.put("1", "b")
+    assert store.all() == {"1": "b"}
+    assert len(client.values) == 2
+
+
+def test_the_store_of_a_process_that_has_left_says_so(monkeypatch):
+    monkeypatch.setattr(coordination.distributed, "global_state", SimpleNamespace(client=None))
+    with pytest.raises(ConnectionError, match="left"):
+        CoordinationStore(1, 2).all()
+
+
+def test_a_process_that_nobody_watches_keeps_jaxs_heartbeat_and_its_abort(monkeypatch):
+    monkeypatch.setattr(coordination, "_LIBC", SimpleNamespace(signal=lambda *_: pytest.fail("a handler")))
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    assert not watchdog.is_on
+    assert watched_arguments(1) == {}
+
+
+@pytest.mark.parametrize(("process", "handled"), [(0, []), (1, [signal.SIGABRT])])
+def test_of_one_that_is_watched_the_heartbeat_stands_far_above_any_limit(process, handled, monkeypatch):
+    signals = []
+    monkeypatch.setattr(coordination, "_LIBC", SimpleNamespace(signal=lambda number, _: signals.append(number)))
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    monkeypatch.setattr(watchdog, "_least", 300.0)
+    most = 4 * 86400  # of the least limit's most, before a phase has been done once
+    assert watched_arguments(process)["heartbeat_timeout_seconds"] > most
+    assert signals == handled
+
+
+def test_whether_process_0_answers_is_asked_of_its_port(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        monkeypatch.setattr(coordination.distributed, "global_state", SimpleNamespace(coordinator_address=address))
+        assert coordinator_answers()
+    assert not coordinator_answers()
+    monkeypatch.setattr(coordination.distributed, "global_state", SimpleNamespace(coordinator_address=None))
+    assert not coordinator_answers()
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_an_abort_is_the_watchdogs_only_where_process_0_is_gone(answers, monkeypatch):
+    did = []
+    monkeypatch.setattr(coordination, "coordinator_answers", lambda: answers)
+    monkeypatch.setattr(coordination, "_LIBC", SimpleNamespace(signal=lambda *words: did.append(words)))
+    monkeypatch.setattr(coordination.watchdog, "coordinator_is_gone", lambda: did.append("gone"))
+    coordination._on_abort(signal.SIGABRT)
+    assert did == ([(signal.SIGABRT, None)] if answers else ["gone"])

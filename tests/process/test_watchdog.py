@@ -1,0 +1,240 @@
+"""A watched process: what it tells the others, when it ends, and what it leaves; with a clock that the test moves."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from maxtext_lite.process import watchdog as module
+from maxtext_lite.process.progress import Verdict
+from maxtext_lite.process.watchdog import Watchdog
+from tests.source_tree import REPOSITORY
+
+
+class Clock:
+    seconds = 0.0
+    cpu = 0.0
+
+
+class Memory:
+    """A store for several watchdogs in one process."""
+
+    def __init__(self, process, num_processes, values):
+        self.process, self.num_processes, self.values = process, num_processes, values
+        self.is_gone = False
+
+    def put(self, key, value):
+        if self.is_gone:
+            raise ConnectionError
+        self.values[key] = value
+
+    def all(self):
+        return dict(self.values)
+
+
+class Run:
+    """So many watched processes, without threads: `passes` is what theirs do."""
+
+    def __init__(self, num_processes, least, monkeypatch):
+        monkeypatch.setattr(module.threading.Thread, "start", lambda self: None)
+        monkeypatch.setattr(module.time, "sleep", lambda seconds: self.passes(seconds or 0.05))
+        self.clocks = [Clock() for _ in range(num_processes)]
+        self.dogs, self.stopped, self.codes, values = [], set(), {}, {}
+        self.stores = [Memory(process, num_processes, values) for process in range(num_processes)]
+        for process, clock in enumerate(self.clocks):
+            dog = Watchdog(lambda c=clock: c.seconds, lambda c=clock: c.cpu, lambda code, p=process: self.ends(p, code))
+            dog.start(least)
+            if num_processes > 1:
+                dog.join(self.stores[process])
+            self.dogs.append(dog)
+
+    def ends(self, process, code):
+        self.codes.setdefault(process, code)
+        raise SystemExit(code)
+
+    def passes(self, seconds):
+        """Time, during which those that are not stopped tell each other where they are."""
+        for _ in range(max(1, round(seconds))):
+            for clock in self.clocks:
+                clock.seconds += min(seconds, 1.0)
+            for dog, store in self.going():
+                dog.tick()
+                if store.num_processes > 1 and not store.is_gone:
+                    dog.exchange(store)
+
+    def going(self):
+        return [each for i, each in enumerate(zip(self.dogs, self.stores, strict=True)) if i not in self.stopped]
+
+    def found(self):
+        return [dog.look() for dog, _ in self.going()]
+
+    def texts(self):
+        """What they say, each wording once, without seconds and the name of this machine."""
+        said = [verdict.text.replace(self.dogs[0]._host, "HOST") for verdict in self.found() if verdict]
+        return list(dict.fromkeys(re.sub(r"\d+ s\b", "S s", text) for text in said))
+
+
+@pytest.fixture
+def run(monkeypatch):
+    return lambda num_processes=3, least=300: Run(num_processes, least, monkeypatch)
+
+
+def test_the_one_whose_main_thread_hangs_is_named_by_all(run):
+    three = run()
+    for step in (1, 2):
+        for dog in three.dogs:
+            dog.enter("reading", step)
+            if not (step == 2 and dog is three.dogs[1]):
+                dog.enter("step", step)
+        three.passes(3)
+    three.passes(295)
+    assert three.found() == [None] * 3
+    three.passes(10)
+    assert three.texts() == [
+        "nothing moves: process 1 on HOST in reading of step 2 for S s, more than S s; the others wait"
+    ]
+
+
+def test_one_that_is_stopped_is_named_by_the_others(run):
+    three = run()
+    for dog in three.dogs:
+        dog.enter("save", 4)
+    three.passes(2)
+    three.stopped.add(2)
+    three.passes(298)
+    assert three.found() == [None, None]
+    three.passes(10)
+    assert three.texts() == ["process 2 on HOST does not answer, S s since it was in save of step 4"]
+
+
+def test_where_the_store_does_not_answer_process_0_is_named(run):
+    three = run()
+    three.passes(2)
+    for store in three.stores:
+        store.is_gone = True
+    three.passes(290)
+    assert three.found()[1:] == [None, None]
+    three.passes(20)
+    three.stopped.add(0)
+    assert three.texts() == ["process 0 (coordinator) on HOST does not answer, last in start-up"]
+
+
+def test_all_take_over_the_verdict_that_one_has_found(run):
+    three = run()
+    three.stores[0].values["verdict"] = Verdict("as process 1 says", 76, 1).to_json()
+    three.passes(1)
+    assert {verdict.text for verdict in three.found()} == {"as process 1 says"}
+
+
+def test_after_a_failed_collective_the_lost_are_found_within_the_grace_or_the_error_goes_on(run, monkeypatch):
+    three = run()
+    three.passes(2)
+    three.stopped.add(1)
+    with pytest.raises(ValueError, match="closed by peer"), three.dogs[2].looking_for_the_lost():
+        raise ValueError("closed by peer")
+    assert three.dogs[0].look() is None
+    assert "process 1" in three.dogs[2].look().text
+    two = run(2)
+    two.passes(2)
+    with pytest.raises(ValueError, match="a bug"), two.dogs[1].looking_for_the_lost():
+        raise ValueError("a bug")
+    assert two.found() == [None, None]
+    monkeypatch.setattr(module.time, "sleep", lambda seconds: pytest.fail("waited"))
+    with pytest.raises(KeyError), run(2).dogs[1].looking_for_the_lost(KeyError):
+        raise KeyError
+
+
+def test_compiling_may_take_any_time_as_long_as_it_computes(run):
+    one = run(1)
+    one.dogs[0].enter("compile", 1)
+    for _ in range(5000):
+        one.clocks[0].cpu += 0.2
+        one.passes(1)
+    assert one.found() == [None]
+    one.passes(1190)
+    assert one.found() == [None]
+    one.passes(20)
+    assert "compile of step 1" in one.found()[0].text
+
+
+def test_a_step_that_computes_for_ever_hangs(run):
+    one = run(1)
+    one.dogs[0].enter("step", 1)
+    for _ in range(1250):
+        one.clocks[0].cpu += 1
+        one.passes(1)
+    assert "step 1 for" in one.found()[0].text
+
+
+def test_time_in_which_a_process_was_suspended_does_not_count(run):
+    one = run(1)
+    one.dogs[0].enter("save", 1)
+    one.clocks[0].seconds += 1e6
+    one.passes(10)
+    assert one.found() == [None]
+
+
+def test_what_a_phase_has_taken_makes_its_limit(run):
+    one = run(1, least=10)
+    dog = one.dogs[0]
+    dog.enter("save", 1)
+    one.passes(20)
+    dog.enter("step", 2)
+    dog.enter("save", 2)
+    one.passes(78)
+    assert dog.look() is None
+    one.passes(4)
+    assert "save of step 2 for 82 s, more than 80 s" in dog.look().text
+
+
+def test_an_end_writes_stacks_and_the_error_and_process_0_waits_until_the_others_know(run, tmp_path, capfd):
+    two = run(2)
+    two.passes(1)
+    for dog in two.dogs:
+        dog.write_to(tmp_path)
+    for process in (1, 0):
+        with pytest.raises(SystemExit):
+            two.dogs[process].end(Verdict("process 1 hangs", 76, 0))
+    assert two.codes == {1: 76, 0: 76}
+    assert two.clocks[0].seconds < 9  # they knew before the grace was over
+    for process in (0, 1):
+        lines = (tmp_path / f"stacks-{process}.txt").read_text().splitlines()
+        assert lines[0].startswith(f"error: process 1 hangs. Exit code 76. Stacks of process {process} on ")
+        assert any("test_watchdog.py" in line for line in lines)
+    assert capfd.readouterr().err.count("error: process 1 hangs") == 2
+
+
+def test_process_0_does_not_wait_for_one_that_is_stopped(run):
+    two = run(2)
+    two.passes(1)
+    two.stopped.add(1)
+    before = two.clocks[0].seconds
+    two.dogs[0].finish(0)
+    assert 3 < two.clocks[0].seconds - before < 6
+
+
+def test_nothing_is_watched_that_nobody_has_started(monkeypatch):
+    monkeypatch.setattr(module.threading.Thread, "start", lambda self: pytest.fail("a thread"))
+    dog = Watchdog()
+    dog.start(0)
+    dog.enter("step", 1)
+    dog.join(Memory(0, 2, {}))
+    dog.finish(0)
+    assert not dog.is_on
+
+
+def test_a_process_alone_whose_main_thread_hangs_in_c_ends_with_76():
+    program = (
+        "import os, maxtext_lite.process.watchdog as module\n"
+        "module.BEAT_SECONDS = 0.1\n"
+        "module.watchdog.start(0.05)\n"
+        "module.watchdog.enter('reading', 3)\n"
+        "os.read(os.pipe()[0], 1)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 76
+    assert ended.stderr.startswith("error: nothing moves: process 0 (coordinator) on ")
+    assert 'File "<string>", line 5 in <module>' in ended.stderr
