@@ -158,7 +158,7 @@ def _refuse_training_batch(layers: Sequence[Layer], problems: list[Refusal]) -> 
 
 def _spell_out_auto(layers: Sequence[Layer]) -> None:
     """Writes -1 for per_device_batch_size=auto, and for gradient_accumulation_steps where nobody states it."""
-    winner = next((layer.values for layer in reversed(layers) if _PER_DEVICE in layer.values), {})
+    winner: dict[str, YamlValue] = next((layer.values for layer in reversed(layers) if _PER_DEVICE in layer.values), {})
     if _PER_DEVICE in winner and winner[_PER_DEVICE].value == "auto":
         winner[_PER_DEVICE] = found = YamlValue(-1, "-1")
         if not any(_ACCUMULATION in layer.values for layer in layers[1:]):
