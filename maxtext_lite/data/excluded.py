@@ -7,6 +7,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 
 from maxtext_lite.config import UserError
+from maxtext_lite.config.bucket import storage_errors
 from maxtext_lite.data.mixture_source import named_sources
 from maxtext_lite.data.sources import ExampleSource
 
@@ -36,18 +37,21 @@ class ExcludedRow(BaseModel):
     grad_norm: float | None = None
 
 
-def read_excluded(path: Path, where: str) -> list[ExcludedRow]:
+def read_excluded(path: Path, where: str = "") -> list[ExcludedRow]:
     """The rows of a file.
 
     Args:
-      where: what a message begins with.
+      where: what a message begins with; "": the file may be missing, which says as much as an empty one.
     Raises:
       UserError: it cannot be read, or a line is no row.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        with storage_errors(path):
+            lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{where} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
+        if isinstance(error, FileNotFoundError) and not where:
+            return []
+        raise UserError(f"{where or path} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
     rows: list[ExcludedRow] = []
     for number, line in enumerate(lines, start=1):
         try:
@@ -55,7 +59,7 @@ def read_excluded(path: Path, where: str) -> list[ExcludedRow]:
         except ValidationError as error:
             wrong = error.errors()[0]
             what = ".".join(map(str, wrong["loc"])) or "what stands there"
-            raise UserError(f'{where} line {number}: {what}: {wrong["msg"]}. A row is {{"row": 28}}.') from None
+            raise UserError(f'{where or path} line {number}: {what}: {wrong["msg"]}. A row is {{"row": 28}}.') from None
     return rows
 
 

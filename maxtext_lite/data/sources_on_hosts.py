@@ -90,15 +90,13 @@ def _summary(source: ExampleSource) -> dict[str, object]:
 def excluded_rows_on_hosts(path: Path, where: str = "") -> list[ExcludedRow]:
     """`read_excluded` by the first host, for all. All hosts call it.
 
-    Args:
-      where: as of `read_excluded`; "": the file may be missing, which says as much as an empty one.
     Raises:
       UserError: on every host, if the first one could not read it.
     """
     found: dict[str, Any] = {"rows": []}
-    if jax.process_index() == 0 and (where or path.is_file()):
+    if jax.process_index() == 0:
         try:
-            found["rows"] = [row.model_dump() for row in read_excluded(path, where or str(path))]
+            found["rows"] = [row.model_dump() for row in read_excluded(path, where)]
         except UserError as error:
             found["problems"] = list(error.problems)
     found = value_of_host(0, found)

@@ -36,6 +36,7 @@ def test_what_is_written_is_read_and_a_line_by_hand_says_which_row(tmp_path):
     ]
     path.write_text(excluded_text([rows[0]]) + '{"row": 4}\n')
     assert read_excluded(path, "excluded_rows=x") == rows
+    assert read_excluded(tmp_path / "none.jsonl") == []  # of a run that left nothing out
     no_number = ExcludedRow(row=3, loss=float("nan"), grad_norm=float("inf"))
     path.write_text(excluded_text([no_number]))
     assert read_excluded(path, "x") == [ExcludedRow(row=3)]
