@@ -138,6 +138,18 @@ def test_killed_at_any_step_the_same_command_ends_in_the_same_bits(uninterrupted
     jax.tree.map(np.testing.assert_array_equal, _parameters(run), _parameters(uninterrupted[0]))
 
 
+@pytest.mark.parametrize("is_command", [True, False])
+def test_a_command_is_watched_from_before_jax_is_imported_and_a_call_is_not(is_command, monkeypatch):
+    from maxtext_lite import train
+
+    watched = []
+    monkeypatch.setattr(train.command_signals, "installed", is_command)
+    monkeypatch.setattr(train.watchdog, "start", watched.append)
+    monkeypatch.setattr(train, "finish", lambda *_: 0)
+    assert train.main(["hang_timeout_seconds=77"]) == 0
+    assert watched == [77] * is_command
+
+
 def test_a_signal_ends_with_75_after_saving(tmp_path):
     with subprocess.Popen(
         _command(tmp_path, "steps=100000", "checkpoint_period=100000", "eval_interval=-1"),

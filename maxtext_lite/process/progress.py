@@ -1,6 +1,5 @@
 """How far each process of a run has come, and which of them hold up the others."""
 
-import json
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
@@ -40,19 +39,20 @@ class Stamp(NamedTuple):
     code: int = 0
 
     @property
+    def has_ended(self) -> bool:
+        """Whether the others need not wait for it."""
+        return self.phase == "end"
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it has ended, and the others cannot go on."""
+        return self.has_ended and self.code not in ENDS_WELL
+
+    @property
     def where(self) -> str:
         """`reading of step 7`."""
         of = " " if self.phase == "step" else " of step "
         return self.phase + (f"{of}{self.step}" if self.step else "")
-
-    def to_json(self) -> str:
-        """For the store."""
-        return json.dumps(self._asdict())
-
-    @classmethod
-    def from_json(cls, text: str) -> "Stamp":
-        """As `to_json` wrote it."""
-        return cls(**json.loads(text))
 
 
 class Verdict(NamedTuple):
@@ -61,21 +61,10 @@ class Verdict(NamedTuple):
     Attributes:
       text: without `error: `.
       code: the exit code of all.
-      by: the process that found it.
     """
 
     text: str
-    code: int
-    by: int
-
-    def to_json(self) -> str:
-        """For the store."""
-        return json.dumps(self._asdict())
-
-    @classmethod
-    def from_json(cls, text: str) -> "Verdict":
-        """As `to_json` wrote it."""
-        return cls(**json.loads(text))
+    code: int = EXIT_HANGS
 
 
 class Seen(NamedTuple):
@@ -94,7 +83,7 @@ def limit_of(longest: float | None, least: float) -> float:
     return FACTOR * least if longest is None else max(least, FACTOR * longest)
 
 
-def judge(seen: Mapping[int, Seen], *, silent_after: float, grace: float, by: int) -> Verdict | None:
+def judge(seen: Mapping[int, Seen], *, silent_after: float, grace: float) -> Verdict | None:
     """Whether a run moves: None; else who holds it up.
 
     It does not where a process has been silent for too long, or has failed, or where all that are the furthest behind
@@ -105,31 +94,35 @@ def judge(seen: Mapping[int, Seen], *, silent_after: float, grace: float, by: in
       grace: seconds in which the others of one that has failed may fail alike.
     """
     if silent := _silent(seen, silent_after):
-        return Verdict(silent, EXIT_HANGS, by)
+        return Verdict(silent)
     for i, (stamp, seconds) in seen.items():
-        if stamp and _has_ended(stamp) and stamp.code not in ENDS_WELL and seconds > grace:
-            return Verdict(f"{_name(i, stamp)} has failed with exit code {stamp.code}", stamp.code, by)
-    at_work = {i: (each.stamp, each.seconds) for i, each in seen.items() if each.stamp and not _has_ended(each.stamp)}
-    if len(at_work) < len(seen) and any(each.stamp is None for each in seen.values()):
+        if stamp and stamp.has_failed and seconds > grace:
+            return _failure(i, stamp)
+    if any(stamp is None for stamp, _ in seen.values()):
         return None  # one has yet to come
+    at_work = {i: (stamp, seconds) for i, (stamp, seconds) in seen.items() if stamp and not stamp.has_ended}
     last = min((stamp.position for stamp, _ in at_work.values()), default=0)
     behind = {i: (stamp, stamp.seconds + more) for i, (stamp, more) in at_work.items() if stamp.position == last}
     if not behind or not all(seconds > stamp.limit for stamp, seconds in behind.values()):
         return None
     if silent := _silent(seen, grace):  # and so do not merely hang
-        return Verdict(silent, EXIT_HANGS, by)
+        return Verdict(silent)
     said = [f"{_name(i, stamp)} in {stamp.where} for {seconds:.0f} s" for i, (stamp, seconds) in behind.items()]
     rest = "; the others wait" if len(behind) < len(seen) else ""
     limit = min(stamp.limit for stamp, _ in behind.values())
-    return Verdict(f"nothing moves: {_listed(said)}, more than {limit:.0f} s{rest}", EXIT_HANGS, by)
+    return Verdict(f"nothing moves: {_listed(said)}, more than {limit:.0f} s{rest}")
 
 
-def coordinator_lost(stamp: Stamp | None, by: int) -> Verdict:
+def coordinator_lost(stamp: Stamp | None) -> Verdict:
     """Where process 0, without which the others know nothing of each other, is gone or stopped."""
-    last = f", last in {stamp.where}" if stamp and not _has_ended(stamp) else ""
-    if stamp and _has_ended(stamp) and stamp.code not in ENDS_WELL:
-        return Verdict(f"{_name(0, stamp)} has failed with exit code {stamp.code}", stamp.code, by)
-    return Verdict(f"{_name(0, stamp)} does not answer{last}", EXIT_HANGS, by)
+    if stamp and stamp.has_failed:
+        return _failure(0, stamp)
+    last = f", last in {stamp.where}" if stamp and not stamp.has_ended else ""
+    return Verdict(f"{_name(0, stamp)} does not answer{last}")
+
+
+def _failure(process: int, stamp: Stamp) -> Verdict:
+    return Verdict(f"{_name(process, stamp)} has failed with exit code {stamp.code}", stamp.code)
 
 
 def _silent(seen: Mapping[int, Seen], after: float) -> str:
@@ -138,13 +131,9 @@ def _silent(seen: Mapping[int, Seen], after: float) -> str:
         if stamp
         else f"{_name(i, stamp)} has not come"
         for i, (stamp, seconds) in seen.items()
-        if seconds > after and not _has_ended(stamp)
+        if seconds > after and not (stamp and stamp.has_ended)
     ]
     return _listed(said)
-
-
-def _has_ended(stamp: Stamp | None) -> bool:
-    return stamp is not None and stamp.phase == "end"
 
 
 def _name(process: int, stamp: Stamp | None) -> str:

@@ -6,11 +6,12 @@ never waits for the main thread, which may hang anywhere, and no save is tried.
 
 import contextlib
 import faulthandler
+import json
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Protocol
 
@@ -100,12 +101,8 @@ class Watchdog:
           least_seconds: the least limit of every phase.
         """
         if least_seconds and not self.is_on:
-            self._begin(least_seconds)
+            self._least, self._ticked, self._cpu_at_tick = least_seconds, self._clock(), self._cpu()
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
-
-    def _begin(self, least_seconds: float) -> None:
-        self._least, self._ticked, self._cpu_at_tick = least_seconds, self._clock(), self._cpu()
-        self._began = self._now
 
     def enter(self, phase: Phase, step: int = 0) -> None:
         """This process begins something; costs no more than a few assignments."""
@@ -198,19 +195,16 @@ class Watchdog:
         self._beat += 1
         stamp = self.stamp()
         if self._verdict:
-            store.put(_VERDICT, self._verdict.to_json())
+            store.put(_VERDICT, json.dumps(self._verdict))
             stamp = stamp._replace(phase="end", code=self._verdict.code)
-        store.put(f"{store.process}", stamp.to_json())
+        store.put(f"{store.process}", json.dumps(stamp))
         found = store.all()
         self._answered = self._time()
         self._says_end = stamp.phase == "end"
         if _VERDICT in found:
-            self._verdict = self._verdict or Verdict.from_json(found.pop(_VERDICT))
-        self._take(found)
-
-    def _take(self, found: Mapping[str, str]) -> None:
+            self._verdict = self._verdict or Verdict(*json.loads(found[_VERDICT]))
         for process, (before, _) in self._seen.items():
-            stamp = Stamp.from_json(found[str(process)]) if str(process) in found else None
+            stamp = Stamp(*json.loads(found[str(process)])) if str(process) in found else None
             if stamp and (before is None or stamp.beat != before.beat):
                 self._seen[process] = stamp, self._answered
 
@@ -221,19 +215,19 @@ class Watchdog:
         grace = GRACE_SECONDS / 2 if self._has_crashed else GRACE_SECONDS
         silent_after = grace if self._has_crashed else self._least
         if self._store is None:
-            return judge({0: Seen(self.stamp(), 0.0)}, silent_after=silent_after, grace=grace, by=0)
+            return judge({0: Seen(self.stamp(), 0.0)}, silent_after=silent_after, grace=grace)
         now, me = self._time(), self._store.process
         if me and (silence := now - self._answered) > GRACE_SECONDS / 2:  # what is known of the others is old
-            return coordinator_lost(self._seen[0][0], me) if silence > silent_after else None
+            return coordinator_lost(self._seen[0][0]) if silence > silent_after else None
         seen = {process: Seen(stamp, now - since) for process, (stamp, since) in self._seen.items()}
-        return judge(seen, silent_after=silent_after, grace=grace, by=me)
+        return judge(seen, silent_after=silent_after, grace=grace)
 
     def coordinator_is_gone(self) -> None:
         """Ends this process, from any thread: jax would abort it, as process 0 cannot be reached any more."""
         if self._phase == "end" or self._store is None:
             self._exit(self._code)
         else:
-            self.end(self._verdict or coordinator_lost(self._seen[0][0], self._store.process))
+            self.end(self._verdict or coordinator_lost(self._seen[0][0]))
 
     def end(self, verdict: Verdict) -> None:
         """Says why, writes the stacks of all threads, and ends the process when the others know."""

@@ -11,14 +11,14 @@ def stamp(host="a", phase="step", step=7, position=20, seconds=1.0, limit=300.0,
 
 def verdict(*seen):
     stamps = [each if isinstance(each, Seen) else Seen(each, 0.0) for each in seen]
-    return judge(dict(enumerate(stamps)), silent_after=300, grace=10, by=0)
+    return judge(dict(enumerate(stamps)), silent_after=300, grace=10)
 
 
 def test_the_one_that_is_behind_is_named_with_its_phase_and_those_that_wait_are_not():
     waiting = stamp(position=21, seconds=900)
     found = verdict(waiting, waiting, stamp("c", "reading", seconds=301), waiting)
     text = "nothing moves: process 2 on c in reading of step 7 for 301 s, more than 300 s; the others wait"
-    assert found == Verdict(text, 76, 0)
+    assert found == Verdict(text, 76)
 
 
 @pytest.mark.parametrize("seen", [
@@ -51,7 +51,7 @@ def test_time_goes_on_for_a_stamp_that_is_not_new():
 
 def test_one_that_says_nothing_any_more_is_named_with_where_it_was_last():
     found = verdict(stamp(seconds=900), Seen(stamp("b", "compile"), 301.0))
-    assert found == Verdict("process 1 on b does not answer, 301 s since it was in compile of step 7", 76, 0)
+    assert found == Verdict("process 1 on b does not answer, 301 s since it was in compile of step 7", 76)
     assert verdict(stamp(), Seen(None, 301.0)).text == "process 1 has not come"
 
 
@@ -62,27 +62,22 @@ def test_one_that_has_been_silent_for_a_while_is_not_said_to_hang():
 
 def test_one_that_has_failed_gives_the_others_its_exit_code_so_that_none_is_restarted():
     found = verdict(stamp(), Seen(stamp("b", "end", code=2), 11.0))
-    assert found == Verdict("process 1 on b has failed with exit code 2", 2, 0)
+    assert found == Verdict("process 1 on b has failed with exit code 2", 2)
 
 
 def test_without_the_coordinator_it_is_named_unless_it_has_said_why_it_ends():
-    assert coordinator_lost(None, 3) == Verdict("process 0 (coordinator) does not answer", 76, 3)
-    assert coordinator_lost(stamp(phase="save"), 3).text == (
+    assert coordinator_lost(None) == Verdict("process 0 (coordinator) does not answer", 76)
+    assert coordinator_lost(stamp(phase="save")).text == (
         "process 0 (coordinator) on a does not answer, last in save of step 7"
     )
-    assert coordinator_lost(stamp(phase="end", code=1), 3) == Verdict(
-        "process 0 (coordinator) on a has failed with exit code 1", 1, 3
+    assert coordinator_lost(stamp(phase="end", code=1)) == Verdict(
+        "process 0 (coordinator) on a has failed with exit code 1", 1
     )
 
 
 @pytest.mark.parametrize(("longest", "limit"), [(None, 1200), (0.0, 300), (75.0, 300), (200.0, 800)])
 def test_a_limit_is_four_times_what_a_phase_has_taken_and_never_below_the_least(longest, limit):
     assert limit_of(longest, 300) == limit
-
-
-def test_stamps_and_verdicts_pass_through_json():
-    assert Stamp.from_json(stamp().to_json()) == stamp()
-    assert Verdict.from_json(Verdict("it's", 76, 3).to_json()) == Verdict("it's", 76, 3)
 
 
 @pytest.mark.parametrize(("phase", "step", "where"), [

@@ -1,5 +1,6 @@
 """A watched process: what it tells the others, when it ends, and what it leaves; with a clock that the test moves."""
 
+import json
 import os
 import re
 import subprocess
@@ -123,7 +124,7 @@ def test_where_the_store_does_not_answer_process_0_is_named(run):
 
 def test_all_take_over_the_verdict_that_one_has_found(run):
     three = run()
-    three.stores[0].values["verdict"] = Verdict("as process 1 says", 76, 1).to_json()
+    three.stores[0].values["verdict"] = json.dumps(Verdict("as process 1 says", 76))
     three.passes(1)
     assert {verdict.text for verdict in three.found()} == {"as process 1 says"}
 
@@ -196,7 +197,7 @@ def test_an_end_writes_stacks_and_the_error_and_process_0_waits_until_the_others
         dog.write_to(tmp_path)
     for process in (1, 0):
         with pytest.raises(SystemExit):
-            two.dogs[process].end(Verdict("process 1 hangs", 76, 0))
+            two.dogs[process].end(Verdict("process 1 hangs", 76))
     assert two.codes == {1: 76, 0: 76}
     assert two.clocks[0].seconds < 9  # they knew before the grace was over
     for process in (0, 1):
