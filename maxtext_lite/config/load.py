@@ -158,11 +158,12 @@ def _refuse_training_batch(layers: Sequence[Layer], problems: list[Refusal]) -> 
 
 def _spell_out_auto(layers: Sequence[Layer]) -> None:
     """Writes -1 for per_device_batch_size=auto, and for gradient_accumulation_steps where nobody states it."""
-    winner: dict[str, YamlValue] = next((layer.values for layer in reversed(layers) if _PER_DEVICE in layer.values), {})
-    if _PER_DEVICE in winner and winner[_PER_DEVICE].value == "auto":
-        winner[_PER_DEVICE] = found = YamlValue(-1, "-1")
-        if not any(_ACCUMULATION in layer.values for layer in layers[1:]):
-            winner[_ACCUMULATION] = found
+    stating = [layer.values for layer in layers if _PER_DEVICE in layer.values]
+    if not stating or stating[-1][_PER_DEVICE].value != "auto":
+        return
+    stating[-1][_PER_DEVICE] = found = YamlValue(-1, "-1")
+    if not any(_ACCUMULATION in layer.values for layer in layers[1:]):
+        stating[-1][_ACCUMULATION] = found
 
 
 def _override_layer(overrides: Iterable[str], problems: list[Refusal]) -> tuple[Layer, dict[str, str]]:

@@ -23,7 +23,7 @@ class Stamp(NamedTuple):
     Attributes:
       step: of the phase; 0 before the first.
       position: what it has come past, a count that is the same for all at the same place in the program.
-      seconds: since the phase began, less those in which it computes, where it may.
+      seconds: since the phase began or got on, less those in which it computes, where it may.
       limit: of `seconds`.
       beat: a count that grows as long as the process runs.
       code: at the end its exit code.

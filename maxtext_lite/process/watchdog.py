@@ -108,17 +108,23 @@ class Watchdog:
         """This process begins something; costs no more than a few assignments."""
         if not self.is_on:
             return
-        now = self._time()
         if (phase, step) != (self._phase, self._step):
-            self._longest[self._phase] = max(self._longest.get(self._phase, 0.0), now - self._began)
-            self._phase, self._step, self._began, self._computed = phase, step, now, 0.0
+            self._moves()
+            self._phase, self._step = phase, step
         self._position += 1
         if phase == "end":
             self._wake.set()
 
     def advance(self) -> None:
         """This process has come past a place in the program, as all others do in the same order."""
-        self._position += 1
+        if self.is_on:
+            self._moves()
+            self._position += 1
+
+    def _moves(self) -> None:
+        now = self._time()
+        self._longest[self._phase] = max(self._longest.get(self._phase, 0.0), now - self._began)
+        self._began, self._computed = now, 0.0
 
     def arrive(self) -> None:
         """This process waits for the others from here on. In a save they ask each other over and over."""

@@ -98,6 +98,20 @@ def test_the_one_whose_main_thread_hangs_is_named_by_all(run):
     ]
 
 
+def test_a_long_evaluation_whose_batches_go_on_is_no_hang(run):
+    one = run(num_processes=1, least=10)
+    (dog,) = one.dogs
+    dog.enter("evaluation", 4)
+    for _ in range(20):
+        one.passes(9)
+        dog.advance()
+        assert one.found() == [None]
+    one.passes(41)
+    (verdict,) = one.found()
+    assert verdict.code == 76
+    assert "in evaluation of step 4 for" in verdict.text
+
+
 def test_one_that_is_stopped_is_named_by_the_others(run):
     three = run()
     for dog in three.dogs:
