@@ -86,7 +86,7 @@ def estimate_memory(
         *activation_lines(config, mesh, micro_batch_slots, num_pipeline_microbatches, schedule, accelerator),
         *_loss_lines(config, mesh, micro_batch_slots, pieces, accelerator),
     ]
-    offloaded = offloaded_activations(config, mesh, micro_batch_slots, num_pipeline_microbatches)
+    offloaded = offloaded_activations(config, mesh, micro_batch_slots, num_pipeline_microbatches, accelerator)
     if config.optimizer_memory_host_offload:
         offloaded += sum(line.bytes for line in lines if line.part == "optimizer_state")
     limit = None if device_memory_gb is None else int(device_memory_gb * 1e9)
@@ -189,11 +189,14 @@ def _gradient_lines(
     if adds_up:
         why = "of micro-batches, or of pipeline microbatches, in float32"
         yield MemoryLine("sum of gradients", "gradients", 4 * copies * count.total, why)
-    of_layers = count.matrices * BYTES[config.dtype]
-    rest = (count.tables + count.norms) * BYTES[config.weight_dtype]
     when = LAYERS if adds_up else (*LAYERS, "update")
-    why = "one micro-batch's: of matrices in `dtype`, of tables as they are"
-    yield MemoryLine("gradients of a micro-batch", "gradients", copies * (of_layers + rest), why, when)
+    # XLA fills the stacks of layers' gradients with zeros before the loss; not on a TPU, which allocates them unfilled.
+    filled = when if accelerator.platform == "tpu" else ("loss", *when)
+    of_layers, rest = count.matrices * BYTES[config.dtype], count.tables + count.norms
+    why = "one micro-batch's, in `dtype`"
+    yield MemoryLine("gradients of matrices", "gradients", copies * of_layers, why, filled)
+    why = "one micro-batch's, as the parameters are"
+    yield MemoryLine("gradients of tables", "gradients", copies * rest * BYTES[config.weight_dtype], why, when)
 
 
 def loss_tiles(
@@ -232,7 +235,9 @@ def _loss_lines(
     if weight_shards(mesh) > 1 or config.dtype != config.weight_dtype:
         yield MemoryLine("head as used", "weights", width * head, "whole but for tensor, in `dtype`", ("loss",))
     if config.lora_rank == 0:
-        yield _loss_line("head's gradient", 4 * shard, "added up over tiles in float32")
+        # Beside the sum, what a reduce-scatter has brought; a TPU's windows have one more on its way.
+        parts = 1 if weight_shards(mesh) == 1 else 3 if accelerator.platform == "tpu" else 2
+        yield _loss_line("head's gradient", 4 * shard * parts, "added up over tiles in float32")
     hidden = 4 * tokens * config.base_emb_dim * width
     yield _loss_line("last hidden states", hidden, "as they come, normed, in tiles, and their gradient")
 

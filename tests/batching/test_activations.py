@@ -63,6 +63,45 @@ def test_an_mlps_output_is_kept_where_a_norm_asks_for_it(placement, width):
     assert tensor_bytes(config, ONE, 4096)["mlpwo"] == 4 * width
 
 
+def test_latent_attention_projects_a_part_of_its_keys():
+    """deepseek-v2-lite: 16 heads of 128 + 64 dims, the 64 the same for all."""
+    keys = ["model_name=deepseek-v2-lite", "tokenizer_type=byte", "vocab_size=320"]
+    config = load_config(None, keys)
+    assert tensor_bytes(config, ONE, 4096)["key_proj"] == 2 * 16 * 128
+
+
+def test_cudnns_context_is_kept_only_where_everything_is():
+    """4,096 tokens in 4 layers, N 8, K 4, H 16; the log-partitions of other kernels go with the context."""
+    gpu = Accelerator("gpu", "9.0")
+    full, saved = (["packing=false", "remat_policy=custom", f"remat_save={name}"] for name in ("query_proj", "context"))
+    kept = [
+        held(keys, accelerator=each)["kept of layers"] // (4 * 4096) for keys in (full, saved) for each in (gpu, TPU)
+    ]
+    assert kept == [2 * (128 + 128), 2 * (128 + 128), 2 * 128, 2 * (128 + 8 * 128) + 4 * 8]
+
+
+def test_a_tpus_kernel_keeps_heads_in_whole_tiles_and_its_context_twice():
+    """N 8, K 4, H 16 as 128, D 128, F 384, bfloat16: four of the stream, what the kernel takes and gives, the mlp."""
+    beside = 2 * (4 * 128 + 3 * 384) + 4 * 8
+    kept = [held(["remat_policy=none"], accelerator=each)["kept of layers"] for each in (TPU, Accelerator("cpu"))]
+    assert kept == [4 * 4096 * (beside + 2 * heads) for heads in (24 * 128 + 8 * 16, 24 * 16)]
+
+
+@pytest.mark.parametrize(
+    ("keys", "elements"),
+    [
+        (["parallel_block=one_norm"], 2 * 128),
+        (["parallel_block=two_norms"], 3 * 128),
+        (["norm_placement=both"], 6 * 128),
+        (["qk_norm=head"], 4 * 128 + (8 + 4) * 16),
+    ],
+)
+def test_what_goes_into_norms_is_kept_where_everything_is(keys, elements):
+    """Beside queries, keys, values, context and three of an mlp; N 8, K 4, H 16, D 128, F 384."""
+    kept = held(["remat_policy=none", *keys], accelerator=Accelerator("cpu"))["kept of layers"]
+    assert kept == 4 * 4096 * (2 * (elements + 24 * 16 + 3 * 384) + 4 * 8)
+
+
 def test_a_row_is_split_over_tensor_where_its_tokens_can_be():
     config, mesh = load_config(None, ["max_target_length=256"]), ONE
     assert splits_residual(config, mesh | {"tensor": 4, "context": 2})
