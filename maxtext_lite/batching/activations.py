@@ -65,7 +65,8 @@ def activation_lines(
             dims = -(-dims // _LANES) * _LANES if accelerator.platform == "tpu" and dims else dims
             yield _line("rotations of ticks", 2 * 4 * dims * piece * ticks, "cosines and sines in float32 x ticks")
             rounds = 2 * tokens * tensor_bytes(config, mesh, piece)["decoder_layer_input"]
-            yield _line("pieces", rounds, "a micro-batch as it goes round the stages, before and after a tick")
+            why = "a micro-batch as it goes round the stages, before and after a tick"
+            yield _line("pieces", rounds, why, LAYERS)
     yield from _in_use(config, mesh, piece, accelerator)
 
 
@@ -227,7 +228,7 @@ def _in_use(config: Config, mesh: Mapping[str, int], piece: int, accelerator: Ac
     of_attention += piece * width * (heads * (head_dim + value_dim) + kv_heads * (head_dim + value_dim))
     yield _line("attention of a layer", of_attention, "gradients, and what its kernel holds", ("attention",))
     why = "projections or rows, hidden values and their gradients"
-    of_mlp = max(_mlp_bytes(each, mesh, piece) for each in (config, _without_experts(config)))
+    of_mlp = max(_mlp_bytes(each, mesh, piece, accelerator) for each in (config, _without_experts(config)))
     yield _line("mlp of a layer", of_mlp, why, ("mlp",))
     if tensor > 1 and accelerator.platform == "gpu" and splits_residual(config, mesh):
         whole = piece * config.base_emb_dim * width
@@ -238,7 +239,7 @@ def _in_use(config: Config, mesh: Mapping[str, int], piece: int, accelerator: Ac
     yield from _gathered(config, mesh, accelerator)
 
 
-def _mlp_bytes(config: Config, mesh: Mapping[str, int], tokens: int) -> int:
+def _mlp_bytes(config: Config, mesh: Mapping[str, int], tokens: int, accelerator: Accelerator) -> int:
     """Bytes that the way back through an mlp or experts works with.
 
     An mlp's projections, what comes of them, and their gradients: 6 as wide as it, or 4 without a gate. Of experts the
@@ -252,7 +253,9 @@ def _mlp_bytes(config: Config, mesh: Mapping[str, int], tokens: int) -> int:
     rows = _rows_per_token(config, mesh, tokens) * tokens
     crossing = 2 * width * rows * config.base_emb_dim if mesh["expert"] > 1 else 0
     products = 5 if config.expert_bias else 3  # the biases of each row's two projections among them
-    of_width = products * 4 + 3 * width if config.capacity_factor == -1 else 6 * width  # with a capacity, as an mlp
+    of_width = products * 4 + 3 * width
+    if config.capacity_factor != -1:  # on a TPU as an mlp; elsewhere matmuls and what follows write float32
+        of_width = 6 * width if accelerator.platform == "tpu" else 5 * 4 + 2 * width
     of_rows = rows * (2 * config.base_emb_dim * width + of_width * config.moe_mlp_dim // tensor)
     router = 4 * tokens * config.base_emb_dim
     return int(of_rows + crossing) + router + dense * config.shared_mlp_dim // tensor

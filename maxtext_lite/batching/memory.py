@@ -223,9 +223,10 @@ def _loss_lines(
     head, shard = vocab_size * config.base_emb_dim, vocab_size * config.base_emb_dim // weight_shards(mesh)
     tile = tokens * vocab_size // tiles
     waiting = width * tokens * kept // tiles * vocab_size
-    yield _loss_line(
-        "gradients of logits", waiting, "of a tile, or of those that wait to be the head's gradient together"
-    )
+    if weight_shards(mesh) > 1 and accelerator.platform != "tpu":
+        waiting = max(waiting, 4 * shard)
+    why = "of a tile, or of those that wait to be the head's gradient together, or what its reduce-scatter brings then"
+    yield _loss_line("gradients of logits", waiting, why)
     # A TPU sends the head's gradient off shard by shard as it is made; others make all of it first.
     whole = BYTES[config.grad_dtype] * head if weight_shards(mesh) > 1 and accelerator.platform != "tpu" else 0
     if whole > 4 * tile:
@@ -235,8 +236,8 @@ def _loss_lines(
     if weight_shards(mesh) > 1 or config.dtype != config.weight_dtype:
         yield MemoryLine("head as used", "weights", width * head, "whole but for tensor, in `dtype`", ("loss",))
     if config.lora_rank == 0:
-        # Beside the sum, what a reduce-scatter has brought; a TPU's windows have one more on its way.
-        parts = 1 if weight_shards(mesh) == 1 else 3 if accelerator.platform == "tpu" else 2
+        # On a TPU, beside the sum, two on their way round the devices.
+        parts = 3 if weight_shards(mesh) > 1 and accelerator.platform == "tpu" else 1
         yield _loss_line("head's gradient", 4 * shard * parts, "added up over tiles in float32")
     hidden = 4 * tokens * config.base_emb_dim * width
     yield _loss_line("last hidden states", hidden, "as they come, normed, in tiles, and their gradient")

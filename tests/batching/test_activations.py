@@ -37,8 +37,12 @@ def test_experts_go_back_through_their_rows(more, products):
     slots = 16 * 8 * 86
     with_capacity = held([*keys, "capacity_factor=1.3333"])["mlp of a layer"]
     assert with_capacity == slots * (2 * 128 * 2 + 6 * 2 * 48) + 4 * 4096 * 128
-    # Two of the three weights of all 8 are whole where fsdp splits them.
+    on_gpu = held([*keys, "capacity_factor=1.3333"], accelerator=Accelerator("gpu"))["mlp of a layer"]
+    assert on_gpu - with_capacity == slots * (5 * 4 + 2 * 2 - 6 * 2) * 48, "five of these seven in float32"
+    # Two of the three weights of all 8 are whole where fsdp splits them; a GPU's gradients of a round of the pattern.
     assert held(keys, {"fsdp": 2}, slots=32)["experts' weights, gathered"] == 2 * 8 * 128 * 48 * 2
+    keys, gpu = [*keys, "layer_pattern=local,global", "sliding_window_size=64"], Accelerator("gpu")
+    assert held(keys, {"fsdp": 2}, 32, accelerator=gpu)["experts' gradients, whole"] == 2 * 3 * 8 * 128 * 48 * 4
 
 
 def test_rotations_are_kept_of_every_tick_of_the_pipeline():
