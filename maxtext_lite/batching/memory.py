@@ -17,6 +17,7 @@ from maxtext_lite.batching.ledger import LAYERS, MOMENTS, PASSES, MemoryEstimate
 from maxtext_lite.batching.parameters import (
     ParameterCount,
     count_factored,
+    count_orthogonalized,
     count_parameters,
     weight_shards,
 )
@@ -143,6 +144,9 @@ def _state_lines(
     state = copies * (state // mesh["data"] if config.shard_optimizer_over_data else state)
     when = ("update",) if config.optimizer_memory_host_offload else MOMENTS
     yield MemoryLine("optimizer state", "optimizer_state", state, f"of {config.optimizer}, in float32", when)
+    if config.optimizer == "muon":
+        work, why = 4 * copies * count_orthogonalized(config, **mesh), "of the three largest stacks, in float32"
+        yield MemoryLine("matrices made orthogonal", "weights", work, why, ("update",))
     if outer and config.diloco_outer_momentum:
         yield MemoryLine("outer momentum", "optimizer_state", trained.total * 4, "of local updates, in float32", when)
     if config.master_weights:

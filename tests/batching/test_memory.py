@@ -234,6 +234,16 @@ def test_estimated_optimizer_state_lies_below_adams(optimizer):
     assert 0 < estimate([f"optimizer={optimizer}"]).optimizer_state < estimate().optimizer_state
 
 
+def test_muon_works_with_the_three_largest_stacks_as_it_updates():
+    """L 4, D 128, F 384: each before and after a step and three squares; a half of each matrix with tensor 2."""
+    for mesh, width in (({"fsdp": 4}, 384), ({"tensor": 2}, 192)):
+        line = next(
+            each for each in estimate(["optimizer=muon"], mesh).lines if each.name == "matrices made orthogonal"
+        )
+        assert (line.bytes, line.moments) == (3 * 4 * 4 * (2 * 128 * width + 3 * 128**2), ("update",))
+    assert held(estimate(), "matrices made orthogonal") == 0
+
+
 def test_the_total_is_what_is_held_at_the_fullest_moment():
     """One layer of many tokens is fullest while it goes back, a vocabulary of many at the loss."""
     layers, loss = estimate(limit=95), estimate(["vocab_size=32000", "remat_policy=full"])
