@@ -236,7 +236,8 @@ def _loss_lines(
     if whole > 4 * tile:
         yield _loss_line("head's gradient, whole", whole, "before it is shared out, in grad_dtype; no logits then")
     else:
-        yield _loss_line("logits of a tile", 4 * tile, "in float32")
+        copies = 2 if accelerator.platform == "cpu" else 1
+        yield _loss_line("logits of a tile", copies * 4 * tile, "in float32, and on a CPU their exponentials")
     if weight_shards(mesh) > 1 or config.dtype != config.weight_dtype:
         yield MemoryLine("head as used", "weights", width * head, "whole but for tensor, in `dtype`", ("loss",))
     if config.lora_rank == 0:

@@ -121,6 +121,7 @@ def test_activations_and_logits_follow_the_rows_of_a_device():
     tile = ("logits of a tile", "gradients of logits")
     assert held(one, *tile) == 2 * 4 * 16 * 256 * 320
     assert held(estimate(["num_vocab_tiling=4"]), *tile) == held(one, *tile) // 4
+    assert held(estimate(accelerator=Accelerator("cpu")), *tile) == 3 * 4 * 16 * 256 * 320
     # Beside them four times the hidden states, 128 wide, and the head's gradient.
     assert one.logits == held(one, *tile) + 4 * 4 * 16 * 256 * 128 + 4 * 320 * 128
     assert estimate(slots=16, accumulation=8).activations == one.activations
