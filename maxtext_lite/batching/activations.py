@@ -250,15 +250,20 @@ def _mlp_bytes(config: Config, mesh: Mapping[str, int], tokens: int, accelerator
     dense = (6 if config.gated_mlp else 4) * tokens * width
     if config.num_experts == 1:
         return dense * config.base_mlp_dim // tensor
-    rows = _rows_per_token(config, mesh, tokens) * tokens
-    crossing = 2 * width * rows * config.base_emb_dim if mesh["expert"] > 1 else 0
+    rows, shards = _rows_per_token(config, mesh, tokens) * tokens, mesh["expert"]
+    if accelerator.platform == "cpu" and config.capacity_factor == -1:
+        # XLA's ragged dot there has all rows for each expert, zero but for its own: of six matmuls' operands.
+        apart = config.num_experts // shards * rows * 3 * (config.base_emb_dim + config.moe_mlp_dim // tensor) * 4
+    else:
+        apart = 0
+    crossing = 2 * width * rows * config.base_emb_dim if shards > 1 else 0
     products = 5 if config.expert_bias else 3  # the biases of each row's two projections among them
     of_width = products * 4 + 3 * width
     if config.capacity_factor != -1:  # on a TPU as an mlp; elsewhere matmuls and what follows write float32
         of_width = 6 * width if accelerator.platform == "tpu" else 5 * 4 + 2 * width
     of_rows = rows * (2 * config.base_emb_dim * width + of_width * config.moe_mlp_dim // tensor)
     router = 4 * tokens * config.base_emb_dim
-    return int(of_rows + crossing) + router + dense * config.shared_mlp_dim // tensor
+    return int(of_rows + crossing + apart) + router + dense * config.shared_mlp_dim // tensor
 
 
 def _gathered(config: Config, mesh: Mapping[str, int], accelerator: Accelerator) -> Iterator[MemoryLine]:
