@@ -134,6 +134,7 @@ def tensor_bytes(
     heads, kv_heads = config.base_num_query_heads // tensor, config.base_num_kv_heads // tensor
     mlp = _mlp_width(config, mesh, tokens) / tensor
     after = 0 if config.norm_placement == "pre" else emb  # the next layer's input is kept, and says as much
+    gated = emb if config.shared_expert_gate and config.num_experts > 1 else 0  # the gradient of the gate asks for it
     kernel = planned_kernel(config, accelerator, mesh["context"]).name
     elements = {
         "decoder_layer_input": emb,
@@ -148,7 +149,7 @@ def tensor_bytes(
         "out_proj": emb if config.parallel_block == "none" else after,  # asked for by the norm before the mlp
         "mlpwi_0": mlp if config.gated_mlp else 0,
         "mlpwi_1": mlp,
-        "mlpwo": after + _choices(config) * config.base_emb_dim,
+        "mlpwo": after + gated + _choices(config) * config.base_emb_dim,
         "expert_rows": _rows_per_token(config, mesh, tokens) * config.base_emb_dim,
     }
     return {name: int(size * BYTES[config.dtype]) for name, size in elements.items()}
@@ -170,7 +171,7 @@ def kept_bytes(config: Config, mesh: Mapping[str, int], tokens: int, accelerator
         return stream + blocks + width * config.base_mlp_dim // tensor
     # The shared mlp's hidden values, the router's input in float32, and with a capacity what goes into each slot's last
     # matmul and what comes back of each choice, in float32 too.
-    blocks += width * config.shared_mlp_dim // tensor
+    blocks += width * (config.shared_mlp_dim // tensor + config.shared_expert_gate * _stream_width(config, mesh))
     if config.capacity_factor != -1:
         blocks += int(width * _rows_per_token(config, mesh, tokens) * config.moe_mlp_dim / tensor)
     return stream + blocks + 4 * (1 + _choices(config)) * config.base_emb_dim

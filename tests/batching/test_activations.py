@@ -108,6 +108,12 @@ def test_what_goes_into_norms_is_kept_where_everything_is(keys, elements):
     assert kept == 4 * 4096 * (2 * (elements + 24 * 16 + 3 * 384) + 4 * 8)
 
 
+def test_what_a_shared_experts_gate_multiplies_is_kept():
+    keys = ["num_experts=4", "num_experts_per_tok=2", "shared_experts=1", "remat_policy=minimal"]
+    plain, gated = (held([*keys, f"shared_expert_gate={gate}"])["kept of layers"] for gate in ("false", "true"))
+    assert gated - plain == 4 * 4096 * 128 * 2
+
+
 def test_a_row_is_split_over_tensor_where_its_tokens_can_be():
     config, mesh = load_config(None, ["max_target_length=256"]), ONE
     assert splits_residual(config, mesh | {"tensor": 4, "context": 2})
