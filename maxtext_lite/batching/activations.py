@@ -169,9 +169,9 @@ def kept_bytes(config: Config, mesh: Mapping[str, int], tokens: int, accelerator
     )
     if config.num_experts == 1:
         return stream + blocks + width * config.base_mlp_dim // tensor
-    # The shared mlp's hidden values, the router's input in float32, and with a capacity what goes into each slot's last
-    # matmul and what comes back of each choice, in float32 too.
-    blocks += width * (config.shared_mlp_dim // tensor + config.shared_expert_gate * _stream_width(config, mesh))
+    # The shared mlp's hidden values and, in float32, what its gate multiplies, the router's input and, with a capacity,
+    # what comes back of each choice; of each slot what goes into its last matmul.
+    blocks += width * config.shared_mlp_dim // tensor + 4 * config.shared_expert_gate * _stream_width(config, mesh)
     if config.capacity_factor != -1:
         blocks += int(width * _rows_per_token(config, mesh, tokens) * config.moe_mlp_dim / tensor)
     return stream + blocks + 4 * (1 + _choices(config)) * config.base_emb_dim
