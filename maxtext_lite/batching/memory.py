@@ -145,7 +145,7 @@ def _state_lines(
     when = ("update",) if config.optimizer_memory_host_offload else MOMENTS
     yield MemoryLine("optimizer state", "optimizer_state", state, f"of {config.optimizer}, in float32", when)
     if config.optimizer == "muon":
-        work, why = 4 * copies * count_orthogonalized(config, **mesh), "of the three largest stacks, in float32"
+        work, why = 4 * copies * count_orthogonalized(config, **mesh), "before and after a step, in float32"
         yield MemoryLine("matrices made orthogonal", "weights", work, why, ("update",))
     if outer and config.diloco_outer_momentum:
         yield MemoryLine("outer momentum", "optimizer_state", trained.total * 4, "of local updates, in float32", when)

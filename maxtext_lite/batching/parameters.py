@@ -10,7 +10,7 @@ from typing import Any
 
 from maxtext_lite.batching.topology import MESH_AXES
 from maxtext_lite.config import ModelConfig, adapted_weights
-from maxtext_lite.config.weight_axes import num_inputs, num_parts, of_one
+from maxtext_lite.config.weight_axes import num_parts
 from maxtext_lite.config.weights import Weight, model_shape, stacks_of
 
 
@@ -64,23 +64,18 @@ def count_factored(config: ModelConfig, **mesh: int) -> int:
 
 
 def count_orthogonalized(config: ModelConfig, **mesh: int) -> int:
-    """Elements per device that Muon's Newton-Schulz steps work with: of the three largest stacks of what is trained,
-    which a compiler brings together side by side, the matrices before and after a step, whole but for tensor, expert
-    and stage, and three squares as wide as their shorter sides."""
-    there = {axis: mesh.get(axis, 1) for axis in ("tensor", "expert")}
-    trained = "adapters" if config.lora_rank else "matrices"
-    found = [count * _orthogonalized(w, there) for part, count, w in _weights(config, mesh) if part == trained]
-    return sum(sorted(found)[-3:])
-
-
-def _orthogonalized(weight: Weight, there: Mapping[str, int]) -> int:
-    matrix = of_one(weight.axes)
-    first = len(weight.axes) - len(matrix)
-    split = first + num_inputs(matrix)
-    parts = [1 if axis.endswith("embed") else num_parts(axis, there) for axis in weight.axes]
-    side = min(math.prod(weight.sizes[first:split]), math.prod(weight.sizes[split:]))
-    whole = math.prod(weight.sizes) // math.prod(parts)
-    return 2 * whole + 3 * side**2 * math.prod(weight.sizes[:first]) // math.prod(parts[:first])
+    """Elements per device that Muon's Newton-Schulz steps work with, as a compiler runs those of all stacks side by
+    side: of what is trained each matrix before and after a step, whole but for tensor, expert and stage, and where it
+    is split further its own part in two layouts."""
+    whole = {axis: mesh.get(axis, 1) for axis in ("tensor", "expert")}
+    elements = 0
+    for part, count, weight in _weights(config, mesh):
+        if part == ("adapters" if config.lora_rank else "matrices"):
+            here = math.prod(_parts(weight, mesh))
+            parts = [1 if axis.endswith("embed") else num_parts(axis, whole) for axis in weight.axes]
+            gathered = math.prod(weight.sizes) // math.prod(parts)
+            elements += count * (2 * gathered + (2 * here if here < gathered else 0))
+    return elements
 
 
 def active_parameters(config: ModelConfig) -> int:
