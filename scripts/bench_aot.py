@@ -3,6 +3,7 @@
     python scripts/bench_aot.py scripts/aot_points.txt           models at full width: minutes each
     python scripts/bench_aot.py scripts/aot_points_small.txt     every kind of layer and mesh: half a minute each
     python scripts/bench_aot.py scripts/aot_points_h100.txt      the same on eight GPUs: a minute or two each
+    python scripts/bench_aot.py scripts/aot_points_ledger.txt    what the plan's memory is held against
     python scripts/bench_aot.py POINTS --only NAME NAME --out results.jsonl
 
 A line of POINTS is `NAME | TOPOLOGY | key=value ...`, the topology as `compile --topology` takes it, or a number of

@@ -17,6 +17,7 @@ from maxtext_lite.config.kernels import Accelerator, planned_kernel
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _LANES = 128  # a TPU's tiles are so wide
+_PLAIN = Accelerator("cpu")
 
 
 def tokens_of_device(config: Config, mesh: Mapping[str, int], micro_batch_slots: int) -> int:
@@ -42,7 +43,7 @@ def activation_lines(
     piece = tokens // num_pipeline_microbatches
     stages, first = mesh["stage"], config.first_num_dense_layers
     layers = (config.base_num_decoder_layers - first) // stages
-    of_experts, dense = kept_bytes(config, mesh, piece), kept_bytes(_without_experts(config), mesh, piece)
+    of_experts, dense = (kept_bytes(each, mesh, piece, accelerator) for each in (config, _without_experts(config)))
     share = _dense_share(config)
     kept = int((1 - share) * of_experts + share * dense)
     yield _line("kept of first layers", tokens * kept * first, "as below, on every stage")
@@ -64,7 +65,8 @@ def activation_lines(
             dims = -(-dims // _LANES) * _LANES if accelerator.platform == "tpu" and dims else dims
             yield _line("rotations of ticks", 2 * 4 * dims * piece * ticks, "cosines and sines in float32 x ticks")
             rounds = 2 * tokens * tensor_bytes(config, mesh, piece)["decoder_layer_input"]
-            yield _line("pieces", rounds, "a micro-batch as it goes round the stages, before and after a tick")
+            why = "a micro-batch as it goes round the stages, before and after a tick"
+            yield _line("pieces", rounds, why, LAYERS)
     yield from _in_use(config, mesh, piece, accelerator)
 
 
@@ -92,15 +94,19 @@ def _line(name: str, size: int, why: str, moments: tuple[Moment, ...] = PASSES) 
 
 
 def offloaded_activations(
-    config: Config, mesh: Mapping[str, int], micro_batch_slots: int, num_pipeline_microbatches: int
+    config: Config,
+    mesh: Mapping[str, int],
+    micro_batch_slots: int,
+    num_pipeline_microbatches: int,
+    accelerator: Accelerator = _PLAIN,
 ) -> int:
     """Bytes per device of the layers' tensors that wait for the backward pass in pinned host memory."""
     remat = remat_of(config)
     if remat is None:
         return 0
     piece, stages = tokens_of_device(config, mesh, micro_batch_slots) // num_pipeline_microbatches, mesh["stage"]
-    sizes = tensor_bytes(config, mesh, piece)
-    dense, share = tensor_bytes(_without_experts(config), mesh, piece), _dense_share(config)
+    sizes, share = tensor_bytes(config, mesh, piece, accelerator), _dense_share(config)
+    dense = tensor_bytes(_without_experts(config), mesh, piece, accelerator)
     of_layer = sum((1 - share) * sizes[name] + share * dense[name] for name in remat.offloaded)
     of_stage = int(of_layer * config.base_num_decoder_layers / stages)
     if config.pipeline_schedule == "1f1b":
@@ -119,41 +125,79 @@ def _stream_width(config: Config, mesh: Mapping[str, int]) -> int:
     return config.base_emb_dim // (mesh["tensor"] if splits_residual(config, mesh) else 1)
 
 
-def tensor_bytes(config: Config, mesh: Mapping[str, int], tokens: int) -> dict[str, int]:
+def tensor_bytes(
+    config: Config, mesh: Mapping[str, int], tokens: int, accelerator: Accelerator = _PLAIN
+) -> dict[str, int]:
     """Bytes per token of the tensors of a layer that remat keys name, of a device's `tokens` at once; 0 for
     those that no backward pass asks for, and that are not kept whatever a policy says."""
     tensor, emb = mesh["tensor"], _stream_width(config, mesh)
     heads, kv_heads = config.base_num_query_heads // tensor, config.base_num_kv_heads // tensor
     mlp = _mlp_width(config, mesh, tokens) / tensor
     after = 0 if config.norm_placement == "pre" else emb  # the next layer's input is kept, and says as much
+    gated = emb if config.shared_expert_gate and config.num_experts > 1 else 0  # the gradient of the gate asks for it
+    kernel = planned_kernel(config, accelerator, mesh["context"]).name
     elements = {
         "decoder_layer_input": emb,
         "query_proj": heads * config.head_dim,
-        "key_proj": kv_heads * config.head_dim,
+        # Latent attention projects a part of each key; the rest is the same for all heads.
+        "key_proj": kv_heads * (config.head_dim if config.mla is None else config.mla.qk_nope_head_dim),
         "value_proj": kv_heads * config.value_dim,
-        "context": heads * config.value_dim,
-        "out_proj": emb,
+        # With float32 log-partitions. jax's call of cuDNN names neither: they are made again whatever a policy says.
+        "context": 0
+        if kernel.startswith("cudnn")
+        else heads * (_lanes(config.value_dim, accelerator) + Fraction(4, BYTES[config.dtype])),
+        "out_proj": emb if config.parallel_block == "none" else after,  # asked for by the norm before the mlp
         "mlpwi_0": mlp if config.gated_mlp else 0,
         "mlpwi_1": mlp,
-        "mlpwo": after + _choices(config) * config.base_emb_dim,
+        "mlpwo": after + gated + _choices(config) * config.base_emb_dim,
         "expert_rows": _rows_per_token(config, mesh, tokens) * config.base_emb_dim,
     }
     return {name: int(size * BYTES[config.dtype]) for name, size in elements.items()}
 
 
-def kept_bytes(config: Config, mesh: Mapping[str, int], tokens: int) -> int:
+def kept_bytes(config: Config, mesh: Mapping[str, int], tokens: int, accelerator: Accelerator = _PLAIN) -> int:
     """Bytes per token and layer that wait for the backward pass on the device."""
-    sizes, remat = tensor_bytes(config, mesh, tokens), remat_of(config)
+    sizes, remat = tensor_bytes(config, mesh, tokens, accelerator), remat_of(config)
     if remat is not None:  # the layer's input is always kept, here or on the host
         return sum(sizes[name] for name in {*remat.saved, "decoder_layer_input"} - {*remat.offloaded})
     # Everything: of the stream the inputs of both halves, and what goes into each norm and comes out of it.
     width, tensor = BYTES[config.dtype], mesh["tensor"]
-    stream = (6 if config.norm_placement == "both" else 4) * _stream_width(config, mesh) * width
-    named = ("query_proj", "key_proj", "value_proj", "context", "mlpwi_0", "mlpwi_1", "expert_rows")
-    blocks = sum(sizes[name] for name in named) + 4 * config.base_num_query_heads // tensor  # and log-partitions
-    if config.num_experts > 1:  # the router's input in float32, and what came back of each choice
-        return stream + blocks + (4 + width * _choices(config)) * config.base_emb_dim
-    return stream + blocks + width * config.base_mlp_dim // tensor
+    streams = {"none": 4, "one_norm": 2, "two_norms": 3}[config.parallel_block]
+    stream = (streams + 2 * (config.norm_placement == "both")) * _stream_width(config, mesh) * width
+    blocks = sum(sizes[name] for name in ("mlpwi_0", "mlpwi_1", "expert_rows")) + _kept_of_heads(
+        config, mesh, accelerator
+    )
+    if config.num_experts == 1:
+        return stream + blocks + width * config.base_mlp_dim // tensor
+    # The shared mlp's hidden values and, in float32, what its gate multiplies, the router's input and, with a capacity,
+    # what comes back of each choice; of each slot what goes into its last matmul.
+    blocks += width * config.shared_mlp_dim // tensor + 4 * config.shared_expert_gate * _stream_width(config, mesh)
+    if config.capacity_factor != -1:
+        blocks += int(width * _rows_per_token(config, mesh, tokens) * config.moe_mlp_dim / tensor)
+    return stream + blocks + 4 * (1 + _choices(config)) * config.base_emb_dim
+
+
+def _kept_of_heads(config: Config, mesh: Mapping[str, int], accelerator: Accelerator) -> int:
+    """Bytes per token of what attention keeps where it keeps everything: what its kernel takes and gives, with
+    log-partitions in float32, what goes into norms of queries and keys, and latent vectors before and after theirs.
+
+    A TPU's kernel has heads as rows, which fill lanes up, and its context once more as the next matmul takes it.
+    """
+    heads, kv_heads = (each // mesh["tensor"] for each in (config.base_num_query_heads, config.base_num_kv_heads))
+    head_dim, value_dim = (_lanes(dim, accelerator) for dim in (config.head_dim, config.value_dim))
+    elements = (heads + kv_heads) * (head_dim + value_dim)
+    if accelerator.platform == "tpu":
+        elements += heads * config.value_dim
+    if config.qk_norm != "none":
+        elements += (heads + kv_heads) * config.head_dim
+    if config.mla is not None:
+        elements += 2 * (config.mla.kv_lora_rank + config.mla.q_lora_rank)
+    return elements * BYTES[config.dtype] + 4 * heads
+
+
+def _lanes(dim: int, accelerator: Accelerator) -> int:
+    """What the last dim of a kernel's array takes: on a TPU whole tiles."""
+    return -(-dim // _LANES) * _LANES if accelerator.platform == "tpu" else dim
 
 
 def _choices(config: Config) -> int:
@@ -165,8 +209,8 @@ def _in_use(config: Config, mesh: Mapping[str, int], piece: int, accelerator: Ac
     """What a layer of one piece works with on its way back."""
     width, tensor = BYTES[config.dtype], mesh["tensor"]
     stream, heads = _stream_width(config, mesh), config.base_num_query_heads // tensor
-    kv_heads, on_tpu = config.base_num_kv_heads // tensor, accelerator.platform == "tpu"
-    head_dim, value_dim = (-(-dim // _LANES) * _LANES if on_tpu else dim for dim in (config.head_dim, config.value_dim))
+    kv_heads = config.base_num_kv_heads // tensor
+    head_dim, value_dim = (_lanes(dim, accelerator) for dim in (config.head_dim, config.value_dim))
     yield _line(
         "stream of a layer",
         6 * piece * stream * width,
@@ -185,12 +229,18 @@ def _in_use(config: Config, mesh: Mapping[str, int], piece: int, accelerator: Ac
     of_attention += piece * width * (heads * (head_dim + value_dim) + kv_heads * (head_dim + value_dim))
     yield _line("attention of a layer", of_attention, "gradients, and what its kernel holds", ("attention",))
     why = "projections or rows, hidden values and their gradients"
-    of_mlp = max(_mlp_bytes(each, mesh, piece) for each in (config, _without_experts(config)))
+    of_mlp = max(_mlp_bytes(each, mesh, piece, accelerator) for each in (config, _without_experts(config)))
     yield _line("mlp of a layer", of_mlp, why, ("mlp",))
-    yield from _gathered(config, mesh)
+    if tensor > 1 and accelerator.platform == "gpu" and splits_residual(config, mesh):
+        whole = piece * config.base_emb_dim * width
+        why = "a half's input and gradient, each once more transposed"
+        yield _line("tokens, gathered", 4 * whole, why, LAYERS)
+        why = "what queries, keys, values and the mlp give to the gradient of the stream"
+        yield _line("tokens, to be shared out", 4 * whole, why, ("attention",))
+    yield from _gathered(config, mesh, accelerator)
 
 
-def _mlp_bytes(config: Config, mesh: Mapping[str, int], tokens: int) -> int:
+def _mlp_bytes(config: Config, mesh: Mapping[str, int], tokens: int, accelerator: Accelerator) -> int:
     """Bytes that the way back through an mlp or experts works with.
 
     An mlp's projections, what comes of them, and their gradients: 6 as wide as it, or 4 without a gate. Of experts the
@@ -201,16 +251,23 @@ def _mlp_bytes(config: Config, mesh: Mapping[str, int], tokens: int) -> int:
     dense = (6 if config.gated_mlp else 4) * tokens * width
     if config.num_experts == 1:
         return dense * config.base_mlp_dim // tensor
-    rows = _rows_per_token(config, mesh, tokens) * tokens
-    crossing = 2 * width * rows * config.base_emb_dim if mesh["expert"] > 1 else 0
+    rows, shards = _rows_per_token(config, mesh, tokens) * tokens, mesh["expert"]
+    if accelerator.platform == "cpu" and config.capacity_factor == -1:
+        # XLA's ragged dot there has all rows for each expert, zero but for its own: of six matmuls' operands.
+        apart = config.num_experts // shards * rows * 3 * (config.base_emb_dim + config.moe_mlp_dim // tensor) * 4
+    else:
+        apart = 0
+    crossing = 2 * width * rows * config.base_emb_dim if shards > 1 else 0
     products = 5 if config.expert_bias else 3  # the biases of each row's two projections among them
-    of_width = products * 4 + 3 * width if config.capacity_factor == -1 else 6 * width  # with a capacity, as an mlp
+    of_width = products * 4 + 3 * width
+    if config.capacity_factor != -1:  # on a TPU as an mlp; elsewhere matmuls and what follows write float32
+        of_width = 6 * width if accelerator.platform == "tpu" else 5 * 4 + 2 * width
     of_rows = rows * (2 * config.base_emb_dim * width + of_width * config.moe_mlp_dim // tensor)
     router = 4 * tokens * config.base_emb_dim
-    return int(of_rows + crossing) + router + dense * config.shared_mlp_dim // tensor
+    return int(of_rows + crossing + apart) + router + dense * config.shared_mlp_dim // tensor
 
 
-def _gathered(config: Config, mesh: Mapping[str, int]) -> Iterator[MemoryLine]:
+def _gathered(config: Config, mesh: Mapping[str, int], accelerator: Accelerator) -> Iterator[MemoryLine]:
     """Matrices of a layer as they are used: split over tensor only."""
     if weight_shards(mesh) == 1:
         return
@@ -218,10 +275,15 @@ def _gathered(config: Config, mesh: Mapping[str, int]) -> Iterator[MemoryLine]:
     if config.num_experts > 1:
         if mesh["fsdp"] * mesh["context"] == 1:
             return
-        here = config.num_experts // mesh["expert"]
-        experts = 2 * here * emb * config.moe_mlp_dim // tensor * width
+        matrix = config.num_experts // mesh["expert"] * emb * config.moe_mlp_dim // tensor
+        if accelerator.platform == "gpu" and config.capacity_factor == -1:
+            in_a_round = math.lcm(len(config.pattern), len(config.mlp_kinds))
+            gradients = int(3 * in_a_round * (1 - _dense_share(config))) * matrix * BYTES[config.grad_dtype]
+            why = "of the layers that a scan goes through at once, as shards send them to each other"
+            yield MemoryLine("experts' gradients, whole", "gradients", gradients, why, ("mlp",))
+            return
         why = "two of a layer's three as they are used together, or a float32 gradient of one"
-        yield MemoryLine("experts' weights, gathered", "weights", experts, why, ("mlp",))
+        yield MemoryLine("experts' weights, gathered", "weights", 2 * matrix * width, why, ("mlp",))
         return
     widest = max(config.base_mlp_dim, config.base_num_query_heads * config.head_dim) // tensor
     why = "the widest matrix of a layer, and the next on its way"

@@ -17,6 +17,7 @@ from maxtext_lite.batching.ledger import LAYERS, MOMENTS, PASSES, MemoryEstimate
 from maxtext_lite.batching.parameters import (
     ParameterCount,
     count_factored,
+    count_orthogonalized,
     count_parameters,
     weight_shards,
 )
@@ -86,7 +87,7 @@ def estimate_memory(
         *activation_lines(config, mesh, micro_batch_slots, num_pipeline_microbatches, schedule, accelerator),
         *_loss_lines(config, mesh, micro_batch_slots, pieces, accelerator),
     ]
-    offloaded = offloaded_activations(config, mesh, micro_batch_slots, num_pipeline_microbatches)
+    offloaded = offloaded_activations(config, mesh, micro_batch_slots, num_pipeline_microbatches, accelerator)
     if config.optimizer_memory_host_offload:
         offloaded += sum(line.bytes for line in lines if line.part == "optimizer_state")
     limit = None if device_memory_gb is None else int(device_memory_gb * 1e9)
@@ -143,6 +144,9 @@ def _state_lines(
     state = copies * (state // mesh["data"] if config.shard_optimizer_over_data else state)
     when = ("update",) if config.optimizer_memory_host_offload else MOMENTS
     yield MemoryLine("optimizer state", "optimizer_state", state, f"of {config.optimizer}, in float32", when)
+    if config.optimizer == "muon":
+        work, why = 4 * copies * count_orthogonalized(config, **mesh), "before and after a step, in float32"
+        yield MemoryLine("matrices made orthogonal", "weights", work, why, ("update",))
     if outer and config.diloco_outer_momentum:
         yield MemoryLine("outer momentum", "optimizer_state", trained.total * 4, "of local updates, in float32", when)
     if config.master_weights:
@@ -189,11 +193,14 @@ def _gradient_lines(
     if adds_up:
         why = "of micro-batches, or of pipeline microbatches, in float32"
         yield MemoryLine("sum of gradients", "gradients", 4 * copies * count.total, why)
-    of_layers = count.matrices * BYTES[config.dtype]
-    rest = (count.tables + count.norms) * BYTES[config.weight_dtype]
     when = LAYERS if adds_up else (*LAYERS, "update")
-    why = "one micro-batch's: of matrices in `dtype`, of tables as they are"
-    yield MemoryLine("gradients of a micro-batch", "gradients", copies * (of_layers + rest), why, when)
+    # XLA fills the stacks of layers' gradients with zeros before the loss; not on a TPU, which allocates them unfilled.
+    filled = when if accelerator.platform == "tpu" else ("loss", *when)
+    of_layers, rest = count.matrices * BYTES[config.dtype], count.tables + count.norms
+    why = "one micro-batch's, in `dtype`"
+    yield MemoryLine("gradients of matrices", "gradients", copies * of_layers, why, filled)
+    why = "one micro-batch's, as the parameters are"
+    yield MemoryLine("gradients of tables", "gradients", copies * rest * BYTES[config.weight_dtype], why, when)
 
 
 def loss_tiles(
@@ -220,19 +227,23 @@ def _loss_lines(
     head, shard = vocab_size * config.base_emb_dim, vocab_size * config.base_emb_dim // weight_shards(mesh)
     tile = tokens * vocab_size // tiles
     waiting = width * tokens * kept // tiles * vocab_size
-    yield _loss_line(
-        "gradients of logits", waiting, "of a tile, or of those that wait to be the head's gradient together"
-    )
+    if weight_shards(mesh) > 1 and accelerator.platform != "tpu":
+        waiting = max(waiting, 4 * shard)
+    why = "of a tile, or of those that wait to be the head's gradient together, or what its reduce-scatter brings then"
+    yield _loss_line("gradients of logits", waiting, why)
     # A TPU sends the head's gradient off shard by shard as it is made; others make all of it first.
     whole = BYTES[config.grad_dtype] * head if weight_shards(mesh) > 1 and accelerator.platform != "tpu" else 0
     if whole > 4 * tile:
         yield _loss_line("head's gradient, whole", whole, "before it is shared out, in grad_dtype; no logits then")
     else:
-        yield _loss_line("logits of a tile", 4 * tile, "in float32")
+        copies = 2 if accelerator.platform == "cpu" else 1
+        yield _loss_line("logits of a tile", copies * 4 * tile, "in float32, and on a CPU their exponentials")
     if weight_shards(mesh) > 1 or config.dtype != config.weight_dtype:
         yield MemoryLine("head as used", "weights", width * head, "whole but for tensor, in `dtype`", ("loss",))
     if config.lora_rank == 0:
-        yield _loss_line("head's gradient", 4 * shard, "added up over tiles in float32")
+        # On a TPU, beside the sum, two on their way round the devices.
+        parts = 3 if weight_shards(mesh) > 1 and accelerator.platform == "tpu" else 1
+        yield _loss_line("head's gradient", 4 * shard * parts, "added up over tiles in float32")
     hidden = 4 * tokens * config.base_emb_dim * width
     yield _loss_line("last hidden states", hidden, "as they come, normed, in tiles, and their gradient")
 

@@ -63,6 +63,21 @@ def count_factored(config: ModelConfig, **mesh: int) -> int:
     return sum(count * _factored(weight, mesh) for part, count, weight in weights if (part == "adapters") == lora)
 
 
+def count_orthogonalized(config: ModelConfig, **mesh: int) -> int:
+    """Elements per device that Muon's Newton-Schulz steps work with, as a compiler runs those of all stacks side by
+    side: of what is trained each matrix before and after a step, whole but for tensor, expert and stage, and where it
+    is split further its own part in two layouts."""
+    whole = {axis: mesh.get(axis, 1) for axis in ("tensor", "expert")}
+    elements = 0
+    for part, count, weight in _weights(config, mesh):
+        if part == ("adapters" if config.lora_rank else "matrices"):
+            here = math.prod(_parts(weight, mesh))
+            parts = [1 if axis.endswith("embed") else num_parts(axis, whole) for axis in weight.axes]
+            gathered = math.prod(weight.sizes) // math.prod(parts)
+            elements += count * (2 * gathered + (2 * here if here < gathered else 0))
+    return elements
+
+
 def active_parameters(config: ModelConfig) -> int:
     """Parameters that a token is multiplied by: all but the experts that it does not go to."""
     matrices = [(count, weight) for part, count, weight in _weights(config, {}) if part == "matrices"]

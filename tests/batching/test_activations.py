@@ -30,6 +30,8 @@ def test_experts_go_back_through_their_rows(more, products):
     keys = ["num_experts=8", "num_experts_per_tok=2", "base_moe_mlp_dim=48", *more]
     of_rows = 2 * 4096 * (2 * 128 * 2 + (4 * products + 3 * 2) * 48)
     assert held(keys)["mlp of a layer"] == of_rows + 4 * 4096 * 128
+    on_cpu = held(keys, accelerator=Accelerator("cpu"))["mlp of a layer"]
+    assert on_cpu - held(keys)["mlp of a layer"] == 8 * 2 * 4096 * 3 * (128 + 48) * 4, "all rows for each expert"
     # On four devices a round has room for 5/4 of the choices, sent while as many are received.
     sent = 2 * 2 * 4096 * 2 * 128 * 5 // 4
     assert held(keys, {"expert": 4}, slots=64)["mlp of a layer"] == of_rows * 5 // 4 + sent + 4 * 4096 * 128
@@ -37,8 +39,12 @@ def test_experts_go_back_through_their_rows(more, products):
     slots = 16 * 8 * 86
     with_capacity = held([*keys, "capacity_factor=1.3333"])["mlp of a layer"]
     assert with_capacity == slots * (2 * 128 * 2 + 6 * 2 * 48) + 4 * 4096 * 128
-    # Two of the three weights of all 8 are whole where fsdp splits them.
+    on_gpu = held([*keys, "capacity_factor=1.3333"], accelerator=Accelerator("gpu"))["mlp of a layer"]
+    assert on_gpu - with_capacity == slots * (5 * 4 + 2 * 2 - 6 * 2) * 48, "five of these seven in float32"
+    # Two of the three weights of all 8 are whole where fsdp splits them; a GPU's gradients of a round of the pattern.
     assert held(keys, {"fsdp": 2}, slots=32)["experts' weights, gathered"] == 2 * 8 * 128 * 48 * 2
+    keys, gpu = [*keys, "layer_pattern=local,global", "sliding_window_size=64"], Accelerator("gpu")
+    assert held(keys, {"fsdp": 2}, 32, accelerator=gpu)["experts' gradients, whole"] == 2 * 3 * 8 * 128 * 48 * 4
 
 
 def test_rotations_are_kept_of_every_tick_of_the_pipeline():
@@ -61,6 +67,51 @@ def test_what_goes_to_the_host_goes_in_every_tick(at_once, layer_ticks):
 def test_an_mlps_output_is_kept_where_a_norm_asks_for_it(placement, width):
     config = load_config(None, [f"norm_placement={placement}"])
     assert tensor_bytes(config, ONE, 4096)["mlpwo"] == 4 * width
+
+
+def test_latent_attention_projects_a_part_of_its_keys():
+    """deepseek-v2-lite: 16 heads of 128 + 64 dims, the 64 the same for all."""
+    keys = ["model_name=deepseek-v2-lite", "tokenizer_type=byte", "vocab_size=320"]
+    config = load_config(None, keys)
+    assert tensor_bytes(config, ONE, 4096)["key_proj"] == 2 * 16 * 128
+
+
+def test_cudnns_context_is_kept_only_where_everything_is():
+    """4,096 tokens in 4 layers, N 8, K 4, H 16; the log-partitions of other kernels go with the context."""
+    gpu = Accelerator("gpu", "9.0")
+    full, saved = (["packing=false", "remat_policy=custom", f"remat_save={name}"] for name in ("query_proj", "context"))
+    kept = [
+        held(keys, accelerator=each)["kept of layers"] // (4 * 4096) for keys in (full, saved) for each in (gpu, TPU)
+    ]
+    assert kept == [2 * (128 + 128), 2 * (128 + 128), 2 * 128, 2 * (128 + 8 * 128) + 4 * 8]
+
+
+def test_a_tpus_kernel_keeps_heads_in_whole_tiles_and_its_context_twice():
+    """N 8, K 4, H 16 as 128, D 128, F 384, bfloat16: four of the stream, what the kernel takes and gives, the mlp."""
+    beside = 2 * (4 * 128 + 3 * 384) + 4 * 8
+    kept = [held(["remat_policy=none"], accelerator=each)["kept of layers"] for each in (TPU, Accelerator("cpu"))]
+    assert kept == [4 * 4096 * (beside + 2 * heads) for heads in (24 * 128 + 8 * 16, 24 * 16)]
+
+
+@pytest.mark.parametrize(
+    ("keys", "elements"),
+    [
+        (["parallel_block=one_norm"], 2 * 128),
+        (["parallel_block=two_norms"], 3 * 128),
+        (["norm_placement=both"], 6 * 128),
+        (["qk_norm=head"], 4 * 128 + (8 + 4) * 16),
+    ],
+)
+def test_what_goes_into_norms_is_kept_where_everything_is(keys, elements):
+    """Beside queries, keys, values, context and three of an mlp; N 8, K 4, H 16, D 128, F 384."""
+    kept = held(["remat_policy=none", *keys], accelerator=Accelerator("cpu"))["kept of layers"]
+    assert kept == 4 * 4096 * (2 * (elements + 24 * 16 + 3 * 384) + 4 * 8)
+
+
+def test_what_a_shared_experts_gate_multiplies_is_kept():
+    keys = ["num_experts=4", "num_experts_per_tok=2", "shared_experts=1", "remat_policy=minimal"]
+    plain, gated = (held([*keys, f"shared_expert_gate={gate}"])["kept of layers"] for gate in ("false", "true"))
+    assert gated - plain == 4 * 4096 * 128 * 2
 
 
 def test_a_row_is_split_over_tensor_where_its_tokens_can_be():

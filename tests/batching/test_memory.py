@@ -36,8 +36,8 @@ def test_activations_of_experts_have_room_for_the_rows_that_may_come():
     four = held(estimate(keys, {"expert": 4}, slots=64), "kept of layers")
     assert four - one == pytest.approx((2.5 - 2) * per_row, rel=1e-3)
     capacity = held(estimate([*keys, "capacity_factor=1.5"], {"expert": 4}, slots=64), "kept of layers")
-    # What comes back of two choices is kept in four layers, 128 wide, in float32.
-    assert capacity - one == (3 - 2) * per_row + 4 * 2 * 128 * 4 * 4096
+    # What comes back of two choices is kept in four layers, 128 wide, in float32, and of 3 slots a token hidden values.
+    assert capacity - one == (3 - 2) * per_row + 4 * (2 * 128 + 3 * 64) * 4 * 4096
 
 
 def test_what_is_named_of_experts_is_kept():
@@ -121,6 +121,7 @@ def test_activations_and_logits_follow_the_rows_of_a_device():
     tile = ("logits of a tile", "gradients of logits")
     assert held(one, *tile) == 2 * 4 * 16 * 256 * 320
     assert held(estimate(["num_vocab_tiling=4"]), *tile) == held(one, *tile) // 4
+    assert held(estimate(accelerator=Accelerator("cpu")), *tile) == 3 * 4 * 16 * 256 * 320
     # Beside them four times the hidden states, 128 wide, and the head's gradient.
     assert one.logits == held(one, *tile) + 4 * 4 * 16 * 256 * 128 + 4 * 320 * 128
     assert estimate(slots=16, accumulation=8).activations == one.activations
@@ -150,7 +151,7 @@ def test_on_shards_of_fsdp_the_head_is_there_whole_and_gradients_of_logits_wait(
         return [held(estimate(*arguments, **options), name) for name in names]
 
     tpu = Accelerator("tpu")
-    assert loss(keys, mesh, slots=64, accelerator=tpu) == [logits, waiting, head, 4 * 128 * 320 // 4]
+    assert loss(keys, mesh, slots=64, accelerator=tpu) == [logits, waiting, head, 3 * 4 * 128 * 320 // 4]
     assert loss(["num_vocab_tiling=64"]) == [logits, logits, 0, 4 * 128 * 320]
     # Without waiting, a tile's gradient in bfloat16 stands beside its logits.
     assert loss(["dtype=bfloat16"], mesh, slots=64) == [64 * logits, 32 * logits, head, 4 * 128 * 320 // 4]
@@ -168,6 +169,16 @@ def test_on_shards_of_fsdp_the_widest_weights_of_a_layer_are_there_whole():
     assert held(one, "weights, gathered") == 0
     halves = estimate(mesh={"fsdp": 4, "tensor": 2}, slots=64)
     assert held(halves, "weights, gathered") == 4 * 128 * 384
+
+
+def test_tensor_shards_of_gpus_have_whole_tokens_while_a_layer_goes_back():
+    """16 rows of 256 tokens, D 128, float32: four arrays, and four more while attention goes back."""
+    found = {
+        name: estimate(["remat_policy=full"], {"tensor": 2}, accelerator=Accelerator(name)) for name in ("gpu", "tpu")
+    }
+    names = ("tokens, gathered", "tokens, to be shared out")
+    assert [held(found["gpu"], name) for name in names] == [4 * 4 * 16 * 256 * 128] * 2
+    assert [len(found["gpu"].at(moment)) - len(found["tpu"].at(moment)) for moment in ("mlp", "attention")] == [1, 2]
 
 
 def test_gpipe_keeps_every_tick_and_1f1b_the_inputs_of_twice_the_stages():
@@ -224,13 +235,25 @@ def test_estimated_optimizer_state_lies_below_adams(optimizer):
     assert 0 < estimate([f"optimizer={optimizer}"]).optimizer_state < estimate().optimizer_state
 
 
+def test_muon_works_with_whole_matrices_as_it_updates():
+    """Each before and after a step, and on four shards of fsdp a quarter in two layouts; with tensor 2 halves."""
+    for mesh, elements in (({"fsdp": 4}, 2 * MATRICES + 2 * MATRICES // 4), ({"tensor": 2}, 2 * MATRICES // 2)):
+        line = next(
+            each for each in estimate(["optimizer=muon"], mesh).lines if each.name == "matrices made orthogonal"
+        )
+        assert (line.bytes, line.moments) == (4 * elements, ("update",))
+    assert held(estimate(), "matrices made orthogonal") == 0
+
+
 def test_the_total_is_what_is_held_at_the_fullest_moment():
     """One layer of many tokens is fullest while it goes back, a vocabulary of many at the loss."""
     layers, loss = estimate(limit=95), estimate(["vocab_size=32000", "remat_policy=full"])
     lasting = layers.params + layers.optimizer_state
     assert layers.total == lasting + layers.gradients + layers.weights + layers.activations
     kept = held(loss, "kept of layers")
-    assert loss.total == loss.params + loss.optimizer_state + kept + loss.logits
+    assert loss.total == loss.params + loss.optimizer_state + 4 * MATRICES + kept + loss.logits
+    tpu = estimate(["vocab_size=32000", "remat_policy=full"], accelerator=Accelerator("tpu"))
+    assert tpu.at_peak("gradients") == 0, "there no stack is filled with zeros before the layers go back"
     assert (layers.peak, loss.peak) == ("attention", "loss")
     assert layers.limit == 95_000_000_000
 
@@ -244,7 +267,7 @@ def test_what_is_offloaded_leaves_the_device():
         assert memory.activations == full.activations
         assert memory.offloaded == 4 * tokens * 4 * elements
     kept = estimate(["remat_policy=custom", "remat_save=query_proj, context", "remat_offload=decoder_layer_input"])
-    assert kept.activations - full.activations == 4 * tokens * 4 * (2 * 8 * 16 - 128)
+    assert kept.activations - full.activations == 4 * tokens * 4 * (2 * 8 * 16 + 8 - 128)
     assert kept.offloaded == 4 * tokens * 4 * 128
     assert full.offloaded == 0
 
