@@ -138,10 +138,11 @@ def tensor_bytes(
     kernel = planned_kernel(config, accelerator, mesh["context"]).name
     elements = {
         "decoder_layer_input": emb,
-        "query_proj": heads * config.head_dim,
+        "query_proj": heads * _lanes(config.head_dim, accelerator),
         # Latent attention projects a part of each key; the rest is the same for all heads.
-        "key_proj": kv_heads * (config.head_dim if config.mla is None else config.mla.qk_nope_head_dim),
-        "value_proj": kv_heads * config.value_dim,
+        "key_proj": kv_heads
+        * _lanes(config.head_dim if config.mla is None else config.mla.qk_nope_head_dim, accelerator),
+        "value_proj": kv_heads * _lanes(config.value_dim, accelerator),
         # With float32 log-partitions. jax's call of cuDNN names neither: they are made again whatever a policy says.
         "context": 0
         if kernel.startswith("cudnn")

@@ -83,7 +83,7 @@ def test_cudnns_context_is_kept_only_where_everything_is():
     kept = [
         held(keys, accelerator=each)["kept of layers"] // (4 * 4096) for keys in (full, saved) for each in (gpu, TPU)
     ]
-    assert kept == [2 * (128 + 128), 2 * (128 + 128), 2 * 128, 2 * (128 + 8 * 128) + 4 * 8]
+    assert kept == [2 * (128 + 128), 2 * (128 + 8 * 128), 2 * 128, 2 * (128 + 8 * 128) + 4 * 8]
 
 
 def test_a_tpus_kernel_keeps_heads_in_whole_tiles_and_its_context_twice():
