@@ -10,6 +10,7 @@ from maxtext_lite.cli import ArgumentParser, config_arguments, parse_keys, real_
 from maxtext_lite.config import Config, RLRunConfig, UserError, load_config
 from maxtext_lite.config.field_types import Flag
 from maxtext_lite.process.output import complain, go_on_without_stdout
+from maxtext_lite.process.phases import phases, process_start
 from maxtext_lite.process.signals import command_signals
 from maxtext_lite.process.watchdog import watchdog
 
@@ -70,6 +71,7 @@ def main(argv: Sequence[str]) -> int:
         read_data(config, with_ids=asked.ids)
         return 0
     if command_signals.installed:  # where somebody else's process hangs is not for us to end
+        phases.restart(process_start())
         watchdog.start(config.hang_timeout_seconds)
     from maxtext_lite.training import train  # jax, only once the config is known to be right
     from maxtext_lite.training.compilation_cache import keep_compiled

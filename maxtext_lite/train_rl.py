@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from maxtext_lite.cli import ArgumentParser, config_arguments, run_command
 from maxtext_lite.config import RLRunConfig, UserError, load_config
+from maxtext_lite.process.phases import phases, process_start
 from maxtext_lite.process.signals import command_signals
 from maxtext_lite.process.watchdog import watchdog
 from maxtext_lite.train import finish
@@ -28,6 +29,7 @@ def main(argv: Sequence[str]) -> int:
             f"`base: post_train/rl.yml`. `train` takes it as it is."
         )
     if command_signals.installed:  # where somebody else's process hangs is not for us to end
+        phases.restart(process_start())
         watchdog.start(config.hang_timeout_seconds)
     from maxtext_lite.rl.rollout_steps import train_rl  # jax, only once the config is known to be right
     from maxtext_lite.training.compilation_cache import keep_compiled

@@ -16,7 +16,7 @@ from maxtext_lite.batching.scaling import scaling_warnings
 from maxtext_lite.batching.sizes import Sizes
 from maxtext_lite.batching.solve import refusals, resolve
 from maxtext_lite.batching.topology import Topology
-from maxtext_lite.config import Config, UserError
+from maxtext_lite.config import Config, UserError, remat_of
 from maxtext_lite.config.errors import number_text, value_text
 from maxtext_lite.config.kernels import KERNELS, Accelerator, Platform, planned_kernel
 from maxtext_lite.config.load import read_config
@@ -146,7 +146,7 @@ def _plan(config: Config, sizes: Sizes, num_examples: int | None, device_memory_
         rampup=sizes.rampup,
         memory=memory,
         attention_kernel=kernel,
-        warnings=(*warnings, *_balance_warnings(config, kernel.name, shards // (replicas or 1))),
+        warnings=(*warnings, *_kernel_warnings(config, kernel.name, shards // (replicas or 1))),
     )
 
 
@@ -266,6 +266,16 @@ def _length_warnings(config: Config, sizes: Sizes, length: RunLength) -> list[st
         warnings.append(
             f"the ramp takes {sizes.rampup.total_steps} steps, more than steps={length.steps}: the target "
             f"per_device_batch_size={number_text(sizes.batch.per_device_batch_size)} is not reached."
+        )
+    return warnings
+
+
+def _kernel_warnings(config: Config, kernel: str, shards: int) -> list[str]:
+    remat, warnings = remat_of(config), _balance_warnings(config, kernel, shards)
+    if kernel.startswith("cudnn") and remat and "context" in (*remat.saved, *remat.offloaded):
+        warnings.append(
+            f"attention={kernel} keeps no context, which jax's call of cuDNN does not name: with "
+            f"remat_policy={config.remat_policy} it is computed again on the way back."
         )
     return warnings
 

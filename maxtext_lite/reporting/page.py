@@ -92,6 +92,7 @@ def _headers(runs: Sequence[Run]) -> str:
         when = f" · metrics of {run.last_written}" if run.last_written else ""
         name = f"<b>{_name(number, runs)}</b> · " if len(runs) > 1 else ""
         lines.append(f'<p class="quiet">{name}{_e(status(run))}{when} · <code>{_e(str(run.directory))}</code></p>')
+        lines.append(f'<p class="quiet">{_e(run.goodput)}</p>' if run.goodput else "")
         lines.append(_notes(run.notes))
     return "".join(lines)
 

@@ -15,6 +15,7 @@ from maxtext_lite.config.errors import full_text, nearest_clause
 from maxtext_lite.config.files import packaged_directory
 from maxtext_lite.config.yaml_text import parse_mapping
 from maxtext_lite.reporting.charts import STEP_METRICS, STEPS_BY_SOURCE
+from maxtext_lite.reporting.goodput import goodput_text, starts_of
 from maxtext_lite.reporting.records import (
     EVALUATION_BY_SOURCE,
     EVALUATION_METRICS,
@@ -61,6 +62,7 @@ class Run:
         there.
       plan: plan.json; empty where it cannot be read. So are environment (environment.json), memory
         (memory.json) and settings (config.yml).
+      goodput: what its time went to, as a sentence; "" where it is not known.
       timeline: the last steps that timeline.jsonl has, with their phases.
       num_parameters: of the whole model, where the config is there and valid.
       last_written: when metrics.jsonl was last written to, UTC; "" where it is not there.
@@ -75,6 +77,7 @@ class Run:
     plan: Mapping[str, Any]
     environment: Mapping[str, Any]
     memory: Mapping[str, Any]
+    goodput: str
     settings: Mapping[str, Setting]
     timeline: Mapping[int, Sequence[Phase]]
     num_parameters: int | None
@@ -160,6 +163,9 @@ def _read_run(directory: Path, label: str) -> Run:
         memory=_read_object(path, notes)
         if (path := directory / "memory.json").is_file()
         else {},  # older runs have none
+        goodput=goodput_text(starts_of(_read_object(path, notes)))
+        if (path := directory / "goodput.json").is_file()
+        else "",
         settings=settings,
         timeline=_read_timeline(directory / "timeline.jsonl", notes),
         num_parameters=num_parameters,

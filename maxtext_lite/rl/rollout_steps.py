@@ -15,6 +15,7 @@ import numpy as np
 from maxtext_lite.config import RLRunConfig
 from maxtext_lite.data import example_ids
 from maxtext_lite.parallel import sharding
+from maxtext_lite.process.phases import phases
 from maxtext_lite.process.watchdog import watchdog
 from maxtext_lite.rl.held_out import HeldOutResponses
 from maxtext_lite.rl.kl_reference import Reference
@@ -55,6 +56,7 @@ def train_rl(config: RLRunConfig, *, callbacks: Sequence[Callback] = ()) -> RunR
       RewardError: a reward failed, with reward_error=stop.
       NonFiniteLoss: the loss stopped being a number.
     """
+    phases.begin()
     with contextlib.closing(open_rl_run(config)) as rl:
         return train_run(
             rl.run,
@@ -109,13 +111,13 @@ class RolloutSteps:
 
     def take(self, state: TrainState, step: int) -> tuple[TrainState, Taken]:
         """See `training.loop.Stepper`; returns once the step is done."""
-        watchdog.enter("rollout", step)
+        phases.enter("rollout", step)
         batch, timeline, numbers = self._batch, Timeline(), self._prompt_numbers()
         if (step - 1) % self._config.num_iterations == 0:
             sums, about = self._sums_of_new(state, step, numbers, timeline)
         else:
             sums, about = self._sums_again(state, timeline), {}
-        watchdog.enter("step", step)
+        phases.enter("step", step)
         with timeline.phase("train", batch.micro_batches - 1):
             state, metrics = _ready(self._update(state, sums))
         self._say_mismatch(metrics)

@@ -16,6 +16,7 @@ from jax.stages import Compiled
 from maxtext_lite.batching import BatchStage
 from maxtext_lite.data import Balance, DeviceBatch, ExampleSource, training_batches
 from maxtext_lite.parallel import sharding, value_of_host
+from maxtext_lite.process.phases import phases
 from maxtext_lite.process.watchdog import watchdog
 from maxtext_lite.training.arrays import Tree
 from maxtext_lite.training.checkpoint import Counts
@@ -88,12 +89,12 @@ class FeedSteps:
     def prepare(self, step: int) -> None:
         """Waits for the executable of the stage that begins; says so."""
         plan, stage = self._plan, self._plan.stage_at(self._examples_seen)
-        watchdog.enter("reading", step)
+        phases.enter("reading", step)
         if self._stage is None:  # later ones are found while there is the time to end together
             if problem := self._batches.first_problem():
                 self._run.failures.add(problem)
             self._run.failures.raise_together()
-        watchdog.enter("compile", step)
+        phases.enter("compile", step)
         built = self._executables.of(stage)
         self._step = built.step
         if stage == plan.stages[-1]:
@@ -120,12 +121,12 @@ class FeedSteps:
         assert self._stage is not None
         if self._one_at_a_time:
             jax.block_until_ready(state)
-        watchdog.enter("reading", step)
+        phases.enter("reading", step)
         batch = self._first.pop() if self._first else next(self._batches)
         if batch.problem:
             self._run.failures.add_unread(batch.problem)
         self._examples_seen += batch.num_examples
-        watchdog.enter("step", step)
+        phases.enter("step", step)
         number = np.int32(batch.num_micro_batches) if self._plan.ramps_accumulation else None
         with raising_out_of_memory() if self._is_new else contextlib.nullcontext():
             state, metrics = self._step(state, batch.arrays, number)

@@ -18,12 +18,14 @@ from maxtext_lite.config import Config, UserError
 from maxtext_lite.data import Examples, ExampleSource, example_shape, own_examples
 from maxtext_lite.models import Decoder, DecoderShape
 from maxtext_lite.parallel import Pipeline, start_devices
+from maxtext_lite.process.phases import phases
 from maxtext_lite.process.watchdog import watchdog
 from maxtext_lite.training.callbacks import Callback
 from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.custom_loss import Loss, custom_loss
 from maxtext_lite.training.failures import UnreadError
 from maxtext_lite.training.feed_steps import FeedSteps
+from maxtext_lite.training.goodput import Goodput
 from maxtext_lite.training.held_out_loss import HeldOutLoss
 from maxtext_lite.training.metrics import MetricsLog, Profile, Terminal
 from maxtext_lite.training.opening import Sources, chosen_split, open_run, plan_on_devices
@@ -152,6 +154,7 @@ def train(
         ladder = ladder.with_rung(chosen_split(config, device_memory_gb))
     go_back: Callable[[TrainingRun[ExampleSource], Terminal], None] | None = None
     while True:
+        phases.begin()
         run = open_run(ladder.applied(config), sources, own, device_memory_gb=device_memory_gb)
         run.memory.ladder = ladder
         try:
@@ -213,6 +216,7 @@ def train_run(
         open_things.enter_context(run.opened(terminal.say))
         if go_back:
             go_back(run, terminal)
+            phases.fold()
         state, counts = run.restore_or_init()
         left = run.steps_left(counts)
         if not left:
@@ -223,10 +227,13 @@ def train_run(
         log = run.open_log(lambda: MetricsLog(run.files.directory, counts.step or -1, run.failures), terminal.say)
         if log:
             open_things.enter_context(contextlib.closing(log))
+        goodput = Goodput(run.files.directory, run.failures, counts.step) if run.is_first else None
+        if goodput:
+            open_things.callback(goodput.write)
         steps, evaluation = begin(terminal, state, counts)
         open_things.enter_context(contextlib.closing(steps))
         terminal.start(counts.step, counts.step + left)
-        step_log = StepLog(run, terminal, log, counts)
+        step_log = StepLog(run, terminal, log, counts, goodput)
         loop = _Loop(run, terminal, step_log, signals, steps, evaluation, callbacks)
         with watchdog.looking_for_the_lost(UserError, LossSpike, OutOfMemory):
             return loop.train_from(state)
@@ -287,9 +294,10 @@ class _Loop:
 
     def _end(self) -> None:
         """Waits until all is written; raises what could not be read."""
-        watchdog.enter("save", self.log.counts.step)
+        phases.enter("save", self.log.counts.step)
         self.log.flush()
         self.run.wait()
+        self.log.account()
         self.run.failures.raise_unread(f"The run ended after step {self.log.counts.step}, {self._saved}.")
 
     @property
@@ -331,7 +339,7 @@ class _Loop:
 
     def _save(self, state: TrainState) -> None:
         counts, checkpointer = self.log.counts, self.run.checkpointer
-        watchdog.enter("save", counts.step)
+        phases.enter("save", counts.step)
         is_new = checkpointer is not None and checkpointer.latest_step() != counts.step
         self.run.save(state, counts, self.steps.unfinished(counts.step))
         if is_new:
@@ -339,7 +347,7 @@ class _Loop:
 
     def _evaluate(self, state: TrainState) -> None:
         step = self.log.counts.step
-        watchdog.enter("evaluation", step)
+        phases.enter("evaluation", step)
         try:
             found, text = self.evaluation.of(state, step)
         except UnreadError as error:

@@ -15,6 +15,7 @@ from maxtext_lite.batching import batch_size_advice, laws_beside
 from maxtext_lite.data import MixtureSource, hash_of_run
 from maxtext_lite.training.arrays import Record
 from maxtext_lite.training.checkpoint import Counts
+from maxtext_lite.training.goodput import Goodput
 from maxtext_lite.training.loss_band import WINDOW, band_limit
 from maxtext_lite.training.metrics import Terminal
 from maxtext_lite.training.nonfinite import NonFinite
@@ -83,8 +84,15 @@ class StepLog:
       loss: of the last step; None if this process did none.
     """
 
-    def __init__(self, run: TrainingRun[Any], terminal: Terminal, log: Log | None, counts: Counts):
-        self._run, self._terminal, self._log = run, terminal, log
+    def __init__(
+        self,
+        run: TrainingRun[Any],
+        terminal: Terminal,
+        log: Log | None,
+        counts: Counts,
+        goodput: Goodput | None = None,
+    ):
+        self._run, self._terminal, self._log, self._goodput = run, terminal, log, goodput
         self.counts = counts
         self.loss: float | None = None
         self._last_ready = time.perf_counter()
@@ -164,6 +172,13 @@ class StepLog:
         """A line of metrics.jsonl."""
         if self._log:
             self._log.write(record)
+        if self._goodput:
+            self._goodput.note(record)
+
+    def account(self) -> None:
+        """Says what the time of the run went to."""
+        if self._goodput:
+            self._terminal.say(self._goodput.close())
 
     def flush(self) -> None:
         """Writes what is only in memory yet."""

@@ -175,3 +175,10 @@ def test_load_plan_is_load_config_and_make_plan():
     assert plan == make_plan(config, num_devices=8)
     with pytest.raises(UserError, match="no config file"):
         load_plan("nowhere.yml", num_devices=8)
+
+
+@pytest.mark.parametrize(("policy", "warned"), [("save_dot_products", True), ("minimal", False), ("none", False)])
+def test_a_kernel_that_keeps_nothing_of_what_is_to_be_kept_is_warned_of(policy, warned):
+    words = ["attention=cudnn_flash", "packing=none", "dtype=bfloat16", "head_dim=64", f"remat_policy={policy}"]
+    plan = make_plan(load_config(None, words), num_devices=1, platform="gpu")
+    assert any("attention=cudnn_flash keeps no context" in warning for warning in plan.warnings) == warned

@@ -1,0 +1,66 @@
+"""What this process spends its time on: the seconds of each phase, from its start on; the watchdog is told of each."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from maxtext_lite.process.progress import Phase
+from maxtext_lite.process.watchdog import Watchdog, watchdog
+
+
+class PhaseClock:
+    """Adds up the seconds of phases, one of which there is at any time.
+
+    Attributes:
+      began: when it started, in seconds since 1970.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.time, watched: Watchdog = watchdog):
+        self._clock, self._watched = clock, watched
+        self._is_fresh = False
+        self.restart()
+
+    def restart(self, began: float | None = None) -> None:
+        """Starts over, in start-up; at `began`, such as the process's own start, for whoever is the next to `begin`."""
+        self._is_fresh = began is not None
+        self.began = self._since = self._clock() if began is None else began
+        self._phase: Phase = "start-up"
+        self._seconds: dict[Phase, float] = {}
+
+    def begin(self) -> None:
+        """Something begins that is accounted for by itself, such as a run in a process of many."""
+        if not self._is_fresh:
+            self.restart()
+        self._is_fresh = False
+
+    def enter(self, phase: Phase, step: int = 0) -> None:
+        """A phase begins, of this step."""
+        if phase != self._phase:
+            self._seconds, self._phase, self._since = self.seconds, phase, self._clock()
+        self._watched.enter(phase, step)
+
+    def fold(self) -> None:
+        """What was spent up to now was start-up: its steps were none of the run's own."""
+        spent = sum(self.seconds.values())
+        self._phase, self._since = "start-up", self._clock()
+        self._seconds = {"start-up": spent}
+
+    @property
+    def seconds(self) -> dict[Phase, float]:
+        """Of each phase that there was, up to now."""
+        found = dict(self._seconds)
+        found[self._phase] = found.get(self._phase, 0.0) + self._clock() - self._since
+        return found
+
+
+def process_start() -> float:
+    """When this process started, in seconds since 1970; where the system does not say, now."""
+    try:
+        words = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + int(words[19]) / 100
+    except (OSError, AttributeError, ValueError, IndexError):
+        return time.time()
+
+
+phases = PhaseClock()
+"""Those of this process."""

@@ -1,0 +1,61 @@
+"""goodput.json of a run directory: written as the run goes on, so that a kill loses a second of it."""
+
+import contextlib
+import dataclasses
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from maxtext_lite.process.phases import PhaseClock, phases
+from maxtext_lite.reporting.goodput import Start, goodput_text, starts_of
+from maxtext_lite.training.failures import Failures
+
+FILE = "goodput.json"
+_EVERY_SECONDS = 1.0
+
+
+class Goodput:
+    """What the time of a run went to, this start and those before it.
+
+    Args:
+      directory: where goodput.json is written.
+      step: after which this start goes on.
+    """
+
+    def __init__(self, directory: Path, failures: Failures, step: int, clock: PhaseClock = phases):
+        self._path, self._failures, self._clock, self._first = directory / FILE, failures, clock, step
+        found: object = None
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            found = json.loads(self._path.read_text(encoding="utf-8"))
+        self._before = [start.before(step) for start in starts_of(found)]
+        self._written, self._last = 0.0, step
+
+    def note(self, record: Mapping[str, object]) -> None:
+        """Writes where the run is after a line of metrics.jsonl, unless it has done so within a second."""
+        step = record["step"]
+        assert isinstance(step, int)
+        self._last = max(step, self._last)
+        if time.monotonic() - self._written > _EVERY_SECONDS:
+            self.write()
+
+    def write(self) -> None:
+        """Writes all starts, this one up to now."""
+        scratch = self._path.with_name(f"{FILE}.tmp")
+        with self._failures.of_writing(self._path):
+            text = json.dumps({"starts": [dataclasses.asdict(start) for start in self._starts]}, indent=1)
+            scratch.write_text(f"{text}\n", encoding="utf-8")
+            scratch.replace(self._path)
+        self._written = time.monotonic()
+
+    def close(self) -> str:
+        """Writes for the last time; says what the time went to."""
+        self.write()
+        return goodput_text(self._starts)
+
+    @property
+    def _starts(self) -> list[Start]:
+        clock, last = self._clock, self._last
+        now = {name: round(seconds, 3) for name, seconds in clock.seconds.items()}
+        ended = clock.began + sum(clock.seconds.values())
+        return [*self._before, Start(round(clock.began, 3), round(ended, 3), self._first, last, last, now)]

@@ -1,0 +1,69 @@
+"""Seconds of phases add up to the time since the start, by a clock that the test moves."""
+
+import os
+import subprocess
+import sys
+import time
+
+from maxtext_lite.process.phases import PhaseClock, process_start
+
+
+class Watched:
+    def __init__(self):
+        self.told = []
+
+    def enter(self, phase, step):
+        self.told.append((phase, step))
+
+
+class Clock(PhaseClock):
+    def __init__(self):
+        self.now, self.watched = 100.0, Watched()
+        super().__init__(lambda: self.now, self.watched)
+
+    def passes(self, seconds, phase=None, step=0):
+        """So many seconds, of a phase that begins with them."""
+        if phase:
+            self.enter(phase, step)
+        self.now += seconds
+
+
+def test_each_phase_has_what_passed_while_it_was_on_and_the_watchdog_is_told():
+    clock = Clock()
+    clock.passes(4)
+    clock.passes(1, "reading", 1)
+    clock.passes(5, "step", 1)
+    clock.passes(2, "reading", 2)
+    clock.passes(6, "step", 2)
+    clock.passes(0.5, "step", 3)
+    assert clock.seconds == {"start-up": 4, "reading": 3, "step": 11.5}
+    assert (clock.began, sum(clock.seconds.values())) == (100, 18.5)
+    assert clock.watched.told == [("reading", 1), ("step", 1), ("reading", 2), ("step", 2), ("step", 3)]
+
+
+def test_what_begins_has_an_account_of_its_own_but_the_first_after_the_processs_start():
+    clock = Clock()
+    clock.restart(90.0)
+    clock.passes(2)
+    clock.begin()
+    assert clock.seconds == {"start-up": 12}
+    clock.passes(3, "step", 1)
+    clock.begin()
+    assert clock.began == 105
+    assert clock.seconds == {"start-up": 0}
+
+
+def test_steps_on_the_way_back_are_start_up():
+    clock = Clock()
+    clock.passes(2, "step", 1)
+    clock.fold()
+    clock.passes(1)
+    assert clock.seconds == {"start-up": 3}
+
+
+def test_a_process_knows_when_it_started():
+    before = time.time()
+    program = "from maxtext_lite.process.phases import process_start; print(process_start())"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=os.environ)
+    assert before - 1 < float(done.stdout) < time.time()
+    assert process_start() < before

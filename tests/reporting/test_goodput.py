@@ -1,0 +1,51 @@
+"""Where the time of a run went, by hand."""
+
+import dataclasses
+
+import pytest
+
+from maxtext_lite.reporting.goodput import Start, goodput, goodput_text, spent, starts_of
+
+FIRST = Start(1000.0, 1100.0, 0, 20, 20, {"start-up": 10.0, "compile": 30.0, "step": 40.0, "save": 20.0})
+"""20 steps of 2 s; it was killed, and the next one went on after step 15."""
+SECOND = Start(1130.0, 1200.0, 15, 40, 40, {"start-up": 10.0, "step": 50.0, "evaluation": 10.0})
+
+
+def test_steps_that_were_done_again_count_once():
+    starts = [FIRST.before(15), SECOND]
+    found = spent(starts)
+    assert found == {
+        "training": 30.0 + 50.0, "start-up": 20.0, "compile": 30.0, "repeated": 10.0, "save": 20.0, "evaluation": 10.0,
+        "down": 30.0,
+    }  # fmt: skip
+    assert sum(found.values()) == 1200 - 1000
+    assert goodput(starts) == pytest.approx(80 / 200)
+    assert goodput_text(starts) == (
+        "goodput 40.0%: 80.0 s of 200.0 in 2 starts went to steps that count; the others, in seconds: down 30.0, "
+        "compile 30.0, start-up 20.0, save 20.0, repeated 10.0, evaluation 10.0"
+    )
+
+
+def test_a_start_that_falls_back_further_undoes_earlier_ones_too():
+    third = Start(1200.0, 1210.0, 10, 10, 10, {"start-up": 10.0})
+    first, second = (start.before(10) for start in (FIRST.before(15), SECOND))
+    assert (first.kept_step, second.kept_step) == (10, 15)
+    assert spent([first, second, third])["training"] == 20.0
+    assert first.before(30) == first
+
+
+def test_a_start_without_a_step_has_done_nothing_useful():
+    start = dataclasses.replace(FIRST, last_step=0, kept_step=0)
+    assert start.useful == 0
+    assert goodput([start]) == 0
+    assert goodput([]) is None
+    assert goodput_text([]) == ""
+
+
+@pytest.mark.parametrize("found", [None, {}, [], {"starts": [{"began": 3}]}, {"starts": 3}])
+def test_what_is_damaged_has_no_starts(found):
+    assert starts_of(found) == []
+
+
+def test_starts_are_read_as_they_are_written():
+    assert starts_of({"starts": [dataclasses.asdict(FIRST)]}) == [FIRST]
