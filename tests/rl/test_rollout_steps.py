@@ -32,7 +32,7 @@ def whole(tmp_path_factory, config_of):
 
 def test_writes_what_the_interface_promises(whole):
     assert {"config.yml", "plan.json", "metrics.jsonl", "rollouts.jsonl", "timeline.jsonl", "checkpoints", "reference",
-            "environment.json", "memory.json", "tensorboard"} == {
+            "environment.json", "memory.json", "goodput.json", "tensorboard"} == {
             path.name for path in whole.run_directory.iterdir()}  # fmt: skip
     found = steps(whole.run_directory)
     assert [line["step"] for line in found] == [1, 2, 3, 4, 5, 6]

@@ -64,6 +64,7 @@ def test_writes_what_the_interface_promises(whole):
         "checkpoints",
         "environment.json",
         "memory.json",
+        "goodput.json",
     }
     assert list((whole.run_directory / "tensorboard" / "plugins" / "profile").rglob("*.xplane.pb"))  # the traced step
     steps, evaluations = _records(whole)
