@@ -117,13 +117,16 @@ def main() -> int:
             if asked.restart:
                 again = run(folder, [*words, name], **size, **nothing)
                 fine &= {code for code, _ in again} == {0} and losses(folder / f"r{number}") == whole
-                said = "same losses" if losses(folder / f"r{number}") == whole else "OTHER LOSSES"
+                found = losses(folder / f"r{number}")
+                said = (
+                    "same losses" if found == whole else f"restart {[code for code, _ in again]}: {found}, not {whole}"
+                )
             wrong += not fine
             print(f"{'' if fine else 'WRONG '}{phase} process {who} {how}: {codes} {seconds:.0f} s, {said}", flush=True)
-            found = [re.findall(r"^error: .*?Exit code \d+", log, re.MULTILINE) for _, log in ended]
+            lines = [re.findall(r"^error: .*?Exit code \d+", log, re.MULTILINE) for _, log in ended]
             stacks = len(list((folder / f"r{number}").glob("stacks-*.txt")))
-            for line in dict.fromkeys(itertools.chain(*found)):
-                print(f"    {[line in each for each in found].count(True)} x {line}; {stacks} stacks", flush=True)
+            for line in dict.fromkeys(itertools.chain(*lines)):
+                print(f"    {[line in each for each in lines].count(True)} x {line}; {stacks} stacks", flush=True)
             if not fine:
                 print("\n".join(f"--- {process}\n{log[-2500:]}" for process, (_, log) in enumerate(ended)), flush=True)
     return int(wrong > 0)
