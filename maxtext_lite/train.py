@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict
 from maxtext_lite.cli import ArgumentParser, config_arguments, parse_keys, real_number, run_command
 from maxtext_lite.config import Config, RLRunConfig, UserError, load_config
 from maxtext_lite.config.field_types import Flag
+from maxtext_lite.config.shown import require_trackers
 from maxtext_lite.process.output import complain, go_on_without_stdout
 from maxtext_lite.process.phases import phases, process_start
 from maxtext_lite.process.signals import command_signals
@@ -72,11 +73,13 @@ def main(argv: Sequence[str]) -> int:
         return 0
     if command_signals.installed:  # where somebody else's process hangs is not for us to end
         phases.restart(process_start())
+        phases.mark("config")
         watchdog.start(config.hang_timeout_seconds)
     from maxtext_lite.training import train  # jax, only once the config is known to be right
     from maxtext_lite.training.compilation_cache import keep_compiled
 
     keep_compiled(config)
+    phases.mark("import")
     return finish(lambda config: train(config, device_memory_gb=arguments.device_memory_gb), config)
 
 
@@ -84,6 +87,7 @@ def finish(train: Callable[[Any], Any], config: Config) -> int:
     """Trains by `train(config)`, says how it ended and returns the exit code."""
     from maxtext_lite.training import LossSpike
 
+    require_trackers(config.log_to)
     go_on_without_stdout()  # what a run says stands in its directory as well
     try:
         result = train(config)

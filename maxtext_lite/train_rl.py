@@ -30,11 +30,13 @@ def main(argv: Sequence[str]) -> int:
         )
     if command_signals.installed:  # where somebody else's process hangs is not for us to end
         phases.restart(process_start())
+        phases.mark("config")
         watchdog.start(config.hang_timeout_seconds)
     from maxtext_lite.rl.rollout_steps import train_rl  # jax, only once the config is known to be right
     from maxtext_lite.training.compilation_cache import keep_compiled
 
     keep_compiled(config)
+    phases.mark("import")
     return finish(train_rl, config)
 
 

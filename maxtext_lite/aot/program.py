@@ -204,7 +204,8 @@ def compile_program(config: Config, plan: BatchPlan, devices: Sequence[Any]) -> 
     state = abstract_state(parts)
     stage = plan.stages[-1]
     with contextlib.closing(Executables(step, parts, plan, example=example_shape(config))) as executables:
-        compiled, seconds, _ = executables.of(stage)
+        built = executables.of(stage)
+    compiled, seconds = built.step, built.tracing + built.compiling
     synchronization = None
     if local:
         with jax.set_mesh(mesh):

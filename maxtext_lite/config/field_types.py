@@ -258,6 +258,8 @@ AtLeastTwo = Annotated[int, BeforeValidator(_whole(2))]
 """An integer of at least 2."""
 CountOrZero = Annotated[int, BeforeValidator(_whole(0))]
 """An integer of at least 0."""
+Port = Annotated[int, BeforeValidator(_whole(1, 0, maximum=65535))]
+"""A TCP port, or 0: none."""
 HangTimeout = Annotated[int, BeforeValidator(_whole(5, 0, maximum=86400))]
 """At least 5 seconds, as processes hear of each other every second, and at most a day; 0: off."""
 CountOrMinusOne = Annotated[int, BeforeValidator(_whole(1, -1))]

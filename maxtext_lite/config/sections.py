@@ -25,6 +25,7 @@ from maxtext_lite.config.field_types import (
     ParametersPath,
     PathName,
     PathText,
+    Port,
     Positive,
     PositiveShare,
     RunsPath,
@@ -41,6 +42,7 @@ from maxtext_lite.config.model_parts import (
     PositionTemperatureOrNone,
     RopeScalingOrNone,
 )
+from maxtext_lite.config.shown import TracedStepsValue, TrackerNames
 from maxtext_lite.config.source_list import PathOrSources
 
 Normalization = Literal[
@@ -69,7 +71,9 @@ class RunConfig(Section):
     load_parameters_path: ParametersPath
     eval_interval: CountOrMinusOne
     eval_steps: CountOrMinusOne
-    profiler_steps: CountOrZero
+    profiler_steps: TracedStepsValue
+    log_to: TrackerNames
+    prometheus_port: Port
     hang_timeout_seconds: HangTimeout
 
 

@@ -11,7 +11,6 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
-from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 from jax.typing import DTypeLike
 
 from maxtext_lite.config.experts import GroupedMatmul
@@ -132,6 +131,9 @@ def on_tpu(layout: Layout, dtype: DTypeLike = jnp.float32, *, interpret: bool = 
       dtype: of results, whose sums are float32 until they are written.
       interpret: in jax, on any platform.
     """
+
+    # Pallas for TPUs takes a while to import.
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 
     def suits(*sizes: int) -> bool:
         return all(size % _LANES == 0 for size in sizes)

@@ -13,6 +13,7 @@ class PhaseClock:
 
     Attributes:
       began: when it started, in seconds since 1970.
+      start_up: seconds from then to the first step, by what they went to; see `mark`.
     """
 
     def __init__(self, clock: Callable[[], float] = time.time, watched: Watchdog = watchdog):
@@ -23,7 +24,8 @@ class PhaseClock:
     def restart(self, began: float | None = None) -> None:
         """Starts over, in start-up; at `began`, such as the process's own start, for whoever is the next to `begin`."""
         self._is_fresh = began is not None
-        self.began = self._since = self._clock() if began is None else began
+        self.began = self._since = self._marked = self._clock() if began is None else began
+        self.start_up: dict[str, float] = {}
         self._phase: Phase = "start-up"
         self._seconds: dict[Phase, float] = {}
 
@@ -38,6 +40,12 @@ class PhaseClock:
         if phase != self._phase:
             self._seconds, self._phase, self._since = self.seconds, phase, self._clock()
         self._watched.enter(phase, step)
+
+    def mark(self, part: str) -> None:
+        """What passed since the last mark, or the beginning, went to this part of the start-up."""
+        now = self._clock()
+        self.start_up[part] = self.start_up.get(part, 0.0) + now - self._marked
+        self._marked = now
 
     def fold(self) -> None:
         """What was spent up to now was start-up: its steps were none of the run's own."""

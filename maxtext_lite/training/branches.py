@@ -106,6 +106,7 @@ class Branches:
             "steps": self._step + sizes.steps,
             "num_epochs": 0,
             "enable_checkpointing": True,
+            "prometheus_port": 0,
             "base_output_directory": str(self._output),
             "run_name": name,
         }

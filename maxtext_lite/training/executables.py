@@ -27,18 +27,20 @@ class Built(NamedTuple):
     """An executable.
 
     Attributes:
-      seconds: that tracing and compiling took.
+      tracing, compiling: the seconds that they took.
       kept: it was compiled by an earlier process: see `compilation_cache`.
     """
 
     step: Compiled
-    seconds: float
+    tracing: float
+    compiling: float
     kept: bool
 
     @property
     def how(self) -> str:
         """How long it took, for a sentence."""
-        return f"in {self.seconds:.1f} s" + (", with what an earlier start had compiled" if self.kept else "")
+        kept = ", with what an earlier start had compiled" if self.kept else ""
+        return f"in {self.compiling:.1f} s after {self.tracing:.1f} s of tracing{kept}"
 
 
 class Executables:
@@ -104,9 +106,11 @@ class Executables:
         precision = jax.default_matmul_precision(self._parts.config.matmul_precision)
         with jax.set_mesh(self._mesh), as_default_device(self._mesh), precision:
             lowered = self._step.lower(abstract_state(self._parts), batch, number)
+        traced = time.perf_counter()
         with jax.set_mesh(self._mesh), raising_out_of_memory():
             compiled = lowered.compile()
+        compiled_at = time.perf_counter()
         limit = self._plan.memory.limit
         if limit is not None and (needed := ProgramMemory.of(compiled).total) > limit:
             raise OutOfMemory(f"the compiled train step needs {bytes_text(needed)} of a device's {bytes_text(limit)}")
-        return Built(compiled, time.perf_counter() - started, num_found() > before)
+        return Built(compiled, traced - started, compiled_at - traced, num_found() > before)

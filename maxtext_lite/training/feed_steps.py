@@ -96,6 +96,8 @@ class FeedSteps:
             self._run.failures.raise_together()
         phases.enter("compile", step)
         built = self._executables.of(stage)
+        if self._stage is None:
+            phases.mark("compile")
         self._step = built.step
         if stage == plan.stages[-1]:
             self._run.note_memory(compiled=ProgramMemory.of(self._step).total)

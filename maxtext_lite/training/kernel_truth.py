@@ -11,7 +11,6 @@ score all keys alike and hide a wrong scale. Where a run computes plainly, nothi
 
 import dataclasses
 import functools
-import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -143,13 +142,7 @@ def prove_kernels(run: TrainingRun[Any], batch: Rows, say: Callable[[str], None]
                 f"documents of the first batch ({said}). Use {piece.instead}."
             )
     if found:
-        path = run.files.directory / "environment.json"
-
-        def store() -> None:
-            about = json.loads(path.read_text(encoding="utf-8")) | {"kernels": with_numbers(found, math.inf)}
-            path.write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
-
-        run.failures.on_first_host(path, store)
+        run.note_environment(kernels=with_numbers(found, math.inf))
     if wrong:
         raise UserError(wrong)
 

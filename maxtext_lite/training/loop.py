@@ -13,8 +13,9 @@ from typing import Any, Protocol
 import jax
 import optax
 
-from maxtext_lite.batching import wants_solving
+from maxtext_lite.batching import format_plan, wants_solving
 from maxtext_lite.config import Config, UserError
+from maxtext_lite.config.bucket import is_bucket
 from maxtext_lite.data import Examples, ExampleSource, example_shape, own_examples
 from maxtext_lite.models import Decoder, DecoderShape
 from maxtext_lite.parallel import Pipeline, start_devices
@@ -27,15 +28,17 @@ from maxtext_lite.training.failures import UnreadError
 from maxtext_lite.training.feed_steps import FeedSteps
 from maxtext_lite.training.goodput import Goodput
 from maxtext_lite.training.held_out_loss import HeldOutLoss
-from maxtext_lite.training.metrics import MetricsLog, Profile, Terminal
+from maxtext_lite.training.metrics import MetricsLog, Terminal
 from maxtext_lite.training.opening import Sources, chosen_split, open_run, plan_on_devices
 from maxtext_lite.training.optimizer import OptimizerFactory
+from maxtext_lite.training.profile import Profile
 from maxtext_lite.training.run import Data, TrainingRun
 from maxtext_lite.training.spikes import leave_out_guilty, refuse_to_go_back
 from maxtext_lite.training.state import OwnParts, TrainState
 from maxtext_lite.training.step_log import LossSpike, StepLog, Taken
 from maxtext_lite.training.step_memory import Ladder, OutOfMemory
 from maxtext_lite.training.stopping import Signals, Stop, watch_signals
+from maxtext_lite.training.trackers import open_trackers
 
 
 class Stepper(Protocol):
@@ -157,6 +160,7 @@ def train(
         phases.begin()
         run = open_run(ladder.applied(config), sources, own, device_memory_gb=device_memory_gb)
         run.memory.ladder = ladder
+        phases.mark("data")
         try:
             return train_run(run, functools.partial(steps_of_feed, run), callbacks, go_back)
         except OutOfMemory as error:
@@ -218,13 +222,14 @@ def train_run(
             go_back(run, terminal)
             phases.fold()
         state, counts = run.restore_or_init()
+        phases.mark("restore" if counts.step else "init")
         left = run.steps_left(counts)
         if not left:
             terminal.say(f"nothing to do: {run.directory} has {counts.step} steps already, which is all")
             return RunResult(run.directory, counts.step, None, None, False, run.is_first, state)
         run.introduce(terminal, counts)
         # An evaluation before the first step stands at step 0.
-        log = run.open_log(lambda: MetricsLog(run.files.directory, counts.step or -1, run.failures), terminal.say)
+        log = run.open_log(lambda: _metrics_log(run, counts.step or -1, terminal.say), terminal.say)
         if log:
             open_things.enter_context(contextlib.closing(log))
         goodput = Goodput(run.files.directory, run.failures, counts.step) if run.is_first else None
@@ -237,6 +242,13 @@ def train_run(
         loop = _Loop(run, terminal, step_log, signals, steps, evaluation, callbacks)
         with watchdog.looking_for_the_lost(UserError, LossSpike, OutOfMemory):
             return loop.train_from(state)
+
+
+def _metrics_log(run: TrainingRun[Any], after_step: int, say: Callable[[str], None]) -> MetricsLog:
+    directory = run.files.directory
+    about = {"config": (directory / "config.yml").read_text(encoding="utf-8"), "plan": format_plan(run.plan)}
+    trackers = open_trackers(run.config, directory, after_step, run.failures, about, say)
+    return MetricsLog(directory, after_step, run.failures, trackers)
 
 
 class _Loop:
@@ -266,15 +278,16 @@ class _Loop:
         stopping = Stop(run.mesh, lambda: self.signals.received is not None or run.failures.ends_run)
         ending = Stop(run.mesh, lambda: self.asked_to_end) if self.callbacks else None
         ends = False
-        profiler_steps = run.config.profiler_steps if run.is_first else 0
-        profile = Profile(run.files.directory / "tensorboard", profiler_steps, run.failures)
+        asked, demands = run.config.profiler_steps, None if is_bucket(run.directory) else run.directory
+        profile = Profile(run.files.directory, asked, run.failures, demands) if run.is_first else None
         before = log.counts.step
         if before == 0 and self.evaluates and self.evaluation.before_first_step:
             self._evaluate(state)
         steps.prepare(before + 1)
         log.restart_clock()
         for step in range(before + 1, last_step + 1):
-            profile.before_step(step - before)
+            if profile:
+                profile.before_step(step, step - before)
             if not steps.ready:
                 self._record(state)  # before a wait that may be long
                 steps.prepare(step)
@@ -288,7 +301,8 @@ class _Loop:
             self._pause(state, step, stops=stops, is_last=ends or step == last_step)
             if stops or ends:
                 break
-        profile.close()
+        if profile:
+            profile.close()
         self._end()
         return self._result(state, left=last_step - log.counts.step, ended=ends)
 

@@ -1,26 +1,22 @@
-"""What a run shows: metrics.jsonl, TensorBoard and its traces, lines or a bar on the terminal, the FLOPs behind MFU."""
+"""What a run shows: metrics.jsonl, lines or a bar on the terminal, the FLOPs behind MFU."""
 
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
 # jax, optax and orbax declare some of their functions in part.
 
-import contextlib
 import dataclasses
-import math
-import os
 import sys
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import jax
 import rich.console
 import rich.progress
 
 from maxtext_lite.process.signals import command_signals
 from maxtext_lite.reporting.records import Steps, is_evaluation, read_records, record_text
-from maxtext_lite.training.arrays import Record, Tree
+from maxtext_lite.training.arrays import Record
 from maxtext_lite.training.failures import Failures
+from maxtext_lite.training.trackers import Tracker
 
 _FLUSH_SECONDS = 30.0
 _SHOW_CURSOR = b"\x1b[?25h\n"  # rich hides it while it shows a bar
@@ -70,17 +66,18 @@ class JsonLines:
 
 
 class MetricsLog:
-    """metrics.jsonl, in which each step stands once, and TensorBoard's copy of it.
+    """metrics.jsonl, in which each step stands once, and what else is told of each record.
 
     Args:
       after_step, failures: see `JsonLines`.
+      trackers: they are closed with it.
     Attributes:
       notes: see `JsonLines`.
     """
 
-    def __init__(self, run_directory: Path, after_step: int, failures: Failures):
+    def __init__(self, run_directory: Path, after_step: int, failures: Failures, trackers: Sequence[Tracker] = ()):
         self._lines = JsonLines(run_directory / "metrics.jsonl", after_step, failures)
-        self._board = _Board(run_directory / "tensorboard", max(after_step + 1, 0), failures)
+        self._trackers = trackers
         self.notes = self._lines.notes
         if missing := self._lines.steps.missing(after_step):
             self.notes += (f"metrics.jsonl holds no {missing} any more.",)
@@ -88,103 +85,19 @@ class MetricsLog:
     def write(self, record: Record) -> None:
         """Appends a record; non-finite numbers become null."""
         self._lines.write(record)
-        self._board.write(record)
+        for tracker in self._trackers:
+            tracker.write(record)
 
     def flush(self) -> None:
         """Writes what is only in memory yet."""
-        self._board.flush()
+        for tracker in self._trackers:
+            tracker.flush()
 
     def close(self) -> None:
-        """Flushes and closes both."""
+        """Flushes and closes all."""
         self._lines.close()
-        self._board.close()
-
-
-class _Board:
-    """TensorBoard's event file. It is written where it is called: a thread could not say that the disk is full.
-
-    Args:
-      purge_step: from which on TensorBoard hides what earlier event files hold.
-    """
-
-    def __init__(self, directory: Path, purge_step: int, failures: Failures):
-        with _without_torch():
-            from tensorboardX import event_file_writer
-            from tensorboardX.proto import event_pb2, summary_pb2
-
-        self._directory, self._failures = directory, failures
-        self._events: Any = event_pb2
-        self._summaries: Any = summary_pb2
-        directory.mkdir(exist_ok=True)
-        self._file = event_file_writer.EventsWriter(str(directory / "events"), f".{os.getpid()}")
-        start = self._events.SessionLog(status=self._events.SessionLog.START)
-        self._add(self._events.Event(step=purge_step, session_log=start))
-        self._flushed = time.monotonic()
-
-    def write(self, record: Record) -> None:
-        """Appends the finite numbers of a record."""
-        numbers = {
-            key: float(value)
-            for key, value in record.items()
-            if key != "step" and isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        }
-        summary = self._summaries.Summary
-        values = [summary.Value(tag=key, simple_value=value) for key, value in numbers.items()]
-        self._add(self._events.Event(step=record["step"], summary=summary(value=values)))
-        if time.monotonic() - self._flushed > _FLUSH_SECONDS:
-            self.flush()
-
-    def flush(self) -> None:
-        """Writes what is only in memory yet."""
-        self._flushed = time.monotonic()
-        if not self._failures.found:
-            with self._failures.of_writing(self._directory):
-                self._file.flush()
-
-    def close(self) -> None:
-        """Flushes and closes the file."""
-        with self._failures.of_writing(self._directory):
-            self._file.close()
-
-    def _add(self, event: Tree) -> None:
-        event.wall_time = time.time()
-        if not self._failures.found:
-            with self._failures.of_writing(self._directory):
-                self._file.write_event(event)
-
-
-FIRST_STEP = 3
-"""The first that is traced, of those that this process makes: the two before it compile and fill caches."""
-
-
-class Profile:
-    """The trace of a few steps, which TensorBoard's profile plugin shows.
-
-    Traces `num_steps` steps from the third of this process on; 0: none.
-
-    Args:
-      directory: of TensorBoard's files.
-      failures: collects a trace that cannot be written.
-    """
-
-    def __init__(self, directory: Path, num_steps: int, failures: Failures):
-        self._directory, self._num_steps, self._failures = directory, num_steps, failures
-        self._is_tracing = False
-
-    def before_step(self, steps_here: int) -> None:
-        """Call it before each step, whose number of those of this process is `steps_here`, from 1 on."""
-        if steps_here == FIRST_STEP and self._num_steps:
-            jax.profiler.start_trace(str(self._directory))
-            self._is_tracing = True
-        elif steps_here == FIRST_STEP + self._num_steps:
-            self.close()
-
-    def close(self) -> None:
-        """Ends a trace that is under way and writes it."""
-        if self._is_tracing:
-            self._is_tracing = False
-            with self._failures.of_writing(self._directory):
-                jax.profiler.stop_trace()
+        for tracker in self._trackers:
+            tracker.close()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -312,19 +225,3 @@ def _duration(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}"
-
-
-@contextlib.contextmanager
-def _without_torch() -> Generator[None]:
-    """What is imported here does not find torch, unless it is there already.
-
-    tensorboardX imports it for an annotation wherever it is installed, which takes seconds and 200 MB of memory.
-    """
-    if "torch" in sys.modules:
-        yield
-        return
-    sys.modules["torch"] = None  # type: ignore[assignment]  # importing it raises ImportError
-    try:
-        yield
-    finally:
-        del sys.modules["torch"]

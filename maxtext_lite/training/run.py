@@ -364,6 +364,13 @@ class TrainingRun(Generic[Data]):
             with self.failures.of_writing(self.directory):
                 self.memory.write(self.files.directory)
 
+    def note_environment(self, **found: Any) -> None:
+        """Adds what is known only later to environment.json, where the run has the directory."""
+        if self.is_first and self._lease:
+            path = self.files.directory / "environment.json"
+            with self.failures.of_writing(path):
+                _write_json(path, json.loads(path.read_text(encoding="utf-8")) | found)
+
     @property
     def speed(self) -> Speed:
         """What steps are timed against."""

@@ -13,6 +13,7 @@ import numpy as np
 
 from maxtext_lite.batching import batch_size_advice, laws_beside
 from maxtext_lite.data import MixtureSource, hash_of_run
+from maxtext_lite.process.phases import phases
 from maxtext_lite.training.arrays import Record
 from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.goodput import Goodput
@@ -133,7 +134,6 @@ class StepLog:
             noise,
             counts.losses,
         )
-        self.loss = values["loss"]
         stage = run.plan.stage_at(counts.examples_seen)
         mixed: Record = {"examples_hash": hash_of_run(run.source, taken.example_ids)}
         if isinstance(run.source, MixtureSource):
@@ -155,7 +155,11 @@ class StepLog:
             **noise.record(taken.num_examples),
             **mixed,
             **taken.more,
+            **({} if self._goodput is None else {"goodput": self._goodput.share(step)}),
         }
+        if self.loss is None:
+            self._say_start_up()
+        self.loss = values["loss"]
         self.write(record)
         if peak is not None and run.memory.measured is None:
             run.note_memory(measured=peak)
@@ -179,6 +183,14 @@ class StepLog:
         """Says what the time of the run went to."""
         if self._goodput:
             self._terminal.say(self._goodput.close())
+
+    def _say_start_up(self) -> None:
+        """Says, after the first step of this start, what the time up to it went to."""
+        phases.mark("first step")
+        parts = {part: round(seconds, 3) for part, seconds in phases.start_up.items()}
+        said = ", ".join(f"{part} {seconds:.1f}" for part, seconds in parts.items())
+        self._terminal.say(f"first step done {sum(parts.values()):.1f} s after the start, in seconds: {said}")
+        self._run.note_environment(start_up_seconds=parts)
 
     def flush(self) -> None:
         """Writes what is only in memory yet."""

@@ -21,7 +21,6 @@ REFUSED = {
     "steps=9223372036854775808":
         "steps=9223372036854775808 must be at most 2147483647. Nearest that works: 2147483647.",
     "eval_interval=0": "eval_interval=0 must be at least 1, or -1. Nearest that works: 1.",
-    "profiler_steps=-1": "profiler_steps=-1 must be at least 0. Nearest that works: 0.",
     "hang_timeout_seconds=3": "hang_timeout_seconds=3 must be at least 5, or 0. Nearest that works: 5.",
     "packing=1": "packing=1 is not concat (true), none (false) or best_fit. Nearest that work: true or false.",
     "packing=fit": "packing=fit is not concat (true), none (false) or best_fit. Nearest that work: true or false.",

@@ -116,9 +116,9 @@ def test_a_request_returns_while_compiling_goes_on_elsewhere(make):
     executables, plan = make(step)
     executables.request(plan.stages[0])  # would wait for ever here
     step.may_end.set()
-    compiled, seconds, _ = executables.of(plan.stages[0])
-    assert compiled == "executable 1"
-    assert 0 <= seconds < WAIT
+    built = executables.of(plan.stages[0])
+    assert built.step == "executable 1"
+    assert 0 <= built.compiling <= built.tracing + built.compiling < WAIT
     ((*_, thread, _),) = step.lowered
     assert thread is not threading.current_thread()
 

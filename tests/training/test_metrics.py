@@ -5,14 +5,12 @@ import io
 import json
 import math
 import re
-import struct
 
-import jax
 import pytest
 
 from maxtext_lite.config import UserError
 from maxtext_lite.training.failures import Failures
-from maxtext_lite.training.metrics import MetricsLog, Profile, Speed, Terminal
+from maxtext_lite.training.metrics import MetricsLog, Speed, Terminal
 
 
 def _steps(path):
@@ -78,22 +76,6 @@ def test_what_is_no_file_of_lines_is_one_sentence(tmp_path):
     failures = Failures()
     with pytest.raises(UserError, match=r"metrics.jsonl cannot be \S+: Is a directory. What is safe: "):
         failures.on_first_host(tmp_path, lambda: MetricsLog(tmp_path, 0, failures))
-
-
-def test_tensorboard_reads_what_is_written(tmp_path):
-    accumulator = pytest.importorskip("tensorboardX.proto.event_pb2")
-    log = MetricsLog(tmp_path, 3, Failures())
-    log.write({"step": 4, "loss": 0.5, "grad_norm": math.inf, "skipped": False, "name": "x", "tokens": 7})
-    log.close()
-    (file,) = (tmp_path / "tensorboard").iterdir()
-    data, events = file.read_bytes(), []
-    while data:  # length, its checksum, the event, its checksum
-        (size,) = struct.unpack("<Q", data[:8])
-        events.append(accumulator.Event.FromString(data[12 : 12 + size]))
-        data = data[16 + size :]
-    assert [event.step for event in events] == [0, 4, 4]
-    assert events[1].session_log.status == 1  # hides what an earlier file has of step 4 and later
-    assert {value.tag: value.simple_value for value in events[2].summary.value} == {"loss": 0.5, "tokens": 7.0}
 
 
 def test_a_full_disk_is_kept_for_the_run_to_end_on(tmp_path, monkeypatch):
@@ -211,23 +193,3 @@ def test_without_a_terminal_lines_are_whole_whatever_columns_says(monkeypatch, c
     terminal.step({"step": 1, **RECORD})
     (line,) = capsys.readouterr().out.splitlines()
     assert len(line.split("  ")) == 9
-
-
-@pytest.mark.parametrize(("num_steps", "steps", "calls"), [
-    (0, 6, []),
-    (1, 6, ["before 3", "before 4"]),
-    (2, 6, ["before 3", "before 5"]),
-    (2, 4, ["before 3", "at the end"]),
-    (1, 2, []),
-])  # fmt: skip
-def test_steps_from_the_third_on_are_traced(num_steps, steps, calls, tmp_path, monkeypatch):
-    now, found = "", []
-    monkeypatch.setattr(jax.profiler, "start_trace", lambda directory: found.append((now, directory)))
-    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: found.append((now, None)))
-    profile = Profile(tmp_path, num_steps, Failures())
-    for step in range(1, steps + 1):
-        now = f"before {step}"
-        profile.before_step(step)
-    now = "at the end"
-    profile.close()
-    assert found == list(zip(calls, (str(tmp_path), None), strict=False))

@@ -34,7 +34,15 @@ def words(tmp_path_factory):
 
 def _steps(result):
     lines = [json.loads(line) for line in (result.run_directory / "metrics.jsonl").read_text().splitlines()]
-    timed = ("step_seconds", "data_seconds", "tokens_per_second", "tflops_per_device", "mfu", "peak_memory_bytes")
+    timed = (
+        "step_seconds",
+        "data_seconds",
+        "tokens_per_second",
+        "tflops_per_device",
+        "mfu",
+        "peak_memory_bytes",
+        "goodput",
+    )
     return [{name: value for name, value in line.items() if name not in timed} for line in lines]
 
 

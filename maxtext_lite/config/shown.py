@@ -1,0 +1,92 @@
+"""The types of keys on what a run shows of itself."""
+
+import difflib
+import importlib.util
+import re
+from dataclasses import dataclass
+from typing import Annotated, cast
+
+from pydantic import BeforeValidator, PlainSerializer
+
+from maxtext_lite.config.errors import UserError, WrongType, value_text
+
+TRACKERS = ("tensorboard", "wandb", "mlflow")
+_RANGE = re.compile(r"([0-9]{1,9})-([0-9]{1,9})\Z")
+_MOST_STEPS = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class TracedSteps:
+    """The steps that the profiler traces.
+
+    Attributes:
+      count: so many of each start of the run, where no range is given.
+      steps: the first and the last, by their numbers in the run; None: `count` says how many.
+    """
+
+    count: int = 0
+    steps: tuple[int, int] | None = None
+
+    def __str__(self) -> str:
+        return str(self.count) if self.steps is None else f"{self.steps[0]}-{self.steps[1]}"
+
+    def last_from(self, step: int, steps_here: int, first_here: int) -> int | None:
+        """The last step of the trace that this step is to begin; None: it begins none.
+
+        Args:
+          steps_here: the step is the so many-th of this process, and the `first_here`-th the first to be counted.
+        """
+        if self.steps is not None:
+            first, last = self.steps
+            begins = step == first or (steps_here == 1 and first < step <= last)  # as at a restart in their midst
+            return last if begins else None
+        return step + self.count - 1 if self.count and steps_here == first_here else None
+
+
+def _traced_steps(value: object) -> TracedSteps:
+    if isinstance(value, TracedSteps):
+        return value
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST_STEPS:
+        return TracedSteps(value)
+    found = _RANGE.match(value) if isinstance(value, str) else None
+    if found is None or not 1 <= int(found[1]) <= int(found[2]):
+        raise WrongType("is neither a number of steps nor a range such as 100-104.", [0])
+    return TracedSteps(steps=(int(found[1]), int(found[2])))
+
+
+def _tracker_names(value: object) -> str:
+    """Names with commas between them, of a list or of such a text."""
+    if isinstance(value, str):  # as of a key that holds text, a list on the command line comes as it is written
+        value = [each.strip() for each in value.strip().removeprefix("[").removesuffix("]").split(",") if each.strip()]
+    if not isinstance(value, list):
+        raise WrongType("is not a list of names.")
+    names = cast("list[object]", value)
+    for name in names:
+        if name not in TRACKERS:
+            near = difflib.get_close_matches(str(name), TRACKERS, n=1)
+            raise WrongType(f"holds {value_text(name, 40)}, which is none of {', '.join(TRACKERS)}.", near)
+    if len(set(names)) < len(names):
+        raise WrongType("names one twice.", [",".join(dict.fromkeys(map(str, names)))])
+    return ",".join(map(str, names))
+
+
+def _written(value: TracedSteps) -> int | str:
+    return value.count if value.steps is None else str(value)
+
+
+TracedStepsValue = Annotated[TracedSteps, BeforeValidator(_traced_steps), PlainSerializer(_written)]
+"""A number of steps, or a range such as 100-104 of steps of the run."""
+TrackerNames = Annotated[str, BeforeValidator(_tracker_names)]
+"""Some of `TRACKERS`, with commas between them; may be given as a list."""
+
+
+def tracker_names(log_to: str) -> list[str]:
+    """The names that `log_to` holds."""
+    return [name for name in log_to.split(",") if name]
+
+
+def require_trackers(log_to: str) -> None:
+    """Raises a UserError where one of `log_to` is not installed."""
+    extras = [name for name in tracker_names(log_to) if name != "tensorboard"]
+    if missing := [name for name in extras if importlib.util.find_spec(name) is None]:
+        raise UserError(f"log_to={name} needs {name}: pip install 'maxtext-lite[{name}]'." for name in missing)
