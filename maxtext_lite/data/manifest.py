@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from maxtext_lite.config import UserError
+from maxtext_lite.config.errors import value_text
 from maxtext_lite.config.json_file import read_object
 
 MANIFEST_FILE = "manifest.json"
@@ -23,6 +24,7 @@ TOKENS_PER_RECORD = 4096
 """Of every record of a shard but its last: a row of 2,048 tokens lies in two records at most."""
 
 _FORMAT = 1
+_KINDS = {"str": str, "int": int}
 END_BYTES = 4096
 """At either end of a shard, whose hash `Shard.ends` is."""
 
@@ -155,10 +157,7 @@ def _manifest(stated: dict[str, Any]) -> Manifest:
     shards = tuple(
         Shard(**{field.name: (not_stated | shard)[field.name] for field in fields}) for shard in stated["shards"]
     )
-    for shard in shards:
-        if Path(shard.file).name != shard.file:
-            raise ValueError(f"{shard.file!r} is not the name of a file beside it")
-    return Manifest(
+    manifest = Manifest(
         stated["tokenizer"],
         stated["vocab_size"],
         stated["dtype"],
@@ -166,3 +165,16 @@ def _manifest(stated: dict[str, Any]) -> Manifest:
         shards,
         stated.get("documents_sha256", ""),
     )
+    for part in (manifest, *shards):
+        for field in dataclasses.fields(part):
+            value, kind = getattr(part, field.name), _KINDS.get(str(field.type))
+            if kind and (type(value) is not kind or (kind is int and value < 0)):
+                raise ValueError(f"{field.name}={value_text(value)} is not {'text' if kind is str else 'a count'}")
+    for shard in shards:
+        if Path(shard.file).name != shard.file or shard.file in ("", "..") or "\0" in shard.file:
+            raise ValueError(f"{value_text(shard.file)} is not the name of a file beside it")
+    if manifest.dtype != token_dtype(manifest.vocab_size) or not manifest.tokens_per_record:
+        raise ValueError(
+            f"dtype={value_text(manifest.dtype)} or tokens_per_record={manifest.tokens_per_record} is wrong"
+        )
+    return manifest

@@ -15,6 +15,7 @@ from typing import Any
 import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension
+from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
@@ -25,7 +26,8 @@ _WORK = 5_000_000  # of any rendering; a turn of a conversation takes some hundr
 _WORK_FOR_EACH = 1000  # for each character of the turns: loops over turns in loops over turns are no problem
 _FOR_EACH, _FOR_CALLS = 3, 30  # of elements that are looked at, and of calls: each counts as this many characters
 _MOST_BITS = 100_000  # of an integer
-_LONGEST = 2**20  # of a template, in characters
+_DEEPEST = 100  # lists in lists; Python's own recursion ends a process without a word
+_LONGEST = 2**18  # of a template, in characters; the longest that models come with have a tenth
 
 # Filters that look at no more of their first argument than how long it is, or at its elements one by one.
 _SHALLOW = {
@@ -59,7 +61,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         super().__init__(finalize=self.weighed, extensions=[_Generation, "jinja2.ext.loopcontrols"], **how)
         del self.globals["lipsum"]  # a text of any length
         self.filters = {name: self._charged(name, each) for name, each in self.filters.items()}
-        self.tests = {name: self._charged_test(each) for name, each in self.tests.items()}
+        self.tests = {name: self._charged_test(name, each) for name, each in self.tests.items()}
         # Filters that templates cannot name; those that take the context are never run when a template is compiled.
         self.filters[_SPEND] = jinja2.pass_context(lambda _, amount: self.spend(amount))
         self.filters[_WEIGH] = jinja2.pass_context(lambda _, value: self.weighed(value))
@@ -106,17 +108,21 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         if isinstance(value, str):
             self.spend(1 + len(value))
             return value
-        waiting = [value]
-        while waiting:
-            each = waiting.pop()
-            self.spend(_FOR_EACH + (len(each) if isinstance(each, Sized) else 0))
-            if isinstance(each, Mapping):
-                waiting += [*each.keys(), *each.values()]
-            elif isinstance(each, Collection) and not isinstance(each, str | bytes):
-                waiting += each
-            elif isinstance(each, Namespace):
-                raise TooMuchWorkError("it writes a namespace")
-        return value
+        level = [value]
+        for _ in range(_DEEPEST):
+            inside = list[Any]()
+            for each in level:
+                self.spend(_FOR_EACH + (len(each) if isinstance(each, Sized) else 0))
+                if isinstance(each, Mapping):
+                    inside += [*each.keys(), *each.values()]
+                elif isinstance(each, Collection) and not isinstance(each, str | bytes):
+                    inside += each
+                elif isinstance(each, Namespace):
+                    raise TooMuchWorkError("it writes a namespace")
+            if not inside:
+                return value
+            level = inside
+        raise TooMuchWorkError(f"it nests lists more than {_DEEPEST} deep")
 
     def sized(self, value: Any) -> Any:
         """The value, when its length alone is off the budget."""
@@ -160,6 +166,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             self._charge_method(name, owner, given)
         else:
             self.spend(_FOR_CALLS + sum(len(each) for each in given if isinstance(each, Sized)))
+            if not isinstance(__callee, Macro):  # whose body is charged for what it does with them
+                self.weighed(given)
         return super().call(__context, __callee, *args, **kwargs)
 
     def _charge_method(self, name: str, owner: Any, given: Iterable[Any]) -> None:
@@ -193,6 +201,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             more = sum(map(_amount, others))
             if name in _SHALLOW:
                 self.spend(1 + (len(value) if isinstance(value, Sized) else 0) + more)
+                self.weighed(others)
             else:
                 before = self._left
                 self.weighed(value)
@@ -204,13 +213,12 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
         return charged
 
-    def _charged_test(self, test: Callable[..., Any]) -> Callable[..., Any]:
+    def _charged_test(self, name: str, test: Callable[..., Any]) -> Callable[..., Any]:
         first = int(hasattr(test, "jinja_pass_arg"))
 
         @functools.wraps(test)
         def charged(*args: Any) -> Any:
-            for each in args[first + 1 :]:
-                self.weighed(each)
+            self.weighed(args[first if name == "in" else first + 1 :])
             return test(*args)
 
         return charged
@@ -250,15 +258,26 @@ class _Counting(NodeTransformer):
         return node
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Getitem:
-        """Charges slices, which are copies."""
+        """Charges slices, which are copies, and what is looked up, which is hashed."""
         self.generic_visit(node)
         if isinstance(node.arg, nodes.Slice):
             node.node = _through(_LENGTH, node.node)
+        elif not isinstance(node.arg, nodes.Const):
+            node.arg = _through(_WEIGH, node.arg)
+        return node
+
+    def visit_Pair(self, node: nodes.Pair) -> nodes.Pair:
+        """Charges the keys of a dictionary, which are hashed."""
+        self.generic_visit(node)
+        if not isinstance(node.key, nodes.Const):
+            node.key = _through(_WEIGH, node.key)
         return node
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Compare:
-        """Charges comparisons of two things that may both be long, and searches in one that may be."""
+        """Charges comparisons of two things that may both be long, and searches for and in one that may be."""
         self.generic_visit(node)
+        if not isinstance(node.expr, nodes.Const) and any(operand.op in ("in", "notin") for operand in node.ops):
+            node.expr = _through(_WEIGH, node.expr)
         for operand in node.ops:
             both = not isinstance(node.expr, nodes.Const) and not isinstance(operand.expr, nodes.Const)
             if both or operand.op in ("in", "notin"):

@@ -17,6 +17,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from maxtext_lite.config.bucket import is_bucket, names_below, storage_errors
+from maxtext_lite.config.errors import value_text
 
 _PART = re.compile(r"sha256\.(\d{1,6})-of-([1-9]\d{0,5})")
 _LAST_LINE = "# sha256 of the lines above: "
@@ -113,7 +114,11 @@ def _read_part(path: Path) -> dict[str, str]:
     lines, mark, digest = text.rpartition(_LAST_LINE)
     if not mark or digest != hashlib.sha256(lines.encode()).hexdigest() + "\n":
         raise Damaged(f"{path.name} is not as it was written")
-    return {name: digest for digest, _, name in (line.partition("  ") for line in lines.splitlines())}
+    digests = {name: digest for digest, _, name in (line.partition("  ") for line in lines.splitlines())}
+    for name in digests:
+        if os.path.isabs(name) or ".." in name.split("/") or "\0" in name:  # noqa: PTH117  (a bucket's are no paths)
+            raise Damaged(f"{path.name} names {value_text(name)}, which is not a file of the checkpoint")
+    return digests
 
 
 def _files(directory: Path) -> list[str]:

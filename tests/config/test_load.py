@@ -1,3 +1,5 @@
+import contextlib
+import json
 import os
 import shutil
 import subprocess
@@ -6,8 +8,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from maxtext_lite.config import ConfigError, UserError, load_config, packaged_directory, packaged_file
+from maxtext_lite.config.schema import RLRunConfig
+from tests.mutations import VALUES
 from tests.refusals import changes
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -229,3 +235,22 @@ def test_shipped_configs_are_found_from_any_directory(tmp_path, layout):
         check=True,
     )
     assert done.stdout.split() == ["4096", "576", str(root / "maxtext_lite" / "__init__.py")]
+
+
+PIECES = (
+    "steps", "run_name", ": ", "- ", "\n", "  ", "[", "]", "{", "}", "&a ", "*a ", "<<: ", "!!python/object:os.system ",
+    "!!binary ", "!!set ", "? ", "| ", "'", '"', "#", "---\n", "1", "1e999", "0x1F", "2024-01-01", "~", "\t", "@", "\0",
+)  # fmt: skip
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.sampled_from(PIECES) | st.text(max_size=5), max_size=14).map("".join)
+    | st.dictionaries(st.sampled_from(sorted(RLRunConfig.model_fields)), VALUES, max_size=3).map(json.dumps)
+    | st.binary(max_size=30)
+)
+def test_any_document_is_a_config_or_refused(tmp_path, document):
+    file = tmp_path / "any.yml"
+    file.write_bytes(document if isinstance(document, bytes) else document.encode("utf-8", "surrogatepass"))
+    with contextlib.suppress(UserError):
+        load_config(file)

@@ -1,6 +1,7 @@
 """Token ids of prepared datasets: equal to those written at any slice, and refused where a file is not what it was."""
 
 import concurrent.futures
+import contextlib
 import json
 import pickle
 import re
@@ -9,11 +10,14 @@ import tracemalloc
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from maxtext_lite.config import UserError
 from maxtext_lite.data import token_stream
 from maxtext_lite.data.manifest import DOCUMENTS_FILE, MANIFEST_FILE, read_manifest
 from maxtext_lite.data.token_stream import RecordStream, map_array, open_prepared, verify
+from tests.mutations import changed
 from tests.prepared import byte_shards, write_prepared
 
 TEXTS = ["one", "two words", "x" * 50, "", "the last document of the first shard", "another" * 9, "end"]
@@ -166,3 +170,17 @@ def test_verify_reads_everything(prepared):
     moved.tofile(documents)
     with pytest.raises(UserError, match=r"documents\.i64: documents do not follow each other from number 0 on"):
         list(verify(*open_prepared("input", prepared)))
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_any_manifest_is_one_or_refused(tmp_path, data):
+    directory, right = tmp_path / "prepared", tmp_path / "right.json"
+    if not right.exists():
+        write_prepared(directory, [[[1, 2, 3], [4]], [[5, 6]]])
+        shutil.copy(directory / MANIFEST_FILE, right)
+    stated = data.draw(changed(json.loads(right.read_text())))
+    (directory / MANIFEST_FILE).write_bytes(json.dumps(stated).encode("utf-8", "surrogatepass"))
+    with contextlib.suppress(UserError):
+        stream, starts = open_prepared("dataset_path", directory)
+        assert stream[0 : len(stream)].tolist() == [1, 2, 3, 4, 5, 6][: starts[-1]]

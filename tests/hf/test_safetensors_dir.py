@@ -1,5 +1,6 @@
 """Files are those of the safetensors library, in both directions; what is broken is named."""
 
+import contextlib
 import json
 
 import ml_dtypes
@@ -7,9 +8,12 @@ import numpy as np
 import pytest
 import safetensors
 import safetensors.numpy
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from maxtext_lite.config import UserError
 from maxtext_lite.hf.safetensors_dir import SafetensorsDir, Tensor, write_safetensors
+from tests.mutations import changed
 
 TENSORS = {
     "a": np.arange(12, dtype=np.float32).reshape(3, 4),
@@ -154,3 +158,31 @@ def test_what_is_broken_is_named(kind, message, tmp_path):
     broken(tmp_path, kind)
     with pytest.raises(UserError, match=message):
         SafetensorsDir(tmp_path)
+
+
+HEADER = {
+    "__metadata__": {"format": "pt"},
+    "a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
+    "b": {"dtype": "BF16", "shape": [4], "data_offsets": [24, 32]},
+}
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(changed(HEADER), st.just(0) | st.integers(-9, 9) | st.just(2**63), st.just(32) | st.integers(0, 40))
+def test_any_file_is_one_or_refused(tmp_path, header, more, num_bytes):
+    text = json.dumps(header).encode("utf-8", "surrogatepass")
+    (tmp_path / "model.safetensors").write_bytes((len(text) + more).to_bytes(8, "little") + text + b"\1" * num_bytes)
+    with contextlib.suppress(UserError):
+        stored = SafetensorsDir(tmp_path)
+        assert sum(stored.view(name).nbytes for name in stored.tensors) == num_bytes
+
+
+@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(changed({"metadata": {"total_size": 16}, "weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}))
+def test_any_index_is_one_or_refused(tmp_path, index):
+    for name, file in (("a", "1.safetensors"), ("b", "2.safetensors")):
+        if not (tmp_path / file).exists():
+            safetensors.numpy.save_file({name: TENSORS["a"]}, tmp_path / file)
+    (tmp_path / "model.safetensors.index.json").write_bytes(json.dumps(index).encode("utf-8", "surrogatepass"))
+    with contextlib.suppress(UserError):
+        assert set(SafetensorsDir(tmp_path).tensors) <= {"a", "b"}

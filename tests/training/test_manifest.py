@@ -1,12 +1,16 @@
 """Checksums: every file is in one process's share, whatever happens to one is seen and named."""
 
+import contextlib
 import hashlib
 import shutil
 import subprocess
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from maxtext_lite.training.manifest import Damaged, damage, in_items, part_name, read_manifest, write_part
+from tests.mutations import SCALARS
 
 FILES = {
     "about/metadata": b"{}",
@@ -83,3 +87,29 @@ def test_damaged_checksums_are_damage_too(change, said, directory):
 
 def test_without_checksums_there_is_nothing_to_compare_with(directory):
     assert read_manifest(directory) is None
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(
+        st.text(max_size=10) | SCALARS.map(lambda name: f"{'0' * 64}  {name}") | st.just(f"{'0' * 64}  params/d/ab12"),
+        max_size=4,
+    ),
+    st.booleans(),
+)
+def test_any_file_of_checksums_is_one_or_damaged(directory, lines, with_its_own):
+    text = "".join(f"{line}\n" for line in lines).encode("utf-8", "surrogatepass")
+    own = f"# sha256 of the lines above: {hashlib.sha256(text).hexdigest()}\n".encode() if with_its_own else b""
+    (directory / part_name(0, 1)).write_bytes(text + own)
+    with contextlib.suppress(Damaged):
+        damage(directory, read_manifest(directory))
+        assert with_its_own
+
+
+@pytest.mark.parametrize("name", ["/etc/hostname", "../other/file", "params/../../file", "a\0b"])
+def test_a_checksum_of_a_file_elsewhere_is_refused(directory, name):
+    text = f"{'0' * 64}  {name}\n"
+    own = f"# sha256 of the lines above: {hashlib.sha256(text.encode()).hexdigest()}\n"
+    (directory / part_name(0, 1)).write_text(text + own)
+    with pytest.raises(Damaged, match="which is not a file of the checkpoint"):
+        read_manifest(directory)

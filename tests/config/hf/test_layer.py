@@ -1,12 +1,15 @@
 """load_parameters_path brings the architecture, its dtype and its tokenizer; what contradicts them is named."""
 
+import contextlib
 import json
 
 import pytest
+from hypothesis import HealthCheck, given, settings
 
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.config.hf.layer import directory_origin
 from tests.config.hf.test_config import GPT2, LLAMA3_8B
+from tests.mutations import changed
 
 LLAMA = LLAMA3_8B | {"vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 2}
 
@@ -109,3 +112,11 @@ def test_rules_between_fields_name_them_and_their_file(directory):
         f"{origin}: num_key_value_heads=3 does not divide num_attention_heads=32. Nearest that work: 2 or 4.",
         f"{origin}: head_dim=7 must be even for rotary positions. Nearest that work: 6 or 8.",
     )
+
+
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(changed(LLAMA))
+def test_any_config_json_is_one_or_refused(directory, stated):
+    (directory / "config.json").write_bytes(json.dumps(stated).encode("utf-8", "surrogatepass"))
+    with contextlib.suppress(UserError):
+        load(directory)
