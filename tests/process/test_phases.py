@@ -53,6 +53,20 @@ def test_what_begins_has_an_account_of_its_own_but_the_first_after_the_processs_
     assert clock.seconds == {"start-up": 0}
 
 
+def test_the_parts_of_a_start_up_are_what_passed_between_marks():
+    clock = Clock()
+    clock.restart(90.0)
+    clock.mark("config")
+    clock.passes(3, "compile")
+    clock.begin()
+    clock.mark("import")
+    clock.passes(2)
+    clock.mark("import")
+    assert clock.start_up == {"config": 10, "import": 5}
+    clock.begin()
+    assert clock.start_up == {}
+
+
 def test_steps_on_the_way_back_are_start_up():
     clock = Clock()
     clock.passes(2, "step", 1)
