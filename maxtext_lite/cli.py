@@ -30,6 +30,7 @@ COMMANDS: dict[str, str] = {
     "generate": "text from a run directory or a Hugging Face directory",
     "evaluate": "perplexity of a text, and multiple choice or cloze questions by log-likelihood",
     "convert": "models from and to Hugging Face directories",
+    "convert_config": "a config or a command line of MaxText in the keys of maxtext_lite",
     "tune": "short measured runs over the ways to split a batch on these devices",
     "branch": "short runs from one checkpoint at other batch sizes: the measured critical batch",
     "equiv": "proves on simulated devices that splitting a config's batch differently changes nothing",
@@ -274,10 +275,11 @@ def _dispatch(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print("usage: maxtext-lite COMMAND [CONFIG.yml] [key=value ...]\n")
         for command, meaning in COMMANDS.items():
-            print(f"  {command:<13} {meaning}")
+            print(f"  {command:<14} {meaning}")
         print("\n`maxtext-lite COMMAND --help` says more; `python -m maxtext_lite.COMMAND` is the same.")
         return 0 if argv else EXIT_USER_ERROR
     command, *rest = argv
+    command = command.replace("-", "_")
     if command not in COMMANDS:
         raise UserError(
             f"unknown command '{command}'.{did_you_mean(command, COMMANDS)} There are: {', '.join(COMMANDS)}."
