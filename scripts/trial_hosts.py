@@ -33,7 +33,7 @@ GLOBAL_BATCH = [
 ]  # fmt: skip
 RAMP = [
     "enable_rampup_batch_size=true", "global_rampup_samples=64", "rampup_mode=per_device_batch_size",
-    "per_device_batch_size_start=0.5", "per_device_batch_size_increment=0.5",
+    "per_device_batch_size=2", "per_device_batch_size_start=1", "per_device_batch_size_increment=1",
 ]  # fmt: skip
 
 
@@ -63,16 +63,17 @@ def elastic(folder: Path, names: list[str]) -> list[str]:
     for name, words in variants(folder).items():
         if names and name not in names:
             continue
-        words = [*MODEL, *GLOBAL_BATCH, *words]
+        words = [*(word for word in MODEL if word.split("=")[0] not in str(words)), *GLOBAL_BATCH, *words]
         one = [word if not word.startswith("ici_tensor") else "ici_tensor_parallelism=1" for word in words]
         straight, moved = Run(folder, f"{name}-straight", one), Run(folder, f"{name}-moved", words)
         straight.start()
         codes = [straight.end()]
         for number, (processes, devices) in enumerate(STAGES, 1):
-            until = STEPS * number // len(STAGES)
+            until = max(STEPS * number // len(STAGES), moved.last_line.get("step", 0) + 1)
             moved.start(processes, devices)
             while moved.runs and moved.last_line.get("step", 0) < until:
                 time.sleep(0.05)
+            time.sleep(0.3)  # its line stands a moment before a signal is a request to save
             for process in moved.processes if number < len(STAGES) else ():
                 process.send_signal(signal.SIGTERM)
             codes.append(moved.end())
@@ -158,7 +159,7 @@ def look(run: Path, scratch: Path) -> None:
 
 def damage(folder: Path, names: list[str]) -> list[str]:
     """What damage was not found, or not answered by the checkpoint before."""
-    words = [*MODEL, "steps=6", "checkpoint_period=2", "eval_interval=-1", "global_batch_size=8"]
+    words = [*MODEL, "steps=6", "checkpoint_period=2", "eval_interval=-1", "global_batch_size=4"]
     whole = Run(folder, "whole", [*words, "ici_fsdp_parallelism=-1"])
     whole.start(4, 1)
     assert set(whole.end()) == {0}, whole.log
