@@ -68,7 +68,7 @@ def started(folder: Path, words_of: Callable[[int], Sequence[str]], *, count: in
     """Python with these words as so many processes of one run, each with its logN in the folder."""
     port, processes = free_port(), []
     for number in range(count):
-        variables = dict(os.environ)
+        variables = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
         if count > 1:
             variables = environment_of(number, variables, num_processes=count, devices_per_process=devices, port=port)
         with (folder / f"log{number}").open("w") as log:
