@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from trial_hangs import MODEL, Run, compared, started
 
 STAGES = ((4, 2), (2, 2), (1, 2), (4, 2))  # processes and devices of each
-STEPS = 12
+STEPS = 20
 GLOBAL_BATCH = [
     "global_batch_size=16", "gradient_accumulation_steps=-1", "optimizer=adamw", f"steps={STEPS}", "warmup_steps=3",
     "checkpoint_period=2", "eval_interval=4", "log_period=1",
