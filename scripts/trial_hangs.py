@@ -9,6 +9,7 @@ watchdog says, or a restart did.
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -18,7 +19,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from subprocess import Popen
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY / "scripts"))
@@ -26,10 +29,13 @@ from launch_local import environment_of, free_port  # noqa: E402
 
 PYTHON = os.environ.get("PYTHON", sys.executable)
 PHASES = ("start-up", "compile", "reading", "step", "save", "evaluation")
-TINY = (
-    "dataset_type=synthetic", "steps=6", "warmup_steps=1", "eval_interval=2", "eval_steps=1", "checkpoint_period=2",
+MODEL = (
     "base_emb_dim=16", "base_num_query_heads=2", "base_num_kv_heads=2", "base_mlp_dim=16", "head_dim=8",
     "base_num_decoder_layers=1", "max_target_length=16", "per_device_batch_size=1",
+)  # fmt: skip
+TINY = (
+    *MODEL, "dataset_type=synthetic", "steps=6", "warmup_steps=1", "eval_interval=2", "eval_steps=1",
+    "checkpoint_period=2",
 )  # fmt: skip
 
 # The command `train`; the process that is asked to hang does so where it enters the phase, from step 3 on.
@@ -58,16 +64,79 @@ runpy.run_module("maxtext_lite.train", run_name="__main__", alter_sys=True)
 """
 
 
-def run(folder: Path, overrides: list[str], *, count: int, devices: int, who: int, phase: str, how: str) -> list[tuple]:
-    """Exit code, seconds after the first, and standard error of each process; one that is stopped ends at last."""
-    port = free_port()
-    processes = []
+def started(folder: Path, words_of: Callable[[int], Sequence[str]], *, count: int, devices: int) -> list[Popen]:
+    """Python with these words as so many processes of one run, each with its logN in the folder."""
+    port, processes = free_port(), []
     for number in range(count):
-        variables = environment_of(number, os.environ, num_processes=count, devices_per_process=devices, port=port)
-        variables["PYTHONPATH"] = str(REPOSITORY)
-        words = [PYTHON, "-c", PROGRAM, phase, how if number == who else "nothing", *TINY, *overrides]
-        log = (folder / f"log{number}").open("w")
-        processes.append(subprocess.Popen(words, env=variables, stdout=log, stderr=log))
+        variables = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+        if count > 1:
+            variables = environment_of(number, variables, num_processes=count, devices_per_process=devices, port=port)
+        with (folder / f"log{number}").open("w") as log:
+            variables |= {"PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu"}
+            processes.append(Popen([PYTHON, *words_of(number)], env=variables, stdout=log, stderr=log))
+    return processes
+
+
+class Run:
+    """A run directory, and the processes that write there."""
+
+    def __init__(self, folder: Path, name: str, overrides: Sequence[str]):
+        self.folder, self.directory = folder, folder / name
+        self.words = [*overrides, "dataset_type=synthetic", f"base_output_directory={folder}", f"run_name={name}"]
+        if any(word.startswith("dataset_type=") for word in overrides):
+            self.words.remove("dataset_type=synthetic")
+        self.processes: list[Popen] = []
+
+    def start(self, count: int = 1, devices: int = 1) -> None:
+        """Starts the command."""
+        words = ["-m", "maxtext_lite.train", *self.words]
+        self.began = time.monotonic()
+        self.processes = started(self.folder, lambda _: words, count=count, devices=devices)
+
+    @property
+    def runs(self) -> bool:
+        """Whether none of its processes has ended."""
+        return all(process.poll() is None for process in self.processes)
+
+    def end(self) -> list[int]:
+        """The exit code of each process, once all have ended."""
+        return [process.wait(600) for process in self.processes]
+
+    @property
+    def log(self) -> str:
+        """The end of what each process said."""
+        return "\n".join((self.folder / f"log{n}").read_text()[-1500:] for n in range(len(self.processes)))
+
+    @property
+    def lines(self) -> list[dict]:
+        """Of metrics.jsonl."""
+        return [json.loads(line) for line in (self.directory / "metrics.jsonl").read_text().splitlines()]
+
+    @property
+    def last_line(self) -> dict:
+        """The last that is whole; {} before the first."""
+        with contextlib.suppress(FileNotFoundError, IndexError, ValueError):
+            with (self.directory / "metrics.jsonl").open("rb") as file:
+                file.seek(-min(file.seek(0, os.SEEK_END), 8192), os.SEEK_END)
+                return json.loads(file.read().split(b"\n")[-2])
+        return {}
+
+
+def compared(one: Run, other: Run, *options: str) -> tuple[bool, str]:
+    """Whether `verify_resume` finds two runs the same, and what it says."""
+    words = [PYTHON, "-m", "maxtext_lite.verify_resume", str(one.directory), str(other.directory), *options]
+    variables = os.environ | {"PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu"}
+    ended = subprocess.run(words, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return ended.returncode == 0, ended.stdout
+
+
+def run(folder: Path, overrides: list[str], *, count: int, devices: int, who: int, phase: str, how: str) -> list[tuple]:
+    """Exit code and output of each process; one that is stopped ends at last."""
+
+    def words_of(number: int) -> list[str]:
+        return ["-c", PROGRAM, phase, how if number == who else "nothing", *TINY, *overrides]
+
+    processes = started(folder, words_of, count=count, devices=devices)
     stopped = processes[who] if how == "stop" else None
     deadline = time.monotonic() + 400
     while any(each.poll() is None for each in processes if each is not stopped) and time.monotonic() < deadline:

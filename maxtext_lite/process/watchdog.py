@@ -77,7 +77,7 @@ class Watchdog:
         self._host = socket.gethostname()
         self._least = 0.0
         self._longest: dict[Phase, float] = {}
-        self._now = self._ticked = self._cpu_at_tick = self._computed = self._began = 0.0
+        self._now = self._ticked = self._cpu_at_tick = self._computed = self._began = self._longest_here = 0.0
         self._phase: Phase = "start-up"
         self._step = self._position = self._beat = self._code = 0
         self._store: Store | None = None
@@ -110,7 +110,8 @@ class Watchdog:
             return
         if (phase, step) != (self._phase, self._step):
             self._moves()
-            self._phase, self._step = phase, step
+            self._longest[self._phase] = max(self._longest.get(self._phase, 0.0), self._longest_here)
+            self._phase, self._step, self._longest_here = phase, step, 0.0
         self._position += 1
         if phase == "end":
             self._wake.set()
@@ -123,7 +124,7 @@ class Watchdog:
 
     def _moves(self) -> None:
         now = self._time()
-        self._longest[self._phase] = max(self._longest.get(self._phase, 0.0), now - self._began)
+        self._longest_here = max(self._longest_here, now - self._began)
         self._began, self._computed = now, 0.0
 
     def arrive(self) -> None:

@@ -1,15 +1,20 @@
-"""What a run compiles, kept for its next start: jax's persistent compilation cache, below the base directory."""
+"""What a run compiles, kept for its next start: jax's persistent compilation cache, below the base directory.
 
-# pyright: reportUnknownMemberType=false
+Tested with jax 0.10.2 and 0.11.2, to which `LRUCache` is private.
+"""
+
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
 # jax declares some of its functions in part.
 
 import hashlib
+import os
 import platform
 import threading
 from collections import Counter
 from pathlib import Path
 
 import jax
+from jax._src.lru_cache import LRUCache
 
 from maxtext_lite.config import RunConfig
 from maxtext_lite.config.bucket import is_bucket
@@ -19,6 +24,7 @@ DIRECTORY = ".compiled"
 _CPU = Path("/proc/cpuinfo")
 
 _found: Counter[int] = Counter()
+_put = LRUCache.put
 
 
 def keep_compiled(config: RunConfig) -> None:
@@ -31,11 +37,23 @@ def keep_compiled(config: RunConfig) -> None:
     if not is_bucket(base) and jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
         jax.config.update("jax_compilation_cache_dir", str(base.absolute() / DIRECTORY / _processor()))
     jax.monitoring.register_event_listener(_note)
+    LRUCache.put = _put_whole
 
 
 def num_found() -> int:
     """How many programs this thread has found in the cache so far."""
     return _found[threading.get_ident()]
+
+
+def _put_whole(self: LRUCache, key: str, value: bytes) -> None:
+    """Jax replaces no entry: what a kill cut short while it was written would be compiled anew at every start."""
+    entry = Path(str(self.path)) / f"{key}-cache"
+    if self.eviction_enabled or not entry.parent.is_dir():  # with a file beside each entry, or in a bucket
+        _put(self, key, value)
+    elif not entry.exists():
+        part = entry.with_name(f"{entry.name}.{os.getpid()}")
+        part.write_bytes(value)
+        part.replace(entry)
 
 
 def _note(event: str, **_: object) -> None:

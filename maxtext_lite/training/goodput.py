@@ -16,20 +16,26 @@ _EVERY_SECONDS = 1.0
 
 
 class Goodput:
-    """What the time of a run went to, this start and those before it.
+    """What the time of a run went to, this start and those before it; the first is written down at once.
 
     Args:
       directory: where goodput.json is written.
-      step: after which this start goes on.
     """
 
-    def __init__(self, directory: Path, failures: Failures, step: int, clock: PhaseClock = phases):
-        self._path, self._failures, self._clock, self._first = directory / FILE, failures, clock, step
+    def __init__(self, directory: Path, failures: Failures, clock: PhaseClock = phases):
+        self._path, self._failures, self._clock = directory / FILE, failures, clock
         found: object = None
         with contextlib.suppress(FileNotFoundError, ValueError):
             found = json.loads(self._path.read_text(encoding="utf-8"))
-        self._before = [start.before(step) for start in starts_of(found)]
-        self._written, self._last = 0.0, step
+        self._before, self._written = starts_of(found), 0.0
+        self._first = self._last = 0
+        if not self._before:  # else the time of one that ends early lies between two others
+            self.write()
+
+    def go_on(self, step: int) -> None:
+        """This start goes on after a step."""
+        self._before = [start.before(step) for start in self._before]
+        self._first = self._last = step
 
     def note(self, record: Mapping[str, object]) -> None:
         """Writes where the run is after a line of metrics.jsonl, unless it has done so within a second."""

@@ -218,6 +218,7 @@ def train_run(
         signals = open_things.enter_context(watch_signals())
         open_things.callback(terminal.close)
         open_things.enter_context(run.opened(terminal.say))
+        goodput = Goodput(run.files.directory, run.failures) if run.is_first else None
         if go_back:
             go_back(run, terminal)
             phases.fold()
@@ -232,8 +233,8 @@ def train_run(
         log = run.open_log(lambda: _metrics_log(run, counts.step or -1, terminal.say), terminal.say)
         if log:
             open_things.enter_context(contextlib.closing(log))
-        goodput = Goodput(run.files.directory, run.failures, counts.step) if run.is_first else None
         if goodput:
+            goodput.go_on(counts.step)
             open_things.callback(goodput.write)
         steps, evaluation = begin(terminal, state, counts)
         open_things.enter_context(contextlib.closing(steps))

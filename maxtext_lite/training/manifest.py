@@ -66,7 +66,7 @@ def read_manifest(directory: Path) -> dict[str, str] | None:
     """The checksum of each file of a checkpoint, by its name there; None where there are none at all.
 
     Raises:
-      Damaged: a process's part is missing or is not as it was written.
+      Damaged: a process's part is missing, is not as it was written, or stands in the place of another's.
     """
     with storage_errors(directory):
         parts = {path.name: path for path in directory.iterdir() if _PART.fullmatch(path.name)}
@@ -78,7 +78,10 @@ def read_manifest(directory: Path) -> dict[str, str] | None:
         name = part_name(process, num_processes)
         if name not in parts:
             raise Damaged(f"{name} is missing")
-        digests |= _read_part(parts[name])
+        part = _read_part(parts[name])
+        if any(_owner(file, num_processes) != process for file in part):
+            raise Damaged(f"{name} is that of another process")
+        digests |= part
     return digests
 
 

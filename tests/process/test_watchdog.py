@@ -112,6 +112,21 @@ def test_a_long_evaluation_whose_batches_go_on_is_no_hang(run):
     assert "in evaluation of step 4 for" in verdict.text
 
 
+def test_the_first_evaluation_has_four_times_the_limit_also_after_its_first_batch_and_later_ones_have_not(run):
+    """What an evaluation compiles it compiles after it has read a batch."""
+    for first, limit in ((0, 40), (1, 10)):
+        one = run(num_processes=1, least=10)
+        (dog,) = one.dogs
+        for step in range(first + 1):
+            dog.enter("step", step)
+            dog.enter("evaluation", step)
+            dog.advance()
+        one.passes(limit - 2)
+        assert one.found() == [None]
+        one.passes(4)
+        assert "in evaluation" in one.found()[0].text
+
+
 def test_one_that_is_stopped_is_named_by_the_others(run):
     three = run()
     for dog in three.dogs:

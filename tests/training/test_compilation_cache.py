@@ -1,5 +1,8 @@
 """A start finds what an earlier one compiled for the same program, and trains to the same bits."""
 
+import contextlib
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
@@ -50,6 +53,22 @@ def test_a_directory_that_the_user_named_stays_and_a_bucket_has_none(settings, t
     jax.config.update(KEYS[0], str(tmp_path / "mine"))
     keep_compiled(config(tmp_path, "a"))
     assert jax.config.jax_compilation_cache_dir == str(tmp_path / "mine")
+
+
+def test_an_entry_counts_once_it_is_whole(settings, tmp_path, monkeypatch):
+    def cut_short(path, value, write=Path.write_bytes):
+        write(path, value[: len(value) // 2])
+        raise OSError("killed")
+
+    keep_compiled(config(tmp_path, "a"))
+    for killed in (True, False):
+        with monkeypatch.context() as patched, contextlib.ExitStack() as warned:
+            if killed:
+                patched.setattr(Path, "write_bytes", cut_short)
+                warned.enter_context(pytest.warns(UserWarning, match="killed"))
+            jax.clear_caches()
+            jax.jit(lambda x: x * 5 + 1)(np.arange(7.0))
+        assert bool([*tmp_path.rglob("jit__lambda*-cache")]) != killed
 
 
 def test_what_is_found_is_counted_in_the_thread_that_compiles(settings, tmp_path):

@@ -15,7 +15,9 @@ def starts(directory):
 def test_a_start_is_written_as_it_goes_on_and_the_next_one_adds_to_it(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_EVERY_SECONDS", -1)
     clock = Clock()
-    first = Goodput(tmp_path, Failures(), 0, clock)
+    first = Goodput(tmp_path, Failures(), clock)
+    assert starts(tmp_path)[0]["began"] == 100
+    first.go_on(0)
     clock.passes(3, "compile")
     for step in (1, 2, 3, 4):
         clock.passes(2, "step", step)
@@ -28,7 +30,9 @@ def test_a_start_is_written_as_it_goes_on_and_the_next_one_adds_to_it(tmp_path, 
     ]  # fmt: skip
     clock.passes(9)  # killed: nobody wrote these down
     clock.restart()
-    second = Goodput(tmp_path, Failures(), 3, clock)
+    second = Goodput(tmp_path, Failures(), clock)
+    assert len(starts(tmp_path)) == 1
+    second.go_on(3)
     clock.passes(4, "step", 4)
     second.note({"step": 4})
     assert second.share(4) == 10 / 24
@@ -40,11 +44,10 @@ def test_a_start_is_written_as_it_goes_on_and_the_next_one_adds_to_it(tmp_path, 
 
 
 def test_lines_of_one_second_are_written_once(tmp_path):
-    written = Goodput(tmp_path, Failures(), 0, Clock())
-    written.note({"step": 1})
-    for step in range(2, 5):
+    written = Goodput(tmp_path, Failures(), Clock())
+    for step in range(1, 5):
         written.note({"step": step})
-    assert starts(tmp_path)[0]["last_step"] == 1
+    assert starts(tmp_path)[0]["last_step"] == 0
     written.write()
     assert starts(tmp_path)[0]["last_step"] == 4
 
@@ -52,8 +55,8 @@ def test_lines_of_one_second_are_written_once(tmp_path):
 def test_what_is_half_written_is_begun_anew_and_a_full_disk_ends_the_run(tmp_path):
     (tmp_path / FILE).write_text('{"starts": [')
     failures = Failures()
-    Goodput(tmp_path, failures, 0, Clock()).write()
+    Goodput(tmp_path, failures, Clock()).write()
     assert len(starts(tmp_path)) == 1
     assert not failures.found
-    Goodput(tmp_path / "nowhere", failures, 0, Clock()).write()
+    Goodput(tmp_path / "nowhere", failures, Clock()).write()
     assert failures.found

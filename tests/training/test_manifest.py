@@ -76,6 +76,7 @@ def test_a_changed_file_is_named(change, said, directory):
     (lambda path: path.write_text(path.read_text().replace("d/ef", "d/ee")), r"sha256\.1-of-2 is not as it was"),
     (lambda path: path.write_bytes(b"\xff\xfe"), r"sha256\.1-of-2 cannot be read: it is not UTF-8"),
     (lambda path: path.write_bytes(b""), r"sha256\.1-of-2 is not as it was written"),
+    (lambda path: shutil.copy(path.with_name("sha256.0-of-2"), path), r"sha256\.1-of-2 is that of another process"),
 ])  # fmt: skip
 def test_damaged_checksums_are_damage_too(change, said, directory):
     for process in (0, 1):
