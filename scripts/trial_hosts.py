@@ -118,7 +118,7 @@ def cases(newest: Path) -> list[tuple[str, str]]:
     return found
 
 
-def look(run: Path, scratch: Path) -> None:
+def look(run: Path, scratch: Path, first_case: int = 0) -> None:
     """As one process of several: what each damage comes to; the first prints it."""
     from maxtext_lite.config import load_config
     from maxtext_lite.parallel import exchange, start_devices
@@ -129,13 +129,15 @@ def look(run: Path, scratch: Path) -> None:
 
     first, config = jax.process_index() == 0, load_config(None, [])
     steps = sorted(int(path.name) for path in (run / "checkpoints").iterdir())
-    wrong, asked = 0, [(case,) for case in cases(run / "checkpoints" / str(steps[-1]))]
-    pairs = [(case,) for case in random.Random(0).sample([case for (case,) in asked if "another" not in case[0]], 5)]
-    for number, damaged in enumerate([*asked, *(2 * pair for pair in pairs)]):  # the last: of two checkpoints at once
+    wrong, all_cases = 0, {step: cases(run / "checkpoints" / str(step)) for step in steps}
+    asked = [{steps[-1]: case} for case in all_cases[steps[-1]]]
+    some = random.Random(0).choice
+    asked += [{step: some(all_cases[step]) for step in steps[1:]} for _ in range(10)]  # two checkpoints at once
+    for number, damaged in enumerate(asked[first_case:], first_case):
         copy = scratch / str(number)
         if first:
             shutil.copytree(run, copy)
-            for step, (how, name) in zip(reversed(steps), damaged, strict=False):
+            for step, (how, name) in damaged.items():
                 DAMAGES[how](copy / "checkpoints" / str(step) / name)
         exchange("ready")
         said: list[str] = []
@@ -144,16 +146,19 @@ def look(run: Path, scratch: Path) -> None:
         checkpointer.close()
         if first:
             there = {path.name for path in (copy / "checkpoints").iterdir()}
-            aside = {f"damaged-{step}" for step in steps[-len(damaged) :]}
-            named = sum(Path(damaged[0][1]).parts[-1] in each or damaged[0][1] in each for each in said[: len(damaged)])
-            fine = set(taken) == {steps[-1 - len(damaged)]} and aside < there and named == len(damaged)
+            wanted = {str(step) if step not in damaged else f"damaged-{step}" for step in steps}
+            names = zip(said, reversed(damaged.items()), strict=False)  # of a directory, one of its files is
+            named = all(f"step {step} is damaged: " in text and name in text for text, (step, (_, name)) in names)
+            fine = set(taken) == {max(set(steps) - damaged.keys())} and there == wanted and named
             wrong += not fine
             print("" if fine else "WRONG ", damaged, taken, sorted(there), said[0], flush=True)
             shutil.rmtree(copy)
         exchange("looked")
     if first:
-        names = {name for ((_, name),) in asked}
-        print(f"{len(asked)} damages of {len(names)} files and directories, and 5 of two: {wrong} wrong")
+        names = {name for _, name in all_cases[steps[-1]]}
+        print(
+            f"{len(asked) - 10} damages of {len(names)} files and directories, and 10 of two checkpoints: {wrong} wrong"
+        )
     sys.exit(int(wrong > 0))
 
 
@@ -194,7 +199,7 @@ def main() -> int:
         folder = asked.folder or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
         if asked.trial == "look":
-            look(folder / "whole", folder / "looked")
+            look(folder / "whole", folder / "looked", *map(int, asked.names))
         found = {"elastic": elastic, "damage": damage}[asked.trial](folder, asked.names)
     print("\n".join(f"WRONG {each}" for each in found) or "all as it should be")
     return int(bool(found))

@@ -38,7 +38,7 @@ RUN = [
 KINDS = ("step", "save", "evaluation", "start")
 LONG, WARM_UP = 120, 30  # seconds
 ENDING = 2.0  # seconds that a process may take to end after its last words
-MOST_GROWTH = {"MB": 4.0, "threads": 1.0, "files": 1.0}  # from the first half of a start to the second
+MOST_GROWTH = {"MB": 4.0, "threads": 4.0, "files": 4.0}  # from the first half of a start to the second
 
 Samples = list[tuple[float, dict[str, float]]]
 """What a process held, so many seconds after its start."""
