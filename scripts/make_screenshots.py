@@ -1,7 +1,7 @@
 """Pictures of a run's report and of TensorBoard for the docs, taken by a headless Chromium.
 
 python -m maxtext_lite.report RUN_DIR && python scripts/make_screenshots.py RUN_DIR docs/images
-It needs `chromium` (Debian: apt-get install chromium) and, in this Python's environment, `pip install tensorboard`.
+It needs `chromium` (Debian: apt-get install chromium) and `pip install playwright tensorboard`.
 """
 
 import argparse
@@ -16,30 +16,29 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+from playwright.sync_api import sync_playwright
+
 MOST_BYTES = 200_000
 START_SECONDS = 120
 TAGS = "%5E%28loss%7Ceval_loss%7Cglobal_batch_to_train%7Clearning_rate%29$"  # those that the picture shows
 
 
-def take(page: str, picture: Path, *, height: int, milliseconds: int) -> None:
-    """A picture of a page, `milliseconds` of the browser's own time after it began to load.
+def take(page: str, picture: Path, *, height: int, seconds: float) -> None:
+    """A picture of a page, so long after it was loaded.
 
     Raises:
-      SystemExit: there is no picture, or it is too large for the repository.
+      SystemExit: there is no browser, or the picture is too large for the repository.
     """
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         sys.exit("error: neither chromium nor google-chrome is installed.")
-    command = [browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
-    command += [
-        f"--window-size=1280,{height}",
-        f"--virtual-time-budget={milliseconds}",
-        f"--screenshot={picture}",
-        page,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    if not picture.is_file() or done.returncode:
-        sys.exit(f"error: {browser} took no picture of {page}: {done.stderr[-500:]}")
+    with sync_playwright() as engine:
+        opened = engine.chromium.launch(executable_path=browser, args=["--no-sandbox", "--disable-gpu"])
+        tab = opened.new_page(viewport={"width": 1280, "height": height})
+        tab.goto(page, wait_until="load", timeout=120_000)
+        tab.wait_for_timeout(1000 * seconds)
+        tab.screenshot(path=picture)
+        opened.close()
     if picture.stat().st_size > MOST_BYTES:
         sys.exit(f"error: {picture} has {picture.stat().st_size:,} bytes, more than {MOST_BYTES:,}. Lower the height.")
     print(f"{picture}: {picture.stat().st_size:,} bytes")
@@ -78,14 +77,13 @@ def main() -> None:
     if not report.is_file():
         sys.exit(f"error: {report} is not there. `python -m maxtext_lite.report {arguments.run_directory}` makes it.")
     arguments.output.mkdir(parents=True, exist_ok=True)
-    take(report.resolve().as_uri(), arguments.output / "report.png", height=1000, milliseconds=2000)
+    take(report.resolve().as_uri(), arguments.output / "report.png", height=1200, seconds=2)
     with tensorboard(arguments.run_directory) as address:
-        time.sleep(10)  # it reads the events
         take(
             f"{address}?tagFilter={TAGS}#timeseries",
             arguments.output / "tensorboard.png",
-            height=900,
-            milliseconds=30000,
+            height=920,
+            seconds=20,
         )
 
 
