@@ -6,15 +6,13 @@ So a link such as ../maxtext_lite/train.py leads somewhere in the repository and
 import re
 from pathlib import Path
 
-from mkdocs.structure.files import File
-
 REPOSITORY = Path(__file__).resolve().parent.parent
 ROOT_PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 """The pages at the root, and what they are called on the site."""
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
 
 
-def _target(page: Path, link: str) -> str | None:
+def target_of(page: Path, link: str) -> str | None:
     """The path on the site of what a page of the repository links to; None: it is not there."""
     path = (page.parent / link).resolve()
     if not path.exists() or not path.is_relative_to(REPOSITORY):
@@ -30,18 +28,20 @@ def _target(page: Path, link: str) -> str | None:
 def _on_the_site(page: Path) -> str:
     """A page's text, whose links lead to the site's own paths; those that lead nowhere stay, and mkdocs names them."""
     text = page.read_text(encoding="utf-8")
-    return LINK.sub(lambda link: _target(page, link[1]) or link[1], text)
+    return LINK.sub(lambda link: target_of(page, link[1]) or link[1], text)
 
 
 def on_files(files, config):
     """Adds the pages of the root, and the files and directories that any page links to."""
+    from mkdocs.structure.files import File
+
     for name, on_site in ROOT_PAGES.items():
         files.append(File.generated(config, on_site, content=_on_the_site(REPOSITORY / name)))
     pages = [*(REPOSITORY / name for name in ROOT_PAGES), *(REPOSITORY / "docs").glob("*.md")]
     linked = {
-        (_target(page, link), (page.parent / link).resolve())
+        (target_of(page, link), (page.parent / link).resolve())
         for page in pages
-        for link in LINK.findall(page.read_text())
+        for link in LINK.findall(page.read_text(encoding="utf-8"))
     }
     for target, path in sorted(
         (target, path) for target, path in linked if target and target.startswith("repository/")
@@ -54,6 +54,8 @@ def on_files(files, config):
 
 def _listing(config, files, directory: Path) -> str:
     """A page of a directory's files, which it adds to the site."""
+    from mkdocs.structure.files import File
+
     names = sorted(path.name for path in directory.iterdir() if path.is_file())
     for name in names:
         target = f"repository/{directory.name}/{name}"
