@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # What a change must pass besides the tests: ruff (lint and format), pyright and shellcheck. All four are in the test
-# extra, and need nothing from the network once they are installed.
+# extra, and need nothing from the network once they are installed. Where OSV can be reached, known vulnerabilities of the
+# locked versions are printed; they fail nothing.
 #   scripts/check.sh          reports
 #   scripts/check.sh --fix    lets ruff repair what it can first
 set -euo pipefail
@@ -18,4 +19,5 @@ failed=0
 "$venv_python" -m ruff format --check . || failed=1
 "$venv_python" -m pyright --pythonpath "$venv_python" || failed=1
 "$venv/bin/shellcheck" scripts/*.sh scripts/*.sbatch .ci/run || failed=1
+"$venv_python" scripts/audit.py || true
 exit "$failed"
