@@ -229,14 +229,20 @@ def test_the_test_script_and_ci_run_pytest_on_the_whole_suite_and_pass_arguments
     assert re.fullmatch(ci, checkout.calls[-1])
 
 
-CHECKS = ["-m ruff check .", "-m ruff format --check .", "-m pyright --pythonpath", "scripts/check.sh"]
+CHECKS = [
+    "-m ruff check .",
+    "-m ruff format --check .",
+    "-m pyright --pythonpath",
+    "scripts/check.sh",
+    "scripts/audit.py",
+]
 
 
 def test_ci_checks_the_source_before_the_tests(checkout: Checkout):
     code, output = checkout.run(".ci/run")
     assert code == 0, output
     calls = [call for call in checkout.calls if not is_install(call)]
-    assert len(calls) == 5
+    assert len(calls) == 6
     assert all(check in call for check, call in zip(CHECKS, calls, strict=False))
 
 
@@ -246,7 +252,7 @@ def test_what_a_check_finds_ends_ci_before_the_tests(checkout: Checkout, tool: s
     code, _ = checkout.run(".ci/run")
     assert code == 1
     calls = [call for call in checkout.calls if not is_install(call)]
-    assert len(calls) == 4, "all checks, and no test"
+    assert len(calls) == 5, "all checks, and no test"
 
 
 def test_help_describes_the_training_script_and_does_nothing(checkout: Checkout):

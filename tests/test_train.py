@@ -40,9 +40,13 @@ def _command(directory, *overrides, python=None):
     ]
 
 
+_SECRET = "planted-0451"
+
+
 def _environment():
-    """Two devices and no help from conftest: what a user's machine has."""
+    """Two devices and no help from conftest: what a user's machine has, and secrets, which stay there."""
     kept = {key: value for key, value in os.environ.items() if key not in ("NPROC", "OMP_NUM_THREADS")}
+    kept |= dict.fromkeys(("AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "WANDB_API_KEY"), _SECRET)
     return kept | {"XLA_FLAGS": " ".join(["--xla_force_host_platform_device_count=2", *QUICK_COMPILATION])}
 
 
@@ -97,6 +101,14 @@ def test_a_run_shows_its_config_plan_and_progress(uninterrupted):
         "60 steps done",
     ):
         assert part in output
+
+
+def test_what_the_environment_holds_of_secrets_is_in_no_file_and_no_line(uninterrupted):
+    run, output = uninterrupted
+    files = [path for path in run.rglob("*") if path.is_file()]
+    assert len(files) > 10
+    assert [path for path in files if _SECRET.encode() in path.read_bytes()] == []
+    assert _SECRET not in output
 
 
 def _killed(directory, step):

@@ -54,6 +54,10 @@ def number_text(value: int | float | Fraction) -> str:
     return f"{'-' if fraction < 0 else ''}{scaled[:-decimals]}.{scaled[-decimals:]}"
 
 
+_LOGIN = re.compile(r"(?:(?<=http)|(?<=https))://[^/?#\s]*@|://[^/?#\s:]*:[^/?#\s]*@")  # abfs://CONTAINER@ is none
+_SIGNATURE = re.compile(r"([?&][\w-]*(?:signature|credential|token|secret|password|key|sig)=)[^&\s]*", re.IGNORECASE)
+
+
 def full_text(value: object) -> str:
     """Any config value as a config file may hold it, on one line: true, null, 0.25, or the text itself."""
     if value is None:
@@ -70,7 +74,17 @@ def full_text(value: object) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(full_text(entry) for entry in cast("list[object]", value)) + "]"
     # A line break would end the message, and a control character may do anything to a terminal.
-    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in str(value))
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in without_secrets(str(value)))
+
+
+def without_secrets(text: str) -> str:
+    """A text in which the name and password of each address are ***, and so is what signs it.
+
+    So messages, logs and the files of a run have them; a server asks again for what a resumed run is told again.
+    """
+    if "://" not in text:
+        return text
+    return _SIGNATURE.sub(r"\1***", _LOGIN.sub("://***@", text))
 
 
 def value_text(value: object, most: int = 120) -> str:

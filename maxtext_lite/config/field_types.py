@@ -67,6 +67,9 @@ def refuse_url(text: str, schemes: Sequence[str] = ()) -> None:
         raise WrongType(f"is a URL ({scheme}:), and only local paths{known} are read and written.", nearest)
 
 
+_LOGIN = re.compile(r"\w+://[^/]*:[^/]*@")
+
+
 def _path(*, empty_allowed: bool, schemes: Sequence[str] = ()) -> Callable[[object], object]:
     """Printable text that can be the path of a local file, or of several with wildcards, or in these buckets."""
     text = _text(empty_allowed=empty_allowed)
@@ -74,6 +77,8 @@ def _path(*, empty_allowed: bool, schemes: Sequence[str] = ()) -> Callable[[obje
     def check(value: object) -> object:
         checked = text(value)
         refuse_url(str(checked), schemes)
+        if _LOGIN.match(str(checked)):
+            raise WrongType("holds a name or password, which belong in the environment or with the machine's account.")
         longest = max(len(part.encode(errors="surrogatepass")) for part in str(checked).split("/"))
         if longest > _LONGEST_NAME:
             raise WrongType(f"names a file of {longest:,} bytes, more than the {_LONGEST_NAME} that a name may have.")

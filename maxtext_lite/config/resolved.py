@@ -5,7 +5,7 @@ from pathlib import Path
 
 import yaml
 
-from maxtext_lite.config.errors import full_text, value_text
+from maxtext_lite.config.errors import full_text, value_text, without_secrets
 from maxtext_lite.config.load import defaults_of
 from maxtext_lite.config.schema import Config, RLRunConfig, sections_of
 from maxtext_lite.config.yaml_text import parse_value
@@ -20,7 +20,10 @@ _FOLLOW_IN_RL = ("per_device_batch_size", "gradient_accumulation_steps")
 
 
 def write_resolved(config: Config, path: str | Path) -> None:
-    """Writes every value, with where it came from as a comment; `load_config(path)` gives an equal config."""
+    """Writes every value, with where it came from as a comment; `load_config(path)` gives an equal config.
+
+    But for passwords and signatures in addresses, which are not written: they stand there as ***.
+    """
     lines = ["# Every key of this run and where its value came from. `load_config` of this file gives the same config."]
     if isinstance(config, RLRunConfig):
         lines.append("base: post_train/rl.yml")
@@ -58,6 +61,7 @@ def _yaml_text(value: object) -> str:
     """A scalar that YAML 1.2 reads back as the same value."""
     if not isinstance(value, str):
         return full_text(value)
+    value = without_secrets(value)
     if re.fullmatch(r"[A-Za-z_./][\w./-]*", value, flags=re.ASCII) and parse_value(value).value == value:
         return value
     return yaml.dump(value, default_style='"', allow_unicode=True, width=10**9).strip()

@@ -172,7 +172,7 @@ def _manifest(stated: dict[str, Any]) -> Manifest:
                 raise ValueError(f"{field.name}={value_text(value)} is not {'text' if kind is str else 'a count'}")
     for shard in shards:
         if Path(shard.file).name != shard.file or shard.file in ("", "..") or "\0" in shard.file:
-            raise ValueError(f"{value_text(shard.file)} is not the name of a file beside it")
+            raise ValueError(f"'{value_text(shard.file)}' is not the name of a file beside it")
     if manifest.dtype != token_dtype(manifest.vocab_size) or not manifest.tokens_per_record:
         raise ValueError(
             f"dtype={value_text(manifest.dtype)} or tokens_per_record={manifest.tokens_per_record} is wrong"

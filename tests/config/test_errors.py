@@ -13,9 +13,11 @@ from maxtext_lite.config.errors import (
     WrongType,
     did_you_mean,
     echoed,
+    full_text,
     nearest_clause,
     number_text,
     value_text,
+    without_secrets,
     writing,
 )
 
@@ -100,3 +102,19 @@ def test_what_cannot_be_written_is_named_with_the_reason(tmp_path):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as of a file that is open already
     with pytest.raises(UserError, match=r"^to cannot be written: Input/output error\.$"), writing("run"):
         raise OSError(errno.EIO, os.strerror(errno.EIO), "from", None, "to")
+
+
+@pytest.mark.parametrize(("text", "shown"), [
+    ("http://me:pass@host:8000/v1", "http://***@host:8000/v1"),
+    ("s3://AKIA:pa/ss@bucket/data", "s3://AKIA:pa/ss@bucket/data"),  # no name and password: a bucket has no slash
+    ("s3://AKIA:pass@bucket/a@b", "s3://***@bucket/a@b"),
+    ("https://h/x?X-Amz-Credential=C/1&X-Amz-Signature=abc&part=2",
+     "https://h/x?X-Amz-Credential=***&X-Amz-Signature=***&part=2"),
+    ("https://token@host/x", "https://***@host/x"),
+    ("abfs://container@account/x", "abfs://container@account/x"),
+    ("gs://bucket/run@2024", "gs://bucket/run@2024"),
+    ("me@host and key=value", "me@host and key=value"),
+])  # fmt: skip
+def test_what_an_address_holds_of_secrets_is_not_written(text, shown):
+    assert without_secrets(text) == full_text(text) == value_text(text) == shown
+    assert full_text([text, {"where": text}]) == f"[{shown}, {{where: {shown}}}]"

@@ -1,8 +1,9 @@
+import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from maxtext_lite.config import KEYS, describe, load_config, write_resolved
+from maxtext_lite.config import KEYS, UserError, describe, load_config, write_resolved
 from maxtext_lite.config.field_types import exact
 
 
@@ -64,3 +65,22 @@ def test_the_table_of_reinforcement_learning_says_what_a_step_samples_and_not_wh
     assert rows["num_generations"] == "16"
     assert {"batch_size", "micro_batch_size", "reward_functions"} <= rows.keys()
     assert not {"per_device_batch_size", "gradient_accumulation_steps"} & rows.keys()
+
+
+def test_a_password_in_an_address_does_not_reach_the_run_directory_or_the_log(tmp_path):
+    url = "rollout_url=http://me:planted@host:8000"
+    config = load_config("configs/post_train/rl.yml", ["rollout_engine=vllm", url])
+    write_resolved(config, tmp_path / "config.yml")
+    for text in ((tmp_path / "config.yml").read_text(), describe(config)):
+        assert "http://***@host:8000" in text
+        assert "planted" not in text
+
+
+@pytest.mark.parametrize("setting", [
+    "base_output_directory=gs://me:planted@bucket/x", "dataset_path=s3://me:planted@bucket/x",
+    "load_parameters_path=gs://me:planted@bucket/x",
+])  # fmt: skip
+def test_a_path_with_a_password_is_refused_without_it(setting):
+    with pytest.raises(UserError, match=r"://\*\*\*@bucket/x holds a name or password") as refused:
+        load_config(None, ["dataset_type=array_record", setting])
+    assert "planted" not in str(refused.value)

@@ -162,6 +162,18 @@ def test_the_number_of_restarts_is_limited(cluster: Cluster, restarts: str, queu
     assert ("not queued again after 2 restarts" in output) == (not queued)
 
 
+@pytest.mark.parametrize(("job", "exit_code"), [
+    ({"SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS_PER_NODE": "1"}, 76),
+    ({"SLURM_JOB_NUM_NODES": "1", "SLURM_NTASKS_PER_NODE": "8"}, 76),
+    ({"SLURM_JOB_NUM_NODES": "1", "SLURM_NTASKS_PER_NODE": "1"}, 137),
+    ({}, 137),
+])  # fmt: skip
+def test_a_job_that_lost_one_of_several_tasks_is_queued_again(cluster: Cluster, job: dict[str, str], exit_code: int):
+    cluster.trains("exit 137")  # what srun reports of several: the highest of their exit codes
+    assert cluster.run(**job)[0] == exit_code
+    assert (["scontrol", "requeue", "77"] in cluster.calls) == (exit_code == 76)
+
+
 def test_a_dry_run_outside_a_job_prints_the_flags_and_the_command_and_runs_nothing(cluster: Cluster):
     code, output = cluster.run("--dry-run", "run_name=x y", job=False)
     assert code == 0
