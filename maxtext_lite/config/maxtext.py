@@ -156,7 +156,7 @@ def _rows(found: Translation, part: Mapping[str, Any], of: Mapping[str, Any], *,
             continue
         if choices and value not in choices and not isinstance(value, int):
             found.losses.append(
-                f"{key}={value_text(value)}: {ours} is one of {', '.join(dict.fromkeys(choices.values()))}"
+                f"{key}={value_text(value)}: {ours} is one of {', '.join(map(str, dict.fromkeys(choices.values())))}"
             )
             continue
         found.put(ours, choices.get(value, value), key)

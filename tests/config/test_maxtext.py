@@ -192,3 +192,8 @@ def test_what_cannot_be_read_is_refused(stated, message):
     with pytest.raises(UserError) as refused:
         translate(stated)
     assert refused.value.problems[0].startswith(message)
+
+
+def test_a_number_that_no_key_takes_is_listed():
+    (loss,) = translate({"n_routing_groups": 0.5}).losses
+    assert loss == "n_routing_groups=0.5: n_routing_groups is one of 1"
