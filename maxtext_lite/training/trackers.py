@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from maxtext_lite.config import Config, UserError
-from maxtext_lite.config.errors import writing
+from maxtext_lite.config.errors import without_secrets, writing
 from maxtext_lite.config.shown import tracker_names
 from maxtext_lite.training.arrays import Record
 from maxtext_lite.training.failures import Failures
@@ -191,7 +191,7 @@ class WandB(_Service):
             id=self.known_id,
             resume="allow",
             dir=str(directory),
-            config=config.model_dump(mode="json"),
+            config=_stated(config),
         )
         self.keep_id(self._run.id)
         self._run.define_metric("*", step_metric="step")  # its own steps only grow, ours are done again
@@ -219,7 +219,7 @@ class MLflow(_Service):
         self._id: str = mlflow.start_run(**named).info.run_id
         if known is None:
             self.keep_id(self._id)
-            mlflow.log_params(config.model_dump(mode="json"))
+            mlflow.log_params(_stated(config))
 
     def write(self, record: Record) -> None:
         """Takes a record."""
@@ -263,6 +263,12 @@ class Prometheus:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+def _stated(config: Config) -> dict[str, Any]:
+    """Each key with its value, as config.yml has them: without passwords."""
+    values = config.model_dump(mode="json")
+    return {key: without_secrets(value) if isinstance(value, str) else value for key, value in values.items()}
 
 
 @contextlib.contextmanager

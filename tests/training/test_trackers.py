@@ -98,6 +98,16 @@ def test_wandb_is_given_the_config_and_each_record_by_the_runs_own_step(tmp_path
     assert service.calls("log") == [(({"step": 4, **NUMBERS},), {})]
 
 
+def test_a_service_is_told_no_password(tmp_path):
+    words = ["rollout_engine=http", "rollout_url=http://me:secret@here:8000"]
+    asked = load_config("configs/post_train/rl.yml", words)
+    for tracker in (WandB, MLflow):
+        service = Service()
+        tracker(service, asked, tmp_path, pytest.fail)
+        assert "secret" not in repr(service.asked)
+        assert "http://***@here:8000" in repr(service.asked)
+
+
 def test_mlflow_is_given_the_config_once_and_each_record(tmp_path):
     service = Service()
     for _ in range(2):
