@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from maxtext_lite.process.phases import PhaseClock, phases
-from maxtext_lite.reporting.goodput import Start, goodput, goodput_text, starts_of
+from maxtext_lite.reporting.goodput import Start, goodput_text, spent, starts_of
 from maxtext_lite.training.failures import Failures
 
 FILE = "goodput.json"
@@ -45,10 +45,11 @@ class Goodput:
         if time.monotonic() - self._written > _EVERY_SECONDS:
             self.write()
 
-    def share(self, step: int) -> float | None:
-        """Of the run's time so far, of all its starts, what went to steps that count; `step` is the newest."""
+    def so_far(self, step: int) -> dict[str, float]:
+        """The run's time since its first start, and of it what went to steps that count; `step` is the newest."""
         self._last = max(step, self._last)
-        return goodput(self._starts)
+        seconds = spent(self._starts)
+        return {"run_seconds": sum(seconds.values()), "training_seconds": seconds["training"]}
 
     def write(self) -> None:
         """Writes all starts, this one up to now."""

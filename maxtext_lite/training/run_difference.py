@@ -23,7 +23,7 @@ from maxtext_lite.reporting.records import Record, is_evaluation, read_records
 from maxtext_lite.training.parameter_files import steps_in
 from maxtext_lite.training.saving import handlers, reading
 
-_TIMES = ("_seconds", "_per_second", "_per_device", "mfu", "utilization", "_memory_bytes", "goodput")
+_TIMES = ("_seconds", "_per_second", "_per_device", "mfu", "utilization", "_memory_bytes")
 """How metrics of time and memory end; two runs never share them. A batch per device is not one of them."""
 
 _SPLITS = ("per_device_batch_size", "gradient_accumulation_steps")

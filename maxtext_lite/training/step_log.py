@@ -155,7 +155,7 @@ class StepLog:
             **noise.record(taken.num_examples),
             **mixed,
             **taken.more,
-            **({} if self._goodput is None else {"goodput": self._goodput.share(step)}),
+            **({} if self._goodput is None else self._goodput.so_far(step)),
         }
         if self.loss is None:
             self._say_start_up()

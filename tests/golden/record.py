@@ -28,7 +28,7 @@ from tests.golden.runs import HERE, RUNS, GoldenRun
 RECORD = HERE / "record.json"
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 # What a clock says, and what follows from the rest.
-CLOCKS = ("seconds", "per_second", "tflops", "mfu", "overlap", "goodput")
+CLOCKS = ("seconds", "per_second", "tflops", "mfu", "overlap")
 DERIVED = {"step", "tokens_seen", "epoch", "examples", "per_device_batch_size", "gradient_accumulation_steps"}
 
 SAME, WITHIN, DIFFERENT = "same bits", "within tolerance", "DIFFERENT"

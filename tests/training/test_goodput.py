@@ -23,7 +23,7 @@ def test_a_start_is_written_as_it_goes_on_and_the_next_one_adds_to_it(tmp_path, 
         clock.passes(2, "step", step)
         first.note({"step": step})
     first.note({"step": 2})  # an evaluation's line, of a step before
-    assert first.share(4) == 8 / 11
+    assert first.so_far(4) == {"run_seconds": 11, "training_seconds": 8}
     assert starts(tmp_path) == [
         {"began": 100, "ended": 111, "first_step": 0, "last_step": 4, "kept_step": 4,
          "seconds": {"start-up": 0, "compile": 3, "step": 8}}
@@ -35,7 +35,7 @@ def test_a_start_is_written_as_it_goes_on_and_the_next_one_adds_to_it(tmp_path, 
     second.go_on(3)
     clock.passes(4, "step", 4)
     second.note({"step": 4})
-    assert second.share(4) == 10 / 24
+    assert second.so_far(4) == {"run_seconds": 24, "training_seconds": 10}
     assert second.close() == (
         "goodput 41.7%: 10.0 s of 24.0 in 2 starts went to steps that count; the others, in seconds: down 9.0, "
         "compile 3.0, repeated 2.0"

@@ -15,7 +15,6 @@ from maxtext_lite.models import Scoring
 from maxtext_lite.models.attention import attention
 from maxtext_lite.models.plain import plain_attention
 from maxtext_lite.training import kernel_truth
-from maxtext_lite.training.failures import Failures
 from maxtext_lite.training.kernel_truth import compare, prove_kernels
 
 T, N, K, H = 256, 4, 2, 16
@@ -70,19 +69,20 @@ def test_each_planted_mistake_is_beyond_its_bound_and_what_is_right_is_not(dtype
 @pytest.fixture
 def begun(setup, rows, tmp_path):
     """A function: what comes before the first step of a run whose decoder has been given an attention of that name."""
-    (tmp_path / "environment.json").write_text('{"python": "3"}')
+    about = tmp_path / "environment.json"
+    about.write_text('{"python": "3"}')
 
     def begin(name):
         it = setup("optimizer=sgd")
         decoder = types.SimpleNamespace(shape=dataclasses.replace(it.decoder.shape, attention=name))
-        files = types.SimpleNamespace(directory=tmp_path)
+        note = lambda **found: about.write_text(json.dumps(found))  # noqa: E731
         parts, said = dataclasses.replace(it.parts, decoder=decoder), []
-        run = types.SimpleNamespace(parts=parts, files=files, failures=Failures())
+        run = types.SimpleNamespace(parts=parts, note_environment=note)
         with jax.set_mesh(it.mesh):
             prove_kernels(run, {name: array[None] for name, array in rows.items()}, said.append)
         return said
 
-    return begin, tmp_path / "environment.json"
+    return begin, about
 
 
 def test_where_a_run_computes_plainly_nothing_is_compared(begun):

@@ -41,7 +41,8 @@ def _steps(result):
         "tflops_per_device",
         "mfu",
         "peak_memory_bytes",
-        "goodput",
+        "run_seconds",
+        "training_seconds",
     )
     return [{name: value for name, value in line.items() if name not in timed} for line in lines]
 
