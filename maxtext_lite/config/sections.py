@@ -42,7 +42,7 @@ from maxtext_lite.config.model_parts import (
     PositionTemperatureOrNone,
     RopeScalingOrNone,
 )
-from maxtext_lite.config.shown import TracedStepsValue, TrackerNames
+from maxtext_lite.config.shown import StepsToTrace, TrackerNames
 from maxtext_lite.config.source_list import PathOrSources
 
 Normalization = Literal[
@@ -71,7 +71,7 @@ class RunConfig(Section):
     load_parameters_path: ParametersPath
     eval_interval: CountOrMinusOne
     eval_steps: CountOrMinusOne
-    profiler_steps: TracedStepsValue
+    profiler_steps: StepsToTrace
     log_to: TrackerNames
     prometheus_port: Port
     hang_timeout_seconds: HangTimeout

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, cast
 
-from pydantic import BeforeValidator, PlainSerializer
+from pydantic import BeforeValidator
 
 from maxtext_lite.config.errors import UserError, WrongType, value_text
 
@@ -27,8 +27,13 @@ class TracedSteps:
     count: int = 0
     steps: tuple[int, int] | None = None
 
-    def __str__(self) -> str:
-        return str(self.count) if self.steps is None else f"{self.steps[0]}-{self.steps[1]}"
+    @classmethod
+    def of(cls, value: int | str) -> "TracedSteps":
+        """Those of a value of `profiler_steps`."""
+        if isinstance(value, int):
+            return cls(value)
+        first, last = map(int, value.split("-"))
+        return cls(steps=(first, last))
 
     def last_from(self, step: int, steps_here: int, first_here: int) -> int | None:
         """The last step of the trace that this step is to begin; None: it begins none.
@@ -43,15 +48,13 @@ class TracedSteps:
         return step + self.count - 1 if self.count and steps_here == first_here else None
 
 
-def _traced_steps(value: object) -> TracedSteps:
-    if isinstance(value, TracedSteps):
-        return value
+def _traced_steps(value: object) -> object:
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST_STEPS:
-        return TracedSteps(value)
+        return value
     found = _RANGE.match(value) if isinstance(value, str) else None
     if found is None or not 1 <= int(found[1]) <= int(found[2]):
         raise WrongType("is neither a number of steps nor a range such as 100-104.", [0])
-    return TracedSteps(steps=(int(found[1]), int(found[2])))
+    return value
 
 
 def _tracker_names(value: object) -> str:
@@ -70,11 +73,7 @@ def _tracker_names(value: object) -> str:
     return ",".join(map(str, names))
 
 
-def _written(value: TracedSteps) -> int | str:
-    return value.count if value.steps is None else str(value)
-
-
-TracedStepsValue = Annotated[TracedSteps, BeforeValidator(_traced_steps), PlainSerializer(_written)]
+StepsToTrace = Annotated[int | str, BeforeValidator(_traced_steps)]
 """A number of steps, or a range such as 100-104 of steps of the run."""
 TrackerNames = Annotated[str, BeforeValidator(_tracker_names)]
 """Some of `TRACKERS`, with commas between them; may be given as a list."""

@@ -16,6 +16,7 @@ import optax
 from maxtext_lite.batching import format_plan, wants_solving
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.bucket import is_bucket
+from maxtext_lite.config.shown import TracedSteps
 from maxtext_lite.data import Examples, ExampleSource, example_shape, own_examples
 from maxtext_lite.models import Decoder, DecoderShape
 from maxtext_lite.parallel import Pipeline, start_devices
@@ -279,7 +280,7 @@ class _Loop:
         stopping = Stop(run.mesh, lambda: self.signals.received is not None or run.failures.ends_run)
         ending = Stop(run.mesh, lambda: self.asked_to_end) if self.callbacks else None
         ends = False
-        asked, demands = run.config.profiler_steps, None if is_bucket(run.directory) else run.directory
+        asked, demands = TracedSteps.of(run.config.profiler_steps), None if is_bucket(run.directory) else run.directory
         profile = Profile(run.files.directory, asked, run.failures, demands) if run.is_first else None
         before = log.counts.step
         if before == 0 and self.evaluates and self.evaluation.before_first_step:

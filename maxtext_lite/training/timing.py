@@ -10,7 +10,6 @@ from pathlib import Path
 
 from maxtext_lite.batching.tuning import Candidate, Timing
 from maxtext_lite.config import Config
-from maxtext_lite.config.shown import TracedSteps
 from maxtext_lite.reporting.records import read_records
 from maxtext_lite.training.loop import steps_of_feed, train_run
 from maxtext_lite.training.opening import open_run
@@ -46,7 +45,7 @@ def _short(config: Config, directory: Path, steps: int) -> Config:
         "warmup_steps": 0,
         "eval_interval": -1,
         "enable_checkpointing": False,
-        "profiler_steps": TracedSteps(),
+        "profiler_steps": 0,
         "log_to": "",
         "prometheus_port": 0,
     }

@@ -29,8 +29,7 @@ def test_trackers_may_be_a_list_or_a_text(word, names):
     ("profiler_steps=100-104", TracedSteps(steps=(100, 104))),
 ])  # fmt: skip
 def test_traced_steps(word, steps):
-    assert config(word).profiler_steps == steps
-    assert f"profiler_steps={steps}" == word
+    assert TracedSteps.of(config(word).profiler_steps) == steps
 
 
 @pytest.mark.parametrize(("word", "message"), [
