@@ -86,9 +86,8 @@ def _file_values(name: str, depth: int = 0) -> dict[str, Any]:
     except ValueError as error:  # also of its encoding
         raise UserError(f"{value_text(name)} {error}.") from None
     found: dict[str, Any] = {}
-    if (
-        base := entries["base_config"].text if "base_config" in entries else ""
-    ):  # named from its own directory, or from one above
+    base = entries["base_config"].text if "base_config" in entries else ""
+    if base:  # named from its own directory, or from one above
         bases = [str(folder / base) for folder in path.parents]
         found = _file_values(next((file for file in bases if Path(file).is_file()), bases[0]), depth + 1)
     for key, value in entries.items():
