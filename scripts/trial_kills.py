@@ -30,10 +30,10 @@ from trial_hangs import MODEL, REPOSITORY, Run, compared
 sys.path.insert(0, str(REPOSITORY))
 from maxtext_lite.reporting.goodput import goodput_text, spent, starts_of
 
-EVALUATES, SAVES = 5, 10  # every so many steps
+EVALUATES = 5  # every so many steps
 RUN = [
-    *MODEL, f"eval_interval={EVALUATES}", f"checkpoint_period={SAVES}", "eval_steps=8", "max_num_checkpoints_to_keep=2",
-    "learning_rate_schedule=constant", "hang_timeout_seconds=60", "log_period=100",
+    *MODEL, f"eval_interval={EVALUATES}", "eval_steps=8", "max_num_checkpoints_to_keep=2",
+    "learning_rate_schedule=constant", "log_period=100",
 ]  # fmt: skip
 KINDS = ("step", "save", "evaluation", "start")
 LONG, WARM_UP = 120, 30  # seconds
@@ -164,6 +164,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--minutes", type=float, default=0)
     parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--save-every", type=int, default=10, metavar="STEPS")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="where the runs are kept; default: they are removed")
     asked = parser.parse_args()
@@ -171,7 +172,7 @@ def main() -> int:
     with contextlib.ExitStack() as open_things:
         folder = asked.folder or Path(open_things.enter_context(tempfile.TemporaryDirectory()))
         folder.mkdir(parents=True, exist_ok=True)
-        steps, words = 40 * max(asked.kills, 5), [*RUN, "warmup_steps=1"]
+        steps, words = 40 * max(asked.kills, 5), [*RUN, "warmup_steps=1", f"checkpoint_period={asked.save_every}"]
         whole = Run(folder, "whole", [*words, f"steps={steps}"])
         whole.start(asked.processes)
         while whole.runs and not whole.last_line:

@@ -254,8 +254,12 @@ def _mlp_bytes(config: Config, mesh: Mapping[str, int], tokens: int, accelerator
         return dense * config.base_mlp_dim // tensor
     rows, shards = _rows_per_token(config, mesh, tokens) * tokens, mesh["expert"]
     if accelerator.platform == "cpu" and config.capacity_factor == -1:
-        # XLA's ragged dot there has all rows for each expert, zero but for its own: of six matmuls' operands.
-        apart = config.num_experts // shards * rows * 3 * (config.base_emb_dim + config.moe_mlp_dim // tensor) * 4
+        # XLA's ragged dot there has all rows for each expert, zero but for its own: of six matmuls' operands, of five
+        # where the forward pass's products are kept.
+        remat = remat_of(config)
+        of_stream = 2 if remat is None or "mlpwi_1" in (*remat.saved, *remat.offloaded) else 3
+        numbers = of_stream * config.base_emb_dim + 3 * config.moe_mlp_dim // tensor
+        apart = config.num_experts // shards * rows * numbers * 4
     else:
         apart = 0
     crossing = 2 * width * rows * config.base_emb_dim if shards > 1 else 0

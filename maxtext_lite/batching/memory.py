@@ -149,9 +149,12 @@ def _state_lines(
         yield MemoryLine("matrices made orthogonal", "weights", work, why, ("update",))
     if outer and config.diloco_outer_momentum:
         yield MemoryLine("outer momentum", "optimizer_state", trained.total * 4, "of local updates, in float32", when)
-    if config.master_weights:
-        masters = master_bytes(config, mesh, diloco_num_replicas)
+    masters = master_bytes(config, mesh, diloco_num_replicas) if config.master_weights else 0
+    if masters:
         yield MemoryLine("masters", "optimizer_state", masters, "float32 beside narrower weights", when)
+    if accelerator.platform == "cpu":
+        # Of XLA's loops there each writes one array: the new moment, where that of the parameter still reads the old.
+        yield MemoryLine("state, copied", "weights", state + masters, "old moments while new are written", ("update",))
 
 
 def master_bytes(config: Config, mesh: Mapping[str, int], diloco_num_replicas: int | None = None) -> int:

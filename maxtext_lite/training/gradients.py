@@ -258,9 +258,9 @@ def accumulate_gradients(parts: StepParts) -> Callable[..., StepGradients]:
 
     Gradients are those of `params`; `frozen` is what else the decoder has (see `TrainState`).
 
-    `batch` arrays are [A, B, T]; only the first `num_micro_batches` (None: all; may be traced) of the A are looked at,
-    so that the accumulation may change without another executable. See `GradientLoop`: what the step counts is known
-    before its first micro-batch.
+    `batch` arrays are [A, B, T]; only the first `num_micro_batches` (None: all; may be traced) of the A are computed,
+    so that the accumulation may change without another executable: the weights and segments of the others must be 0.
+    See `GradientLoop`: what the step counts is known before its first micro-batch.
     """
     loop = GradientLoop(parts)
 

@@ -53,7 +53,7 @@ class InterleavedStep:
             replicas have their own.
           frozen: the others.
           factor_R: what each replica's weights are multiplied by.
-          batch: arrays [A, B, T], of which the first `num_micro_batches` (may be traced) are looked at.
+          batch: arrays [A, B, T], of which the first `num_micro_batches` (may be traced) are computed.
         """
 
         def tick(time: jax.Array, carry: tuple[Flight, Sums]) -> tuple[Flight, Sums]:

@@ -30,8 +30,10 @@ def test_experts_go_back_through_their_rows(more, products):
     keys = ["num_experts=8", "num_experts_per_tok=2", "base_moe_mlp_dim=48", *more]
     of_rows = 2 * 4096 * (2 * 128 * 2 + (4 * products + 3 * 2) * 48)
     assert held(keys)["mlp of a layer"] == of_rows + 4 * 4096 * 128
-    on_cpu = held(keys, accelerator=Accelerator("cpu"))["mlp of a layer"]
-    assert on_cpu - held(keys)["mlp of a layer"] == 8 * 2 * 4096 * 3 * (128 + 48) * 4, "all rows for each expert"
+    for remat, of_stream in (("none", 2), ("minimal", 2), ("save_qkv_proj", 3), ("full", 3)):  # full goes forward again
+        on_cpu = held([*keys, f"remat_policy={remat}"], accelerator=Accelerator("cpu"))["mlp of a layer"]
+        each_expert = 8 * 2 * 4096 * (of_stream * 128 + 3 * 48) * 4
+        assert on_cpu - held(keys)["mlp of a layer"] == each_expert, "all rows for each expert"
     # On four devices a round has room for 5/4 of the choices, sent while as many are received.
     sent = 2 * 2 * 4096 * 2 * 128 * 5 // 4
     assert held(keys, {"expert": 4}, slots=64)["mlp of a layer"] == of_rows * 5 // 4 + sent + 4 * 4096 * 128

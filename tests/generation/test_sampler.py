@@ -91,15 +91,22 @@ def test_dynamic_rotation_goes_on_as_transformers_does_with_its_cache(factor, tm
 def test_greedy_tokens_are_the_argmax_of_the_whole_sequence(run, sampler):
     texts = _texts(sampler, PROMPTS, max_new_tokens=6, temperature=0)
     decoder, params = make_setup().decoder, jax.device_get(run.state.params)
-    for prompt, text in zip(PROMPTS, texts, strict=True):
-        tokens = list(prompt)
-        for token, log_probability in text:
-            row = jnp.asarray([tokens])
-            x = decoder.hidden(params, row, jnp.ones_like(row), jnp.arange(len(tokens))[None])
-            log_probabilities = jax.nn.log_softmax(decoder.logits(params, x)[0, -1])
-            assert token == int(jnp.argmax(log_probabilities))
-            assert log_probability == pytest.approx(float(log_probabilities[token]), abs=1e-4)
-            tokens.append(token)
+    wholes = [[*prompt, *(token for token, _ in text)] for prompt, text in zip(PROMPTS, texts, strict=True)]
+    lengths = np.array([len(whole) for whole in wholes])
+    rows = np.array([[*whole, *[0] * (max(lengths) - len(whole))] for whole in wholes])
+    places = np.arange(max(lengths))[None]
+
+    @jax.jit
+    def of_every_next(params):
+        x = decoder.hidden(params, rows, (places < lengths[:, None]).astype(np.int32), np.tile(places, (len(rows), 1)))
+        return jax.nn.log_softmax(decoder.logits(params, x))
+
+    # A token does not see those after it: what is said of the whole text is what is said of each of its beginnings.
+    for prompt, text, log_probabilities in zip(PROMPTS, texts, np.asarray(of_every_next(params)), strict=True):
+        assert len(text) == 6
+        for (token, log_probability), of_next in zip(text, log_probabilities[len(prompt) - 1 :], strict=False):
+            assert token == int(np.argmax(of_next))
+            assert log_probability == pytest.approx(float(of_next[token]), abs=1e-4)
 
 
 def test_a_draw_depends_on_its_own_prompt_and_number_only(sampler):

@@ -94,8 +94,9 @@ def test_packed_documents_do_not_see_each_other():
     packed = jnp.concatenate(documents, axis=1)
     segment = jnp.concatenate([jnp.full_like(d, i + 1) for i, d in enumerate(documents)], axis=1)
     position = jnp.concatenate([jnp.arange(d.shape[1])[None] for d in documents], axis=1)
-    together = decoder.hidden(params, packed, segment, position)
-    alone = jnp.concatenate([decoder.hidden(params, d, *_whole(d)) for d in documents], axis=1)
+    hidden = jax.jit(decoder.hidden)
+    together = hidden(params, packed, segment, position)
+    alone = jnp.concatenate([hidden(params, d, *_whole(d)) for d in documents], axis=1)
     np.testing.assert_allclose(together, alone, rtol=2e-5, atol=2e-5)
 
 

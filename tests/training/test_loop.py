@@ -111,8 +111,20 @@ def test_the_split_of_a_batch_shows_nowhere(split, whole, tmp_path, documents):
     assert [r["eval_target_tokens"] for r in evaluations] == [r["eval_target_tokens"] for r in want_evaluations]
 
 
+SGD, MOMENTUM = "optimizer=sgd", "sgd_momentum=0.9"
+"""The optimizer that compiles fastest, where it does not matter which it is, and what gives it a state."""
+
 CONSTANT = "learning_rate_schedule=constant"
 """The schedule of a run that ends early is then that of the whole run, and so is what is compiled."""
+
+
+def _cut_off(result, step, directory):
+    """Where a run of the default name in `directory` is that run as a kill after its checkpoint of `step` leaves it."""
+    shutil.copytree(result.run_directory, directory / "default")
+    for path in (directory / "default" / "checkpoints").iterdir():
+        if path.name.isdigit() and int(path.name) > step:
+            shutil.rmtree(path)
+    assert (directory / "default" / "checkpoints" / str(step)).is_dir()
 
 
 @pytest.fixture(scope="module")
@@ -203,7 +215,7 @@ def test_a_signal_stops_after_the_step_and_saves(tmp_path, documents):
 
     watcher = threading.Thread(target=interrupt_after_two_steps)
     watcher.start()
-    result = _train(tmp_path, documents, "steps=100000", "checkpoint_period=100000", "eval_interval=-1")
+    result = _train(tmp_path, documents, "steps=100000", "checkpoint_period=100000", "eval_interval=-1", SGD)
     watcher.join()
     assert result.interrupted
     assert 2 <= result.step < 100000
@@ -245,7 +257,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_saves_nothing(tmp_path, docu
 
 RAMP = ("enable_rampup_batch_size=true", "global_batch_size=0", "gradient_accumulation_steps=1",
         "per_device_batch_size=2", "per_device_batch_size_start=1", "per_device_batch_size_increment=0.5",
-        "global_rampup_samples=44", "ici_data_parallelism=2", "steps=7", "eval_interval=-1")  # fmt: skip
+        "global_rampup_samples=44", "ici_data_parallelism=2", "steps=7", "eval_interval=-1", SGD)  # fmt: skip
 
 
 def test_both_ramps_train_the_same_examples_to_the_same_losses(tmp_path, documents, capsys):
@@ -309,7 +321,7 @@ def _poisoned(monkeypatch, *poisoned, without=(), huge=()):
     monkeypatch.setattr(opening, "open_sources_on_hosts", open_poisoned)
 
 
-SKIP = ("data_shuffle_seed=-1", CONSTANT, "warmup_steps=4", "eval_interval=-1",
+SKIP = ("data_shuffle_seed=-1", CONSTANT, SGD, MOMENTUM, "warmup_steps=4", "eval_interval=-1",
         "ici_data_parallelism=4", "steps=6")  # fmt: skip
 
 
@@ -345,8 +357,8 @@ def test_a_gradient_that_is_not_finite_ends_the_run_and_is_named(tmp_path, docum
         r"first parameter whose gradient is not finite: embedding\.table; nothing was saved at or after it"
     )
     with pytest.raises(NonFiniteLoss, match=message):
-        _train(tmp_path, documents, *SKIP, "per_device_batch_size=0.5", "checkpoint_period=2", "optimizer=sgd",
-               "gradient_clipping_threshold=0")  # fmt: skip
+        _train(tmp_path, documents, *SKIP, "per_device_batch_size=0.5", "checkpoint_period=2",
+               "gradient_clipping_threshold=0", "sgd_momentum=0")  # fmt: skip
     assert {path.name for path in (tmp_path / "default" / "checkpoints").iterdir()} == {"2"}
 
 
@@ -362,9 +374,9 @@ def test_too_many_skipped_steps_in_a_row_end_the_run(tmp_path, documents, monkey
 
 def test_float16_skips_while_its_scale_comes_down_and_resumes_to_the_bit(tmp_path, documents):
     keys = ("dtype=float16", "loss_scale_growth_interval=1", CONSTANT, "eval_interval=-1",
-            "max_skipped_updates=1")  # fmt: skip
+            "max_skipped_updates=1", "checkpoint_period=7", SGD, MOMENTUM)  # fmt: skip
     straight = _train(tmp_path, documents, *keys, "run_name=straight", "steps=12")
-    _train(tmp_path, documents, *keys, "steps=7")
+    _cut_off(straight, 7, tmp_path)
     resumed = _train(tmp_path, documents, *keys, "steps=12")
     (got, _), (want, _) = _records(resumed), _records(straight)
     assert any(record["skipped"] for record in want)  # doubling at every update, it must overflow
@@ -379,9 +391,9 @@ def test_float16_skips_while_its_scale_comes_down_and_resumes_to_the_bit(tmp_pat
 
 def test_local_updates_resume_mid_period_to_the_bit(tmp_path, documents, capsys):
     keys = ("enable_diloco=true", "diloco_sync_period=4", "ici_data_parallelism=4", "ici_fsdp_parallelism=2",
-            CONSTANT, "checkpoint_period=3", "eval_interval=6")  # fmt: skip
+            CONSTANT, SGD, MOMENTUM, "checkpoint_period=3", "eval_interval=6")  # fmt: skip
     straight = _train(tmp_path, documents, *keys, "run_name=straight")
-    _train(tmp_path, documents, *keys, "steps=3", "eval_interval=-1")
+    _cut_off(straight, 3, tmp_path)
     resumed = _train(tmp_path, documents, *keys)
     assert "gradient_noise_scale: null, as replicas have parameters of their own" in capsys.readouterr().out
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(resumed.state), jax.device_get(straight.state))
@@ -398,7 +410,7 @@ def test_local_updates_resume_mid_period_to_the_bit(tmp_path, documents, capsys)
 def test_epochs_train_on_each_example_once_down_to_the_last(tmp_path, documents, capsys):
     """289 examples in batches of 64: five steps, the last with 33; then a second epoch, as without a stop."""
     keys = ("num_epochs=1", "last_batch=train", "global_batch_size=64", "per_device_batch_size=4", "eval_interval=-1",
-            "schedule_unit=tokens", "steps=-1")  # fmt: skip
+            "schedule_unit=tokens", "steps=-1", SGD)  # fmt: skip
     once = _train(tmp_path, documents, *keys)
     (records, _) = _records(once)
     assert [record["examples"] for record in records] == [64, 64, 64, 64, 33]
@@ -432,10 +444,10 @@ def test_the_learning_rate_scales_with_the_batch(tmp_path, documents):
 
 def test_the_noise_scale_is_logged_and_goes_on_after_a_resume(tmp_path, documents, capsys):
     keys = ("gradient_accumulation_steps=4", "per_device_batch_size=0.25", CONSTANT,
-            "eval_interval=-1")  # fmt: skip
+            SGD, "eval_interval=-1")  # fmt: skip
     straight = _train(tmp_path, documents, *keys, "run_name=straight")
     assert "noise scale" in capsys.readouterr().out
-    _train(tmp_path, documents, *keys, "steps=3")
+    _cut_off(straight, 3, tmp_path)
     resumed = _train(tmp_path, documents, *keys)
     (got, _), (want, _) = _records(resumed), _records(straight)
     names = ("gradient_noise_scale", "gradient_noise_scale_ratio", "gradient_noise_scale_error")
@@ -450,7 +462,7 @@ def test_a_damaged_record_ends_the_run_which_is_saved_and_goes_on_once_it_is_rep
         tmp_path / "data", byte_shards([text], 1), tokens_per_record=1024, options="group_size:1,uncompressed"
     )
     keys = ["dataset_type=array_record", "data_shuffle_seed=-1", "run_name=damaged", "eval_interval=-1", "steps=20",
-            "checkpoint_period=100"]  # fmt: skip
+            "checkpoint_period=100", SGD]  # fmt: skip
     num_tokens = load_config(None, [*RUN]).max_target_length
     damaged_step = (1024 * 2 // num_tokens - 1) // 8 + 1  # whose last target is the third record's first token
     assert 4 < damaged_step < 20
@@ -480,7 +492,7 @@ def test_what_cannot_be_read_from_the_start_trains_nothing(tmp_path):
     shard = tmp_path / "data" / "00000.array_record"
     content = shard.read_bytes()
     shard.write_bytes(content[:5000] + b"?" + content[5001:])
-    keys = ["dataset_type=array_record", "data_shuffle_seed=-1", "eval_interval=-1", "run_name=unread"]
+    keys = ["dataset_type=array_record", "data_shuffle_seed=-1", "eval_interval=-1", "run_name=unread", SGD]
     with pytest.raises(UserError, match=r"record 0 is damaged \(.*\)\. Copy or prepare the data again\.$"):
         _train(tmp_path, tmp_path / "data", *keys)
     assert not list((tmp_path / "unread" / "checkpoints").glob("[0-9]*"))
@@ -493,7 +505,7 @@ def test_an_evaluation_that_meets_a_damaged_record_ends_the_run_which_is_saved_a
     content = shard.read_bytes()
     at = content.index(np.array(list(text[7900:7930].encode()), "<u2").tobytes())  # held out: the last 5 %
     shard.write_bytes(content[:at] + b"?" + content[at + 1 :])
-    keys = ["dataset_type=array_record", "data_shuffle_seed=-1", "run_name=held_out", "checkpoint_period=100"]
+    keys = ["dataset_type=array_record", "data_shuffle_seed=-1", "run_name=held_out", "checkpoint_period=100", SGD]
     with pytest.raises(UserError) as caught:
         _train(tmp_path, tmp_path / "data", *keys)
     assert re.fullmatch(

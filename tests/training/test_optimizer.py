@@ -150,18 +150,20 @@ def test_adafactor_is_optaxs_own_of_each_layer_and_expert():
     steps = [jax.tree.map(lambda p: RNG.normal(size=p.shape).astype(np.float32), params) for _ in range(3)]
     keys = ["optimizer=adafactor", "weight_decay=0", "gradient_clipping_threshold=0"]
     chosen = make_optimizer(load_config(None, keys), axes)
-    got, state = params, chosen.init(params)
+    got, state, finish = params, chosen.init(params), jax.jit(chosen.finish)
     for gradients in steps:
-        got, state = chosen.finish(gradients, state, got, 0.1)
+        got, state = finish(gradients, state, got, 0.1)
+    plain = optax.adafactor(0.1)
+    update_plain = jax.jit(plain.update)
     num_stacked = {"up": 1, "query": 1, "scale": 1, "gate": 3, "gate_bias": 2, "table": 0}
     for name, count in num_stacked.items():
         part = "embedding" if name == "table" else "layers"
         stack = params[part][name].shape[:count]
         for at in np.ndindex(stack):
-            plain, p = optax.adafactor(0.1), params[part][name][at]
+            p = params[part][name][at]
             plain_state = plain.init(p)
             for gradients in steps:
-                update, plain_state = plain.update(gradients[part][name][at], plain_state, p)
+                update, plain_state = update_plain(gradients[part][name][at], plain_state, p)
                 p = optax.apply_updates(p, update)
             np.testing.assert_allclose(got[part][name][at], p, rtol=1e-6, atol=1e-6 * float(np.abs(p).max()))
 
@@ -183,7 +185,7 @@ def test_routers_biases_follow_their_loads_and_nothing_else(optimizer):
     gradients["layers"]["mlp"]["router_bias"] = jnp.array([[5e6, 0, 3, 1], [2, 2, 1, 3]])
     state = chosen.init(params)
     assert not [leaf for leaf in jax.tree.leaves(state) if leaf.shape == (2, 4)]
-    got, _ = chosen.finish(gradients, state, params, 1e-2)
+    got, _ = jax.jit(chosen.finish)(gradients, state, params, 1e-2)
     want = [[0.25, 0.75, 0.75, 0.75], [0.5, 0.5, 0.75, 0.25]]
     np.testing.assert_array_equal(got["layers"]["mlp"]["router_bias"], want)
     assert float(optax.tree.norm(chosen.without_loads(gradients))) < 1
@@ -193,7 +195,7 @@ def test_routers_biases_follow_their_loads_and_nothing_else(optimizer):
         return tree | {"layers": tree["layers"] | {"mlp": mlp}}
 
     plain = make_optimizer(config, without(decoder.axes))
-    rest, _ = plain.finish(without(gradients), plain.init(without(params)), without(params), 1e-2)
+    rest, _ = jax.jit(plain.finish)(without(gradients), plain.init(without(params)), without(params), 1e-2)
     jax.tree.map(np.testing.assert_array_equal, without(got), rest)
 
 
