@@ -16,6 +16,7 @@ from typing import cast
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
 from jax.stages import Wrapped
 
 from maxtext_lite.parallel import in_context_order, over_replicas, per_replica, sharding, tree_shardings
@@ -111,6 +112,7 @@ def _updated(
     applied = finite & (step.num_counted > 0) & ~has_ended
     new_progress = progress.plus(step.examples, step.target_tokens)
     learning_rate = schedule(opt_state.gradient_step + 1, new_progress)
+    whole = params
     if optimizer.over_data:
         params = jax.lax.with_sharding_constraint(params, gradient_shardings(parts))
     new_params, new_opt_state = optimizer.finish(step.gradients, opt_state, params, learning_rate)
@@ -118,11 +120,15 @@ def _updated(
     params, opt_state, progress = jax.tree.map(
         lambda new, old: jnp.where(applied, new, old), new, (params, opt_state, progress)
     )
+    param_norm = optax.tree.norm(params)
+    if optimizer.over_data and not _gathers_in_place(parts.mesh):
+        new_params = jax.lax.with_sharding_constraint(new_params, state_shardings(parts).params)
+        params = jax.tree.map(lambda new, old: jnp.where(applied, new, old), new_params, whole)
     metrics = {
         "loss": step.loss,
         "target_tokens": step.target_tokens,
         "grad_norm": grad_norm,
-        "param_norm": optax.tree.norm(params),
+        "param_norm": param_norm,
         "learning_rate": learning_rate,
         "skipped": ~applied,
         "groups": step.groups,
@@ -139,6 +145,13 @@ def _updated(
         following = jax.tree.map(lambda new, old: jnp.where(has_ended, old, new), following, skip_state)
         opt_state = opt_state._replace(skip_state=following)
     return params, opt_state, progress, metrics
+
+
+def _gathers_in_place(mesh: Mesh) -> bool:
+    """Whether an all-gather writes into the place of a donated array. On a TPU, XLA copies that array before the step,
+    and what was gathered after it, where the array is not computed from what was gathered.
+    """
+    return mesh.devices.flat[0].platform != "tpu"
 
 
 def _on_devices(tree: Tree, on_host: Tree) -> Tree:

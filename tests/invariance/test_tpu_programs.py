@@ -25,6 +25,7 @@ SMALL = (
 PROGRAMS = {
     "data 2 x fsdp 4, A = 2": ("ici_data_parallelism=2", "gradient_accumulation_steps=2"),
     "fsdp 2 x tensor 4": ("ici_tensor_parallelism=4", "remat_policy=minimal"),
+    "data 4 x fsdp 2, ZeRO-1": ("ici_data_parallelism=4", "shard_optimizer_over_data=true"),
     "fsdp 2 x expert 4": ("model_name=mixtral-8x7b", "ici_expert_parallelism=4"),
 }
 
@@ -90,6 +91,22 @@ def test_gradients_cross_data_once_a_step_after_the_loop():
     gradients = sum(parameter.bytes_per_device for parameter in compiled.parameters)
     moved = sum(c.payload_bytes * (c.times or 0) for c in across)
     assert gradients <= moved < 1.01 * gradients
+
+
+def test_sharded_optimizer_states_cost_no_copy_of_the_parameters():
+    """Which XLA makes of donated arrays that are gathered into, and of what has been gathered."""
+    compiled, module = program("data 4 x fsdp 2, ZeRO-1")
+    across = [c for c in collectives(module) if c.kind == "all-gather" and c.crosses(compiled.mesh, "data")]
+    parameters = sum(parameter.bytes_per_device for parameter in compiled.parameters)
+    assert sum(c.payload_bytes * (c.times or 0) for c in across) == pytest.approx(parameters, rel=0.01)
+    stack = max((p for p in compiled.parameters if p.name.startswith("layers.")), key=lambda p: p.bytes_per_device)
+    copies = [
+        instruction.line
+        for _, instruction, _ in module.scheduled()
+        for array in instruction.arrays
+        if instruction.opcode == "copy" and array.dtype == "f32" and array.num_bytes == stack.bytes_per_device
+    ]
+    assert copies == []
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
