@@ -21,7 +21,7 @@ from maxtext_lite.batching import (
     wants_solving,
 )
 from maxtext_lite.batching.devices import Device, device_named
-from maxtext_lite.batching.elsewhere import moved, read_plan
+from maxtext_lite.batching.elsewhere import changed_settings, moved, read_plan
 from maxtext_lite.cli import ArgumentParser, config_arguments, local_path, real_number, run_command, whole_number
 from maxtext_lite.config import Config, SourceList, UserError, load_config
 from maxtext_lite.config.errors import value_text
@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
     if arguments.draw or arguments.draw_to:
         return _draw(plan, arguments.draw_to)
     if before is not None:
-        move = moved(before, plan)
+        move = moved(before, plan, changed_settings(read_config(arguments.config).config, config))
         print(json.dumps(move.to_json(), indent=2) if arguments.json else "\n".join(move.lines()))
         return 0
     mixture, sentences = _mixture(config, plan) if arguments.examples is None else ({}, [])
