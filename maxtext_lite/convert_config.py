@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from maxtext_lite.cli import ArgumentParser, run_command, whole_number
-from maxtext_lite.config import Config, ConfigError, UserError, load_config, parse_value
+from maxtext_lite.config import Config, ConfigError, Refusal, UserError, load_config, parse_value
 from maxtext_lite.config.errors import full_text, setting_text, value_text
 from maxtext_lite.config.maxtext import Translation, maxtext_defaults, translate
 from maxtext_lite.config.yaml_text import YamlValue, parse_mapping
@@ -42,7 +42,8 @@ def main(argv: Sequence[str]) -> int:
     start = next((i for i, word in enumerate(argv) if _STARTS.fullmatch(word)), 0)
     arguments = parser.parse_intermixed_args(argv[start:])
     if arguments.devices is not None and not 1 <= arguments.devices <= _MOST_DEVICES:
-        raise UserError(f"--devices={arguments.devices} must be from 1 to {_MOST_DEVICES}.")
+        message = f"--devices={value_text(arguments.devices)} must be from 1 to {_MOST_DEVICES}."
+        raise UserError(str(Refusal("", message, (1 if arguments.devices < 1 else _MOST_DEVICES,))))
     found = translate(_stated(arguments.words), num_devices=arguments.devices)
     said = {key: setting_text(value) for key, value in found.values.items()}
     problems: tuple[str, ...] = ()

@@ -64,7 +64,8 @@ def test_stdin_is_a_file_and_devices_round_as_maxtext_does(capsys, tmp_path, mon
         (["none.yml"], "none.yml cannot be read: No such file or directory."),
         (["loop.yml"], "loop.yml is the base_config of itself."),
         (["list.yml"], "list.yml is not a list of `key: value` lines."),
-        (["--devices", "0"], "--devices=0 must be from 1 to 1000000."),
+        (["--devices", "0"], "--devices=0 must be from 1 to 1000000. Nearest that works: 1."),
+        (["--devices", "1000001"], "--devices=1000001 must be from 1 to 1000000. Nearest that works: 1000000."),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(words, message, capsys, tmp_path, monkeypatch):
