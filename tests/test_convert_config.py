@@ -4,7 +4,7 @@ import pytest
 
 from maxtext_lite.batching import make_plan
 from maxtext_lite.cli import main, run_command
-from maxtext_lite.config import load_config
+from maxtext_lite.config import load_config, packaged_directory
 from maxtext_lite.convert_config import main as convert_config
 
 
@@ -81,3 +81,9 @@ def test_a_rule_that_the_result_breaks_is_said_beside_it(capsys):
     printed = capsys.readouterr()
     assert "steps: 20\n" in printed.out
     assert printed.err.startswith("error: tokenizer_path is empty, but tokenizer_type=sentencepiece reads a file")
+
+
+def test_a_command_line_of_theirs_means_their_base_yml_in_a_checkout_of_ours_too(capsys, monkeypatch):
+    monkeypatch.chdir(packaged_directory("configs").parent)
+    assert run_command(convert_config, ["python3", "-m", "MaxText.train", "configs/base.yml", "steps=7"]) == 0
+    assert "steps: 7\n" in capsys.readouterr().out
