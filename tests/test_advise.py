@@ -68,6 +68,7 @@ def test_of_a_number_of_parameters_the_days_are_those_of_6_n_d_and_memory_is_not
     ["global_batch_size=64", "per_device_batch_size=auto"],
     ["enable_rampup_batch_size=true"],
     ["num_epochs=2", "last_batch=train"],
+    ["warmup_steps=9000", "steps=10000"],
 ])  # fmt: skip
 def test_what_is_printed_plans_behind_the_words_of_the_command_line(words, capsys):
     out = printed(capsys, *words, "--tokens", "2e9", "--parameters", "1e8", "--devices", "8")

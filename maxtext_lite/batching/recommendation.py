@@ -279,6 +279,7 @@ def _legal(config: Config, chosen: Config, plan: BatchPlan, run_tokens: float, m
         "gradient_accumulation_steps": plan.gradient_accumulation_steps,
         "steps": steps,
         **{key: value for key, value in _TOKENS_SAY.items() if getattr(config, key) != value},
+        **({"warmup_steps": steps} if config.warmup_steps > steps else {}),
     }
     legal = LegalBatch(
         plan.tokens_per_step,
