@@ -19,7 +19,6 @@ from maxtext_lite.batching.recommendation import (
 )
 from maxtext_lite.cli import ArgumentParser, config_arguments, real_number, run_command, whole_number
 from maxtext_lite.config import RLRunConfig, UserError, load_config
-from maxtext_lite.config.errors import number_text
 
 _MOST = 1e21  # tokens or parameters
 _MOST_LOSS = 100
@@ -133,13 +132,12 @@ def _ramp_lines(ramp: Ramp, tokens: float) -> list[str]:
 def _of_time(found: Recommendation) -> str:
     if all(legal.days is None for legal in found.legal):
         return ""
-    return f", and the days they take at an MFU of {UTILIZATION.high:.0%} to {UTILIZATION.low:.0%}"
+    days = f", and the days they take at an MFU of {UTILIZATION.high:.0%} to {UTILIZATION.low:.0%}"
+    return days + (", for C FLOPs; no memory is known of --parameters" if found.legal[0].fits is None else "")
 
 
 def _legal_line(legal: LegalBatch) -> str:
-    keys = f"per_device_batch_size={number_text(legal.per_device_batch_size)} gradient_accumulation_steps="
-    line = f"  {_count(legal.tokens):>9} = {legal.examples:,} examples: {keys}{legal.gradient_accumulation_steps}"
-    line += f" steps={legal.steps}"
+    line = f"  {_count(legal.tokens):>9} = {legal.examples:,} examples: {' '.join(legal.overrides)}"
     if legal.days is not None:
         line += f"; {_ends(legal.days, '{:.3g}'.format)} days"
     return line + ("" if legal.fits is not False else "  (more memory than the device has, by the plan)")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from maxtext_lite.cli import ArgumentParser, run_command, whole_number
-from maxtext_lite.config import Config, ConfigError, UserError, load_config, parse_value
+from maxtext_lite.config import Config, ConfigError, Refusal, UserError, load_config, packaged_directory, parse_value
 from maxtext_lite.config.errors import full_text, setting_text, value_text
 from maxtext_lite.config.maxtext import Translation, maxtext_defaults, translate
 from maxtext_lite.config.yaml_text import YamlValue, parse_mapping
@@ -42,7 +42,8 @@ def main(argv: Sequence[str]) -> int:
     start = next((i for i, word in enumerate(argv) if _STARTS.fullmatch(word)), 0)
     arguments = parser.parse_intermixed_args(argv[start:])
     if arguments.devices is not None and not 1 <= arguments.devices <= _MOST_DEVICES:
-        raise UserError(f"--devices={arguments.devices} must be from 1 to {_MOST_DEVICES}.")
+        message = f"--devices={value_text(arguments.devices)} must be from 1 to {_MOST_DEVICES}."
+        raise UserError(str(Refusal("", message, (1 if arguments.devices < 1 else _MOST_DEVICES,))))
     found = translate(_stated(arguments.words), num_devices=arguments.devices)
     said = {key: setting_text(value) for key, value in found.values.items()}
     problems: tuple[str, ...] = ()
@@ -76,7 +77,8 @@ def _file_values(name: str, depth: int = 0) -> dict[str, Any]:
     if depth > _MOST_BASES:
         raise UserError(f"{value_text(name)} is the base_config of itself.")
     path = Path(name)
-    if path.name == "base.yml" and not path.exists():
+    ours = packaged_directory("configs") / "base.yml"  # found where a command of theirs is given in our checkout
+    if path.name == "base.yml" and (not path.exists() or path.resolve() == ours.resolve()):
         return {}  # MaxText's own, whose values are the defaults
     try:
         text = sys.stdin.read() if name == "-" else path.read_text(encoding="utf-8")

@@ -5,7 +5,7 @@ import functools
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,13 @@ from maxtext_lite.batching import (
     wants_solving,
 )
 from maxtext_lite.batching.devices import Device, device_named
-from maxtext_lite.batching.elsewhere import moved, read_plan
+from maxtext_lite.batching.elsewhere import changed_settings, moved, read_plan
 from maxtext_lite.cli import ArgumentParser, config_arguments, local_path, real_number, run_command, whole_number
-from maxtext_lite.config import Config, SourceList, UserError, load_config
+from maxtext_lite.config import Config, Refusal, SourceList, UserError, load_config
 from maxtext_lite.config.errors import value_text
 from maxtext_lite.config.kernels import Accelerator
 from maxtext_lite.config.load import read_config
+from maxtext_lite.config.violation import divisors
 from maxtext_lite.reporting.pipeline_view import pipeline_svg, pipeline_text
 
 _MOST_DRAWN = 50_000
@@ -65,9 +66,9 @@ def main(argv: Sequence[str]) -> int:
         platform=arguments.platform or (device.platform if device else "gpu"),
     )
     if arguments.draw or arguments.draw_to:
-        return _draw(plan, arguments.draw_to)
+        return _draw(config, plan, arguments.draw_to)
     if before is not None:
-        move = moved(before, plan)
+        move = moved(before, plan, changed_settings(read_config(arguments.config).config, config))
         print(json.dumps(move.to_json(), indent=2) if arguments.json else "\n".join(move.lines()))
         return 0
     mixture, sentences = _mixture(config, plan) if arguments.examples is None else ({}, [])
@@ -169,11 +170,10 @@ def _arguments_of(best: RankedPlan, arguments: argparse.Namespace) -> str:
     return shlex.join([*file, *stated, *best.settings])
 
 
-def _draw(plan: BatchPlan, path: Path | None) -> int:
+def _draw(config: Config, plan: BatchPlan, path: Path | None) -> int:
     if plan.num_pipeline_stages == 1:
-        raise UserError(
-            "--draw pipeline has nothing to show with 1 pipeline stage. Nearest that works: ici_pipeline_parallelism=2."
-        )
+        message = "--draw pipeline has nothing to show with 1 pipeline stage."
+        raise UserError(str(Refusal("", message, tuple(_with_stages(config, plan)))))
     shape, schedule = plan.pipeline_shape, plan.pipeline_schedule
     pieces = shape.num_stages * shape.num_repeats * shape.num_microbatches * shape.gradient_accumulation_steps
     if pieces > _MOST_DRAWN:
@@ -187,6 +187,20 @@ def _draw(plan: BatchPlan, path: Path | None) -> int:
         raise UserError(f"--draw-to {value_text(path)} cannot be written: {error.strerror}.") from None
     print(f"drew {path}")
     return 0
+
+
+def _with_stages(config: Config, plan: BatchPlan) -> Iterator[str]:
+    """The fewest pipeline stages that the config can be planned with, on these devices or, if on none, on two."""
+    key = "ici_pipeline_parallelism"
+    for devices, hosts, machine in ((plan.num_devices, plan.num_hosts, ""), (2, 1, "--devices=2 --hosts=1 ")):
+        for stages in divisors(devices)[1:]:
+            changed = config.model_copy(update={key: stages})
+            try:
+                make_plan(changed, num_devices=devices, num_hosts=hosts, num_examples=plan.num_examples)
+            except UserError:
+                continue
+            yield f"{machine}{key}={stages}"
+            return
 
 
 def _mixture(config: Config, plan: BatchPlan) -> tuple[dict[str, Any], list[str]]:

@@ -1,11 +1,13 @@
 """The command `advise`."""
 
 import json
+import re
 import subprocess
 import sys
 
 import pytest
 
+from maxtext_lite import load_config, make_plan
 from maxtext_lite.advise import main
 from maxtext_lite.cli import run_command
 
@@ -48,6 +50,36 @@ def test_a_devices_memory_and_time_are_looked_at(capsys):
     assert "more memory than the device has, by the plan" in printed(capsys, *words[:-1], "8", "--device", "v5e")
 
 
+def test_of_a_number_of_parameters_the_days_are_those_of_6_n_d_and_memory_is_not_looked_at(capsys):
+    words = ["--tokens", "20e9", "--parameters", "1e9", "--devices", "8", "--device", "v5e", "dtype=bfloat16"]
+    found = json.loads(printed(capsys, *words, "--json"))
+    seconds = 6 * 1e9 * 20e9 / (8 * 197e12)  # v5e: 197 TFLOP/s in bfloat16
+    for legal in found["legal"]:
+        assert legal["fits"] is None
+        assert legal["days"]["low"] == pytest.approx(seconds / 0.5 / 86_400, rel=1e-3)  # the last batch is whole
+        assert legal["days"]["high"] == pytest.approx(seconds / 0.3 / 86_400, rel=1e-3)
+    out = printed(capsys, *words)
+    assert "1.76 to 2.94 days" in out
+    assert "of 50% to 30%, for C FLOPs; no memory is known of --parameters\n" in out
+
+
+@pytest.mark.parametrize("words", [
+    ["global_batch_size=512", "per_device_batch_size=8", "gradient_accumulation_steps=-1"],
+    ["global_batch_size=64", "per_device_batch_size=auto"],
+    ["enable_rampup_batch_size=true"],
+    ["num_epochs=2", "last_batch=train"],
+    ["warmup_steps=9000", "steps=10000"],
+])  # fmt: skip
+def test_what_is_printed_plans_behind_the_words_of_the_command_line(words, capsys):
+    out = printed(capsys, *words, "--tokens", "2e9", "--parameters", "1e8", "--devices", "8")
+    legal = [re.findall(r"\w+=\S+", line) for line in out.splitlines() if " steps=" in line]
+    ramp = [re.findall(r"\w+=\S+", line) for line in out.splitlines() if "global_rampup_samples=" in line]
+    assert len(legal) == 5
+    assert ramp
+    for settings in [*legal, *([*legal[2], *keys] for keys in ramp)]:
+        make_plan(load_config(None, [*words, *settings]), num_devices=8)
+
+
 def test_muon_gets_no_ramp(capsys):
     assert "ramp          none: Muon's" in printed(capsys, "--tokens", "1e9", "optimizer=muon")
     assert "doubled as the critical batch grows" in printed(capsys, "--tokens", "1e9")
@@ -61,6 +93,8 @@ def test_muon_gets_no_ramp(capsys):
     (["--tokens", "many"], "error: argument --tokens: many is not a number."),
     ([], "error: the following arguments are required: --tokens."),
     (["--tokens", "1e9", "steps=-3"], "error: steps=-3"),
+    (["--tokens", "1e9", "--devices", "0"], "error: num_devices=0 must be at least 1. Nearest that works: 1."),
+    (["--tokens", "1e9", "--devices", "8", "--hosts", "3"], "error: num_hosts=3 does not divide num_devices=8:"),
     (["--tokens", "1e9", "configs/post_train/rl.yml"], "error: advise knows laws of pre-training"),
 ])  # fmt: skip
 def test_what_is_wrong_is_refused(argv, error, capsys):

@@ -4,7 +4,7 @@ import pytest
 
 from maxtext_lite.batching import make_plan
 from maxtext_lite.cli import main, run_command
-from maxtext_lite.config import load_config
+from maxtext_lite.config import load_config, packaged_directory
 from maxtext_lite.convert_config import main as convert_config
 
 
@@ -64,7 +64,8 @@ def test_stdin_is_a_file_and_devices_round_as_maxtext_does(capsys, tmp_path, mon
         (["none.yml"], "none.yml cannot be read: No such file or directory."),
         (["loop.yml"], "loop.yml is the base_config of itself."),
         (["list.yml"], "list.yml is not a list of `key: value` lines."),
-        (["--devices", "0"], "--devices=0 must be from 1 to 1000000."),
+        (["--devices", "0"], "--devices=0 must be from 1 to 1000000. Nearest that works: 1."),
+        (["--devices", "1000001"], "--devices=1000001 must be from 1 to 1000000. Nearest that works: 1000000."),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(words, message, capsys, tmp_path, monkeypatch):
@@ -80,3 +81,9 @@ def test_a_rule_that_the_result_breaks_is_said_beside_it(capsys):
     printed = capsys.readouterr()
     assert "steps: 20\n" in printed.out
     assert printed.err.startswith("error: tokenizer_path is empty, but tokenizer_type=sentencepiece reads a file")
+
+
+def test_a_command_line_of_theirs_means_their_base_yml_in_a_checkout_of_ours_too(capsys, monkeypatch):
+    monkeypatch.chdir(packaged_directory("configs").parent)
+    assert run_command(convert_config, ["python3", "-m", "MaxText.train", "configs/base.yml", "steps=7"]) == 0
+    assert "steps: 7\n" in capsys.readouterr().out

@@ -71,6 +71,10 @@ HELP = "`maxtext-lite plan --help` lists what there is."
         (["--devices", "0"], ["num_devices=0 must be at least 1. Nearest that works: 1."]),
         (["--devices", "x"], [f"argument --devices: x is not a whole number. {HELP}"]),
         (["--device-memory-gb", "nan"], [f"argument --device-memory-gb: nan is not a number. {HELP}"]),
+        (["--device-memory-gb", "0"],
+         ["device_memory_gb=0 must be above 0 and at most 1000000. Nearest that works: 1."]),
+        (["--device-memory-gb", "1e7"],
+         ["device_memory_gb=10000000 must be above 0 and at most 1000000. Nearest that works: 1000000."]),
         (["nowhere.yml"], ["no config file 'nowhere.yml'."]),
         (["steps=30", "base.yml"], ["'base.yml' (command line) is not of the form key=value."]),
     ],
@@ -147,8 +151,19 @@ def test_the_pipeline_is_drawn_as_text_and_into_a_file(tmp_path, capsys):
     assert (tmp_path / "p.svg").read_text().startswith("<svg ")
     assert run_command(main, [*keys, "--draw-to", str(tmp_path / "no" / "p.svg")]) == 2
     assert "cannot be written: No such file or directory." in capsys.readouterr().err
-    assert run_command(main, ["--draw", "pipeline"]) == 2
-    assert "Nearest that works: ici_pipeline_parallelism=2." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("argv", "nearest"), [
+    (["--devices", "8"], ["ici_pipeline_parallelism=2"]),
+    (["--devices", "3", "base_num_decoder_layers=6", "base_emb_dim=192"], ["ici_pipeline_parallelism=3"]),
+    ([], ["--devices=2", "--hosts=1", "ici_pipeline_parallelism=2"]),
+    (["--devices", "4", "--hosts", "4"], ["ici_pipeline_parallelism=2"]),
+])  # fmt: skip
+def test_without_stages_the_fewest_that_can_be_drawn_are_named(argv, nearest, capsys):
+    assert run_command(main, [*argv, "--draw", "pipeline"]) == 2
+    said = capsys.readouterr().err
+    assert said.endswith(f"with 1 pipeline stage. Nearest that works: {' '.join(nearest)}.\n")
+    assert main([*argv, *nearest, "--draw", "pipeline"]) == 0
 
 
 def test_it_imports_no_jax_and_answers_at_once():
@@ -251,6 +266,8 @@ def test_both_batch_keys_are_found_and_the_line_plans_what_was_found(capsys):
     ([*SOLVED, "--compile", "0"], "--compile=0 must be at least 1. Nearest that works: 1."),
     (["--compile", "2"], "--compile checks what plan finds for per_device_batch_size=-1 "
                          "gradient_accumulation_steps=-1."),
+    (["--devices", "2", "--device", "l4", "global_batch_size=32", "per_device_batch_size=auto"],
+     "--device=l4: what it sends to others on a machine of so many is not known, so that no step can be predicted."),
     ([*SOLVED, "steps=0"], "steps=0 must be at least 1, or -1. Nearest that works: 1."),
 ])  # fmt: skip
 def test_what_cannot_be_solved_is_one_error_line(argv, error, capsys):

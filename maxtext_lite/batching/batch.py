@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from maxtext_lite.config import BatchConfig
-from maxtext_lite.config.errors import number_text
+from maxtext_lite.config.errors import number_text, unwhole_text
 from maxtext_lite.config.violation import Violation, divisors_of, multiples
 
 
@@ -88,9 +88,12 @@ def stated_batch(config: BatchConfig, num_devices: int) -> Batch | None:
 
 
 def _ratio_text(value: Fraction) -> str:
-    """A value that is not whole, to two decimals where they are many: for reading, not for computing."""
+    """A value that is not whole, to two decimals where they are many and show it: for reading, not for computing."""
     text = number_text(value)
-    return text if len(text) <= 8 and "/" not in text else f"{float(value):.2f}"
+    if len(text) <= 8 and "/" not in text:
+        return text
+    text = f"{float(value):.2f}"
+    return unwhole_text(value) if text.endswith(".00") else text
 
 
 def _nothing_to_derive_from(per_device: Fraction, accumulation: int) -> Violation:

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from maxtext_lite.batching.batch_plan import BatchPlan
 from maxtext_lite.batching.ledger import bytes_text
-from maxtext_lite.config import UserError
+from maxtext_lite.config import BatchConfig, Config, MeshConfig, RunConfig, UserError
 from maxtext_lite.config.errors import value_text
 
 _TRAINING = (
@@ -22,6 +22,16 @@ _MACHINE = (
     "examples_per_loading_host", "eval_per_device_batch_size", "eval_batch_examples", "num_pipeline_stages",
     "num_pipeline_microbatches", "num_pipeline_repeats",
 )  # fmt: skip
+_SPLIT_AND_SHOWN = frozenset({
+    *RunConfig.model_fields, *BatchConfig.model_fields, *MeshConfig.model_fields, "optimizer_memory_host_offload",
+    "remat_policy", "remat_save", "remat_offload", "attention", "num_vocab_tiling", "balance_attention",
+    "grain_worker_count", "eval_dataset_path", "micro_batch_size", "trainer_devices_fraction",
+    "sampler_devices_fraction", "rollout_slots", "rollout_tensor_parallelism", "rollout_fsdp_parallelism",
+    "rollout_engine", "rollout_url", "eval_num_generations", "eval_sampling_temperature",
+}) - {"seed"}  # fmt: skip
+"""Keys of a config that change no update, or by what the plan has of them alone."""
+_PLACES = ("dataset_path", "tokenizer_path", "chat_template")
+"""Keys whose content counts, which may lie elsewhere."""
 _STAGE = ("first_step", "num_steps", "global_batch_to_train", "samples")
 
 
@@ -40,7 +50,12 @@ class Move:
     @property
     def trains_alike(self) -> bool:
         """Whether a run that goes on there makes the same updates, but for rounding."""
-        return not any(key in _TRAINING for key in self.changes)
+        return not self._other
+
+    @property
+    def _other(self) -> list[str]:
+        """What changes of what training follows from."""
+        return [key for key in self.changes if key not in (*_MACHINE, *_PLACES, "memory")]
 
     def to_json(self) -> dict[str, Any]:
         """Everything, for programs."""
@@ -55,8 +70,11 @@ class Move:
         if self.trains_alike:
             end = "The run goes on there with the same examples in the same steps; updates differ by rounding alone."
         else:
-            other = ", ".join(key for key in self.changes if key in _TRAINING)
-            end = f"The run would not be the same one there: {other}. global_batch_size states what shall stay."
+            end = f"The run would not be the same one there: {', '.join(self._other)}."
+            if "global_batch_to_train" in self.changes:
+                end += " global_batch_size states what shall stay."
+        if places := [key for key in _PLACES if key in self.changes]:
+            end += f" The content of {' and '.join(places)} must be the same there, which a resume checks."
         return [*(rows or ["nothing changes"]), "", f"unchanged: {kept}", end]
 
 
@@ -78,11 +96,28 @@ def read_plan(run: Path) -> dict[str, Any]:
     return cast("dict[str, Any]", found)
 
 
-def moved(before: Mapping[str, Any], plan: BatchPlan) -> Move:
-    """What changes where a run with the plan.json of `before` goes on as planned."""
+def moved(before: Mapping[str, Any], plan: BatchPlan, settings: Mapping[str, tuple[Any, Any]] = {}) -> Move:
+    """What changes where a run with the plan.json of `before` goes on as planned.
+
+    Args:
+      settings: the `changed_settings` that it goes on with.
+    """
     one, other = (_compared(each) for each in (before, json.loads(json.dumps(plan.to_json()))))
     changes = {key: (one[key], other[key]) for key in one if one[key] != other[key]}
-    return Move(changes, {key: one[key] for key in _TRAINING if key not in changes})
+    return Move(changes | dict(settings), {key: one[key] for key in _TRAINING if key not in changes})
+
+
+def changed_settings(run: Config, config: Config) -> dict[str, tuple[Any, Any]]:
+    """By key the run's value and the other config's, of what differs and does more than split a batch or show a run.
+
+    What a plan has itself is left out.
+    """
+    one, other = (each.model_dump(mode="json") for each in (run, config))
+    return {
+        key: (value, other[key])
+        for key, value in one.items()
+        if value != other[key] and key not in _SPLIT_AND_SHOWN and key not in _TRAINING
+    }
 
 
 def _compared(plan: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from fractions import Fraction
 from maxtext_lite.batching.batch import SmallerBatch
 from maxtext_lite.batching.rampup import BatchStage, samples_before, stage_at
 from maxtext_lite.config import Config
-from maxtext_lite.config.errors import number_text
+from maxtext_lite.config.errors import number_text, unwhole_text
 from maxtext_lite.config.rules import NOTHING_STATES_THE_LENGTH
 from maxtext_lite.config.violation import Violation, multiples
 
@@ -116,7 +116,7 @@ def epochs_violation(config: Config, num_examples: int | None) -> Violation | No
         return None
     return Violation(
         key,
-        f"{key}={number_text(epochs)} x {num_examples} examples in the data = {float(epochs * num_examples):.6g} "
+        f"{key}={number_text(epochs)} x {num_examples} examples in the data = {unwhole_text(epochs * num_examples, 6)} "
         "examples, not a whole number.",
         (multiples(key, Fraction(1, num_examples), epochs), Fraction(math.ceil(epochs))),
         rule=f"{key} is whole",

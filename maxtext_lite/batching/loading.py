@@ -4,8 +4,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from maxtext_lite.config import BatchConfig
-from maxtext_lite.config.errors import number_text
+from maxtext_lite.config.errors import number_text, unwhole_text
 from maxtext_lite.config.violation import Violation, divisors_of
+
+_ROUNDED = Fraction(1, 1000)
 
 
 @dataclass(frozen=True)
@@ -41,15 +43,17 @@ def loading_hosts(config: BatchConfig, num_hosts: int) -> Loading | Violation:
         loads = 1 / factor
         return Violation(
             key,
-            f"{key}={number_text(factor)} is 1/x = {float(loads):.4g} loads per step, not a whole number.",
+            f"{key}={number_text(factor)} is 1/x = {unwhole_text(loads)} loads per step, not a whole number.",
             (Fraction(1, int(loads) + 1), Fraction(1, int(loads))),
         )
     hosts = num_hosts / factor
     if hosts.denominator == 1:
         return Loading(factor, tuple(range(int(hosts))), 1)
+    is_rounded = abs(hosts - round(hosts)) < _ROUNDED and hosts > 1
+    meant = Fraction(num_hosts, round(hosts)) if is_rounded else None  # 2.6667 on 8 hosts is 8/3
     return Violation(
         key,
         f"{key}={number_text(factor)}: {num_hosts} hosts / {number_text(factor)} = "
-        f"{float(hosts):.4g} loading hosts, not a whole number.",
-        (divisors_of(key, num_hosts, factor),),
+        f"{unwhole_text(hosts)} loading hosts, not a whole number.",
+        (meant,) if meant else (divisors_of(key, num_hosts, factor),),
     )

@@ -16,7 +16,7 @@ from maxtext_lite.batching.scaling import scaling_warnings
 from maxtext_lite.batching.sizes import Sizes
 from maxtext_lite.batching.solve import refusals, resolve
 from maxtext_lite.batching.topology import Topology
-from maxtext_lite.config import Config, UserError, remat_of
+from maxtext_lite.config import Config, Refusal, UserError, remat_of
 from maxtext_lite.config.errors import number_text, value_text
 from maxtext_lite.config.kernels import KERNELS, Accelerator, Platform, planned_kernel
 from maxtext_lite.config.load import read_config
@@ -76,17 +76,17 @@ def batch_sizes(
 
 
 def _check_data_and_memory(num_examples: int | None, device_memory_gb: float | None) -> None:
-    problems: list[str] = []
+    problems: list[Refusal] = []
     if num_examples is not None and num_examples < 1:
-        problems.append(f"num_examples={value_text(num_examples)}: there is no training example.")
+        problems.append(Refusal("", f"num_examples={value_text(num_examples)}: there is no training example."))
     if num_examples is not None and num_examples > _MOST_EXAMPLES:
-        problems.append(f"num_examples={value_text(num_examples)} is more than the {_MOST_EXAMPLES} that are numbered.")
+        message = f"num_examples={value_text(num_examples)} is more than the {_MOST_EXAMPLES} that are numbered."
+        problems.append(Refusal("", message, (_MOST_EXAMPLES,)))
     if device_memory_gb is not None and not 0 < device_memory_gb <= _MOST_GIGABYTES:
-        problems.append(
-            f"device_memory_gb={value_text(device_memory_gb)} must be above 0 and at most {_MOST_GIGABYTES}."
-        )
+        message = f"device_memory_gb={value_text(device_memory_gb)} must be above 0 and at most {_MOST_GIGABYTES}."
+        problems.append(Refusal("", message, (_MOST_GIGABYTES if device_memory_gb > 0 else 1,)))
     if problems:
-        raise UserError(problems)
+        raise UserError(map(str, problems))
 
 
 def _plan(config: Config, sizes: Sizes, num_examples: int | None, device_memory_gb: float | None) -> BatchPlan:

@@ -10,7 +10,7 @@ from typing import Literal
 
 from maxtext_lite.batching.batch import Batch
 from maxtext_lite.config import BatchConfig
-from maxtext_lite.config.errors import number_text
+from maxtext_lite.config.errors import number_text, unwhole_text
 from maxtext_lite.config.violation import Violation, multiples, one_of
 
 RampupMode = Literal["per_device_batch_size", "gradient_accumulation_steps"]
@@ -255,7 +255,7 @@ def _no_way_up(config: BatchConfig, target: Fraction) -> list[Violation]:
         return [Violation(_INCREMENT, message, (one_of(_INCREMENT, shares, increment),), rule="few increments")]
     message = (
         f"from {_START}={number_text(start)} to per_device_batch_size={number_text(target)} by "
-        f"{_INCREMENT}={number_text(increment)} is {float(steps):.4g} increments, not a whole number."
+        f"{_INCREMENT}={number_text(increment)} is {unwhole_text(steps)} increments, not a whole number."
     )
     return [Violation(_INCREMENT, message, (one_of(_INCREMENT, shares, increment),), rule="whole increments")]
 
@@ -274,7 +274,7 @@ def _not_whole_stages(config: BatchConfig, batch: Batch, num_devices: int) -> li
     return [
         Violation(
             key,
-            f"{key}={number_text(value)} {times} = {float(value / unit):.4g} {what}, not a whole number.",
+            f"{key}={number_text(value)} {times} = {unwhole_text(value / unit)} {what}, not a whole number.",
             (multiples(key, unit, value),),
             rule=f"{key} is whole",
         )

@@ -2,10 +2,11 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from typing import Any
 
+from maxtext_lite.batching.batch import Batch, derive_batch
 from maxtext_lite.batching.batch_plan import BatchPlan
 from maxtext_lite.batching.devices import Device
 from maxtext_lite.batching.laws import (
@@ -24,8 +25,10 @@ from maxtext_lite.batching.laws import (
 )
 from maxtext_lite.batching.parameters import active_parameters, count_parameters, flops_per_example
 from maxtext_lite.batching.planning import make_plan
+from maxtext_lite.batching.topology import Topology, topology_violations
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.errors import setting_text
+from maxtext_lite.config.suggest import ConfigRequest
 
 UTILIZATION = Interval(0.3, 0.5)
 """The MFU between which the wall-clock is stated: what well-tuned runs report, where nothing was measured."""
@@ -33,6 +36,13 @@ UTILIZATION = Interval(0.3, 0.5)
 _DOUBLINGS = 3
 _MOST_TRIED = 64
 _NEAR = math.log(1.2)  # little beside what the laws span
+_TOKENS_SAY: dict[str, object] = {
+    "global_batch_size": 0,
+    "enable_rampup_batch_size": False,
+    "num_epochs": Fraction(0),
+    "last_batch": "drop",
+}
+"""What of a config would contradict a batch and a number of tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +76,8 @@ class LegalBatch:
       tokens, examples: of the batch.
       per_device_batch_size, gradient_accumulation_steps: which make it.
       steps: for the tokens of the run.
-      fits: whether the plan's memory is within the device's; None where the device is not known.
+      overrides: what to add to the command line for these; also what of the config would contradict them.
+      fits: whether the plan's memory is within the device's; None where that or the model's shapes are not known.
       days: of the run at the ends of `UTILIZATION`; None where the device's peak is not known.
     """
 
@@ -75,6 +86,7 @@ class LegalBatch:
     per_device_batch_size: Fraction
     gradient_accumulation_steps: int
     steps: int
+    overrides: tuple[str, ...]
     fits: bool | None
     days: Interval | None
 
@@ -87,7 +99,7 @@ class Ramp:
       batches: in tokens, from the first to the target.
       starts: for each but the first, the tokens seen at which the laws allow it.
       overrides: what to add to the command line for the last doubling, at the middle of its interval; () where the
-        legal batch cannot be halved.
+        legal batch cannot be halved, or the doubling comes after more examples than a key may count.
       refusal: why there is none; "" where there is one.
     """
 
@@ -149,6 +161,9 @@ def budget_of(config: Config, *, tokens: float, loss: float | None) -> Budget:
 def recommend(config: Config, budget: Budget, machine: Machine) -> Recommendation:
     """What the laws recommend for the config on the machine.
 
+    Of a budget that is not the config's model no shapes are known: the days are those of 6 N D FLOPs, and memory is not
+    looked at.
+
     Raises:
       UserError: no batch near the laws' can be planned.
     """
@@ -161,7 +176,13 @@ def recommend(config: Config, budget: Budget, machine: Machine) -> Recommendatio
     steps = sorted(warmup_steps(budget, best.middle).values())
     wide = best.widened(WIDENING)
     wanted = (wide.low, best.low, best.middle, best.high, wide.high)
-    legal = [nearest_legal(config, tokens, budget.tokens, machine) for tokens in wanted]
+    if budget.parameters == active_parameters(config):
+        legal = [nearest_legal(config, tokens, budget.tokens, machine) for tokens in wanted]
+    else:
+        bare = dataclasses.replace(machine, device=None)
+        legal = [nearest_legal(config, tokens, budget.tokens, bare) for tokens in wanted]
+        flops = 6 * budget.parameters
+        legal = [dataclasses.replace(each, days=_days(config, flops, each, machine)) for each in legal]
     ramp = ramp_of(config.optimizer, best.middle, budget.tokens)
     if ramp.starts:
         ramp = dataclasses.replace(ramp, overrides=_doubled_once(config, legal[2], ramp.starts[-1], machine))
@@ -200,12 +221,14 @@ def ramp_of(optimizer: str, batch: float, tokens: float) -> Ramp:
 def nearest_legal(config: Config, tokens: float, run_tokens: float, machine: Machine) -> LegalBatch:
     """A batch of about so many tokens that the config can be planned with.
 
-    It has the largest per-device batch, not above the config's, that comes within 20 % and fits; otherwise it is the
-    nearest one that fits, or that can be planned at all.
+    It has the largest per-device batch, not above the config's where that has one, that comes within 20 % and fits;
+    otherwise it is the nearest one that fits, or that can be planned at all.
 
     Raises:
       UserError: none of those tried can be.
     """
+    if topology_violations(Topology(machine.num_devices, machine.num_hosts)):
+        machine.plan(config)  # says what is wrong
     refused: UserError | None = None
     planned: list[tuple[bool, float, Config, BatchPlan]] = []
     for change in _candidates(config, tokens, machine.num_devices):
@@ -224,49 +247,68 @@ def nearest_legal(config: Config, tokens: float, run_tokens: float, machine: Mac
         raise refused
     near = [each for each in planned if not each[0] and each[1] <= _NEAR]
     *_, chosen, plan = near[0] if near else min(planned, key=lambda each: each[:2])
-    return _legal(chosen, plan, run_tokens, machine.device)
+    return _legal(config, chosen, plan, run_tokens, machine)
 
 
 def _candidates(config: Config, tokens: float, num_devices: int) -> Iterator[dict[str, object]]:
     """Changes to batches near so many tokens, the largest per-device batch first, each half of the one before."""
     examples = max(round(tokens / (config.max_target_length * config.rows_per_example)), 1)
-    micro = max(config.per_device_batch_size, Fraction(1, num_devices)) * num_devices
+    most = config.per_device_batch_size
+    if most == -1:
+        derived = derive_batch(config, num_devices)
+        shares = Fraction(-(-examples // num_devices))  # in one micro-batch, where nothing limits it
+        most = derived.per_device_batch_size if isinstance(derived, Batch) else shares
+    micro = max(most, Fraction(1, num_devices)) * num_devices
     for _ in range(_MOST_TRIED):
         exact = Fraction(examples) / micro
         for accumulation in sorted({max(math.floor(exact), 1), max(math.ceil(exact), 1)}):
             yield {
+                **_TOKENS_SAY,
                 "per_device_batch_size": micro / num_devices,
                 "gradient_accumulation_steps": accumulation,
-                "global_batch_size": 0,
-                "enable_rampup_batch_size": False,
             }
         if micro <= 1:
             return
         micro = max(Fraction(math.floor(micro / 2)), Fraction(1))
 
 
-def _legal(config: Config, plan: BatchPlan, run_tokens: float, device: Device | None) -> LegalBatch:
+def _legal(config: Config, chosen: Config, plan: BatchPlan, run_tokens: float, machine: Machine) -> LegalBatch:
     steps = math.ceil(run_tokens / plan.tokens_per_step)
-    peak = device.peak(config.dtype) if device else None
-    days = None
-    if peak is not None:
-        example = flops_per_example(config, config.max_target_length) * config.rows_per_example
-        flops = steps * plan.global_batch_to_train * example
-        busy = flops / (plan.num_devices * peak) / 86_400
-        days = Interval(busy / UTILIZATION.high, busy / UTILIZATION.low)
-    return LegalBatch(
+    keys = {
+        "per_device_batch_size": plan.per_device_batch_size,
+        "gradient_accumulation_steps": plan.gradient_accumulation_steps,
+        "steps": steps,
+        **{key: value for key, value in _TOKENS_SAY.items() if getattr(config, key) != value},
+        **({"warmup_steps": steps} if config.warmup_steps > steps else {}),
+    }
+    legal = LegalBatch(
         plan.tokens_per_step,
         plan.global_batch_to_train,
         plan.per_device_batch_size,
         plan.gradient_accumulation_steps,
         steps,
+        _settings(keys),
         None if plan.memory.limit is None else plan.memory.total <= plan.memory.limit,
-        days,
+        days=None,
     )
+    flops_per_token = flops_per_example(chosen, chosen.max_target_length) / chosen.max_target_length
+    return dataclasses.replace(legal, days=_days(config, flops_per_token, legal, machine))
+
+
+def _days(config: Config, flops_per_token: float, legal: LegalBatch, machine: Machine) -> Interval | None:
+    peak = machine.device.peak(config.dtype) if machine.device else None
+    if peak is None:
+        return None
+    busy = legal.steps * legal.tokens * flops_per_token / (machine.num_devices * peak) / 86_400
+    return Interval(busy / UTILIZATION.high, busy / UTILIZATION.low)
+
+
+def _settings(keys: Mapping[str, object]) -> tuple[str, ...]:
+    return tuple(f"{key}={setting_text(value)}" for key, value in keys.items())
 
 
 def _doubled_once(config: Config, legal: LegalBatch, start: Interval, machine: Machine) -> tuple[str, ...]:
-    """The keys of a ramp from half of a legal batch to it, or () where half of it is none."""
+    """The keys of a ramp from half of a legal batch to it, or () where there is none."""
     half = legal.per_device_batch_size / 2
     samples = round(start.middle / (config.max_target_length * config.rows_per_example))
     for mode in ("gradient_accumulation_steps", "per_device_batch_size"):
@@ -278,10 +320,13 @@ def _doubled_once(config: Config, legal: LegalBatch, start: Interval, machine: M
             "per_device_batch_size_start": half,
             "per_device_batch_size_increment": half,
             "global_rampup_samples": max(samples, 1),
+            **({"global_batch_size": 0} if config.global_batch_size else {}),
         }
+        if not ConfigRequest(config, config).allows(keys):
+            return ()  # more samples than are counted
         try:
-            machine.plan(config.model_copy(update=keys | {"global_batch_size": 0}))
+            machine.plan(config.model_copy(update=_TOKENS_SAY | keys))
         except UserError:
             continue  # an odd accumulation, or an odd number of examples
-        return tuple(f"{key}={setting_text(value)}" for key, value in keys.items())
+        return _settings(keys)
     return ()

@@ -95,6 +95,8 @@ class StepModel:
         ):
             raise ValueError("what it sends to its host is not known")
         self._config, self._device, self._mesh, self._sizes = config, device, mesh, mesh.total
+        for axis in MESH_AXES:
+            self._ring((axis,), 1)  # whatever it is that crosses, its rate must be known
         nothing = {"remat_policy": "none", "optimizer_memory_host_offload": False}
         self._repeating_nothing = config.model_copy(update=nothing)
         self._peak, self._plain_peak, self._rate = peak, plain, device.memory_bytes_per_second

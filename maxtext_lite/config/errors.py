@@ -13,6 +13,7 @@ from typing import cast
 
 _MOST_BITS = 256
 _LONGEST_NAME = 100
+_MOST_DIGITS = 17  # of a float
 _AMBIGUOUS = re.compile(r"^['\"]|, | or |\s#|(^|\s)\w+=")
 
 
@@ -52,6 +53,15 @@ def number_text(value: int | float | Fraction) -> str:
         return str(fraction.numerator)
     scaled = str(abs(fraction.numerator) * 10**decimals // fraction.denominator).rjust(decimals + 1, "0")
     return f"{'-' if fraction < 0 else ''}{scaled[:-decimals]}.{scaled[-decimals:]}"
+
+
+def unwhole_text(value: Fraction, digits: int = 4) -> str:
+    """A number that is not whole, to read: in so many digits, or more where it would look whole in these."""
+    for enough in range(digits, _MOST_DIGITS):
+        text = f"{float(value):.{enough}g}"
+        if Fraction(text).denominator != 1:
+            return text
+    return number_text(value)
 
 
 _LOGIN = re.compile(r"(?:(?<=http)|(?<=https))://[^/?#\s]*@|://[^/?#\s:]*:[^/?#\s]*@")  # abfs://CONTAINER@ is none

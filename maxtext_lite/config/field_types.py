@@ -134,7 +134,8 @@ def _whole(minimum: int, special: int | None = None, *, maximum: int = _LARGEST_
             raise WrongType(f"must be at most {maximum}.", [maximum])
         if isinstance(value, float):
             near = [number for number in dict.fromkeys((math.floor(value), math.ceil(value))) if legal(number)]
-            raise WrongType("is not an integer.", near or [minimum])
+            how = " written as an integer, but with a point or an exponent" if value.is_integer() else " an integer"
+            raise WrongType(f"is not{how}.", near or [minimum])
         if not legal(value):
             raise WrongType(f"{rule}.", [minimum])
         return value

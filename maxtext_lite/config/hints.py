@@ -110,7 +110,8 @@ def missing_file(name: str, namer: str, shipped: Sequence[str]) -> str:
     if problem:
         return f"the config file '{value_text(name)}'{named_by} {problem}"
     beside = Path(name).parent
-    files = sorted(file for pattern in ("*.yml", "*.yaml") for file in beside.glob(pattern))[:_MOST_FILES]
+    found = (file for pattern in ("*.yml", "*.yaml") for file in beside.glob(pattern) if not file.is_dir())
+    files = sorted(found)[:_MOST_FILES]
     same = [str(file) for file in files if file.stem == Path(name).stem]
     hint = did_you_mean(name, same) or did_you_mean(name, [*map(str, files), *shipped])
     return f"no config file '{value_text(name)}'{named_by}.{hint}"

@@ -68,6 +68,8 @@ def test_either_key_follows_from_the_global_batch(num_devices, accumulation, mic
                          "whole number."),
         ((8, 16, -1, 100), "global_batch_size=100 / (per_device_batch_size=16 x 8 devices = 128 examples) = 0.78125 "
                            "accumulation steps, not a whole number."),
+        ((1, 999, -1, 1000), "global_batch_size=1000 / (per_device_batch_size=999 x 1 devices = 999 examples) = 1.001 "
+                             "accumulation steps, not a whole number."),
         ((8, 16, 2, 100), "global_batch_size=100 contradicts per_device_batch_size=16 x 8 devices x "
                           "gradient_accumulation_steps=2 = 256."),
     ],

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from maxtext_lite import load_config, make_plan
-from maxtext_lite.batching.elsewhere import moved, read_plan
+from maxtext_lite.batching.elsewhere import changed_settings, moved, read_plan
 from maxtext_lite.config import UserError
 
 STATED = ["global_batch_size=48", "per_device_batch_size=2", "gradient_accumulation_steps=-1"]
@@ -15,8 +15,9 @@ RAMP = ["enable_rampup_batch_size=true", "per_device_batch_size_start=1/3", "per
 
 def move(words, *, to, changed=()):
     """From 8 devices."""
-    before = json.loads(json.dumps(make_plan(load_config(None, words), num_devices=8).to_json()))
-    return moved(before, make_plan(load_config(None, [*words, *changed]), num_devices=to))
+    run, config = load_config(None, words), load_config(None, [*words, *changed])
+    before = json.loads(json.dumps(make_plan(run, num_devices=8).to_json()))
+    return moved(before, make_plan(config, num_devices=to), changed_settings(run, config))
 
 
 def test_a_stated_batch_stays_and_its_accumulation_follows():
@@ -56,6 +57,40 @@ def test_on_the_same_machine_nothing_changes():
     found = move(STATED, to=8)
     assert not found.changes
     assert found.lines()[0] == "nothing changes"
+
+
+@pytest.mark.parametrize("changed", [
+    "max_target_length=128", "seed=3", "data_shuffle_seed=5", "optimizer=sgd", "learning_rate=1e-4", "warmup_steps=5",
+    "base_emb_dim=256", "dtype=bfloat16", "eval_fraction=0.1", "excluded_rows=rows.jsonl", "steps=300",
+])  # fmt: skip
+def test_another_key_of_training_is_another_run(changed):
+    found = move(STATED, to=8, changed=[changed])
+    key = changed.partition("=")[0]
+    assert not found.trains_alike
+    assert key in found.changes
+    assert found.lines()[-1].startswith("The run would not be the same one there: ")
+    assert key in found.lines()[-1]
+    assert "global_batch_size" not in found.lines()[-1]
+
+
+def test_a_scaled_learning_rate_is_another_run():
+    found = move(STATED, to=8, changed=["learning_rate_scaling=sqrt", "base_global_batch_size=16"])
+    assert found.changes["learning_rate_scaling"] == ("none", "sqrt")
+    assert not found.trains_alike
+
+
+@pytest.mark.parametrize("changed", [
+    "ici_data_parallelism=2", "remat_policy=full", "attention=dot_product", "expansion_factor_real_data=0.5",
+    "run_name=other", "eval_interval=7", "optimizer_memory_host_offload=true", "num_vocab_tiling=2",
+])  # fmt: skip
+def test_another_split_or_place_is_not(changed):
+    assert move(STATED, to=8, changed=[changed]).trains_alike
+
+
+def test_data_may_lie_elsewhere():
+    found = move(STATED, to=8, changed=["dataset_path=/mnt/texts/shakespeare.jsonl.gz"])
+    assert found.trains_alike
+    assert found.lines()[-1].endswith(" The content of dataset_path must be the same there, which a resume checks.")
 
 
 @pytest.mark.parametrize("text", [None, "{", "[]", '{"steps": 3}'])

@@ -53,6 +53,12 @@ def test_hosts_are_counted_in_integers(factor):
     [
         ("3", 8, "expansion_factor_real_data=3: 8 hosts / 3 = 2.667 loading hosts, not a whole number."),
         ("2", 1, "expansion_factor_real_data=2: 1 hosts / 2 = 0.5 loading hosts, not a whole number."),
+        (
+            "2.6667",
+            8,
+            "expansion_factor_real_data=2.6667: 8 hosts / 2.6667 = 2.99996 loading hosts, not a whole number.",
+        ),
+        ("0.3333", 8, "expansion_factor_real_data=0.3333 is 1/x = 3.0003 loads per step, not a whole number."),
         ("0.3", 8, "expansion_factor_real_data=0.3 is 1/x = 3.333 loads per step, not a whole number."),
         ("2/3", 8, "expansion_factor_real_data=2/3 is 1/x = 1.5 loads per step, not a whole number."),
     ],
@@ -61,6 +67,16 @@ def test_a_factor_that_leaves_no_whole_number_is_refused(factor, num_hosts, mess
     problem = loading_of(factor, num_hosts)
     assert isinstance(problem, Violation)
     assert problem.message == message
+
+
+def test_a_factor_that_was_rounded_is_named_in_full():
+    assert loading_of("2.6667", 8).nearest == (Fraction(8, 3),)
+    assert isinstance(loading_of("8/3", 8), Loading)
+    below, above = loading_of("3", 8).nearest[0]()
+    assert (next(iter(below)), next(iter(above))) == (
+        {"expansion_factor_real_data": Fraction(2)},
+        {"expansion_factor_real_data": Fraction(4)},
+    )
 
 
 def test_a_load_of_a_batch_that_does_not_divide_has_an_empty_slot():

@@ -69,6 +69,24 @@ def test_the_nearest_batch_on_any_machine(devices, tokens):
     assert legal.per_device_batch_size <= 4
 
 
+@pytest.mark.parametrize(("words", "per_device"), [
+    (["per_device_batch_size=auto"], 15),  # 117 examples on 8 devices, in one micro-batch
+    (["per_device_batch_size=-1", "gradient_accumulation_steps=4"], 2),  # 64 / 4 / 8
+    (["per_device_batch_size=8", "gradient_accumulation_steps=-1"], 8),
+])  # fmt: skip
+def test_the_largest_per_device_batch_is_the_configs_or_what_follows_from_its_batch(words, per_device):
+    config = load_config(overrides=["global_batch_size=64", *words])
+    legal = nearest_legal(config, 30_000, 1e9, Machine(8, 1, None))
+    assert legal.per_device_batch_size == per_device
+    assert "global_batch_size=0" in legal.overrides
+
+
+def test_a_doubling_after_more_samples_than_a_key_counts_has_no_keys():
+    config = load_config(overrides=["max_target_length=16"])
+    assert not recommend(config, Budget(8e9, 8e9, 15e12), Machine(8, 1, None)).ramp.overrides
+    assert recommend(config, Budget(8e9, 8e9, 15e10), Machine(8, 1, None)).ramp.overrides
+
+
 def test_a_config_that_no_batch_mends_is_refused_with_its_rule():
     config = load_config(overrides=["ici_tensor_parallelism=3"])
     with pytest.raises(UserError, match="ici_tensor_parallelism"):

@@ -74,6 +74,16 @@ def test_tokens_cross_tensor_and_keys_cross_context():
     assert time.collectives_seconds == pytest.approx(L * keys + weights)
 
 
+@pytest.mark.parametrize("axis", ["data", "fsdp", "tensor", "context", "pipeline"])
+def test_an_axis_beyond_the_links_known_is_refused_before_any_time_is_asked_for(axis):
+    alone = dataclasses.replace(DEVICE, link_bytes_per_second=None, most_linked=1)
+    keys = ["per_device_batch_size=1", "ici_fsdp_parallelism=1", f"ici_{axis}_parallelism=2"]
+    config = load_config(None, [*MODEL, *keys])
+    sizes, _ = resolve(config, Topology(2))
+    with pytest.raises(ValueError, match="what it sends to others on a machine of so many is not known"):
+        StepModel(config, sizes.mesh, alone, make_plan(config, num_devices=2).memory)
+
+
 def test_rows_cross_the_expert_axis_there_and_back():
     keys = ("num_experts=4", "num_experts_per_tok=2", "ici_fsdp_parallelism=1", "ici_expert_parallelism=2")
     time = step(*keys, devices=2)

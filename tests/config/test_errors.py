@@ -16,10 +16,19 @@ from maxtext_lite.config.errors import (
     full_text,
     nearest_clause,
     number_text,
+    unwhole_text,
     value_text,
     without_secrets,
     writing,
 )
+
+
+@pytest.mark.parametrize(("value", "text"), [
+    ("3.5", "3.5"), ("10/3", "3.333"), ("30003/10000", "3.0003"), ("1000000001/1000000000", "1.000000001"),
+    ("3333333333/10", "333333333.3"), ("1000000000000000001/2", "500000000000000000.5"),
+])  # fmt: skip
+def test_what_is_not_whole_does_not_look_whole(value, text):
+    assert unwhole_text(Fraction(value)) == text
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ REFUSED = {
     "steps=true": "steps=true is true or false, not a number. Nearest that works: 250.",
     "steps=3.5": "steps=3.5 is not an integer. Nearest that work: 3 or 4.",
     "steps=0.5": "steps=0.5 is not an integer. Nearest that works: 1.",
-    "steps=1e2": "steps=100 is not an integer. Nearest that works: 100.",
+    "steps=1e2": "steps=100 is not written as an integer, but with a point or an exponent. Nearest that works: 100.",
     "steps=many": "steps=many is text, not a number. Nearest that works: 250.",
     "steps='5'": "steps=5 is text, not a number. Nearest that works: 250.",
     "steps=": "steps=null is empty, not a number. Nearest that works: 250.",

@@ -75,6 +75,7 @@ def test_a_file_that_is_not_there_is_held_against_those_beside_it(there, named, 
 
 def test_without_one_near_nothing_is_guessed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "nowhere.yml").mkdir()
     assert missing_file("nowhere.yml", "a.yml", ["base.yml"]) == "no config file 'nowhere.yml' (base of a.yml)."
 
 
