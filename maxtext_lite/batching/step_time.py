@@ -103,7 +103,8 @@ class StepModel:
         capacity = 1.0 if config.capacity_factor == -1 else float(config.capacity_factor)
         self._rows = config.num_experts_per_tok * capacity
         self._width, trains = BYTES[config.dtype], config.lora_rank == 0
-        operations = list(_operations(config, self._sizes, self._rows))
+        on_tpu = device.platform == "tpu"
+        operations = list(_operations(config, self._sizes, self._rows, on_tpu=on_tpu))
         self._operations = [each for _, each in operations]
         # Gathered forwards and backwards; of their gradients the sum crosses.
         grad_width = trains * BYTES[config.grad_dtype]
@@ -115,7 +116,6 @@ class StepModel:
             self._weights_sent += self._ring(axes, size)
             self._gathered += size * 2 * self._width / width if self._shards(axes) > 1 else 0
         shards = self._shards(_EMBED_AXES)
-        on_tpu = device.platform == "tpu"
         # A TPU makes a gradient shard by shard: for each it reads the side that is not split again, and a sum that
         # crosses is read, added to, sent and received. Others make all of it in float32, which is then shared out.
         self._windows = self._width * (shards - 1) * trains if on_tpu else 0
@@ -249,7 +249,9 @@ def _used(axes: tuple[str, ...], sizes: Mapping[str, int]) -> int:
     return math.prod(num_parts(axis, there) for axis in axes if not axis.endswith("embed"))
 
 
-def _operations(config: Config, sizes: Mapping[str, int], rows: float) -> Iterator[tuple[bool, Operation]]:
+def _operations(
+    config: Config, sizes: Mapping[str, int], rows: float, *, on_tpu: bool
+) -> Iterator[tuple[bool, Operation]]:
     """A token's way through all layers of a device and the head; with each whether its weights are experts'."""
     layers, tensor = config.base_num_decoder_layers / sizes["stage"], sizes["tensor"]
     heads, kv_heads = config.base_num_query_heads / tensor, config.base_num_kv_heads / tensor
@@ -257,7 +259,9 @@ def _operations(config: Config, sizes: Mapping[str, int], rows: float) -> Iterat
     # Each norm reads and writes, each sum reads two and writes one; rotated heads are read and written.
     stream = (14 if config.norm_placement == "both" else 10) * config.base_emb_dim / tensor
     gathered = 4 * config.base_emb_dim if tensor > 1 else 0
-    yield False, Operation("", layers * (stream + gathered + 2 * (queries + keys)))
+    # Heads with a norm of their own are read once more; on a TPU they are written and read in float32 for it.
+    headed = 2 + (0 if config.qk_norm == "none" else 4 if on_tpu else 1)
+    yield False, Operation("", layers * (stream + gathered + headed * (queries + keys)))
     pairs = float(attended_pairs(config, config.max_target_length)) / config.max_target_length / sizes["stage"]
     scores = pairs * heads * (config.head_dim + config.value_dim)
     attended = queries + keys + values + heads * config.value_dim

@@ -147,9 +147,14 @@ def _most_runs_first(kernel: KernelCalls) -> tuple[int, str]:
     return -(kernel.times or 0), kernel.name
 
 
+def _target(it: Instruction) -> str | None:
+    """What a custom-call calls."""
+    return it.attribute(r'custom_call_target="([^"]*)"') if it.opcode == "custom-call" else None
+
+
 def _kernel_name(call: Instruction) -> str | None:
     """None for calls that are no kernels: notes of the compiler's own, and matmuls of cuBLAS, which count as such."""
-    target = call.attribute(r'custom_call_target="([^"]*)"') or "unnamed"
+    target = _target(call) or "unnamed"
     if target in _NO_KERNELS or target.startswith("__cublas$"):
         return None
     if target == "tpu_custom_call":
@@ -227,7 +232,7 @@ def _size(arrays: Sequence[Array], spaces: frozenset[int]) -> int:
 def _moved_bytes(it: Instruction, computation: Computation, module: Module, spaces: frozenset[int]) -> float:
     """Bytes that a scheduled instruction reads and writes, once."""
     opcode = it.opcode
-    if opcode in _NOTHING_MOVES or opcode.endswith("-done"):
+    if opcode in _NOTHING_MOVES or opcode.endswith("-done") or _target(it) == "AllocateBuffer":
         return 0
     taken = {name: _size(computation.instructions[name].arrays, spaces) for name in it.operands
              if name in computation.instructions}  # fmt: skip

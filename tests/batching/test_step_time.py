@@ -142,6 +142,17 @@ SHAPES = [(D, N * H), (D, K * H), (D, K * H), (N * H, D), (D, F), (D, F), (F, D)
 """Inputs and outputs of a layer's matrices."""
 
 
+def test_heads_with_a_norm_of_their_own_are_read_once_more_and_on_a_tpu_pass_in_float32():
+    def memory(platform, *keys):
+        return step(*keys, device=dataclasses.replace(DEVICE, platform=platform)).memory_seconds
+
+    heads = ROWS * T * L * (N + K) * H * 2
+    for platform, times in (("gpu", 1), ("tpu", 4)):
+        more = memory(platform, "qk_norm=head") - memory(platform)
+        passes, kept, weights = 3 * times * heads, 2 * heads, 2 * L * H * 40  # at most; the norms are small
+        assert passes + kept <= more <= passes + kept + weights
+
+
 def test_what_is_kept_is_copied_to_where_it_waits_on_the_device_or_the_host():
     keeps, nothing = (step(f"remat_policy={policy}").memory_seconds for policy in ("save_qkv_proj", "full"))
     made_again = 2 * ROWS * T * L * (3 * D + (N + 2 * K) * H) + 2 * L * D * (N + 2 * K) * H  # read and written

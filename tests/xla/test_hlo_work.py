@@ -102,7 +102,7 @@ ENTRY %main (x: bf16[4,8,16], w: f32[10,64,64], i: s32[], h: f32[10,64]) -> bf16
   %h = f32[10,64]{1,0} parameter(3)
   %rows = f32[4,20,10,1]{3,2,1,0} broadcast(%i)
   %weights = f32[8,6,10,1]{3,2,1,0} broadcast(%i)
-  %space = f32[4]{0} custom-call(), custom_call_target="AllocateBuffer"
+  %space = f32[400]{0} custom-call(), custom_call_target="AllocateBuffer"
   %heads = f32[4,20,8,6]{3,1,2,0} convolution(%rows, %weights), window={size=1x8 pad=0_0x7_7 rhs_reversal=0x1}, \
 dim_labels=0bf1_1oi0->0b1f
   %while = (s32[], bf16[4,8,16]) while(%x), condition=%condition, body=%body, \
