@@ -137,6 +137,17 @@ def test_arrays_are_compared_to_the_bit_or_in_norm(run):
     assert list(tight.arrays) == ["params/w"]
 
 
+def test_an_array_that_is_0_but_for_rounding_is_as_far_apart_as_it_counts(run):
+    runs = tuple(run(name, [line(1)]) for name in ("first", "second"))
+    for each, sign in zip(runs, (1, -1), strict=True):
+        save(each, 2, {"w": jnp.full(4, 5.0), "bias": jnp.full(4, sign * 1e-9)}, {"count": jnp.asarray(2)})
+    (within,) = compare_checkpoints(runs, 1e-5)
+    assert not within.arrays
+    assert within.largest == pytest.approx(4e-9 / (0.01 * 10), rel=1e-3)
+    (to_the_bit,) = compare_checkpoints(runs, 0.0)
+    assert to_the_bit.arrays == {"params/bias": pytest.approx(2)}
+
+
 def test_an_array_that_one_run_lacks_or_has_in_another_shape_differs(run):
     runs = tuple(run(name, [line(1)]) for name in ("first", "second"))
     for each, params in zip(runs, ({"w": jnp.ones((2, 3)), "v": jnp.ones(1)}, {"w": jnp.ones(6)}), strict=True):
