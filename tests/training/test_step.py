@@ -439,14 +439,12 @@ def test_tensor_parallelism_splits_what_stands_between_blocks(setup):
     assert sizes[127] - sizes[128] > 0.4 * layer_inputs
 
 
-@pytest.mark.parametrize(
-    ("policy", "optimizer"), [("none", "sgd"), ("minimal", "sgd"), ("save_qkv_proj", "sgd"), ("full", "adamw")]
-)
-def test_the_plan_estimates_what_the_compiler_allocates(policy, optimizer, setup):
+@pytest.mark.parametrize("policy", ["none", "minimal", "save_qkv_proj", "full"])
+def test_the_plan_estimates_what_the_compiler_allocates(policy, setup):
     """All that the plan counts beside the state is within a tenth of the step's temporaries."""
     keys = ["base_num_decoder_layers=8", "base_emb_dim=64", "base_num_query_heads=4", "base_num_kv_heads=2",
             "head_dim=16", "base_mlp_dim=192", "max_target_length=128", "per_device_batch_size=8", "steps=20",
-            f"remat_policy={policy}", f"optimizer={optimizer}"]  # fmt: skip
+            f"remat_policy={policy}"]  # fmt: skip
     it = setup(*keys)
     memory = make_plan(it.config, num_devices=1, platform="cpu").memory
     where = sharding(it.mesh, TRAIN_BATCH_AXES)
@@ -455,8 +453,7 @@ def test_the_plan_estimates_what_the_compiler_allocates(policy, optimizer, setup
         for name in ("tokens", "targets", "segments", "positions", "weights")
     }
     found = it.compile_step(batch).memory_analysis().temp_size_in_bytes
-    # XLA of jax 0.12 packs what "minimal" keeps closer, which the plan does not know of.
-    assert memory.total - memory.held == pytest.approx(found, rel=0.1 if jax.__version_info__ < (0, 12) else 0.12)
+    assert memory.total - memory.held == pytest.approx(found, rel=0.1)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
