@@ -211,7 +211,10 @@ def test_an_adapter_is_trained_on_merged_and_exported(hf, tmp_path, capsys):
     want = tensors(hf)[name].astype(np.float64) + 2 * (pair[0].astype(np.float64) @ pair[1])
     np.testing.assert_allclose(tensors(tmp_path / "plain")[name], want, rtol=1e-5, atol=1e-6)
     capsys.readouterr()
-    assert greedy(given, capsys, 'prompt="to be"') == greedy(tmp_path / "imported", capsys, 'prompt="to be"')
+    (beside,), (merged,) = (greedy(path, capsys, 'prompt="to be"') for path in (given, tmp_path / "imported"))
+    chances = [np.array(each.pop("log_probabilities")) for each in (beside, merged)]
+    assert beside == merged
+    np.testing.assert_allclose(*chances, rtol=1e-5)  # numbers merged twice, by a matmul that may round otherwise
 
 
 def _lead(x, params):
