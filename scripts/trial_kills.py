@@ -38,8 +38,9 @@ RUN = [
 KINDS = ("step", "save", "evaluation", "start")
 LONG, WARM_UP = 120, 30  # seconds
 ENDING = 2.0  # seconds that a process may take to end after its last words
-# From the first half of a start to the second. Threads and files come and go with every save, so the least counts.
-MOST_GROWTH = {"MB": (statistics.median, 4.0), "threads": (min, 1.0), "files": (min, 1.0)}
+# How each is measured in the first half of a start and in its last quarter, and by how much it may grow. Threads and
+# files come and go with every save, and the first save makes pools of threads that stay, so what was once held counts.
+MOST_GROWTH = {"MB": (statistics.median, statistics.median, 4.0), "threads": (max, min, 1.0), "files": (max, min, 1.0)}
 
 Samples = list[tuple[float, dict[str, float]]]
 """What a process held, so many seconds after its start."""
@@ -115,11 +116,12 @@ class Trial:
 
 
 def growth(samples: Samples) -> dict[str, tuple[float, float, float]]:
-    """Of each thing held: what stands for the first and the second half, and the slope a minute; less the warm-up."""
+    """Of each thing held: its first half, its last quarter, and the slope a minute; less the warm-up."""
     late = [(at / 60, each) for at, each in samples if at > WARM_UP]
-    halves, found = (late[: len(late) // 2], late[len(late) // 2 :]), {}
-    for name, (of_half, _) in MOST_GROWTH.items():
-        first, second = (of_half(each[name] for _, each in half) for half in halves)
+    found = {}
+    for name, (of_first, of_last, _) in MOST_GROWTH.items():
+        first = of_first(each[name] for _, each in late[: len(late) // 2])
+        second = of_last(each[name] for _, each in late[-len(late) // 4 :])
         slope = statistics.linear_regression([at for at, _ in late], [each[name] for _, each in late]).slope
         found[name] = first, second, slope
     return found
@@ -147,7 +149,7 @@ def problems_of(trial: Trial, whole: Run) -> list[str]:
         for name, (first, second, slope) in growth(samples).items() if samples and samples[-1][0] >= LONG else ():
             said = f"{first:.1f} {name}, then {second:.1f}; {slope:+.2f} a minute"
             print(f"start {number}, {samples[-1][0]:.0f} s: {said}")
-            if second > first + MOST_GROWTH[name][1]:
+            if second > first + MOST_GROWTH[name][2]:
                 found.append(f"{name} grew in start {number}")
     kills = sum(-signal.SIGKILL in codes for codes in trial.codes)
     if kills < trial.asked.kills or set(trial.codes[-1]) != {75 if trial.asked.minutes else 0}:

@@ -119,7 +119,7 @@ def test_log_probabilities_are_those_that_training_finds(name, sampling, engine)
     expected = recomputed(SHAPES[name], responses, sampling.temperature or 1)
     for response, wanted in zip(responses, expected, strict=True):
         assert len(response.token_ids) == MOST_NEW
-        # In norm: at one place of these the rounding of a few numbers counts fifty times, more on one CPU than on another.
+        # In norm: at one place of these the rounding of a few numbers counts fifty times, on some CPUs more.
         apart = np.linalg.norm(np.subtract(response.log_probabilities, wanted))
         assert apart <= 1e-5 * (np.linalg.norm(wanted) + np.sqrt(MOST_NEW))
 
