@@ -1,11 +1,15 @@
 """Ranked plans beside what the compiler makes of them ahead of time."""
 
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from maxtext_lite.aot.program import compile_for
+from maxtext_lite.aot.program import Traffic, compile_for
 from maxtext_lite.batching import RankedPlan
 from maxtext_lite.batching.devices import Device
+from maxtext_lite.batching.roofline import Roofline
+from maxtext_lite.batching.step_time import ring_bytes_per_second
+from maxtext_lite.batching.topology import MeshSizes, resolve_mesh
 from maxtext_lite.config.violation import divisors
 
 
@@ -21,7 +25,8 @@ def topology_of(device: Device, num_devices: int) -> str:
 def compare(ranked: Sequence[RankedPlan], device: Device) -> list[dict[str, Any]]:
     """Bytes and seconds of each plan, predicted and compiled; None where the compiler does not tell.
 
-    Where kernels do not state their FLOPs, as splash attention, matmuls are those outside of attention, of both.
+    Where kernels do not state their FLOPs, as splash attention, matmuls are those outside of attention, of both, and
+    the compiled step has the predicted attention. Links have the rate of their mesh axes, as in the prediction.
 
     Raises:
       UserError: the library that compiles for the device is not installed, or a step does not fit by its compiler.
@@ -29,18 +34,53 @@ def compare(ranked: Sequence[RankedPlan], device: Device) -> list[dict[str, Any]
     rows: list[dict[str, Any]] = []
     for each in ranked:
         program = compile_for(each.config, topology=topology_of(device, each.plan.num_devices))
-        roof, time = program.roofline, each.time
-        matmul = time.matmul_seconds - (time.attention_seconds if program.work.silent_kernels else 0)
+        mesh = resolve_mesh(each.config, each.plan.num_devices)
+        assert isinstance(mesh, MeshSizes)  # it is planned
+        roof, time, links = program.roofline, each.time, _links_seconds(program.collectives, device, mesh)
+        silent = time.attention_seconds if program.work.silent_kernels else 0
         rows.append(
             {
                 "keys": " ".join(each.settings),
-                "memory": {"predicted": each.plan.memory.total, "compiled": program.memory.total},
-                "matmul_seconds": {"predicted": matmul, "compiled": roof.matmul_seconds},
-                "memory_seconds": {"predicted": time.memory_seconds, "compiled": roof.memory_seconds},
-                "collectives_seconds": {"predicted": time.collectives_seconds, "compiled": roof.link_seconds},
+                "memory": _beside(each.plan.memory.total, program.memory.total),
+                "matmul_seconds": _beside(time.matmul_seconds - silent, roof.matmul_seconds),
+                "memory_seconds": _beside(time.memory_seconds, roof.memory_seconds),
+                "collectives_seconds": _beside(time.collectives_seconds, links),
+                "step_seconds": _beside(time.seconds, _step_seconds(roof, silent, links)),
             }
         )
     return rows
+
+
+def _beside(predicted: float, compiled: float | None) -> dict[str, float | None]:
+    return {"predicted": predicted, "compiled": compiled}
+
+
+def _links_seconds(collectives: Sequence[Traffic], device: Device, mesh: MeshSizes) -> float | None:
+    """What the links need for a step's collectives one after the other, each over those of its mesh axes."""
+    total = 0.0
+    for each in collectives:
+        rate = ring_bytes_per_second(device, mesh, each.axes)
+        if each.sent_bytes is None or rate is None:
+            return None
+        total += each.sent_bytes / rate
+    return total
+
+
+def _step_seconds(roof: Roofline, attention: float, links: float | None) -> float | None:
+    """Matmuls or traffic with memory, whichever takes longer, then the links."""
+    if roof.matmul_seconds is None or roof.memory_seconds is None or links is None:
+        return None
+    return max(roof.matmul_seconds + attention, roof.memory_seconds) + links
+
+
+def rank_correlation(compared: Sequence[dict[str, Any]]) -> float | None:
+    """Spearman's, of predicted steps with compiled ones; None: fewer than three, all as long, or one is not known."""
+    steps = [each["step_seconds"] for each in compared]
+    columns = [[step[side] for step in steps] for side in ("predicted", "compiled")]
+    if len(steps) < 3 or any(None in column or len(set(column)) == 1 for column in columns):
+        return None
+    ranks = ([sum((b < a) + (b == a) / 2 for b in column) for a in column] for column in columns)
+    return statistics.correlation(*ranks)
 
 
 _LINES = {
@@ -48,6 +88,7 @@ _LINES = {
     "matmul_seconds": ("ms of matmuls", 1e-3),
     "memory_seconds": ("ms of memory", 1e-3),
     "collectives_seconds": ("ms of collectives", 1e-3),
+    "step_seconds": ("ms of a step", 1e-3),
 }
 
 
@@ -60,4 +101,7 @@ def comparison_text(compared: Sequence[dict[str, Any]]) -> str:
             predicted, compiled = each[key]["predicted"], each[key]["compiled"]
             beside = f"{compiled / unit:,.1f} compiled, {predicted / compiled - 1:+.1%}" if compiled else "not known"
             lines.append(f"  {name:<17}  {predicted / unit:,.1f} predicted, {beside}")
+    correlation = rank_correlation(compared)
+    if correlation is not None:
+        lines.append(f"rank correlation of predicted with compiled steps: {correlation:.2f}")
     return "\n".join(lines)

@@ -199,14 +199,7 @@ class StepModel:
         parts = self._shards(axes)
         if parts == 1 or not size:
             return 0.0
-        ici = self._mesh.ici
-        faster = MESH_AXES[max(map(MESH_AXES.index, axes)) + 1 :]
-        rate = self._device.axis_bytes_per_second(
-            math.prod(ici[axis] for axis in axes),
-            stride=math.prod(ici[axis] for axis in faster),
-            in_slice=math.prod(ici.values()),
-            slices=math.prod(self._mesh.dcn[axis] for axis in axes),
-        )
+        rate = ring_bytes_per_second(self._device, self._mesh, axes)
         if rate is None:
             raise ValueError("what it sends to others on a machine of so many is not known")
         return size * (parts - 1) / parts / rate
@@ -232,6 +225,18 @@ class StepModel:
         rounds = 1 if config.pipeline_schedule == "1f1b" else config.num_stacked_layers / (stages * at_once)
         between = self._ring(("stage",), 2 * rounds * stream * stages / max(stages - 1, 1))
         return self._layers * total + between
+
+
+def ring_bytes_per_second(device: Device, mesh: MeshSizes, axes: tuple[str, ...]) -> float | None:
+    """What a device can send in a ring along neighbouring axes of a mesh; None where it is not known."""
+    ici, dcn = mesh.ici, mesh.dcn
+    faster = MESH_AXES[max(map(MESH_AXES.index, axes)) + 1 :]
+    return device.axis_bytes_per_second(
+        math.prod(ici[axis] for axis in axes),
+        stride=math.prod(ici[axis] for axis in faster),
+        in_slice=math.prod(ici.values()),
+        slices=math.prod(dcn[axis] for axis in axes),
+    )
 
 
 def kept_names(config: Config) -> frozenset[str] | None:

@@ -6,6 +6,7 @@ import pytest
 
 from maxtext_lite import load_config, make_plan
 from maxtext_lite.aot import against
+from maxtext_lite.aot.program import Traffic
 from maxtext_lite.batching import Topology, rank
 from maxtext_lite.batching.devices import device_named
 
@@ -27,14 +28,19 @@ def ranked():
     return rank(config, Topology(4), DEVICE, lambda each: make_plan(each, num_devices=4, platform="tpu"), most=2)
 
 
+@pytest.mark.parametrize("memory_seconds", [None, 1e-6, 1.0])
 @pytest.mark.parametrize("silent", [(), ("splash",)])
-def test_attention_is_left_out_of_both_where_its_kernel_does_not_tell(ranked, silent, monkeypatch):
+def test_attention_is_left_out_of_both_where_its_kernel_does_not_tell(ranked, silent, memory_seconds, monkeypatch):
     asked = []
 
     def compile_for(config, *, topology):
         asked.append((config, topology))
         return types.SimpleNamespace(
-            roofline=types.SimpleNamespace(matmul_seconds=1e-3, memory_seconds=None, link_seconds=2e-3),
+            roofline=types.SimpleNamespace(matmul_seconds=1e-3, memory_seconds=memory_seconds),
+            collectives=[
+                Traffic("all-gather", ("fsdp",), 1, 1, 0, 10**8, {}, sent_bytes=1e8),
+                Traffic("all-reduce", ("data", "fsdp"), 1, 1, 0, 10**8, {}, sent_bytes=2e8),
+            ],
             work=types.SimpleNamespace(silent_kernels=silent),
             memory=types.SimpleNamespace(total=10**9),
         )
@@ -47,10 +53,24 @@ def test_attention_is_left_out_of_both_where_its_kernel_does_not_tell(ranked, si
     left_out = time.attention_seconds if silent else 0
     assert found["matmul_seconds"] == {"predicted": time.matmul_seconds - left_out, "compiled": 1e-3}
     assert found["memory"] == {"predicted": ranked[0].plan.memory.total, "compiled": 10**9}
-    assert found["collectives_seconds"]["compiled"] == 2e-3
+    # Of the links of 200 GB/s a ring has its share of the two dims, in logarithms; data x fsdp is all four devices.
+    links = {2: 1e8 / 100e9, 4: 1e8 / 200e9}.get(ranked[0].plan.mesh["fsdp"], 1e8 / 100e9) + 2e8 / 200e9
+    assert found["collectives_seconds"]["compiled"] == pytest.approx(links)
+    attention = time.attention_seconds if silent else 0
+    step = None if memory_seconds is None else pytest.approx(max(1e-3 + attention, memory_seconds) + links)
+    assert found["step_seconds"] == {"predicted": time.seconds, "compiled": step}
     lines = against.comparison_text(compared).splitlines()
     assert lines[0] == f"compiled: {' '.join(ranked[0].settings)}"
     share = ranked[0].plan.memory.total / 1e9 - 1
     assert lines[1].endswith(f"predicted, 1.0 compiled, {share:+.1%}")
-    assert lines[3].endswith("predicted, not known")
-    assert len(lines) == 10
+    assert lines[3].endswith("predicted, not known") == (memory_seconds is None)
+    assert len(lines) == 12
+
+
+@pytest.mark.parametrize(("steps", "expected"), [
+    ([(1, 5), (2, 6), (3, 7), (4, 8)], 1.0), ([(1, 8), (2, 7), (3, 6)], -1.0), ([(1, 10), (2, 30), (3, 20)], 0.5),
+    ([(1, 5), (2, 6)], None), ([(1, 5), (2, None), (3, 6)], None), ([(1, 5), (2, 5), (3, 5)], None),
+])  # fmt: skip
+def test_ranks_agree_as_far_as_spearman_says(steps, expected):
+    compared = [{"step_seconds": {"predicted": a, "compiled": b}} for a, b in steps]
+    assert against.rank_correlation(compared) == (None if expected is None else pytest.approx(expected))
