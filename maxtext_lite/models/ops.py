@@ -20,7 +20,7 @@ from maxtext_lite.config.weight_axes import halves, num_inputs
 from maxtext_lite.models import eight_bits
 from maxtext_lite.models.eight_bits import FORMATS, TokenAxes
 from maxtext_lite.models.lora import Adapted
-from maxtext_lite.parallel import axes_in_use, constrain, num_shards
+from maxtext_lite.parallel import AS_IT_IS, axes_in_use, constrain, num_shards
 
 Rotation = tuple[jax.Array, jax.Array]
 """Cosines and sines [B, T, R/2] of R rotated dims, float32."""
@@ -118,6 +118,9 @@ def _project_backward(
     if formats and formats.weight_gradient:
         dweight_io = eight_bits.weight_gradient(x_BTi, g_BTo, ends, tokens, formats, grad_dtype)
     else:
+        if tokens == TOKENS and num_shards("residual_length") > num_shards("length") > 1:
+            # Left to it, a compiler gathers tokens over `context` too, for each device's own shard of the weight.
+            x_BTi, g_BTo = (constrain(each, ("batch", "length", AS_IT_IS)) for each in (x_BTi, g_BTo))
         dweight_io = weight_gradient(x_BTi, g_BTo, grad_dtype)
     dweight = dweight_io.astype(weight.dtype).reshape(weight.shape)
     return dx_BTi.astype(x.dtype).reshape(x.shape), constrain(dweight, axes)

@@ -328,6 +328,17 @@ def test_a_ring_s_keys_are_not_gathered_and_gradients_still_cross_the_data_axis_
     assert len([c for c in gathers if not c.in_loop]) == 5
 
 
+def test_with_a_tensor_axis_too_tokens_are_not_gathered_over_context_for_gradients_of_weights(setup, rows):
+    """Keys, values and weights are; of 32 tokens of an example each device keeps 16 throughout."""
+    it = setup("optimizer=sgd", data=2, context=2, tensor=2)
+    found = [c for c in collectives(it.compile_step(it.batch(rows, 2, 8)).as_text()) if c.in_loop]
+    gathers = [c for c in found if c.kind == "all-gather"]
+    assert {c.axes(it.mesh) for c in gathers} == {("context",), ("tensor",)}
+    shapes = [(c, re.findall(r"f32\[([\d,]+)\]", c.line.split("(%")[0])) for c in gathers]
+    whole = [c.line for c, of_result in shapes for shape in of_result if "32" in shape.split(",")]
+    assert not whole
+
+
 def test_memory_is_flat_in_accumulation(compiled):
     """From A = 2 on nothing grows; A = 2 adds one float32 accumulator, and where weights are sharded, XLA keeps
     re-laid copies of this device's parts of the embedding and the head through the loop."""
