@@ -49,9 +49,9 @@ Samples = list[tuple[float, dict[str, float]]]
 def held(process: int) -> dict[str, float]:
     """What a process holds now."""
     about = Path(f"/proc/{process}")
-    pages = int((about / "statm").read_text().split()[1])
+    resident, mapped = map(int, (about / "statm").read_text().split()[1:3])  # pages of files come and go as they may
     threads, files = (len(list((about / name).iterdir())) for name in ("task", "fd"))
-    return {"MB": pages * os.sysconf("SC_PAGE_SIZE") / 1e6, "threads": threads, "files": files}
+    return {"MB": (resident - mapped) * os.sysconf("SC_PAGE_SIZE") / 1e6, "threads": threads, "files": files}
 
 
 def is_in(run: Run, kind: str) -> bool:
@@ -183,8 +183,10 @@ def main() -> int:
         assert set(whole.end()) == {0}, whole.log
         seconds = time.monotonic() - whole.began
         print(f"{steps} steps that nobody disturbed: {seconds:.0f} s, {startup:.0f} s to the first", flush=True)
-        run = Run(folder, "killed", [*words, f"steps={10**6 if asked.minutes else steps}"])
-        found = problems_of(Trial(run, asked, steps, startup), whole)
+        run = Run(folder, "killed", [*words, f"steps={10**9 if asked.minutes else steps}"])
+        trial = Trial(run, asked, steps, startup)
+        (folder / "held.json").write_text(json.dumps(trial.samples))
+        found = problems_of(trial, whole)
         print("\n".join(f"WRONG {each}" for each in found) or "all as it should be")
     return int(bool(found))
 
