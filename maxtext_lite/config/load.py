@@ -153,7 +153,7 @@ def _refuse_training_batch(layers: Sequence[Layer], problems: list[Refusal]) -> 
             if key not in layer.values or key not in root.values or layer.values[key].value == root.values[key].value:
                 continue
             value = value_text(layer.values.pop(key).value)
-            _refuse(problems, f"{key}={value} ({layer.origin}) has no use in RL, {reason}. Remove it.")
+            _refuse(problems, f"{key}={value} ({layer.origin}) has no effect in RL, {reason}. Remove it.")
 
 
 def _spell_out_auto(layers: Sequence[Layer]) -> None:
