@@ -2,14 +2,14 @@
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from typing import Annotated
+from typing import Annotated, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer
+from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, ValidationError
 
 from maxtext_lite.config.bucket import bucket_scheme
-from maxtext_lite.config.errors import WrongType, number_text
+from maxtext_lite.config.errors import WrongType, did_you_mean, number_text, value_text
 
 _LARGEST_COUNT = 2**31 - 1  # what jax's and optax's counters hold
 _LARGEST_SEED = 2**63 - 1
@@ -311,3 +311,38 @@ class Section(BaseModel):
 
     # Built when first used: only Config ever is, and `plan` is to answer at once.
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=(), defer_build=True)
+
+
+Entries = TypeVar("Entries")
+
+
+def from_entries(
+    kind: Callable[..., Entries],
+    values: Mapping[str, object],
+    owner: str,
+    needed: Sequence[str],
+    optional: Sequence[str] = (),
+) -> Entries:
+    """A pydantic object made from a mapping that a key has as its value.
+
+    Args:
+      owner: what has these entries, for the message.
+    Raises:
+      WrongType: an entry is unknown, missing, empty or of the wrong type.
+    """
+    known = (*needed, *optional)
+    for name, value in values.items():
+        if name not in known:
+            rule = f"which {owner} does not take; it takes {', '.join(known)}"
+            raise WrongType(f"has {value_text(name, 40)}, {rule}.{did_you_mean(name, known)}")
+        if value is None:
+            raise WrongType(f"has no value for {name}.")
+    for name in needed:
+        if name not in values:
+            raise WrongType(f"lacks {name}, which {owner} needs.")
+    try:
+        return kind(**values)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        rule = wrong["msg"].removeprefix("Value error, ")
+        raise WrongType(f"has {wrong['loc'][0]}={value_text(wrong['input'])}, which {rule}") from None
