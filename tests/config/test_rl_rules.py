@@ -156,7 +156,7 @@ def test_a_template_may_have_lines(tmp_path):
     with pytest.raises(UserError) as refused:
         load_config(FILE, ["prompt_template={prompt}\n\x07"])
     assert refused.value.problems == (
-        r"prompt_template={prompt}\n\x07 holds a character that cannot be printed. Nearest that works: {prompt}.",
+        r"prompt_template={prompt}\n\x07 has a character that cannot be printed. Nearest that works: {prompt}.",
     )
 
 
