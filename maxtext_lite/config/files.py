@@ -5,10 +5,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args, get_origin
 
 from maxtext_lite.config.errors import Refusal, value_text
 from maxtext_lite.config.hints import missing_file
+from maxtext_lite.config.schema import RLRunConfig
+from maxtext_lite.config.source_list import SourceList
 from maxtext_lite.config.yaml_text import YamlValue, parse_mapping
 
 ROOT_FILE = "base.yml"
@@ -19,6 +21,7 @@ RL_FILE = "post_train/rl.yml"
 _PACKAGE = Path(__file__).resolve().parent.parent
 _LARGEST_FILE = 65_536  # bytes; base.yml has 16,000, and PyYAML takes a second for 200,000
 _MOST_NAMED = 20
+_NO_BASE = object()
 
 
 @dataclass(frozen=True)
@@ -27,12 +30,12 @@ class Layer:
 
     Attributes:
       origin: the name of the source in messages.
-      values: by key.
+      values: by key; a key that takes text has the text of a scalar as it is written, so run_name=007 stays 007.
       shipped: the path below configs/ of a shipped file; "" for other sources.
     """
 
     origin: str
-    values: dict[str, YamlValue]
+    values: dict[str, object]
     shipped: str = ""
 
 
@@ -92,11 +95,11 @@ def read_layer(path: Path, named: str, problems: list[Refusal]) -> Layer:
 
 
 @functools.lru_cache(maxsize=8)
-def _read_shipped(path: Path, origin: str) -> tuple[dict[str, YamlValue], list[Refusal]]:
+def _read_shipped(path: Path, origin: str) -> tuple[dict[str, object], list[Refusal]]:
     return _read(path, origin)
 
 
-def _read(path: Path, origin: str) -> tuple[dict[str, YamlValue], list[Refusal]]:
+def _read(path: Path, origin: str) -> tuple[dict[str, object], list[Refusal]]:
     try:
         size = path.stat().st_size
         if size > _LARGEST_FILE:
@@ -110,7 +113,27 @@ def _read(path: Path, origin: str) -> tuple[dict[str, YamlValue], list[Refusal]]
         return {}, [Refusal("", f"{origin} {error}.")]
     twice = [key for key, count in Counter(key for key, _ in entries).items() if count > 1]
     wrong = [f"key '{value_text(key)}' occurs twice in {origin}. Keep one of them." for key in twice]
-    return dict(entries), [Refusal("", message) for message in first_of(wrong, origin)]
+    values = {key: plain_value(key, value) for key, value in entries}
+    return values, [Refusal("", message) for message in first_of(wrong, origin)]
+
+
+def takes_text(key: str) -> bool:
+    """Whether the value of a key is text."""
+    field = RLRunConfig.model_fields.get(key)
+    is_text = field is not None and (field.annotation is str or get_origin(field.annotation) is Literal)
+    return is_text or may_list_sources(key)
+
+
+def may_list_sources(key: str) -> bool:
+    """Whether the value of a key may be a list of sources."""
+    field = RLRunConfig.model_fields.get(key)
+    return field is not None and SourceList in get_args(field.annotation)
+
+
+def plain_value(key: str, value: YamlValue) -> object:
+    """The value of a key in a Layer."""
+    is_null = value.value is None and value.text != ""  # as written: null or ~
+    return value.text if takes_text(key) and value.text is not None and not is_null else value.value
 
 
 def first_of(messages: Sequence[str], origin: str) -> list[str]:
@@ -137,14 +160,14 @@ def file_layers(name: str, problems: list[Refusal]) -> list[Layer]:
             problems.append(Refusal("", message))
             break
         seen[path.resolve()] = layer.origin
-        base = layer.values.pop("base", None)
+        base = layer.values.pop("base", _NO_BASE)
         layers.insert(0, layer)
-        if base is None:
+        if base is _NO_BASE:
             break
-        if not isinstance(base.value, str):
-            problems.append(Refusal("", f"base: {value_text(base.value)} in {layer.origin} is not the name of a file."))
+        if not isinstance(base, str):
+            problems.append(Refusal("", f"base: {value_text(base)} in {layer.origin} is not the name of a file."))
             break
-        name, namer, by = base.value, path, layer.origin
+        name, namer, by = base, path, layer.origin
     if not layers or layers[0].shipped != ROOT_FILE:
         layers.insert(0, read_layer(packaged_directory("configs") / ROOT_FILE, ROOT_FILE, problems))
     return layers

@@ -195,6 +195,9 @@ def test_text_keys_take_text_as_written():
     assert load_config(None, ["run_name='a b'"]).run_name == "a b"
     assert load_config(None, ["remat_policy=none"]).remat_policy == "none"
     assert load_config(None, ["run_name=a=b"]).run_name == "a=b"
+    assert load_config(None, ["run_name=#5"]).run_name == "#5"
+    assert load_config(None, ["tokenizer_path=''"]).tokenizer_path == ""
+    assert "run_name=null is not text" in problems_of(None, ["run_name=null"])[0]
 
 
 def test_base_is_no_key_of_the_command_line():

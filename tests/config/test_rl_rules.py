@@ -176,8 +176,8 @@ def test_no_rule_is_asked_twice():
 
 
 @pytest.mark.parametrize(("override", "reason"), [
-    ("eval_per_device_batch_size=2", "where rollout_slots says how many responses are under way"),
-    ("grain_worker_count=2", "whose prompts are read by the process that trains"),
+    ("eval_per_device_batch_size=2", "where rollout_slots is the number of responses sampled at once"),
+    ("grain_worker_count=2", "where the training process reads the prompts"),
 ])  # fmt: skip
 def test_a_key_that_rl_does_not_read_is_refused(override, reason):
     with pytest.raises(UserError) as refused:
