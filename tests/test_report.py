@@ -38,7 +38,7 @@ def test_a_run_that_is_given_twice_and_what_is_missing_are_said(runs, capsys):
     (runs[0] / "plan.json").unlink()
     assert main([str(runs[0]), f"{runs[1]}/../a"]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "1 of the directories stands for a run that is shown already",
+        "1 of the directories repeats a run",
         f"note: {runs[0]}: plan.json is missing.",
         f"wrote {runs[0]}/report.html",
     ]
@@ -72,7 +72,7 @@ def test_mistakes_are_error_lines_and_exit_code_2(runs, tmp_path, capsys):
         f"Nearest that works: {runs[0]}/report.html."
     ]
     assert errors() == [
-        "error: the following arguments are required: RUN_DIR. `maxtext-lite report --help` lists what there is."
+        "error: the following arguments are required: RUN_DIR. `maxtext-lite report --help` lists all arguments."
     ]
     (runs[0] / "report.html").mkdir()
     assert errors(runs[0]) == [
