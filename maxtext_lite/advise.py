@@ -17,7 +17,7 @@ from maxtext_lite.batching.recommendation import (
     budget_of,
     recommend,
 )
-from maxtext_lite.cli import ArgumentParser, config_arguments, real_number, run_command, whole_number
+from maxtext_lite.cli import ArgumentParser, config_arguments, machine_arguments, real_number, run_command
 from maxtext_lite.config import RLRunConfig, UserError, load_config
 
 _MOST = 1e21  # tokens or parameters
@@ -37,9 +37,7 @@ def main(argv: Sequence[str]) -> int:
         "--parameters", type=real_number, help="of the model, such as 8e9 (default: those of the config)"
     )
     parser.add_argument("--loss", type=real_number, help="target loss of the run, for Kaplan's law")
-    parser.add_argument("--devices", type=whole_number, default=1, help="devices to train on (default 1)")
-    parser.add_argument("--hosts", type=whole_number, default=1, help="hosts of the devices (default 1)")
-    parser.add_argument("--device", metavar="NAME", help="their type, such as v5e or h100, for memory and time")
+    machine_arguments(parser, "memory and time")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     arguments = parser.parse(argv)
     _check(arguments)

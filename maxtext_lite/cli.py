@@ -124,6 +124,20 @@ def config_arguments(parser: ArgumentParser) -> None:
     )
 
 
+def machine_arguments(parser: argparse.ArgumentParser, device_help: str) -> None:
+    """Adds `--devices`, `--hosts` and `--device`, a machine that need not exist."""
+    parser.add_argument("--devices", type=whole_number, default=1, help="devices of the mesh, all of them (default 1)")
+    parser.add_argument("--hosts", type=whole_number, default=1, help="hosts of the devices (default 1)")
+    parser.add_argument("--device", metavar="NAME", help=f"their type, such as v5e or h100, for {device_help}")
+
+
+def model_arguments(parser: ArgumentParser, kind: type[BaseModel], directory_help: str) -> None:
+    """Adds the directory of a model and `key=value` words for the keys of `kind`."""
+    parser.keys = kind.model_fields
+    parser.add_argument("directory", type=run_path, help=directory_help)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help=", ".join(kind.model_fields))
+
+
 _MOST_DIGITS = 400
 
 

@@ -4,7 +4,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from maxtext_lite.cli import ArgumentParser, parse_keys, run_command, run_path
+from maxtext_lite.cli import ArgumentParser, model_arguments, parse_keys, run_command
 from maxtext_lite.config import UserError
 from maxtext_lite.config.hf.model_directory import directory_config
 from maxtext_lite.generation.requests import EvaluateConfig
@@ -45,9 +45,7 @@ def main(argv: Sequence[str]) -> int:
       UserError: with every problem of the arguments, the directory or the file.
     """
     parser = ArgumentParser(prog="maxtext-lite evaluate", description=f"{__doc__} Example: {EXAMPLE}")
-    parser.keys = EvaluateConfig.model_fields
-    parser.add_argument("directory", type=run_path, help="a run directory or a Hugging Face directory")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help=", ".join(EvaluateConfig.model_fields))
+    model_arguments(parser, EvaluateConfig, "a run directory or a Hugging Face directory")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_intermixed_args(argv)
     asked = parse_evaluate_config(arguments.overrides)

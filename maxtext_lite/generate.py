@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from maxtext_lite.cli import ArgumentParser, parse_keys, run_command, run_path
+from maxtext_lite.cli import ArgumentParser, model_arguments, parse_keys, run_command
 from maxtext_lite.config import UserError
 from maxtext_lite.config.hf.model_directory import directory_config
 from maxtext_lite.generation.requests import GenerateConfig
@@ -50,13 +50,7 @@ def main(argv: Sequence[str]) -> int:
       UserError: with every problem of the arguments or the directory.
     """
     parser = ArgumentParser(prog="maxtext-lite generate", description=f"{__doc__} Example: {EXAMPLE}")
-    parser.keys = GenerateConfig.model_fields
-    parser.add_argument(
-        "directory",
-        type=run_path,
-        help="a run directory, as printed by `train`, or a Hugging Face directory",
-    )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help=", ".join(GenerateConfig.model_fields))
+    model_arguments(parser, GenerateConfig, "a run directory, as printed by `train`, or a Hugging Face directory")
     parser.add_argument("--chat", action="store_true", help="the same as chat=true")
     parser.add_argument(
         "--json",

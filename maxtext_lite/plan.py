@@ -27,6 +27,7 @@ from maxtext_lite.cli import (
     check_at_least_one,
     config_arguments,
     local_path,
+    machine_arguments,
     real_number,
     run_command,
     whole_number,
@@ -90,14 +91,12 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(prog="maxtext-lite plan", description=__doc__)
     config_arguments(parser)
-    parser.add_argument("--devices", type=whole_number, default=1, help="devices of the mesh, all of them (default 1)")
-    parser.add_argument("--hosts", type=whole_number, default=1, help="hosts of the devices (default 1)")
+    machine_arguments(parser, "platform and memory")
     parser.add_argument(
         "--examples",
         type=whole_number,
         help="training examples in the data (default: counted for num_epochs and for mixtures)",
     )
-    parser.add_argument("--device", metavar="NAME", help="their type, such as v5e or h100, for platform and memory")
     parser.add_argument(
         "--device-memory-gb", type=real_number, help="memory of a device in GB (1e9 bytes); default: that of --device"
     )

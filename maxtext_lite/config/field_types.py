@@ -34,6 +34,14 @@ def _no_number(value: object) -> str:
     return "is text, not a number." if isinstance(value, str) else "is a list or a mapping, not a number."
 
 
+def _number(value: object) -> int | float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise WrongType(_no_number(value))
+    if isinstance(value, float) and not math.isfinite(value):
+        raise WrongType("is not a finite number.")
+    return value
+
+
 def _text(*, empty_allowed: bool, also: str = "", most: int = _LONGEST_TEXT) -> Callable[[object], object]:
     def check(value: object) -> object:
         if not isinstance(value, str):
@@ -125,11 +133,8 @@ def _whole(minimum: int, special: int | None = None, *, maximum: int = _LARGEST_
     def legal(value: int) -> bool:
         return minimum <= value <= maximum or value == special
 
-    def check(value: object) -> object:
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise WrongType(_no_number(value))
-        if isinstance(value, float) and not math.isfinite(value):
-            raise WrongType("is not a finite number.")
+    def check(stated: object) -> object:
+        value = _number(stated)
         if value > maximum:
             raise WrongType(f"must be at most {maximum}.", [maximum])
         if isinstance(value, float):
@@ -160,11 +165,8 @@ def _real(
     bounds = ((minimum, "at least"), (above, "above"), (maximum, "at most"), (below, "below"))
     rule = " and ".join(f"{word} {number_text(bound)}" for bound, word in bounds if abs(bound) < _LARGEST)
 
-    def check(value: object) -> object:
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise WrongType(_no_number(value))
-        if isinstance(value, float) and not math.isfinite(value):
-            raise WrongType("is not a finite number.")
+    def check(stated: object) -> object:
+        value = _number(stated)
         if value > maximum == _LARGEST < below:
             raise WrongType(f"must be at most {number_text(_LARGEST)}.", [_LARGEST])
         if not (minimum <= value <= maximum and above < value < below):
@@ -197,14 +199,11 @@ def exact(value: object) -> Fraction:
         if int(ratio[2]) == 0:
             raise WrongType("is divided by 0.")
         return Fraction(int(ratio[1]), int(ratio[2]))
-    if isinstance(value, bool) or not isinstance(value, int | float | Fraction):
-        raise WrongType(_no_number(value))
-    if isinstance(value, float):
-        if not math.isfinite(value):
-            raise WrongType("is not a finite number.")
-        # The user wrote the shortest decimal that reads as this float, not its binary value.
-        return Fraction(repr(value))
-    return Fraction(value)
+    if isinstance(value, Fraction):
+        return value
+    number = _number(value)
+    # The user wrote the shortest decimal that reads as this float, not its binary value.
+    return Fraction(repr(number) if isinstance(number, float) else number)
 
 
 def _positive(special: int | None = None, meaning: str = "") -> Callable[[object], object]:
@@ -280,7 +279,7 @@ SeedOrMinusOne = Annotated[int, BeforeValidator(_whole(0, -1, maximum=_LARGEST_S
 """A seed, or -1: none."""
 Positive = Annotated[float, BeforeValidator(_real(above=0.0))]
 """A number from 1e-30 to 1e30."""
-AtLeastOne = Annotated[float, BeforeValidator(_real(1.0, example=1.0))]
+AtLeastOne = Annotated[float, BeforeValidator(_real(1.0))]
 """At least 1."""
 NotNegative = Annotated[float, BeforeValidator(_real(0.0))]
 """0, or a number from 1e-30 to 1e30."""

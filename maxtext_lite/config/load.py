@@ -32,7 +32,7 @@ from maxtext_lite.config.hints import key_hint, missing_model, words_meant
 from maxtext_lite.config.schema import RL_KEYS, Config, RLRunConfig, keys_of
 from maxtext_lite.config.sections import ModelConfig
 from maxtext_lite.config.source_list import is_source_list
-from maxtext_lite.config.suggest import ConfigRequest, WrongValue, suggest
+from maxtext_lite.config.suggest import ConfigRequest, suggest
 from maxtext_lite.config.yaml_text import YamlValue, parse_value
 
 _COMMAND_LINE = "command line"
@@ -73,7 +73,7 @@ class Reading:
 
     config: Config
     refusals: tuple[Refusal, ...]
-    wrong: tuple[WrongValue, ...]
+    wrong: tuple[Refusal, ...]
 
     def refused(self, refusals: Iterable[Refusal]) -> list[Refusal]:
         """All refusals; where a config.json decided a key, in terms of its fields."""
@@ -124,7 +124,7 @@ def read_config(path: str | Path | None = None, overrides: Iterable[str] = ()) -
         broken = Refusal("", f"{ROOT_FILE} or {RL_FILE} of maxtext_lite is damaged: {value_text(str(error))}.")
         raise ConfigError(str(problem) for problem in problems or [broken]) from None
     config, wrong = _validate(kind, layers, defaults)
-    wrong.extend(WrongValue(key, message, (getattr(config, key),)) for key, message in unreadable.items())
+    wrong.extend(Refusal(key, message, (getattr(config, key),)) for key, message in unreadable.items())
     origins = {key: layer.origin for layer in layers for key in layer.values}
     config = config.with_origins({key: origins[key] for key in keys_of(kind)})
     return Reading(config, tuple(problems), tuple(wrong))
@@ -295,7 +295,7 @@ def _directory_layer(layers: Sequence[Layer], problems: list[Refusal]) -> list[L
     return [Layer(origin, dict(values))]
 
 
-def _validate(kind: type[Config], layers: Sequence[Layer], defaults: Config) -> tuple[Config, list[WrongValue]]:
+def _validate(kind: type[Config], layers: Sequence[Layer], defaults: Config) -> tuple[Config, list[Refusal]]:
     """The config of the layers, with the defaults in place of wrong values, and the wrong values."""
     values = _merged(layers)
     try:
@@ -304,12 +304,12 @@ def _validate(kind: type[Config], layers: Sequence[Layer], defaults: Config) -> 
         details = {str(detail["loc"][0]): detail for detail in error.errors()}
     legal = {key: value for key, value in values.items() if key not in details}
     usual = {key: getattr(defaults, key) for key in details}
-    wrong: list[WrongValue] = []
+    wrong: list[Refusal] = []
     for key in keys_of(kind):
         if key in details:
             message, near = _wrong_type(key, details[key])
             right = [getattr(kind.model_validate({**legal, **usual, key: value}), key) for value in near]
-            wrong.append(WrongValue(key, message, tuple(right)))
+            wrong.append(Refusal(key, message, tuple(right)))
     return kind.model_validate({**legal, **usual}), wrong
 
 

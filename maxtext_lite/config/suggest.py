@@ -25,19 +25,6 @@ _LONGEST_CLAUSE = 600
 
 
 @dataclass(frozen=True)
-class WrongValue:
-    """A value that is not of its key's type; the request has the default in its place.
-
-    Attributes:
-      values: similar legal values; the default is suggested instead where they break more rules than it does.
-    """
-
-    key: str
-    message: str
-    values: tuple[object, ...]
-
-
-@dataclass(frozen=True)
 class ConfigRequest:
     """A requested config, for any machine.
 
@@ -141,17 +128,21 @@ class _Line:
     changes: list[Change]
 
 
-def suggest(request: ConfigRequest, wrong: Sequence[WrongValue]) -> list[Refusal]:
+def suggest(request: ConfigRequest, wrong: Sequence[Refusal]) -> list[Refusal]:
     """One refusal for each wrong value and each violation.
 
     The first suggestions of all refusals, applied together, break no rule; nor does any other suggestion in place of
     the first of its refusal.
+
+    Args:
+      wrong: values that are not of their keys' types, with similar legal ones; the request has the defaults in their
+        place, one of which is suggested where the legal values break more rules than it does.
     """
     lines: list[_Line] = []
     for each in wrong:
         usual: Change = {each.key: request.value(each.key)}
         num_broken = functools.partial(_num_broken, request)
-        near = sorted(({each.key: value} for value in each.values), key=num_broken)
+        near = sorted(({each.key: value} for value in each.nearest), key=num_broken)
         works = near and num_broken(near[0]) <= num_broken(usual)
         lines.append(_Line(each.key, each.message, [*near] if works else [usual]))
         request = request.changed(lines[-1].changes[0])

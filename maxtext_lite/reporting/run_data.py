@@ -3,10 +3,10 @@
 import datetime
 import json
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from maxtext_lite.batching import count_parameters
 from maxtext_lite.config import ConfigError, UserError, load_config
@@ -34,6 +34,7 @@ _TIMELINE_STEPS = 3
 _MOST_STEPS = 8  # that a note names
 _LARGEST = 1e300  # sums of larger values overflow, and no metric of a live run is as large
 
+Content = TypeVar("Content")
 Column = Sequence[float | None]
 """A metric over the steps; None where it has no value."""
 Phase = tuple[str, int, float, float]
@@ -172,20 +173,30 @@ def _read_run(directory: Path, label: str) -> Run:
 
 def _read_object(path: Path, notes: list[str], *, optional: bool = False) -> dict[str, Any]:
     """The JSON object of a file; an optional one is missing in older runs."""
-    try:
-        value: object = json.loads(path.read_text(encoding="utf-8"))
-        shown: object = with_numbers(value, _LARGEST)
-    except FileNotFoundError:
-        notes += [] if optional else [f"{path.name} is missing."]
+    if optional and not path.is_file():
         return {}
-    except (OSError, ValueError, RecursionError) as error:
-        notes.append(f"{path.name} cannot be read: {error}.")
-        return {}
+
+    def parse(text: str) -> tuple[object, object]:
+        value: object = json.loads(text)
+        return value, with_numbers(value, _LARGEST)
+
+    value, shown = _parsed(path, notes, parse, ({}, {}))
     if not isinstance(value, dict):
         notes.append(f"{path.name} is not a JSON object.")
     elif shown != value:
         notes.append(f"{path.name} has numbers beyond any that a run writes; they are left out.")
     return as_object(shown)
+
+
+def _parsed(path: Path, notes: list[str], parse: Callable[[str], Content], empty: Content) -> Content:
+    """The content of a file; where it cannot be read, `empty` and a note."""
+    try:
+        return parse(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        notes.append(f"{path.name} is missing.")
+    except (OSError, ValueError, RecursionError) as error:
+        notes.append(f"{path.name} cannot be read: {error}.")
+    return empty
 
 
 def _number(value: object) -> float | None:
@@ -268,15 +279,7 @@ def _records(path: Path, notes: list[str]) -> Iterator[Record]:
 
 def _read_settings(path: Path, notes: list[str]) -> dict[str, Setting]:
     """Every key of config.yml, in its order, compared with configs/base.yml."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        entries = parse_mapping(text)
-    except FileNotFoundError:
-        notes.append(f"{path.name} is missing.")
-        return {}
-    except (OSError, ValueError) as error:
-        notes.append(f"{path.name} cannot be read: {error}.")
-        return {}
+    text, entries = _parsed(path, notes, lambda text: (text, parse_mapping(text)), ("", []))
     base_text = (packaged_directory("configs") / "base.yml").read_text(encoding="utf-8")
     base = {key: full_text(entry.value) for key, entry in parse_mapping(base_text)}
     # The origin of a value is the comment that ends its line.
