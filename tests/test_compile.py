@@ -56,7 +56,7 @@ def test_json_of_a_described_machine_without_data_or_a_run_directory(capsys, tmp
     assert printed["sent_bytes"] == sum(row["sent_bytes"] for row in printed["collectives"])
     flops = printed["flops"]
     assert flops["model_per_device_and_step"] == flops["model_per_step"] / 4
-    # Beside the model's there are only the scores, which are computed again in the backward pass.
+    # Besides the model's there are only the scores, recomputed in the backward pass.
     assert 1 < flops["matmuls_per_device_by_dtype"]["f32"] / flops["model_per_device_and_step"] < 1.5
     assert printed["kernels"] == []
     assert printed["attention_kernel"] == {"name": "dot_product", "passed_over": {}, "assumed": ""}
@@ -68,7 +68,7 @@ def test_json_of_a_described_machine_without_data_or_a_run_directory(capsys, tmp
     assert all(array["type"].startswith(("f32[", "s32[")) and array["made_by"] for array in printed["largest_arrays"])
     assert printed["memory_traffic_bytes"] > memory["arguments"]
     assert printed["compiler"] == {"cycles": None, "seconds": None}
-    assert set(printed["roofline"].values()) == {None}  # of a CPU no figures are known
+    assert set(printed["roofline"].values()) == {None}  # a CPU's figures are unknown
     assert printed["versions"]["jax"] == jax.__version__
     assert list(tmp_path.iterdir()) == []
 

@@ -1,4 +1,4 @@
-"""What lm-evaluation-harness is answered: the same as `evaluate` and `generate` say."""
+"""The results for lm-evaluation-harness equal those of `evaluate` and `generate`."""
 
 import json
 import math

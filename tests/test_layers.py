@@ -6,7 +6,7 @@ import sys
 
 from tests.source_tree import REPOSITORY, Module, imports, modules
 
-COMMANDS = ""  # the modules beside the packages
+COMMANDS = ""  # the modules next to the packages
 LAYERS = {
     "process": -1,  # imported before everything else
     "config": 0,

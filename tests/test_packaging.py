@@ -1,4 +1,4 @@
-"""The wheel holds what the commands need, the lock fits the ranges, and no file names the machine it was written on."""
+"""The wheel has what the commands need, the lock fits the ranges, and no file names the machine it was written on."""
 
 import gzip
 import hashlib
@@ -165,7 +165,7 @@ def test_every_package_that_is_imported_is_declared():
 
 
 def tracked_files() -> list[Path]:
-    """What a commit holds or would hold: tracked files and new ones that git does not ignore."""
+    """The files of a commit: tracked ones, and new ones that git does not ignore."""
     result = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
         cwd=REPOSITORY,
@@ -211,7 +211,7 @@ def test_the_shipped_files_are_those_that_the_text_describes():
 
 
 def test_the_shipped_sums_are_a_careless_pupils_beside_right_answers():
-    """No problem is there twice, so that none that is held out is trained on."""
+    """No problem occurs twice, so no held-out problem is trained on."""
     with gzip.open(PACKAGE / "assets" / "arithmetic.jsonl.gz", "rt", encoding="utf-8") as file:
         lines = [json.loads(line) for line in file]
     assert len({line["prompt"] for line in lines}) == len(lines) == 9000

@@ -87,7 +87,7 @@ def test_mistakes_are_error_lines_and_exit_code_2(argv, errors, capsys):
 
 
 def outcome(argv, capsys):
-    """The exit code, after a look at what is said: nothing, or error lines of bounded length."""
+    """The exit code, after a check of stderr: empty, or error lines of bounded length."""
     code = run_command(main, argv)
     said = capsys.readouterr()
     lines = said.err.splitlines()
@@ -103,7 +103,7 @@ def outcome(argv, capsys):
 def test_every_key_takes_every_value_or_says_in_one_line_why_not(capsys):
     for number, key in enumerate((*KEYS, *RL_KEYS)):
         file = [RL_FILE] if key in RL_KEYS else []
-        for step in (0, 17, 29):  # each key has others of the values
+        for step in (0, 17, 29):  # each key gets other values
             outcome([*file, f"{key}={EXTREME[(7 * number + step) % len(EXTREME)]}"], capsys)
 
 
@@ -137,7 +137,7 @@ def test_random_configs_plan_or_are_refused_in_lines(capsys):
      "ici_fsdp_parallelism=64", "ici_data_parallelism=-1"],
 ])  # fmt: skip
 def test_no_value_makes_planning_take_long(argv, capsys):
-    # What was in proportion to a value, as a search number by number, would take hours here.
+    # Work in proportion to a value, such as a search number by number, would take hours here.
     outcome(argv, capsys)
 
 
@@ -176,7 +176,7 @@ def test_it_imports_no_jax_and_answers_at_once():
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=os.environ, check=False)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 0, done.stderr
-    # Processor time: what the clock says depends on who else is at work.
+    # Processor time: wall time depends on the other processes.
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
 
 
@@ -195,7 +195,7 @@ def test_examples_are_those_of_the_data_unless_they_are_given(tmp_path, capsys):
 
 
 def test_a_mixture_is_shown_and_a_source_that_would_pass_its_max_epochs_refused(tmp_path, capsys):
-    """Rows of 15 bytes, one for each of 11 and 5 lines: halves of 40 examples take 20 of each, b's 4 times."""
+    """Rows of 15 bytes, one per line, 11 and 5 lines: 40 examples take 20 from each source, so b's 4 times."""
     for name, lines in (("a", 11), ("b", 5)):
         (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"text": "{name * 15}"}}\n' for _ in range(lines)))
     keys = ["packing=false", "max_target_length=16", "eval_interval=-1", "eval_fraction=0", "per_device_batch_size=4",
@@ -215,7 +215,7 @@ def test_a_mixture_is_shown_and_a_source_that_would_pass_its_max_epochs_refused(
     assert main([*keys, listed(tmp_path, 3), "mixture_exhausted=stop", "--json"]) == 0
     stopped = json.loads(capsys.readouterr().out)["mixture"]
     assert sum(row["rows"] for row in stopped) == 28
-    # The data need not be there where their number is stated.
+    # The data need not exist where the number of examples is stated.
     assert main([*keys, listed("nowhere", 3), "--examples", "16"]) == 0
 
 

@@ -1,4 +1,4 @@
-"""The command: from texts to a dataset that a run reads, in one go, in shares or a second time; and a look at it."""
+"""The command: from texts to a dataset for runs, at once, in shares or a second time; and its inspection."""
 
 import json
 import pickle
@@ -48,17 +48,17 @@ def test_a_share_says_that_others_are_missing(words, tmp_path, capsys):
 
 
 def test_a_pipeline_of_datatrove_makes_the_same_bytes(tmp_path, monkeypatch, capsys):
-    """Its executors call a copy of each step with the documents of the one before, the rank and the world size."""
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")  # which a share sets for the rest of its process
+    """Its executors call a copy of each step with the documents of the previous step, the rank and the world size."""
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")  # which a share sets for its whole process
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": "abc " * 70_000}) + "\n" for _ in range(12)))
     words = [f"input={tmp_path / 'a.jsonl'}", "task_megabytes=1"]
     assert main([*words, f"output={tmp_path / 'own'}", "num_workers=1"]) == 0
     step = pickle.loads(pickle.dumps(PrepareStep(*words, f"output={tmp_path / 'step'}")))
-    for rank in (4, 0, 2, 1, 3):  # of 4 tasks: one share has none
+    for rank in (4, 0, 2, 1, 3):  # 4 tasks: one share has none
         assert not (tmp_path / "step" / "manifest.json").exists()
         assert step(None, rank, 5) is None
     own, ours = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("own", "step"))
-    assert len(own) == 6  # a task without a line makes no shard
+    assert len(own) == 6  # a task without lines writes no shard
     assert ours == own
     with pytest.raises(UserError, match="PrepareStep is the first step of a pipeline"):
         step(iter([]), 0, 1)

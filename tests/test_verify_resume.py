@@ -16,7 +16,7 @@ SIZES = ["base_emb_dim=16", "base_mlp_dim=32", "base_num_decoder_layers=1", "bas
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A run of four steps, the same stopped after two and continued, and one that reads its rows in another order."""
+    """A run of four steps, the same run stopped after two and resumed, and one with its rows in another order."""
     directory = tmp_path_factory.mktemp("runs")
 
     def ran(name, *words):

@@ -12,7 +12,7 @@ from maxtext_lite.batching.rl import RLBatch, rl_batch
 from maxtext_lite.batching.sizes import Sizes, work_out
 from maxtext_lite.batching.topology import MESH_KEYS, Topology, mesh_key, topology_violations
 from maxtext_lite.config import Config, Refusal, RLRunConfig
-from maxtext_lite.config.load import OF_NO_USE_IN_RL, defaults_of
+from maxtext_lite.config.load import UNUSED_IN_RL, defaults_of
 from maxtext_lite.config.suggest import ConfigRequest, suggest
 from maxtext_lite.config.violation import Change, Violation, divisors, divisors_of
 
@@ -61,7 +61,7 @@ class PlanRequest(ConfigRequest):
     def changed(self, change: Change) -> Self:
         """The same with new values of some keys, num_devices and num_hosts among them."""
         machine = cast("Mapping[str, int]", {key: change[key] for key in _MACHINE if key in change})
-        unused = {*machine, *(OF_NO_USE_IN_RL if isinstance(self.config, RLRunConfig) else ())}
+        unused = {*machine, *(UNUSED_IN_RL if isinstance(self.config, RLRunConfig) else ())}
         keys = {key: value for key, value in change.items() if key not in unused}
         devices, hosts = (machine.get(key, getattr(self.topology, key)) for key in _MACHINE)
         topology = replace(self.topology, num_devices=devices, num_hosts=hosts)

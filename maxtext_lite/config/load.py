@@ -39,7 +39,7 @@ _COMMAND_LINE = "command line"
 _PER_DEVICE, _ACCUMULATION = "per_device_batch_size", "gradient_accumulation_steps"
 _MOST_HINTS = 20
 _ITS_BATCH = "where batch_size, num_generations and micro_batch_size determine the batch"
-OF_NO_USE_IN_RL = {
+UNUSED_IN_RL = {
     "per_device_batch_size": _ITS_BATCH,
     "gradient_accumulation_steps": _ITS_BATCH,
     "global_batch_size": _ITS_BATCH,
@@ -152,10 +152,10 @@ def _refuse_training_batch(layers: Sequence[Layer], problems: list[Refusal]) -> 
     """Refuses values other than those of base.yml for keys that RL does not use."""
     root, *others = layers
     for layer in others:
-        for key in OF_NO_USE_IN_RL:
+        for key in UNUSED_IN_RL:
             if key in layer.values and key in root.values and layer.values[key] != root.values[key]:
                 value = value_text(layer.values.pop(key))
-                reason = f"has no effect in RL, {OF_NO_USE_IN_RL[key]}. Remove it."
+                reason = f"has no effect in RL, {UNUSED_IN_RL[key]}. Remove it."
                 _refuse(problems, f"{key}={value} ({layer.origin}) {reason}")
 
 
@@ -278,7 +278,7 @@ def _refuse_stale_architecture(naming: Sequence[Layer], root: Layer, model: Laye
                     problems,
                     f"{key}={value_text(stale)} in {layer.origin} belongs to model_name={value_text(other)} there, "
                     f"but model_name={value_text(name)} ({winner.origin}) has {value_text(new)}. Remove it there, or "
-                    f"say {key}= ({winner.origin}) which is meant.",
+                    f"state {key}= ({winner.origin}).",
                 )
 
 

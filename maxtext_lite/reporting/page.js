@@ -1,5 +1,5 @@
 "use strict";
-// Draws the charts again over what is asked for: another x-axis, a zoom, smoothing, fewer runs; and reads values out.
+// Redraws the charts with another x-axis, zoom, smoothing or fewer runs, and shows the values under the pointer.
 (() => {
   const { frame, grids, charts, marks } = JSON.parse(document.getElementById("data").textContent);
   const { width, left, right, top, bottom } = frame;
@@ -10,8 +10,8 @@
   const hidden = new Set(); // runs
   let axis = "step";
   let zoom = null; // the ends of the x-axis
-  let at = null; // where it is read out
-  let dragged = null; // where a drag began
+  let at = null; // the position of the readout
+  let dragged = null; // the start of a drag
   const places = (line) => grids[line.grid][axis];
   const shown = (chart) => chart.lines.filter((line) => !hidden.has(line.run) && places(line));
   const tiny = (value) => (value && Math.abs(value) < 1e-4 ? Number(value.toPrecision(4)).toExponential() : null);
@@ -44,7 +44,7 @@
     if (low === high) return scale(low - 1, high + 1, left, right);
     return scale(!zoom && low < 0.2 * high ? 0 : low, high, left, right);
   };
-  // Over what is in sight; the wild end of an interval leaves the chart, lest it flattens the line.
+  // Covers the visible values; the far end of an interval may leave the chart, or it would flatten the line.
   const yScale = (chart, x) => {
     const values = shown(chart).flatMap((line) => {
       const inside = (value, i) => value !== null && places(line)[i] >= x.low && places(line)[i] <= x.high;
@@ -59,7 +59,7 @@
     return scale(chart.zero && low >= 0 && !zoom ? 0 : low - room, high + room, bottom, top, false);
   };
 
-  // The exponential moving average, divided by the sum of its weights: without that it would begin at 0.
+  // The exponential moving average, divided by the sum of its weights, without which it would start at 0.
   const smooth = (values, weight) => {
     let [sum, total] = [0, 0];
     return values.map((value) => {
@@ -69,7 +69,7 @@
     });
   };
   const smoothed = (line) => (line.noisy && slider.value > 0 ? smooth(line.mean, Number(slider.value)) : null);
-  // The stretches of indices over which nothing is missing.
+  // The ranges of indices without missing values.
   const stretches = (...columns) => {
     const found = [[]];
     columns[0].forEach((_, i) => {
@@ -105,7 +105,7 @@
     reset.hidden = !zoom;
     charts.forEach((chart, number) => {
       const y = yScale(chart, x);
-      // Numbers and words of this program only; names of runs are set as text everywhere.
+      // Only numbers and words of this program; names of runs are always set as text.
       svgs[number].innerHTML = [
         ...ticks(y).map((tick) => `<path class="rule" d="M${left},${y.pixel(tick)}H${right}"/>`
           + `<text class="y" x="${left - 14}" y="${y.pixel(tick) + 8}">${short(tick)}</text>`),
@@ -119,7 +119,7 @@
     });
   };
 
-  // The read-out: what every line has nearest to a place on the x-axis.
+  // The readout: the values of every line nearest to a position on the x-axis.
   const nearest = (line, value, x) => {
     const distances = places(line).map((each) => (each === null ? Infinity : Math.abs(each - value)));
     const best = distances.indexOf(Math.min(...distances));
@@ -175,7 +175,7 @@
     const pixel = Math.min(Math.max(((event.clientX - box.left) / box.width) * width, left), right);
     return x.low + ((pixel - left) / (right - left)) * (x.high - x.low);
   };
-  // The ends of a drag, which it shows; null for one that is hardly one.
+  // Shows a drag and returns its ends; null for a tiny one.
   const select = (svg, to) => {
     const ends = [dragged, to].sort((a, b) => a - b);
     const [start, end] = ends.map(xScale().pixel);

@@ -1,4 +1,4 @@
-"""Which weights adapters may stand beside, and what is refused."""
+"""Which weights may have adapters, and what is refused."""
 
 import pytest
 

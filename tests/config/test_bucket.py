@@ -1,4 +1,4 @@
-"""Which paths are in buckets, and what is said where what reads them is not installed."""
+"""Which paths are in buckets, and the message where the library for them is not installed."""
 
 import importlib.util
 from pathlib import Path

@@ -108,7 +108,7 @@ def test_what_cannot_be_written_is_named_with_the_reason(tmp_path):
     with pytest.raises(UserError, match=r"file/inside cannot be written: Not a directory\.$"), writing(tmp_path):
         (tmp_path / "file" / "inside").write_text("x")
     with pytest.raises(UserError, match=r"^run cannot be written: No space left on device\.$"), writing("run"):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as of a file that is open already
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as for a file that is open already
     with pytest.raises(UserError, match=r"^to cannot be written: Input/output error\.$"), writing("run"):
         raise OSError(errno.EIO, os.strerror(errno.EIO), "from", None, "to")
 

@@ -1,4 +1,4 @@
-"""The kernel that experts' matmuls get on each platform, and how tokens come to their devices."""
+"""The kernel of experts' matmuls on each platform, and the exchange of tokens between devices."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from maxtext_lite.config.kernels import Accelerator
     (Accelerator("tpu", tokamax="0.0.17"), "bfloat16", "megablox"),
     (Accelerator("gpu", "9.0", "0.0.17"), "bfloat16", "tokamax"),
     (Accelerator("gpu", "9.0", "0.0.12"), "float16", "tokamax"),
-    (Accelerator("gpu", "9.0", "0.0.13"), "float16", "blocks"),  # a version that nobody has looked at
+    (Accelerator("gpu", "9.0", "0.0.13"), "float16", "blocks"),  # an untested version
     (Accelerator("gpu", "8.0", "0.0.17"), "float16", "blocks"),
     (Accelerator("gpu", "10.0", "0.0.17"), "bfloat16", "blocks"),
     (Accelerator("gpu", "9.0", "0.0.17"), "float32", "blocks"),
@@ -22,7 +22,7 @@ def test_each_platform_has_its_kernel(accelerator, dtype, kernel):
 
 
 def _by_bytes(axis, chosen, element_bytes, num_tokens=4096, num_experts=64):
-    """Rows of an even share and a quarter, in whole tiles, if both ways are fewer bytes than tokens and their sums."""
+    """Five quarters of an even share, in whole tiles, if both ways take fewer bytes than tokens and their sums."""
     rows = min(-(-5 * num_tokens * chosen // (4 * axis) // 128) * 128, num_tokens * min(chosen, num_experts // axis))
     exchanged = 2 * (axis - 1) * rows * element_bytes
     gathered = (axis - 1) * num_tokens * (element_bytes + 4)

@@ -1,4 +1,4 @@
-"""Files that are no configs, and which of two files of one name is meant."""
+"""Files that are not configs, and which of two files with the same name is used."""
 
 import re
 from pathlib import Path
@@ -63,7 +63,7 @@ def test_a_file_of_a_shipped_name_is_the_users_own(here):
     assert load_config("post_train/rl.yml").steps == 7
     own.write_text("base: base.yml\nsteps: 7\n")
     assert load_config("post_train/rl.yml").steps == 7
-    own.write_text("base: post_train/rl.yml\nsteps: 7\n")  # that of maxtext_lite: there is none beside it
+    own.write_text("base: post_train/rl.yml\nsteps: 7\n")  # the shipped file: there is none beside it
     assert isinstance(load_config("post_train/rl.yml"), RLRunConfig)
     Path("base.yml").write_text("base: base.yml\nseed: 3\n")
     assert (load_config("base.yml").seed, load_config("base.yml").origins["steps"]) == (3, "base.yml")

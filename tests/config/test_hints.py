@@ -1,4 +1,4 @@
-"""What the user may have meant is said, and what nobody can have meant is not guessed."""
+"""Hints name what the user may have meant, and nothing else."""
 
 import pytest
 

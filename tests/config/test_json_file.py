@@ -1,4 +1,4 @@
-"""What others write as JSON, and what stands where a file is expected: read, or refused in one line."""
+"""JSON from other programs, and anything in the place of a file: read, or refused in one line."""
 
 import json
 import os

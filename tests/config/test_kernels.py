@@ -1,4 +1,4 @@
-"""The attention kernel that a config gets on each kind of device, and what kept it from a better one."""
+"""The attention kernel of a config on each kind of device, and why it is none of the better ones."""
 
 import importlib.util
 from pathlib import Path
@@ -42,11 +42,11 @@ SHIPPED = sorted(path.stem for path in (Path(__file__).parents[2] / "configs" / 
     ([BFLOAT16], A100, 1, "pallas_mha"),
     ([BFLOAT16], BARE, 1, "pallas_mha"),
     ([BFLOAT16, "max_target_length=101"], A100, 1, "pallas_mha"),
-    ([BFLOAT16], Accelerator("gpu", "9.0", "0.0.13"), 1, "pallas_mha"),  # a version that nobody has looked at
+    ([BFLOAT16], Accelerator("gpu", "9.0", "0.0.13"), 1, "pallas_mha"),  # an untested version
     ([BFLOAT16], Accelerator("gpu", "7.5"), 1, "dot_product"),
     ([BFLOAT16], Accelerator("gpu", "gfx942"), 1, "dot_product"),  # AMD's
     ([BFLOAT16, "packing=false"], A100, 1, "cudnn_flash"),
-    ([BFLOAT16, "dataset_type=synthetic"], BARE, 1, "cudnn_flash"),  # rows of one document, whatever packing says
+    ([BFLOAT16, "dataset_type=synthetic"], BARE, 1, "cudnn_flash"),  # rows of one document, even with packing
     ([BFLOAT16, "packing=false", *WINDOW], BARE, 1, "cudnn_flash"),
     ([BFLOAT16, *WINDOW], BARE, 1, "dot_product"),
     ([BFLOAT16, "layer_pattern=local", "sliding_window_size=256"], BARE, 1, "pallas_mha"),  # it reaches every key
@@ -186,7 +186,7 @@ def test_what_is_installed_is_found_without_importing_it(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr("importlib.metadata.version", lambda name: f"{name} 7")
     assert installed_tokamax() == Accelerator.of("gpu").tokamax == "tokamax 7"
-    assert Accelerator.planned("gpu").tokamax == TOKAMAX_VERSIONS[-1]  # of another machine, where an extra brings it
+    assert Accelerator.planned("gpu").tokamax == TOKAMAX_VERSIONS[-1]  # for another machine, where an extra installs it
     assert Accelerator.of(BARE) is Accelerator.planned(BARE) is BARE
 
 

@@ -1,4 +1,4 @@
-"""Keys that hold a mapping: what they take, what they say, and that they come back from files as they were."""
+"""Keys whose value is a mapping: legal values, messages, and round trips through files."""
 
 import pickle
 

@@ -1,4 +1,4 @@
-"""Rules of the architecture: what is refused, and that what is named instead works."""
+"""Rules of the architecture: what is refused, and that the suggestions work."""
 
 import pytest
 

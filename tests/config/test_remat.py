@@ -1,4 +1,4 @@
-"""What a policy keeps, by name."""
+"""The tensors that each policy keeps."""
 
 import pytest
 

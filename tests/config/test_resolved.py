@@ -28,7 +28,7 @@ texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    # What `exact` takes: a ratio of two numbers of at most 18 digits, or what a float writes down.
+    # What `exact` accepts: a ratio of two numbers of at most 18 digits, or the decimal of a float.
     per_device=st.fractions(min_value="1/1000", max_value=1000, max_denominator=10**15)
     | st.floats(1e-12, 1e12).map(exact),
     rate=st.just(0.0) | st.floats(1e-30, 1e30),
@@ -46,7 +46,7 @@ def test_config_yml_loads_to_an_equal_config(tmp_path, per_device, rate, name, p
     again = load_config(tmp_path / "config.yml")
     assert again == config
     assert set(again.origins.values()) == {str(tmp_path / "config.yml")}
-    # Any YAML reader can read it, too.
+    # Other YAML readers can read it too.
     assert set(yaml.safe_load((tmp_path / "config.yml").read_text(encoding="utf-8"))) == set(KEYS)
 
 

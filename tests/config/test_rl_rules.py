@@ -1,4 +1,4 @@
-"""What contradicts itself in a config of reinforcement learning, and that what the refusal names works."""
+"""Contradictions in a config of reinforcement learning, and that the suggestions work."""
 
 import pytest
 

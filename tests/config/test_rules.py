@@ -99,7 +99,7 @@ def test_a_length_is_stated_once():
         load_config(None, ["steps=30", "num_epochs=1.5"])
     assert refused.value.problems == (
         "steps=30 contradicts num_epochs=1.5, from which steps follows. Nearest that works: -1.",)  # fmt: skip
-    for steps in ("steps=-1", "steps=250"):  # the default states nothing beside num_epochs
+    for steps in ("steps=-1", "steps=250"):  # beside num_epochs the default does not count
         assert load_config(None, [steps, "num_epochs=1.5", "warmup_steps=300", "last_batch=train"]).num_epochs == 1.5
     with pytest.raises(UserError, match=r"nothing states the length of the run\. Nearest that works: 300\.$"):
         load_config(None, ["steps=-1", "warmup_steps=300"])
@@ -119,7 +119,7 @@ def test_a_value_of_the_wrong_kind_is_answered_with_one_that_suits_the_others():
 
 
 def test_a_rule_on_a_value_of_the_wrong_kind_is_tried_with_the_one_that_is_named():
-    """Otherwise whoever follows the first message would meet the second only then."""
+    """Otherwise the second message would appear only after the first was followed."""
     with pytest.raises(UserError) as refused:
         load_config(None, ["base_num_query_heads=true", "base_num_kv_heads=3"])
     assert refused.value.problems == (

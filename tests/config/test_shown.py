@@ -1,4 +1,4 @@
-"""The keys on what a run shows: every way to write them, and what is refused."""
+"""The keys about profiles and trackers: every way to write them, and what is refused."""
 
 import importlib.util
 

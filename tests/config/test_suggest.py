@@ -1,4 +1,4 @@
-"""What finds values that work, on a request of three numbers."""
+"""Suggestions of values that work, for a request of three numbers."""
 
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -13,7 +13,7 @@ BASE = load_config()
 
 @dataclass(frozen=True)
 class Numbers:
-    """Right where b is a multiple of a and c is above b."""
+    """A request that is legal where b is a multiple of a and c is above b."""
 
     a: int = 2
     b: int = 4
@@ -67,7 +67,7 @@ def test_a_change_that_breaks_another_rule_is_not_named():
 
 
 def test_lines_agree_with_each_other():
-    # b=8 in place of b=6 would need another c than the one that the second line names.
+    # b=8 instead of b=6 would need another c than the one in the second line.
     assert said(Numbers(b=7, c=7)) == ["b=7 is no multiple. Nearest that works: 6.",
                                        "c=7 is not above. Nearest that works: b=6."]  # fmt: skip
     assert said(Numbers(a=4, b=7, c=1)) == ["b=7 is no multiple. Nearest that works: 4.",
@@ -106,7 +106,7 @@ def test_only_values_of_a_keys_type_are_allowed():
     assert not request().allows({"steps": 0})
     assert not request().allows({"optimizer": "adam"})
     assert request().allows({"num_epochs": Fraction(7, 3)})
-    assert not request().allows({"num_epochs": Fraction(10**18 + 1, 10**18 + 3)})  # no ratio that a config may hold
+    assert not request().allows({"num_epochs": Fraction(10**18 + 1, 10**18 + 3)})  # not a ratio that a config may have
 
 
 def test_the_keys_of_a_rule_are_those_that_its_message_names():

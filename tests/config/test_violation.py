@@ -49,7 +49,7 @@ def test_multiples_are_positive_and_leave_the_value_out():
     below, above = sides(multiples("k", 2, 4))
     assert (below[0], above[0]) == ({"k": 2}, {"k": 6})
     assert sides(multiples("k", 5, 2))[0] == []
-    assert sides(multiples("k", 3, 10**18, offset=1))[1][0] == {"k": 10**18 + 3}  # of floats it would be another
+    assert sides(multiples("k", 3, 10**18, offset=1))[1][0] == {"k": 10**18 + 3}  # floats would give another number
 
 
 def test_a_violation_is_the_same_for_another_value():

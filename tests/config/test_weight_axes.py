@@ -1,4 +1,4 @@
-"""What logical axes say of a weight, by hand."""
+"""What logical axes imply about a weight, by hand."""
 
 import pytest
 

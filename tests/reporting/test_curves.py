@@ -94,7 +94,7 @@ def test_a_long_run_is_downsampled_to_500_buckets_that_keep_a_spike(tmp_path):
     board = board_of(tmp_path, lines)
     (loss,) = chart(board, "Loss")["lines"]
     assert len(loss["mean"]) == 500
-    # Four steps a bucket; step 777 is row 776, in bucket 194: steps 777 to 780, which its second step stands for.
+    # Four steps per bucket; step 777 is row 776, in bucket 194: steps 777 to 780, represented by the second step.
     assert loss["high"][194] == 50.0
     assert loss["mean"][194] == (50 + 3 * 2) / 4
     assert [board["grids"][0][name][194] for name in ("first", "step", "last")] == [777, 778, 780]
@@ -225,7 +225,7 @@ def board(tmp_path):
 
 
 def drawn(svg):
-    """For each line of a chart, its stretches of points."""
+    """The stretches of points of each line in a chart."""
     return [
         [
             [(float(x), float(y)) for x, y in re.findall(r"(-?[\d.]+),(-?[\d.]+)", part)]

@@ -1,4 +1,4 @@
-"""Where the time of a run went, by hand."""
+"""How a run spent its time, by hand."""
 
 import dataclasses
 

@@ -17,7 +17,7 @@ VOID = {"meta", "link", "input", "br"}
 
 
 class Page(HTMLParser):
-    """A page as a browser sees it: elements, texts, and that every one that opens also closes."""
+    """A page as parsed by a browser: elements and texts, with a check that every element is closed."""
 
     def __init__(self, text):
         super().__init__()
@@ -172,11 +172,11 @@ def test_several_runs_lie_over_each_other_and_are_compared(tmp_path):
     assert rows["seed"] == ["0", "5"]
     assert rows["global_batch_to_train"] == ["16", "4"]
     assert rows["learning_rate"] == ["0.01", "0.02"]
-    # A click hides a run, for whom the script counts from 0.
+    # A click hides a run; the script numbers runs from 0.
     buttons = [button for button in page.attributes("button") if "data-run" in button]
     assert [(button["data-run"], button["aria-pressed"]) for button in buttons] == [("0", "true"), ("1", "true")]
     assert [line["run"] for line in charts[0]["lines"]] == [0, 0, 1, 1]
-    # Rows that differ stand out, and in the config they come first.
+    # Differing rows are highlighted, and in the config they come first.
     differing = {row[0] for row, attributes in zip(page.rows, page.attributes("tr"), strict=True) if attributes}
     assert {"seed", "learning_rate", "per_device_batch_size", "global_batch_to_train"} <= differing
     assert not {"dataset_path", "gradient_accumulation_steps", "num_devices"} & differing
@@ -214,7 +214,7 @@ def test_data_are_a_row_for_each_source_and_a_histogram_of_all(tmp_path):
 
 def test_the_plan_shows_the_stages_of_a_ramp(tmp_path):
     page = page_of(write_run(tmp_path / "r", run_lines(), list(RAMP)))
-    # The seeds' example: 15 / 3 = 5 samples a stage: 5 steps of 1, 3 of 2, 2 of 3, then 4.
+    # The seeds' example: 15 / 3 = 5 samples per stage: 5 steps of 1, 3 of 2, 2 of 3, then 4.
     assert "3 increments of 5 examples, 10 steps in all." in page.text
     found = [row for row in page.rows if len(row) == 7]
     assert found == [
@@ -275,7 +275,7 @@ RL_METRICS = (
 
 @pytest.mark.parametrize(("num_runs", "metrics"), [(1, ()), (8, ()), (1, RL_METRICS), (3, RL_METRICS)])
 def test_a_page_of_long_runs_is_below_300_kb(tmp_path, num_runs, metrics):
-    # Random numbers, of which no band is left out. The page does not grow with the steps beyond some hundred.
+    # Random numbers, so that every band is drawn. Beyond some hundred steps the page does not grow.
     lines = long_lines(2500, **dict.fromkeys(metrics, random.Random(1).random))
     directories = [
         write_run(tmp_path / str(number), lines, [f"seed={number}", f"steps={number + 1}", "warmup_steps=1"])
@@ -303,7 +303,11 @@ def test_the_style_knows_every_class_and_the_data_every_name_that_the_script_rea
     directory = write_run(tmp_path / "r", run_lines(), list(RAMP))
     data = json.loads(page_of(directory).data)
     assert {*re.findall(r"\bchart\.(\w+)", SCRIPT)} <= {*data["charts"][0]}
-    read = {*re.findall(r"\bline\.(\w+)", SCRIPT)} - {"low", "high", "interval"}  # of long runs, and of the noise scale
+    read = {*re.findall(r"\bline\.(\w+)", SCRIPT)} - {
+        "low",
+        "high",
+        "interval",
+    }  # for long runs and for the noise scale
     assert read <= {*data["charts"][0]["lines"][0]}
     assert {*re.findall(r"\bmark\.(\w+)", SCRIPT)} - {"size"} <= {*data["marks"][0]}
     for name in ("raw", "band", "dots", "rule", "cursor", "selected", "swatch", "stage"):

@@ -1,4 +1,4 @@
-"""The timetable's pictures hold every piece of work, and say what waits."""
+"""The pictures of a timetable show every piece of work, and the idle ticks."""
 
 import re
 from xml.etree import ElementTree
@@ -46,7 +46,7 @@ def test_the_svg_is_as_wide_as_its_sentences_and_says_what_it_leaves_out():
     for shape, meaning in ((ONCE, ", colors are micro-batches"), (TWICE, ", colors are rounds")):
         picture = pipeline_svg(shape, "gpipe")
         width = float(ElementTree.fromstring(picture).attrib["width"])
-        assert width > 8 + 0.5 * 13 * len(heading(shape, "gpipe"))  # half an em a character
+        assert width > 8 + 0.5 * 13 * len(heading(shape, "gpipe"))  # half an em per character
         assert meaning + "<" in picture
     long = pipeline_svg(PipelineShape(4, 32, 1, 4), "1f1b")
     assert ", 38 ticks more to the right<" in long  # 4 x 32 + 2 x 3 ticks, of which 96 are shown
@@ -54,7 +54,7 @@ def test_the_svg_is_as_wide_as_its_sentences_and_says_what_it_leaves_out():
 
 
 def test_numbers_can_be_read_on_every_color():
-    """Contrasts of WCAG 2, worked out here: at least 4.5 to 1."""
+    """Contrasts by the formula of WCAG 2: at least 4.5 to 1."""
 
     def luminance(color):
         parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]

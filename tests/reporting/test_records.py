@@ -1,4 +1,4 @@
-"""Lines of JSON are read one by one: what cannot be read costs no other line, and is told."""
+"""Lines of JSON are read one by one: an unreadable line is noted and does not affect the others."""
 
 import json
 

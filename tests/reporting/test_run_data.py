@@ -168,7 +168,7 @@ def test_a_run_of_reinforcement_learning_has_accuracies_from_step_0_and_a_timeli
     lines = [{"step": 0, "eval_accuracy": 0.25, "eval_reward": 0.5}, step_line(1, reward=0.75)]
     directory = write_metrics(tmp_path / "rl", [*lines, {"step": 1, "eval_accuracy": 0.5, "eval_reward": 0.5}])
     timeline = [{"step": step, "phases": [["rollout", 0, 0.0, 1.5], ["train", 0, 1.5, 2]]} for step in range(1, 6)]
-    timeline.append({"step": 6, "phases": [["train", 0, 2.0, 1.0]]})  # it ends before it begins
+    timeline.append({"step": 6, "phases": [["train", 0, 2.0, 1.0]]})  # it ends before it starts
     (directory / "timeline.jsonl").write_text("".join(json.dumps(line) + "\n" for line in timeline))
     (run,) = read_runs([directory])
     assert run.steps["reward"] == [0.75]
