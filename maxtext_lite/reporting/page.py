@@ -15,7 +15,7 @@ from maxtext_lite.reporting.summary import NONE, advice, status, summary
 
 _FOLDER = Path(__file__).parent
 _STAGE_KEYS = {
-    "first_step": "first step", "num_steps": "steps", "per_device_batch_size": "per device",
+    "num_steps": "steps", "per_device_batch_size": "per device",
     "gradient_accumulation_steps": "accumulation", "global_batch_to_train": "global batch", "samples": "examples",
 }  # fmt: skip
 _DATA = {
@@ -114,15 +114,21 @@ def _cell(value: str, remark: str) -> str:
     return f"{_e(value)}<small>{_e(remark)}</small>" if remark else _e(value)
 
 
-def _table(kind: str, heads: Sequence[str], rows: Mapping[str, Sequence[str]], differing: Sequence[str] = ()) -> str:
+def _table(
+    kind: str, heads: Sequence[str], rows: Mapping[str, Sequence[str]], differing: Sequence[str] = (), corner: str = ""
+) -> str:
     """A table with a row for each name; heads and cells are HTML. The rows in `differing` are highlighted."""
     head = "".join(f'<th scope="col">{name}</th>' for name in heads)
     body = ""
     for name, cells in rows.items():
         body += f"<tr{' class=differs' if name in differing else ''}><th scope=row>{_e(name)}</th>"
         body += "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
-    head = f"<thead><tr><th></th>{head}</tr></thead>" if head else ""
+    head = f"<thead><tr><th>{corner}</th>{head}</tr></thead>" if head else ""
     return f'<div class="wide"><table class="{kind}">{head}<tbody>{body}</tbody></table></div>' if rows else ""
+
+
+def _bar(share: float) -> str:
+    return f'<div class="share"><i class="c0" style="width:{100 * share:.1f}%"></i></div>'
 
 
 def _comparison(runs: Sequence[Run], tables: Sequence[Mapping[str, str]], *, sort: bool = False) -> str:
@@ -225,18 +231,17 @@ def _ramp(plan: Mapping[str, object]) -> str:
         return ""
     first = total + 1 if isinstance(total, int) else None
     stages.append({**plan, "first_step": first, "num_steps": "the rest", "samples": NONE})
-    rows: list[str] = []
+    rows: dict[str, list[str]] = {}
     for stage in stages:
         size = stage.get("global_batch_to_train")
         share = size / target if isinstance(size, int) and isinstance(target, int) and target else 0
-        cells = "".join(f"<td>{_e(plain(stage.get(key)))}</td>" for key in _STAGE_KEYS)
-        rows.append(f'<tr>{cells}<td class="share"><i class="c0" style="width:{100 * share:.1f}%"></i></td></tr>')
-    heads = "".join(f'<th scope="col">{name}</th>' for name in _STAGE_KEYS.values())
-    return (
-        f"<h3>Ramp-up</h3><p>{_e(plain(ramp.get('num_increments')))} increments of "
-        f"{_e(plain(ramp.get('samples_per_increment')))} examples, {_e(plain(total))} steps in all.</p>"
-        f'<div class="wide"><table><thead><tr>{heads}<th></th></tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+        cells = [_e(plain(stage.get(key))) for key in _STAGE_KEYS]
+        rows[plain(stage.get("first_step"))] = [*cells, _bar(share)]
+    about = (
+        f"{_e(plain(ramp.get('num_increments')))} increments of {_e(plain(ramp.get('samples_per_increment')))} "
+        f"examples, {_e(plain(total))} steps in all."
     )
+    return f"<h3>Ramp-up</h3><p>{about}</p>{_table('stages', [*_STAGE_KEYS.values(), ''], rows, corner='first step')}"
 
 
 def _data(plan: Mapping[str, object]) -> str:
@@ -253,7 +258,7 @@ def _data(plan: Mapping[str, object]) -> str:
     bars = {
         f"{2**power:,} to {2 ** (power + 1) - 1:,}": [
             f"{count:,}",
-            f'<div class="share"><i class="c0" style="width:{100 * count / most:.1f}%"></i></div>',
+            _bar(count / most),
         ]
         for power, count in counts.items()
         if most > 0
