@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import pytest
 
@@ -16,7 +17,7 @@ SIZES = ["base_emb_dim=16", "base_mlp_dim=32", "base_num_decoder_layers=1", "bas
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A run of four steps, the same run stopped after two and resumed, and one with its rows in another order."""
+    """A run of four steps, the same run resumed after two, and one with its rows in another order."""
     directory = tmp_path_factory.mktemp("runs")
 
     def ran(name, *words):
@@ -24,9 +25,11 @@ def runs(tmp_path_factory):
         return str(directory / name)
 
     straight = ran("straight", "steps=4")
-    ran("resumed", "steps=2")
+    shutil.copytree(straight, directory / "resumed")  # as killed before the checkpoint of step 4
+    shutil.rmtree(directory / "resumed" / "checkpoints" / "4")
     resumed = ran("resumed", "steps=4")
-    return straight, resumed, ran("shuffled", "steps=2", "data_shuffle_seed=9")
+    assert (directory / "resumed" / "checkpoints" / "4").is_dir()
+    return straight, resumed, ran("shuffled", "steps=1", "data_shuffle_seed=9")
 
 
 def test_a_resumed_run_is_the_same(runs, capsys):
