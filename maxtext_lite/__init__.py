@@ -5,9 +5,9 @@ import sys
 from maxtext_lite.process.output import open_closed_streams
 from maxtext_lite.process.signals import command_signals, runs_a_command
 
-if runs_a_command(sys.orig_argv):  # a mere import leaves the process as it is
+if runs_a_command(sys.orig_argv):  # a plain import does not change the process
     open_closed_streams()
-    command_signals.install()  # before what takes long to import
+    command_signals.install()  # before the slow imports
 
 from maxtext_lite.batching import make_plan
 from maxtext_lite.config import load_config

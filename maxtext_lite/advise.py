@@ -17,7 +17,7 @@ from maxtext_lite.batching.recommendation import (
     budget_of,
     recommend,
 )
-from maxtext_lite.cli import ArgumentParser, config_arguments, real_number, run_command, whole_number
+from maxtext_lite.cli import ArgumentParser, config_arguments, machine_arguments, real_number, run_command
 from maxtext_lite.config import RLRunConfig, UserError, load_config
 
 _MOST = 1e21  # tokens or parameters
@@ -25,25 +25,25 @@ _MOST_LOSS = 100
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints what published laws say of a config's model and so many tokens; returns the exit code.
+    """Prints what published laws say for a config's model and a number of tokens; returns the exit code.
 
     Raises:
       UserError: with every problem of the config or the arguments.
     """
     parser = ArgumentParser(prog="maxtext-lite advise", description=__doc__)
     config_arguments(parser)
-    parser.add_argument("--tokens", type=real_number, required=True, help="of the whole run, as 100e9")
-    parser.add_argument("--parameters", type=real_number, help="of the model, as 8e9 (default: the config's own)")
-    parser.add_argument("--loss", type=real_number, help="that the run is to reach, for Kaplan's law")
-    parser.add_argument("--devices", type=whole_number, default=1, help="devices to train on (default 1)")
-    parser.add_argument("--hosts", type=whole_number, default=1, help="hosts that they are attached to (default 1)")
-    parser.add_argument("--device", metavar="NAME", help="what they are, as v5e or h100: memory and time follow")
+    parser.add_argument("--tokens", type=real_number, required=True, help="of the whole run, such as 100e9")
+    parser.add_argument(
+        "--parameters", type=real_number, help="of the model, such as 8e9 (default: those of the config)"
+    )
+    parser.add_argument("--loss", type=real_number, help="target loss of the run, for Kaplan's law")
+    machine_arguments(parser, "memory and time")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     arguments = parser.parse(argv)
     _check(arguments)
     config = load_config(arguments.config, arguments.overrides)
     if isinstance(config, RLRunConfig):
-        raise UserError("advise knows laws of pre-training, none of reinforcement learning. Use a config of train.")
+        raise UserError("advise knows laws of pre-training, none of reinforcement learning. Use a config for train.")
     budget = budget_of(config, tokens=arguments.tokens, loss=arguments.loss)
     if arguments.parameters is not None:
         budget = dataclasses.replace(budget, parameters=arguments.parameters, non_embedding=arguments.parameters)
@@ -75,10 +75,10 @@ def _text(found: Recommendation) -> str:
         "",
         *_batch_lines(budget, "best", "batch for the lowest loss, tokens"),
         _span(found.best, _count),
-        f"  within a factor of {WIDENING:g} beyond: {_ends(found.best.widened(WIDENING), _count)}, at a price of about "
+        f"  widened by a factor of {WIDENING:g}: {_ends(found.best.widened(WIDENING), _count)}, at the price of about "
         "5 % more compute  [arXiv:2607.01487]",
         "",
-        *_batch_lines(budget, "critical", "critical batch, beyond which steps are hardly saved any more, tokens"),
+        *_batch_lines(budget, "critical", "critical batch, beyond which larger batches hardly save steps, tokens"),
         _span(found.critical, _count),
         "",
         "peak learning rate",
@@ -94,11 +94,11 @@ def _text(found: Recommendation) -> str:
         "N tokens (OLMo ladder), 2,000 steps (DeepSeek)",
         *_ramp_lines(found.ramp, budget.tokens),
         "",
-        "legal batches near that" + _of_time(found),
+        "legal batches near these" + _of_time(found),
         *(_legal_line(legal) for legal in found.legal),
         "",
         *(f"{name}: {source}" for name, source in {law.name: law.source for law in (*BATCH_LAWS, *RATE_LAWS)}.items()),
-        "The laws were fitted on other data and models, and extrapolate. The gradient noise scale that a run measures",
+        "The laws were fitted on other data and models, and are extrapolated. The gradient noise scale of a run",
         "underestimates the critical batch of language models: Merrill et al. 2025, arXiv:2505.23971.",
     ]
     return "\n".join(lines)
@@ -124,7 +124,9 @@ def _ramp_lines(ramp: Ramp, tokens: float) -> list[str]:
             f"  {_count(batch):>12}  after {_ends(start, _count)} tokens, {_ends(shares, '{:.2g}'.format)} % of the run"
         )
     if ramp.overrides:
-        lines.append("  a run doubles once by itself; before that, resume it with twice the batch. The last doubling:")
+        lines.append(
+            "  a run doubles its batch once; for earlier doublings, resume it with twice the batch. The last one:"
+        )
         lines.append(f"  {' '.join(ramp.overrides)}")
     return lines
 
@@ -132,19 +134,19 @@ def _ramp_lines(ramp: Ramp, tokens: float) -> list[str]:
 def _of_time(found: Recommendation) -> str:
     if all(legal.days is None for legal in found.legal):
         return ""
-    days = f", and the days they take at an MFU of {UTILIZATION.high:.0%} to {UTILIZATION.low:.0%}"
-    return days + (", for C FLOPs; no memory is known of --parameters" if found.legal[0].fits is None else "")
+    days = f", and their days at an MFU of {UTILIZATION.high:.0%} to {UTILIZATION.low:.0%}"
+    return days + (", for C FLOPs; the memory of --parameters is unknown" if found.legal[0].fits is None else "")
 
 
 def _legal_line(legal: LegalBatch) -> str:
     line = f"  {_count(legal.tokens):>9} = {legal.examples:,} examples: {' '.join(legal.overrides)}"
     if legal.days is not None:
         line += f"; {_ends(legal.days, '{:.3g}'.format)} days"
-    return line + ("" if legal.fits is not False else "  (more memory than the device has, by the plan)")
+    return line + ("" if legal.fits is not False else "  (the plan needs more memory than the device has)")
 
 
 def _span(interval: Interval, show: Callable[[float], str]) -> str:
-    return f"  they span {_ends(interval, show)}, a factor of {interval.high / interval.low:.2g}"
+    return f"  span: {_ends(interval, show)}, a factor of {interval.high / interval.low:.2g}"
 
 
 def _ends(interval: Interval, show: Callable[[float], str]) -> str:
@@ -157,7 +159,7 @@ def _either(interval: Interval) -> str:
 
 
 def _count(value: float) -> str:
-    """A count in three digits: 0.464M, 12.3B."""
+    """A count with three digits: 0.464M, 12.3B."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= size * 0.9995:
             return f"{value / size:.3g}{unit}" if value < 999.5 * size else f"{value / size:,.0f}{unit}"

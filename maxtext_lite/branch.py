@@ -1,4 +1,4 @@
-"""The command `branch`: short runs from one checkpoint over the same examples in other batches; the critical batch."""
+"""The command `branch`: short runs from one checkpoint with other batch sizes, to measure the critical batch."""
 
 import argparse
 import contextlib
@@ -10,20 +10,20 @@ from fractions import Fraction
 from pathlib import Path
 
 from maxtext_lite.batching.branching import WORSE, critical_batch
-from maxtext_lite.cli import ArgumentParser, local_path, run_command, whole_number
+from maxtext_lite.cli import ArgumentParser, check_at_least_one, local_path, run_command, whole_number
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import value_text
-from maxtext_lite.reporting import read_runs, render_page
+from maxtext_lite.reporting import read_runs, write_page
 from maxtext_lite.train import finish
 
 _MOST = 1024
 
 
 def _factors(text: str) -> list[Fraction]:
-    """The factors of a list by commas.
+    """The factors in a comma-separated list.
 
     Raises:
-      argparse.ArgumentTypeError: one is no number above 0.
+      argparse.ArgumentTypeError: one is not a number in the allowed range.
     """
     found = list[Fraction]()
     for word in text.split(","):
@@ -37,25 +37,27 @@ def _factors(text: str) -> list[Fraction]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the branches that are not done and compares them; returns 0, or the exit code of the run that ended early.
+    """Runs the unfinished branches and compares all; returns 0, or the exit code of a run that ended early.
 
     Raises:
-      UserError: the run, its checkpoint or a factor cannot be branched from.
+      UserError: the run, its checkpoint or a factor is not suitable.
     """
     parser = ArgumentParser(prog="maxtext-lite branch", description=__doc__)
-    parser.add_argument("run", type=local_path, metavar="RUN_DIR", help="a run directory, which stays as it is")
-    parser.add_argument("--step", type=whole_number, required=True, help="of its checkpoint")
-    parser.add_argument("--factors", type=_factors, default="0.5,1,2,4", help="of its batch (default: 0.5,1,2,4)")
+    parser.add_argument("run", type=local_path, metavar="RUN_DIR", help="a run directory, which is not changed")
+    parser.add_argument("--step", type=whole_number, required=True, help="step of the checkpoint")
+    parser.add_argument("--factors", type=_factors, default="0.5,1,2,4", help="of its batch size (default: 0.5,1,2,4)")
     parser.add_argument(
-        "--steps", type=whole_number, required=True, help="of factor 1; the others take as many examples"
+        "--steps",
+        type=whole_number,
+        required=True,
+        help="with factor 1; the other branches see the same examples",
     )
-    rule = "of the learning rate with the batch (default: the run's own rule; where that is none, sqrt; sgd: linear)"
+    rule = "learning rate by batch size (default: the run's own rule, or if that is none sqrt, for sgd linear)"
     parser.add_argument("--scaling", choices=("none", "sqrt", "linear"), help=rule)
-    parser.add_argument("--output", type=local_path, help="directory of the branches (default: RUN_DIR-branches-STEP)")
+    parser.add_argument("--output", type=local_path, help="directory for the branches (default: RUN_DIR-branches-STEP)")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
     arguments = parser.parse_intermixed_args(argv)
-    if arguments.steps < 1:
-        raise UserError(f"--steps={arguments.steps} must be at least 1. Nearest that works: 1.")
+    check_at_least_one(arguments, "steps")
     from maxtext_lite.parallel import start_devices
     from maxtext_lite.training.branches import Branches
     from maxtext_lite.training.loop import train
@@ -78,18 +80,18 @@ def main(argv: Sequence[str]) -> int:
     by = "held-out loss" if losses is held_out else "training loss"
     critical = critical_batch(losses)
     page = output / "report.html"
-    page.write_bytes(render_page(read_runs([branch.directory for branch in branches.all])).encode(errors="replace"))
+    write_page(read_runs([branch.directory for branch in branches.all]), page)
     if arguments.json:
         rows = [dataclasses.asdict(each) for each in results]
-        told = {"rule": branches.rule, "by": by, "critical_batch": critical}
-        print(json.dumps({**told, "branches": rows, "report": str(page)}))
+        outcome = {"rule": branches.rule, "by": by, "critical_batch": critical, "branches": rows, "report": str(page)}
+        print(json.dumps(outcome))
         return 0
     first = next(each.batch for each in results if each.factor == 1)
-    print("   batch  learning rate   steps  target tokens      loss  held out  beside 1")
+    print("   batch  learning rate   steps  target tokens      loss  held out  against 1")
     for each in results:
         shown = "-" if each.eval_loss is None else f"{each.eval_loss:.4f}"
         cells = f"{each.batch:>8} {each.learning_rate:>14.4g} {each.steps:>7} {each.tokens:>14,} {each.loss:>9.4f}"
-        print(f"{cells} {shown:>9} {losses[each.batch] / losses[first] - 1:>+9.2%}")
+        print(f"{cells} {shown:>9} {losses[each.batch] / losses[first] - 1:>+10.2%}")
     found = f"beyond {results[-1].batch}" if critical is None else f"about {critical:.0f} examples"
     how = f"{by} at equal tokens {WORSE:.0%} above the best; learning rate by {branches.rule}, then constant"
     print(f"critical batch ({how}): {found}")

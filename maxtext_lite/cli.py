@@ -1,4 +1,4 @@
-"""The console script `maxtext-lite COMMAND ...`, and what all commands share: arguments, errors and exit codes."""
+"""The console script `maxtext-lite COMMAND ...`, and the arguments, errors and exit codes that all commands share."""
 
 import argparse
 import importlib
@@ -23,38 +23,38 @@ from maxtext_lite.process.watchdog import watchdog
 COMMANDS: dict[str, str] = {
     "train": "pre-training, SFT and DPO; resumes by itself",
     "train_rl": "reinforcement learning: GRPO and its variants; resumes by itself",
-    "prepare": "text tokenized once, for any number of runs; and a look at what came of it",
+    "prepare": "tokenizes text once, for any number of runs; inspects the result; trains tokenizers",
     "plan": "batch sizes, pipeline, ramp-up and memory for a machine that need not exist; or the fastest split",
-    "advise": "batch, learning rate, decays and ramp from published laws, as intervals",
+    "advise": "batch size, learning rate, decays and ramp-up from published laws, as intervals",
     "compile": "the train step compiled ahead of time, for any machine: memory, collectives, kernels, a roofline",
     "generate": "text from a run directory or a Hugging Face directory",
     "evaluate": "perplexity of a text, and multiple choice or cloze questions by log-likelihood",
     "convert": "models from and to Hugging Face directories",
-    "convert_config": "a config or a command line of MaxText in the keys of maxtext_lite",
-    "tune": "short measured runs over the ways to split a batch on these devices",
+    "convert_config": "translates a MaxText config or command line into the keys of maxtext_lite",
+    "tune": "short timed runs over the ways to split a batch on these devices",
     "branch": "short runs from one checkpoint at other batch sizes: the measured critical batch",
     "equiv": "proves on simulated devices that splitting a config's batch differently changes nothing",
-    "verify_resume": "the first step at which two runs differ, in what, and with which rows",
-    "replay": "a step of a run done again and compared, and each of its rows alone: a spike has a name",
-    "report": "one HTML page of a run, or of several over each other",
+    "verify_resume": "the first step at which two runs differ, in which fields, and with which rows",
+    "replay": "repeats a step of a run and compares it; also each row by itself, to find the cause of a spike",
+    "report": "one HTML page for a run, or for several in the same charts",
 }
-"""Each command, the module maxtext_lite.COMMAND, and what it does."""
+"""Each command, which is the module maxtext_lite.COMMAND, and what it does."""
 
 EXIT_FAILED = 1
-"""The exit code of anything that has none of its own."""
+"""The exit code of every failure without its own code."""
 
 EXIT_USER_ERROR = 2
 """The exit code of a wrong config, wrong data or wrong arguments, or a full stdout."""
 
 
-_MOST_SAID = 300  # letters of another's message
+_MOST_SAID = 300  # characters of a library's message
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse without abbreviations, with --version, whose errors are UserErrors.
+    """argparse without abbreviations, with --version, and with UserErrors as its errors.
 
     Attributes:
-      keys: those that the command takes as key=value, for hints.
+      keys: the keys that the command takes as key=value, for hints.
     """
 
     def __init__(self, *, prog: str, description: str | None) -> None:
@@ -78,20 +78,20 @@ class ArgumentParser(argparse.ArgumentParser):
         words: list[str] = arguments.words
         has_file = bool(words) and "=" not in words[0]
         if has_file and words_meant(words, self.keys) and not Path(words[0]).exists():
-            has_file = False  # what is wrong with the word is said where key=value is read
+            has_file = False  # key=value in another notation, which `load_config` refuses with a hint
         arguments.config = words[0] if has_file else None
         arguments.overrides = words[1:] if has_file else words
         return arguments
 
     def error(self, message: str) -> NoReturn:
-        """Raises the UserError of a wrong argument."""
+        """Raises a UserError about a wrong argument."""
         unknown = message.partition("unrecognized arguments: ")[2].split(" ")[0]
         hint = words_hint(self._argv[self._argv.index(unknown) :], self.keys) if unknown in self._argv else ""
-        raise UserError(f"{message}.{hint} `{self.prog} --help` lists what there is.")
+        raise UserError(f"{message}.{hint} `{self.prog} --help` lists all arguments.")
 
 
 class _Version(argparse.Action):
-    """Prints the version and ends the process; it is looked up only then."""
+    """Prints the version, which is looked up only then, and ends the process."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=help)
@@ -124,14 +124,28 @@ def config_arguments(parser: ArgumentParser) -> None:
     )
 
 
+def machine_arguments(parser: argparse.ArgumentParser, device_help: str) -> None:
+    """Adds `--devices`, `--hosts` and `--device`, a machine that need not exist."""
+    parser.add_argument("--devices", type=whole_number, default=1, help="devices of the mesh, all of them (default 1)")
+    parser.add_argument("--hosts", type=whole_number, default=1, help="hosts of the devices (default 1)")
+    parser.add_argument("--device", metavar="NAME", help=f"their type, such as v5e or h100, for {device_help}")
+
+
+def model_arguments(parser: ArgumentParser, kind: type[BaseModel], directory_help: str) -> None:
+    """Adds the directory of a model and `key=value` words for the keys of `kind`."""
+    parser.keys = kind.model_fields
+    parser.add_argument("directory", type=run_path, help=directory_help)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help=", ".join(kind.model_fields))
+
+
 _MOST_DIGITS = 400
 
 
 def whole_number(text: str) -> int:
-    """The whole number of an option; whether it is too large is for the plan to say.
+    """The whole number of an option; the plan refuses one that is too large.
 
     Raises:
-      argparse.ArgumentTypeError: it is none.
+      argparse.ArgumentTypeError: it is not a whole number.
     """
     try:
         return int(text[:_MOST_DIGITS])
@@ -143,7 +157,7 @@ def real_number(text: str) -> float:
     """The number of an option, which may be infinite.
 
     Raises:
-      argparse.ArgumentTypeError: it is none.
+      argparse.ArgumentTypeError: it is not a number.
     """
     try:
         value = float(text[:_MOST_DIGITS])
@@ -155,25 +169,47 @@ def real_number(text: str) -> float:
 
 
 def local_path(text: str) -> Path:
-    """The type of an argument that is a path.
+    """The path of an argument.
 
     Raises:
-      argparse.ArgumentTypeError: it cannot be one.
+      argparse.ArgumentTypeError: it cannot be a path.
     """
-    problem = path_problem(text)
-    if problem:
+    if problem := path_problem(text):
         raise argparse.ArgumentTypeError(f"{value_text(text)} {problem.rstrip('.')}")
     return Path(text)
 
 
 def run_path(text: str) -> Path:
-    """The type of an argument that is a run directory, or a directory like one; of one in a bucket, its local copy.
+    """The path of a run directory or a similar one; for one in a bucket, of its local copy.
 
     Raises:
-      argparse.ArgumentTypeError: it cannot be one.
+      argparse.ArgumentTypeError: it cannot be a path.
       UserError: the bucket cannot be read.
     """
     return local_copy(text, "RUN_DIR") if is_bucket(text) and not path_problem(text, of_run=True) else local_path(text)
+
+
+def check_at_least_one(arguments: argparse.Namespace, *options: str) -> None:
+    """Refuses values below 1 of options that count something.
+
+    Raises:
+      UserError: with every such option.
+    """
+    values = {option: getattr(arguments, option.replace("-", "_")) for option in options}
+    wrong = [f"--{option}={value_text(value)}" for option, value in values.items() if value is not None and value < 1]
+    if wrong:
+        raise UserError(f"{stated} must be at least 1. Nearest that works: 1." for stated in wrong)
+
+
+def check_tolerance(tolerance: float | None) -> None:
+    """Refuses a relative tolerance outside [0, 1].
+
+    Raises:
+      UserError: it is outside.
+    """
+    if tolerance is not None and not 0 <= tolerance <= 1:
+        near = min(max(tolerance, 0), 1)
+        raise UserError(f"--tolerance={tolerance:g} must be from 0 to 1. Nearest that works: {near:g}.")
 
 
 Keys = TypeVar("Keys", bound=BaseModel)
@@ -182,15 +218,15 @@ Keys = TypeVar("Keys", bound=BaseModel)
 def parse_keys(
     kind: type[Keys], words: Sequence[str], *, texts: Collection[str], example: str
 ) -> tuple[Keys, list[str]]:
-    """The keys of a command that takes no config, from key=value words, of which the last of a key wins.
+    """The keys of a command that takes no config, from key=value words; of several for a key, the last wins.
 
     Args:
-      texts: keys whose value is the text as it stands, not YAML.
+      texts: keys whose value is the text as it is, not YAML.
       example: a command, for the message about a word without `=`.
     Returns:
-      The keys, and problems that leave their values readable: further ones can be found beside them.
+      The keys, and the problems of words that give no value, to which the caller adds its own.
     Raises:
-      UserError: a value is not of its key's kind; with every problem so far.
+      UserError: a value is not of its key's type; with every problem so far.
     """
     values: dict[str, Any] = {}
     problems: list[str] = []
@@ -220,7 +256,7 @@ def parse_keys(
 def run_command(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None) -> int:
     """Runs a command's `main(argv)` and returns its exit code; a UserError becomes `error:` lines and exit code 2.
 
-    So does a stdout that is full; where its reader has gone (head, less) the command ends with 1, without a word.
+    A full stdout also gives 2; a stdout whose reader has exited (head, less) gives 1 without a message.
 
     Args:
       argv: the arguments; default: those of the process.
@@ -234,7 +270,7 @@ def run_command(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None
         if lost.reason:
             complain(f"error: stdout cannot be written: {lost.reason}.")
         code = EXIT_USER_ERROR if lost.reason else EXIT_FAILED
-    if code in (EXIT_FAILED, EXIT_USER_ERROR) and "jax" in sys.modules:  # else no other process can be waiting
+    if code in (EXIT_FAILED, EXIT_USER_ERROR) and "jax" in sys.modules:  # otherwise no other process can be waiting
         from maxtext_lite.parallel import end_soon
 
         end_soon(code)
@@ -250,15 +286,15 @@ def _exit_code(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int
         for problem in error.problems:
             complain(f"error: {echoed(problem)}")
         return EXIT_USER_ERROR
-    except SystemExit as end:  # of argparse, after --help
+    except SystemExit as end:  # from argparse, after --help
         return int(end.code or 0)
-    except (MemoryError, RuntimeError) as error:  # jax's errors are the second, and jax need not be imported
+    except (MemoryError, RuntimeError) as error:  # jax raises RuntimeErrors; jax may not be imported
         said = str(error).strip().partition("\n")[0]
         if not isinstance(error, MemoryError) and not said.startswith("RESOURCE_EXHAUSTED"):
             raise
         complain(
-            f"error: the memory is full: {echoed(said[:_MOST_SAID])} Ask for less at once: fewer examples or prompts, "
-            "shorter ones, fewer new tokens; in training also remat_policy=full, and plan says what takes how much."
+            f"error: the memory is full: {echoed(said[:_MOST_SAID])} Use fewer or shorter examples or prompts at once, "
+            "or fewer new tokens; in training also remat_policy=full. `plan` shows what takes how much."
         )
         return EXIT_USER_ERROR
 
@@ -276,7 +312,7 @@ def _dispatch(argv: Sequence[str]) -> int:
         print("usage: maxtext-lite COMMAND [CONFIG.yml] [key=value ...]\n")
         for command, meaning in COMMANDS.items():
             print(f"  {command:<14} {meaning}")
-        print("\n`maxtext-lite COMMAND --help` says more; `python -m maxtext_lite.COMMAND` is the same.")
+        print("\n`maxtext-lite COMMAND --help` says more. `python -m maxtext_lite.COMMAND` works too.")
         return 0 if argv else EXIT_USER_ERROR
     command, *rest = argv
     command = command.replace("-", "_")

@@ -1,11 +1,11 @@
-"""The command `compile`: the train step, compiled ahead of time for a real or a described machine. Trains nothing."""
+"""The command `compile`: the train step compiled ahead of time, for this machine or a described one."""
 
 import argparse
 import json
 import sys
 from collections.abc import Sequence
 
-from maxtext_lite.cli import ArgumentParser, config_arguments, run_command, whole_number
+from maxtext_lite.cli import ArgumentParser, check_at_least_one, config_arguments, run_command, whole_number
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.config.errors import value_text
 
@@ -19,19 +19,15 @@ def main(argv: Sequence[str]) -> int:
     parser = ArgumentParser(prog="maxtext-lite compile", description=__doc__)
     config_arguments(parser)
     parser.add_argument(
-        "--devices", type=whole_number, metavar="N", help="for N simulated CPU devices (default: the real ones)"
+        "--devices", type=whole_number, metavar="N", help="for N simulated CPU devices (default: the real devices)"
     )
-    parser.add_argument(
-        "--hosts", type=whole_number, metavar="H", help="with --devices: hosts that they are attached to"
-    )
+    parser.add_argument("--hosts", type=whole_number, metavar="H", help="with --devices: their hosts")
     parser.add_argument(
         "--topology",
         metavar="NAME",
-        help="for a machine that is not there: v5e:4x4, 2*v5e:2x2 (slices; both need libtpu) or h100:8 (CUDA's plugin)",
+        help="for a machine that need not exist: v5e:4x4, 2*v5e:2x2 (slices; both need libtpu), h100:8 (CUDA plugin)",
     )
-    parser.add_argument(
-        "--slices", type=whole_number, metavar="S", help="with --topology: slices, all alike (default 1)"
-    )
+    parser.add_argument("--slices", type=whole_number, metavar="S", help="with --topology: equal slices (default 1)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse(argv)
     _refuse_contradictions(arguments)
@@ -54,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _refuse_contradictions(arguments: argparse.Namespace) -> None:
-    problems = []
+    problems: list[str] = []
     if arguments.devices is not None and arguments.topology is not None:
         problems.append("--devices and --topology contradict each other; give one of them.")
     for option, value, owner, owned in (
@@ -62,11 +58,10 @@ def _refuse_contradictions(arguments: argparse.Namespace) -> None:
         ("--slices", arguments.slices, "--topology", arguments.topology),
     ):
         if value is not None and owned is None:
-            problems.append(f"{option}={value_text(value)} says something about {owner}, which is not given.")
-        if value is not None and value < 1:
-            problems.append(f"{option}={value_text(value)} must be at least 1. Nearest that works: 1.")
+            problems.append(f"{option}={value_text(value)} needs {owner}, which is not given.")
     if problems:
         raise UserError(problems)
+    check_at_least_one(arguments, "hosts", "slices")
 
 
 if __name__ == "__main__":

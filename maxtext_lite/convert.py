@@ -13,9 +13,9 @@ _MERGE = "merge_lora"
 TAKEN = (
     *(key for key in MeshConfig.model_fields if key.startswith(("ici_", "dcn_"))), "dtype", "weight_dtype", _MERGE
 )  # fmt: skip
-"""The keys that `convert` takes: the mesh that the parameters pass through, number formats, and `merge_lora`."""
+"""The keys of `convert`: the mesh for the parameters, number formats, and `merge_lora`."""
 OF_MAXTEXT = ("tokenizer_type", "tokenizer_path", *ModelConfig.model_fields)
-"""The keys that an import of a checkpoint of MaxText takes besides: what that does not say itself."""
+"""Further keys for the import of a MaxText checkpoint, which does not state them itself."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -27,18 +27,18 @@ def main(argv: Sequence[str]) -> int:
     parser = ArgumentParser(
         prog="maxtext-lite convert",
         description=f"{__doc__} `import HF_DIR OUT` makes a directory like that of a run, for load_parameters_path, "
-        "generate and export; so it does of a PEFT adapter, merged, and with model_name or other Model keys of a "
-        "checkpoint of MaxText. `export RUN_DIR OUT` makes safetensors, config.json and tokenizer files; of a run with "
-        "LoRA, unless merge_lora=true, its adapters as the PEFT library reads them.",
+        "generate and export; also from a PEFT adapter, which is merged, and from a MaxText checkpoint, with "
+        "model_name or other Model keys. `export RUN_DIR OUT` writes safetensors, config.json and tokenizer files; for "
+        "a run with LoRA, unless merge_lora=true, the adapters in the format of the PEFT library.",
     )
     parser.keys = (*TAKEN, *OF_MAXTEXT)
     parser.add_argument("direction", choices=("import", "export"))
     parser.add_argument(
         "source",
         type=run_path,
-        help="import: of Hugging Face, PEFT or MaxText; export: a run or an imported directory",
+        help="import: from Hugging Face, PEFT or MaxText; export: a run or an imported directory",
     )
-    parser.add_argument("out", type=local_path, help="a directory that does not exist yet, or is empty")
+    parser.add_argument("out", type=local_path, help="a new or empty directory")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="mesh keys, dtype, weight_dtype, merge_lora")
     arguments = parser.parse_intermixed_args(argv)
     taken = TAKEN if arguments.direction == "export" else (*TAKEN, *OF_MAXTEXT)
@@ -50,15 +50,15 @@ def main(argv: Sequence[str]) -> int:
         keys[key] = value
     source, out = arguments.source, arguments.out
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
-        raise UserError(f"{out} is there already and not an empty directory. Name another one.")
+        raise UserError(f"{out} exists already and is not an empty directory. Name another one.")
     merge = keys.pop(_MERGE, None)
     if merge not in (None, "true", "false"):
         near = f"Nearest that work: {_MERGE}=true or {_MERGE}=false."
         raise UserError(f"{_MERGE}={merge} is neither true nor false. {near}")
     if arguments.direction == "import" and original(source, "HF_DIR") != source:
-        raise UserError(f"HF_DIR={original(source, 'HF_DIR')} is in a bucket; an import reads local files alone.")
+        raise UserError(f"HF_DIR={original(source, 'HF_DIR')} is in a bucket; an import reads only local files.")
     if arguments.direction == "import" and merge is not None:
-        raise UserError(f"{_MERGE}={merge} has no use in an import. Remove it.")
+        raise UserError(f"{_MERGE}={merge} has no effect in an import. Remove it.")
     overrides = [f"{key}={value}" for key, value in keys.items()]
     import jax
 

@@ -12,7 +12,7 @@ from maxtext_lite.cli import EXIT_FAILED, ArgumentParser, config_arguments, run_
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs a config, shrunk, in every split; returns 0 where all agree with the whole batch on one device, 1 otherwise.
+    """Runs a shrunken config in every split; returns 0 if all agree with the whole batch on one device, otherwise 1.
 
     Raises:
       UserError: with every problem of the config or the arguments.
@@ -21,7 +21,7 @@ def main(argv: Sequence[str]) -> int:
     config_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object for each split")
     arguments = parser.parse(argv)
-    os.environ["JAX_PLATFORMS"] = "cpu"  # whatever else there is
+    os.environ["JAX_PLATFORMS"] = "cpu"  # also where there are other devices
     from maxtext_lite.training.equivalence import TOLERANCE, verdicts
 
     agrees, worst, count = True, 0.0, 0

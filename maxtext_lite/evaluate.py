@@ -1,10 +1,10 @@
-"""The command `evaluate`: perplexity of a text, and multiple-choice and cloze questions by log-likelihood."""
+"""The command `evaluate`: perplexity of a text, multiple-choice and cloze questions by log-likelihood."""
 
 import json
 import sys
 from collections.abc import Sequence
 
-from maxtext_lite.cli import ArgumentParser, parse_keys, run_command, run_path
+from maxtext_lite.cli import ArgumentParser, model_arguments, parse_keys, run_command
 from maxtext_lite.config import UserError
 from maxtext_lite.config.hf.model_directory import directory_config
 from maxtext_lite.generation.requests import EvaluateConfig
@@ -14,7 +14,7 @@ _PATHS = ("text", "choices", "cloze")
 
 
 def parse_evaluate_config(overrides: Sequence[str]) -> EvaluateConfig:
-    """The keys of `evaluate` from key=value words, of which the last of a key wins.
+    """The keys of `evaluate` from key=value words; of several for a key, the last wins.
 
     Raises:
       UserError: with every problem.
@@ -24,35 +24,33 @@ def parse_evaluate_config(overrides: Sequence[str]) -> EvaluateConfig:
         raise UserError(problems)
     given = [key for key in _PATHS if getattr(config, key)]
     if len(given) != 1:
-        said = f"{' and '.join(given)} contradict each other" if given else "nothing is asked for"
+        said = f"{' and '.join(given)} contradict each other" if given else "there is nothing to evaluate"
         problems.append(f"{said}: give one of text, choices and cloze. Example: {EXAMPLE}")
     if config.stride > config.max_length - 1:
         problems.append(
-            f"stride={config.stride} is more than max_length={config.max_length} - 1: a window's first token has no "
-            f"context in it. Nearest that works: {config.max_length - 1}."
+            f"stride={config.stride} is more than max_length={config.max_length} - 1: the first token of a window has "
+            f"no context. Nearest that works: {config.max_length - 1}."
         )
     if config.stride and not config.text:
-        problems.append(f"stride={config.stride} has no use without text. Nearest that works: 0.")
+        problems.append(f"stride={config.stride} has no effect without text. Nearest that works: 0.")
     if problems:
         raise UserError(problems)
     return config
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints what a model makes of a text or of questions; returns the exit code.
+    """Prints the scores of a model on a text or on questions; returns the exit code.
 
     Raises:
       UserError: with every problem of the arguments, the directory or the file.
     """
     parser = ArgumentParser(prog="maxtext-lite evaluate", description=f"{__doc__} Example: {EXAMPLE}")
-    parser.keys = EvaluateConfig.model_fields
-    parser.add_argument("directory", type=run_path, help="a run directory or a Hugging Face directory")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help=", ".join(EvaluateConfig.model_fields))
+    model_arguments(parser, EvaluateConfig, "a run directory or a Hugging Face directory")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_intermixed_args(argv)
     asked = parse_evaluate_config(arguments.overrides)
     config = directory_config(arguments.directory, asked.dtype)
-    from maxtext_lite.generation.scoring import evaluate  # jax, only once the config is known to be right
+    from maxtext_lite.generation.scoring import evaluate  # imports jax, once the config is known to be right
 
     found = evaluate(arguments.directory, config, asked)
     if arguments.json:

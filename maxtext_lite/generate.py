@@ -1,9 +1,9 @@
-"""The command `generate`: text from a run or a Hugging Face directory, streamed to the terminal, or tokens as JSON."""
+"""The command `generate`: text from a run or Hugging Face directory, streamed to the terminal, or tokens as JSON."""
 
 import sys
 from collections.abc import Sequence
 
-from maxtext_lite.cli import ArgumentParser, parse_keys, run_command, run_path
+from maxtext_lite.cli import ArgumentParser, model_arguments, parse_keys, run_command
 from maxtext_lite.config import UserError
 from maxtext_lite.config.hf.model_directory import directory_config
 from maxtext_lite.generation.requests import GenerateConfig
@@ -13,7 +13,7 @@ _TEXTS = ("prompt", "system")
 
 
 def parse_generate_config(overrides: Sequence[str]) -> GenerateConfig:
-    """The keys of `generate` from key=value words, of which the last of a key wins.
+    """The keys of `generate` from key=value words; of several for a key, the last wins.
 
     Raises:
       UserError: with every problem.
@@ -27,11 +27,11 @@ def parse_generate_config(overrides: Sequence[str]) -> GenerateConfig:
     if config.chat and config.prompt_ids is not None:
         problems.append("chat and prompt_ids contradict each other: a chat template is for text.")
     if config.system and not config.chat:
-        problems.append("system has no use without chat=true.")
+        problems.append("system has no effect without chat=true.")
     if not all(config.stop_strings):
-        problems.append("stop_strings holds an empty text, which is everywhere.")
+        problems.append("stop_strings has an empty text, which occurs everywhere.")
     if config.prompt_ids is not None and not (config.prompt_ids and all(config.prompt_ids)):
-        problems.append("prompt_ids holds an empty prompt; each needs at least one token. Nearest that works: [[0]].")
+        problems.append("prompt_ids has an empty prompt; each needs at least one token. Nearest that works: [[0]].")
     texts = {"prompt": config.prompt, "prompts": "".join(config.prompts or []), "system": config.system}
     problems += [
         f"{key} is not UTF-8 text."
@@ -44,29 +44,23 @@ def parse_generate_config(overrides: Sequence[str]) -> GenerateConfig:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints what a model writes; returns the exit code.
+    """Prints generated text or tokens; returns the exit code.
 
     Raises:
       UserError: with every problem of the arguments or the directory.
     """
     parser = ArgumentParser(prog="maxtext-lite generate", description=f"{__doc__} Example: {EXAMPLE}")
-    parser.keys = GenerateConfig.model_fields
-    parser.add_argument(
-        "directory",
-        type=run_path,
-        help="a run directory, as `train` names it at its end, or a Hugging Face directory",
-    )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help=", ".join(GenerateConfig.model_fields))
+    model_arguments(parser, GenerateConfig, "a run directory, as printed by `train`, or a Hugging Face directory")
     parser.add_argument("--chat", action="store_true", help="the same as chat=true")
     parser.add_argument(
         "--json",
         action="store_true",
-        help="print, for each prompt, its new tokens and their log-probabilities under the model",
+        help="print the new tokens of each prompt and their log-probabilities under the model",
     )
     arguments = parser.parse_intermixed_args(argv)
     asked = parse_generate_config([*(["chat=true"] if arguments.chat else []), *arguments.overrides])
     config = directory_config(arguments.directory, asked.dtype)
-    from maxtext_lite.generation.answering import generate  # jax, only once the config is known to be right
+    from maxtext_lite.generation.answering import generate  # imports jax, once the config is known to be right
 
     generate(arguments.directory, config, asked, as_json=arguments.json)
     return 0

@@ -1,4 +1,4 @@
-"""Models for lm-evaluation-harness (the extra `harness`): its command, with ours among the models that it knows.
+"""Models for lm-evaluation-harness (the extra `harness`): its command line, with our models added.
 
 python -m maxtext_lite.harness run --model maxtext_lite --model_args path=DIR,max_length=1024 --tasks TASK
 """
@@ -11,24 +11,24 @@ from maxtext_lite.config.hf.model_directory import directory_config
 from maxtext_lite.generation.scoring import TextScorer
 
 NAME = "maxtext_lite"
-"""What `--model` calls a model of ours."""
+"""The name of our models for `--model`."""
 
 
 class HarnessRequest(Protocol):
-    """What the harness asks for; `args` are a context and what belongs to it, or a text alone."""
+    """A request of the harness; `args` are a context and a continuation or options, or only a text."""
 
     @property
     def args(self) -> tuple[Any, ...]:
-        """As the kind of request has them."""
+        """The arguments, which depend on the type of request."""
         ...
 
 
 class HarnessModel:
-    """What the harness asks of a model; `main` makes a subclass of its own class of this.
+    """The methods that the harness calls on a model; `main` combines this class with the harness's own base class.
 
     Args:
       path: a run directory or a Hugging Face directory.
-      batch_size: sequences of one forward pass.
+      batch_size: sequences per forward pass.
       tensor, fsdp: sizes of these mesh axes.
     """
 
@@ -43,7 +43,7 @@ class HarnessModel:
         **unused: object,
     ) -> None:
         super().__init__()
-        del unused  # such as the harness's `device`
+        del unused  # such as `device`
         directory, self._max_length = local_copy(path, "path"), int(max_length)
         self._scorer = TextScorer(
             directory,
@@ -54,17 +54,17 @@ class HarnessModel:
         )
 
     def loglikelihood(self, requests: Sequence[HarnessRequest]) -> list[tuple[float, bool]]:
-        """For each request's (context, continuation), its log-likelihood and whether it is the likeliest."""
+        """For each (context, continuation), the log-likelihood and whether greedy decoding gives the continuation."""
         scored = self._scorer.continuations(request.args for request in requests)
         return [(one.log_likelihood, one.is_greedy) for one in scored]
 
     def loglikelihood_rolling(self, requests: Sequence[HarnessRequest]) -> list[float]:
-        """For each request's text, the log-likelihood of all of it."""
+        """For each text, its whole log-likelihood."""
         texts = [request.args[0] for request in requests]
         return [sum(one.log_likelihood for one in self._scorer.windows(text, self._max_length - 1)) for text in texts]
 
     def generate_until(self, requests: Sequence[HarnessRequest]) -> list[str]:
-        """For each request's (context, options), what the model writes, up to one of the texts in `until`."""
+        """For each (context, options), the generated text up to the first of the texts in `until`."""
         answers = []
         for request in requests:
             context, options = request.args
@@ -81,7 +81,7 @@ class HarnessModel:
 
 
 def main() -> None:
-    """The harness's own command."""
+    """Runs the command line of the harness."""
     from lm_eval.__main__ import cli_evaluate  # pyright: ignore[reportMissingImports]
     from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]
     from lm_eval.api.registry import register_model  # pyright: ignore[reportMissingImports]

@@ -22,7 +22,16 @@ from maxtext_lite.batching import (
 )
 from maxtext_lite.batching.devices import Device, device_named
 from maxtext_lite.batching.elsewhere import changed_settings, moved, read_plan
-from maxtext_lite.cli import ArgumentParser, config_arguments, local_path, real_number, run_command, whole_number
+from maxtext_lite.cli import (
+    ArgumentParser,
+    check_at_least_one,
+    config_arguments,
+    local_path,
+    machine_arguments,
+    real_number,
+    run_command,
+    whole_number,
+)
 from maxtext_lite.config import Config, Refusal, SourceList, UserError, load_config
 from maxtext_lite.config.errors import value_text
 from maxtext_lite.config.kernels import Accelerator
@@ -52,10 +61,10 @@ def main(argv: Sequence[str]) -> int:
         memory_gb = device.memory_bytes / 1e9
     if wants_solving(read_config(arguments.config, arguments.overrides).config):
         if before is not None:
-            raise UserError(f"--from={value_text(arguments.run)} is held against one plan: say how the batch is split.")
+            raise UserError(f"--from={value_text(arguments.run)} is compared with one plan: state the batch's split.")
         return _solve(arguments, device, memory_gb)
     if arguments.compile is not None:
-        raise UserError("--compile checks what plan finds for per_device_batch_size=-1 gradient_accumulation_steps=-1.")
+        raise UserError("--compile checks the plans for per_device_batch_size=-1 gradient_accumulation_steps=-1.")
     config, plan = load_plan(
         arguments.config,
         arguments.overrides,
@@ -82,43 +91,43 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(prog="maxtext-lite plan", description=__doc__)
     config_arguments(parser)
-    parser.add_argument("--devices", type=whole_number, default=1, help="devices of the mesh, all of them (default 1)")
-    parser.add_argument("--hosts", type=whole_number, default=1, help="hosts that they are attached to (default 1)")
+    machine_arguments(parser, "platform and memory")
     parser.add_argument(
         "--examples",
         type=whole_number,
         help="training examples in the data (default: counted for num_epochs and for mixtures)",
     )
-    parser.add_argument("--device", metavar="NAME", help="what they are, as v5e or h100: platform and memory follow")
     parser.add_argument(
         "--device-memory-gb", type=real_number, help="memory of a device in GB (1e9 bytes); default: that of --device"
     )
-    parser.add_argument("--platform", choices=("cpu", "gpu", "tpu"), help="the devices (default: --device's, or gpu)")
+    parser.add_argument(
+        "--platform", choices=("cpu", "gpu", "tpu"), help="of the devices (default: by --device, or gpu)"
+    )
     parser.add_argument("--json", action="store_true", help="print plan.json")
     parser.add_argument("--draw", choices=("pipeline",), help="show the pipeline's timetable, tick by tick")
     parser.add_argument(
-        "--draw-to", type=local_path, metavar="FILE.svg", help="draw it into a file instead of on the terminal"
+        "--draw-to", type=local_path, metavar="FILE.svg", help="draw it to a file instead of the terminal"
     )
     parser.add_argument(
         "--compile",
         type=whole_number,
         metavar="N",
-        help="of the plans that are found, compile the best N",
+        help="compile the best N of the plans found",
     )
     parser.add_argument(
         "--from",
         dest="run",
         type=local_path,
         metavar="RUN_DIR",
-        help="plan the config of a run, and show what changes against its own plan",
+        help="plan the config of a run, and show the changes from its own plan",
     )
     return parser
 
 
 def _begin_from(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The plan.json of `--from`, whose config and number of examples become those that are planned."""
+    """The plan.json of `--from`; sets the arguments to its config and number of examples."""
     if arguments.config is not None:
-        raise UserError(f"--from={value_text(arguments.run)} brings a config along; {arguments.config} is another.")
+        raise UserError(f"--from={value_text(arguments.run)} has its own config; {arguments.config} is another one.")
     before = read_plan(arguments.run)
     arguments.config = str(arguments.run / "config.yml")
     if arguments.examples is None:
@@ -127,16 +136,15 @@ def _begin_from(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _solve(arguments: argparse.Namespace, device: Device | None, memory_gb: float | None) -> int:
-    """Prints the best plans of a global batch, and the arguments that have the first."""
+    """Prints the best plans for a global batch, and the arguments of the first one."""
     if device is None:
         raise UserError(
-            "per_device_batch_size=-1 and gradient_accumulation_steps=-1 are found for a device by its peak, memory "
-            "and links: --device, as in --device=h200, is missing."
+            "per_device_batch_size=-1 and gradient_accumulation_steps=-1 are chosen by a device's peak, memory and "
+            "links: --device, as in --device=h200, is missing."
         )
     if arguments.draw or arguments.draw_to:
-        raise UserError("--draw shows one plan: give it the arguments that plan finds first.")
-    if arguments.compile is not None and arguments.compile < 1:
-        raise UserError(f"--compile={value_text(arguments.compile)} must be at least 1. Nearest that works: 1.")
+        raise UserError("--draw shows one plan: use it with the arguments that plan prints as the best.")
+    check_at_least_one(arguments, "compile")
     config = load_config(arguments.config, arguments.overrides)
     num_examples = arguments.examples
     if num_examples is None and config.num_epochs:
@@ -152,19 +160,19 @@ def _solve(arguments: argparse.Namespace, device: Device | None, memory_gb: floa
     topology = Topology(arguments.devices, arguments.hosts, Accelerator.planned(device.platform))
     found = rank(config, topology, device, plan_of)
     line = _arguments_of(found[0], arguments)
-    told: dict[str, Any] = {"best": line, "plans": [each.to_json() for each in found]}
+    outcome: dict[str, Any] = {"best": line, "plans": [each.to_json() for each in found]}
     lines = [format_ranking(found), "", f"best: {line}"]
     if arguments.compile is not None:
-        from maxtext_lite.aot.against import compare, comparison_text  # jax, only where it is asked for
+        from maxtext_lite.aot.against import compare, comparison_text  # imports jax, only when requested
 
         compared = compare(found[: arguments.compile], device)
-        told["compiled"], lines = compared, [*lines, "", comparison_text(compared)]
-    print(json.dumps(told, indent=2) if arguments.json else "\n".join(lines))
+        outcome["compiled"], lines = compared, [*lines, "", comparison_text(compared)]
+    print(json.dumps(outcome, indent=2) if arguments.json else "\n".join(lines))
     return 0
 
 
 def _arguments_of(best: RankedPlan, arguments: argparse.Namespace) -> str:
-    """The config and `key=value` that plan, and train, what was found."""
+    """The config and `key=value` words of the best plan, for `plan` and `train`."""
     stated = [word for word in arguments.overrides if word.partition("=")[0] not in best.keys]
     file = [] if arguments.config is None else [str(arguments.config)]
     return shlex.join([*file, *stated, *best.settings])
@@ -190,7 +198,7 @@ def _draw(config: Config, plan: BatchPlan, path: Path | None) -> int:
 
 
 def _with_stages(config: Config, plan: BatchPlan) -> Iterator[str]:
-    """The fewest pipeline stages that the config can be planned with, on these devices or, if on none, on two."""
+    """The fewest pipeline stages for which there is a plan, on these devices, or otherwise on two."""
     key = "ici_pipeline_parallelism"
     for devices, hosts, machine in ((plan.num_devices, plan.num_hosts, ""), (2, 1, "--devices=2 --hosts=1 ")):
         for stages in divisors(devices)[1:]:
@@ -204,10 +212,10 @@ def _with_stages(config: Config, plan: BatchPlan) -> Iterator[str]:
 
 
 def _mixture(config: Config, plan: BatchPlan) -> tuple[dict[str, Any], list[str]]:
-    """What the run takes of each source, as JSON and in sentences, where the config lists sources.
+    """What the run reads from each source of a mixture, as JSON and in sentences; nothing without a mixture.
 
     Raises:
-      UserError: a source is not there, or would pass its max_epochs.
+      UserError: a source is missing, or would exceed its max_epochs.
     """
     if not isinstance(config.dataset_path, SourceList):
         return {}, []
@@ -224,7 +232,7 @@ def _count_examples(config: Config) -> int:
 
 @functools.cache
 def _training_source(config: Config) -> Any:
-    from maxtext_lite.data import open_mixture  # numpy and tokenizers, only where the data is asked for
+    from maxtext_lite.data import open_mixture  # imports numpy and tokenizers, only where the data is needed
 
     return open_mixture(config, vocab_size=config.vocab_size)[0]
 

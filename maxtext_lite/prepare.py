@@ -1,4 +1,4 @@
-"""The command `prepare`: text, tokenized once into a dataset that runs read."""
+"""The command `prepare`: text tokenized once, into a dataset for any number of runs."""
 
 import argparse
 import os
@@ -17,7 +17,7 @@ _TEXTS = ("output", "tokenizer_path", "chat_template", "text_field")
 
 
 def parse_prepare_config(words: Sequence[str]) -> PrepareConfig:
-    """The keys of `prepare` from key=value words, of which the last of a key wins.
+    """The keys of `prepare` from key=value words; of several for a key, the last wins.
 
     Raises:
       UserError: with every problem.
@@ -25,17 +25,17 @@ def parse_prepare_config(words: Sequence[str]) -> PrepareConfig:
     config, problems = parse_keys(PrepareConfig, words, texts=_TEXTS, example=EXAMPLE)
     problems += [f"{key} is missing. Example: {EXAMPLE}" for key in ("input", "output") if not getattr(config, key)]
     if (config.tokenizer_type == "byte") != (config.tokenizer_path == ""):
-        said = "is empty" if config.tokenizer_path == "" else "has no use"
+        said = "is empty" if config.tokenizer_path == "" else "has no effect"
         problems.append(f"tokenizer_path {said} with tokenizer_type={config.tokenizer_type}.")
     if config.chat_template and not config.chat:
-        problems.append("chat_template has no use without chat=true.")
+        problems.append("chat_template has no effect without chat=true.")
     if problems:
         raise UserError(problems)
     return config
 
 
 class PrepareStep:
-    """`prepare` as the step of a datatrove pipeline, which it does not import: each of the executor's tasks is a share.
+    """`prepare` as a step of a datatrove pipeline: each task of the executor is one share. Does not import datatrove.
 
     Args:
       words: key=value, as on the command line.
@@ -46,29 +46,29 @@ class PrepareStep:
     def __init__(self, *words: str) -> None:
         self._config = parse_prepare_config(words)
         if self._config.num_workers != -1:
-            raise UserError("num_workers has no use in a pipeline: the executor's workers tokenize, a thread each.")
+            raise UserError("num_workers has no effect in a pipeline: each worker of the executor is one thread.")
 
     def __repr__(self) -> str:
         return f"prepare: {self._config.output}"
 
     def __call__(self, data: object = None, rank: int = 0, world_size: int = 1) -> None:
-        """Does share `rank` of `world_size` in this process; whoever completes the dataset writes its manifest.
+        """Does share `rank` of `world_size` in this process; the last share to finish writes the manifest.
 
         Raises:
-          UserError: of `prepare`; or there is a step before it, whose documents it would not read.
+          UserError: as from `prepare`; or there is a previous step, whose documents it would not read.
         """
         if data is not None:
             raise UserError("PrepareStep is the first step of a pipeline: it reads the files of input=.")
         from maxtext_lite.data.preparing.dataset import prepare_dataset
         from maxtext_lite.data.tokenizer import load_tokenizer
 
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each worker of the executor has a core
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each worker of the executor has one core
         tokenizer = load_tokenizer(self._config)
         prepare_dataset(self._config, tokenizer=tokenizer, share=(rank, world_size), say=lambda line: print(line))
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prepares what the arguments name, or shows it; returns the exit code.
+    """Prepares or inspects a dataset, or trains a tokenizer; returns the exit code.
 
     Raises:
       UserError: with every problem of the arguments, the inputs or the dataset.
@@ -79,19 +79,19 @@ def main(argv: Sequence[str]) -> int:
         return _train_tokenizer(argv[1:])
     parser = ArgumentParser(
         prog="maxtext-lite prepare",
-        description=f"{__doc__} It goes on where it was stopped. Example: {EXAMPLE} `prepare inspect --help` says what "
-        "can be looked at, `prepare tokenizer --help` how a tokenizer is trained.",
+        description=f"{__doc__} It resumes where it was stopped. Example: {EXAMPLE} See `prepare inspect --help` for "
+        "looking at a dataset, and `prepare tokenizer --help` for training a tokenizer.",
     )
     parser.keys = PrepareConfig.model_fields
     parser.add_argument("words", nargs="*", metavar="key=value", help=", ".join(PrepareConfig.model_fields))
-    parser.add_argument("--task", type=whole_number, help="the share of the work to do, from 0; for arrays of jobs")
-    parser.add_argument("--of", type=whole_number, help="into how many shares the work is divided")
+    parser.add_argument("--task", type=whole_number, help="the share of the work to do, from 0; for job arrays")
+    parser.add_argument("--of", type=whole_number, help="number of shares of the work")
     arguments = parser.parse_intermixed_args(argv)
     number, of = arguments.task, arguments.of
     if (number is None) != (of is None):
         raise UserError("--task and --of go together: --task 0 --of 4 is the first quarter of the work.")
     if of is not None and not 0 <= number < of:
-        raise UserError(f"--task {number} --of {of}: of N shares, the first is 0 and the last is N - 1.")
+        raise UserError(f"--task {number} --of {of}: the first of N shares is 0, the last is N - 1.")
     config = parse_prepare_config(arguments.words)
     _prepare(config, (0, 1) if of is None else (number, of))
     return 0
@@ -102,7 +102,7 @@ def _prepare(config: PrepareConfig, share: tuple[int, int]) -> None:
 
     outcome = prepare_dataset(config, share=share, say=lambda line: print(line, flush=True))
     if outcome is None:
-        print(f"share {share[0]} of {share[1]} is done; the last one to end writes the manifest")
+        print(f"share {share[0]} of {share[1]} is done; the last share to finish writes the manifest")
         return
     manifest = outcome.manifest
     for problem in outcome.problems:
@@ -117,20 +117,20 @@ def _prepare(config: PrepareConfig, share: tuple[int, int]) -> None:
 def _inspect(argv: Sequence[str]) -> int:
     example = "prepare inspect data/texts max_target_length=2048"
     parser = ArgumentParser(
-        prog="maxtext-lite prepare inspect", description=f"What a prepared dataset holds. Example: {example}"
+        prog="maxtext-lite prepare inspect", description=f"The content of a prepared dataset. Example: {example}"
     )
     parser.keys = InspectConfig.model_fields
     parser.add_argument("path", type=_dataset_path, metavar="PATH", help="the output of prepare")
     parser.add_argument("words", nargs="*", metavar="key=value", help=", ".join(InspectConfig.model_fields))
-    parser.add_argument("--rows", metavar="A:B", help="show rows A to B - 1: their text, documents and what has a loss")
-    parser.add_argument("--json", action="store_true", help="with --rows: their arrays, a line of JSON a row")
+    parser.add_argument("--rows", metavar="A:B", help="show rows A to B - 1: text, documents and loss weights")
+    parser.add_argument("--json", action="store_true", help="with --rows: their arrays, one line of JSON per row")
     arguments = parser.parse_intermixed_args(argv)
     config, problems = parse_keys(InspectConfig, arguments.words, texts=("tokenizer_path",), example=example)
     bounds = re.fullmatch(r"([0-9]{1,15}):([0-9]{1,15})", arguments.rows or "0:1")
     if bounds is None:
-        problems.append(f"--rows {arguments.rows}: two numbers belong there, as in --rows 0:3.")
+        problems.append(f"--rows {arguments.rows} must be two numbers, as in --rows 0:3.")
     if arguments.json and not arguments.rows:
-        problems.append("--json has no use without --rows.")
+        problems.append("--json has no effect without --rows.")
     if problems or bounds is None:
         raise UserError(problems)
     from maxtext_lite.data.preparing.inspecting import report, shown_rows

@@ -1,4 +1,4 @@
-"""The command `replay`: a step of a run done again and compared with its record, and each of its rows alone."""
+"""The command `replay`: a step of a run repeated and compared with its record, and each of its rows by itself."""
 
 import dataclasses
 import json
@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 from maxtext_lite.cli import (
     EXIT_FAILED,
     ArgumentParser,
+    check_tolerance,
     real_number,
     run_command,
     run_path,
     whole_number,
 )
-from maxtext_lite.config import RLRunConfig, UserError
+from maxtext_lite.config import RLRunConfig
 from maxtext_lite.config.errors import full_text
 from maxtext_lite.process.output import complain
 from maxtext_lite.reporting.records import with_numbers
@@ -29,37 +30,31 @@ _SHOWN_LETTERS = 60
 
 
 def main(argv: Sequence[str]) -> int:
-    """Does a step again; returns 0 where it is what the run recorded, 1 where it is not. Writes nothing.
+    """Repeats a step; returns 0 if it equals the run's record, otherwise 1. Writes nothing.
 
     Raises:
-      UserError: with what is wrong with the arguments, or why the step cannot be done again.
+      UserError: with the problems of the arguments, or why the step cannot be repeated.
     """
     parser = ArgumentParser(prog="maxtext-lite replay", description=__doc__)
     parser.keys = RLRunConfig.model_fields
     parser.add_argument("directory", type=run_path, metavar="RUN_DIR", help="a run directory, of pre-training or SFT")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="win over its config: another kernel, mesh")
-    parser.add_argument("--step", type=whole_number, required=True, help="the step to be done again")
-    parser.add_argument("--rows", action="store_true", help="also each row of it alone: text, loss, gradient norm")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override its config: another kernel or mesh")
+    parser.add_argument("--step", type=whole_number, required=True, help="the step to repeat")
+    parser.add_argument("--rows", action="store_true", help="also show each row by itself: text, loss, gradient norm")
+    parser.add_argument("--by", choices=("loss", "loss_sum", "grad_norm"), default="loss", help="order of the rows")
     parser.add_argument(
-        "--by", choices=("loss", "loss_sum", "grad_norm"), default="loss", help="what rows are sorted by"
-    )
-    parser.add_argument(
-        "--tolerance", type=real_number, help="relative; 0: equal to the bit; default: 0 on the run's own machine"
+        "--tolerance", type=real_number, help="relative; 0: equal to the bit, the default on the run's own machine"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_intermixed_args(argv)
-    tolerance = arguments.tolerance
-    if tolerance is not None and not 0 <= tolerance <= 1:
-        raise UserError(
-            f"--tolerance={tolerance:g} must be from 0 to 1. Nearest that works: {min(max(tolerance, 0), 1):g}."
-        )
+    check_tolerance(arguments.tolerance)
     from maxtext_lite.training.replaying import replayed
 
     found = replayed(
         arguments.directory,
         arguments.step,
         arguments.overrides,
-        tolerance=tolerance,
+        tolerance=arguments.tolerance,
         with_rows=arguments.rows,
         say=lambda text: complain(f"replay: {text}"),
     )
@@ -84,7 +79,7 @@ def _as_json(found: "Replay") -> dict[str, object]:
 
 def _text(found: "Replay", by: str) -> list[str]:
     differing, how = _differing(found), f"within {found.tolerance:g}" if found.tolerance else "to the bit"
-    begin = f"the checkpoint of step {found.after:,}" if found.after else "the run's first parameters"
+    begin = f"the checkpoint of step {found.after:,}" if found.after else "the run's initial parameters"
     why = f" ({found.elsewhere})" if found.elsewhere else ""
     said = f"equal {how}"
     if differing:
@@ -96,7 +91,7 @@ def _text(found: "Replay", by: str) -> list[str]:
             lines.append(f"{' ' if same else '!'} {name:<28} {first!s:<24} {second}")
     if found.rows is None:
         return lines
-    lines.append(f"{len(found.rows)} rows, each alone, by {by}; grad_norm is of a row's part of the step's gradient")
+    lines.append(f"{len(found.rows)} rows, each by itself, by {by}; grad_norm of the row's part of the gradient")
     lines.append(f"  {'loss':>9} {'loss_sum':>11} {'grad_norm':>10} {'tokens':>7}  row")
     for row in found.rows:
         name = f"{row.source}:{row.row}" if row.source else str(row.row)

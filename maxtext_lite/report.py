@@ -1,4 +1,4 @@
-"""The command `report`: RUN_DIR/report.html, one self-contained page of a run, or of several over each other."""
+"""The command `report`: RUN_DIR/report.html, one self-contained page for a run or for several in the same charts."""
 
 import sys
 from collections.abc import Sequence
@@ -7,14 +7,14 @@ from pathlib import Path
 from maxtext_lite.cli import ArgumentParser, local_path, run_command, run_path
 from maxtext_lite.config import UserError
 from maxtext_lite.config.bucket import storage_errors
-from maxtext_lite.reporting import read_runs, render_page
+from maxtext_lite.reporting import read_runs, write_page
 
 
 def main(argv: Sequence[str]) -> int:
-    """Writes the report and says where; returns the exit code.
+    """Writes the report and prints its path; returns the exit code.
 
     Raises:
-      UserError: a directory is no run directory, or the page cannot be written.
+      UserError: a directory is not a run directory, or the page cannot be written.
     """
     parser = ArgumentParser(prog="maxtext-lite report", description=__doc__)
     parser.add_argument(
@@ -26,10 +26,9 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_intermixed_args(argv)
     runs = read_runs(arguments.run_directories)
     output: Path = arguments.output or runs[0].directory / "report.html"
-    page = render_page(runs)
     try:
         with storage_errors(output):
-            output.write_bytes(page.encode(errors="replace"))  # JSON can hold what UTF-8 cannot
+            write_page(runs, output)
     except OSError as error:
         if arguments.output:
             where, hint = f"--output={output}", f"Nearest that works: {runs[0].directory / 'report.html'}."
@@ -38,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"{where} cannot be written: {error.strerror}. {hint}") from None
     repeated = len(arguments.run_directories) - len(runs)
     if repeated:
-        print(f"{repeated} of the directories stand{'s' if repeated == 1 else ''} for a run that is shown already")
+        print(f"{repeated} of the directories repeat{'s' if repeated == 1 else ''} a run")
     for run in runs:
         for note in run.notes:
             print(f"note: {run.directory}: {note}")

@@ -20,11 +20,11 @@ EXIT_STOPPED_BY_SIGNAL = 75
 
 
 class DataOnly(BaseModel):
-    """What `train` takes as key=value beside the keys of a config.
+    """The key=value words of `train` besides the keys of a config.
 
     Attributes:
-      data_only: read the data without a model, and say how fast; no run directory.
-      ids: print the ids of the examples of each step.
+      data_only: read the data without a model and without a run directory, and print the speed.
+      ids: print the example ids of each step.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -34,21 +34,21 @@ class DataOnly(BaseModel):
 
 
 def parse_data_only(words: Sequence[str]) -> DataOnly:
-    """`DataOnly` from key=value words, of which the last of a key wins.
+    """`DataOnly` from key=value words; of several for a key, the last wins.
 
     Raises:
-      UserError: a value is not true or false, or `ids` is asked of a run that trains.
+      UserError: a value is not true or false, or there is `ids` without `data_only`.
     """
     asked, problems = parse_keys(DataOnly, words, texts=(), example="train data_only=true ids=true")
     if asked.ids and not asked.data_only:
-        problems.append("ids=true has no use without data_only=true.")
+        problems.append("ids=true has no effect without data_only=true.")
     if problems:
         raise UserError(problems)
     return asked
 
 
 def main(argv: Sequence[str]) -> int:
-    """Trains what the arguments name and returns the exit code: 0, 3 (no finite loss, or a spike) or 75 (a signal).
+    """Trains and returns the exit code: 0, 3 (non-finite loss or a spike) or 75 (stopped by a signal).
 
     Raises:
       UserError: with every problem of the config or the data.
@@ -58,24 +58,21 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--device-memory-gb",
         type=real_number,
-        help="what a train step may hold on a device, in GB (1e9 bytes); default: what the device has",
+        help="memory for a train step on each device in GB (1e9 bytes); default: that of the device",
     )
     arguments = parser.parse(argv)
     own = [word for word in arguments.overrides if word.partition("=")[0] in DataOnly.model_fields]
     asked = parse_data_only(own)
     config = load_config(arguments.config, [word for word in arguments.overrides if word not in own])
     if isinstance(config, RLRunConfig):
-        raise UserError("a config of reinforcement learning is not one that train runs; train_rl does.")
+        raise UserError("a config of reinforcement learning is not for train, but for train_rl.")
     if asked.data_only:
         from maxtext_lite.training.data_only import read_data
 
         read_data(config, with_ids=asked.ids)
         return 0
-    if command_signals.installed:  # where somebody else's process hangs is not for us to end
-        phases.restart(process_start())
-        phases.mark("config")
-        watchdog.start(config.hang_timeout_seconds)
-    from maxtext_lite.training import train  # jax, only once the config is known to be right
+    start_watchdog(config)
+    from maxtext_lite.training import train  # imports jax, once the config is known to be right
     from maxtext_lite.training.compilation_cache import keep_compiled
 
     keep_compiled(config)
@@ -83,12 +80,20 @@ def main(argv: Sequence[str]) -> int:
     return finish(lambda config: train(config, device_memory_gb=arguments.device_memory_gb), config)
 
 
+def start_watchdog(config: Config) -> None:
+    """Starts the watchdog and the clock of the start-up phases, if this process is a command's own."""
+    if command_signals.installed:
+        phases.restart(process_start())
+        phases.mark("config")
+        watchdog.start(config.hang_timeout_seconds)
+
+
 def finish(train: Callable[[Any], Any], config: Config) -> int:
-    """Trains by `train(config)`, says how it ended and returns the exit code."""
+    """Calls `train(config)`, prints how it ended and returns the exit code."""
     from maxtext_lite.training import LossSpike
 
     require_trackers(config.log_to)
-    go_on_without_stdout()  # what a run says stands in its directory as well
+    go_on_without_stdout()  # the run directory has all output as well
     try:
         result = train(config)
     except LossSpike as error:

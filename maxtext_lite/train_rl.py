@@ -5,16 +5,14 @@ from collections.abc import Sequence
 
 from maxtext_lite.cli import ArgumentParser, config_arguments, run_command
 from maxtext_lite.config import RLRunConfig, UserError, load_config
-from maxtext_lite.process.phases import phases, process_start
-from maxtext_lite.process.signals import command_signals
-from maxtext_lite.process.watchdog import watchdog
-from maxtext_lite.train import finish
+from maxtext_lite.process.phases import phases
+from maxtext_lite.train import finish, start_watchdog
 
 DEFAULT_CONFIG = "configs/post_train/rl.yml"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Trains what the arguments name and returns the exit code: 0, 3 (non-finite loss) or 75 (stopped by a signal).
+    """Trains and returns the exit code: 0, 3 (non-finite loss) or 75 (stopped by a signal).
 
     Raises:
       UserError: with every problem of the config, the prompts or the rewards.
@@ -25,14 +23,11 @@ def main(argv: Sequence[str]) -> int:
     config = load_config(arguments.config or DEFAULT_CONFIG, arguments.overrides)
     if not isinstance(config, RLRunConfig):
         raise UserError(
-            f"{arguments.config} is not a config of reinforcement learning: it needs the line "
-            f"`base: post_train/rl.yml`. `train` takes it as it is."
+            f"{arguments.config} is not a config of reinforcement learning, which needs the line "
+            "`base: post_train/rl.yml`. `train` takes it as it is."
         )
-    if command_signals.installed:  # where somebody else's process hangs is not for us to end
-        phases.restart(process_start())
-        phases.mark("config")
-        watchdog.start(config.hang_timeout_seconds)
-    from maxtext_lite.rl.rollout_steps import train_rl  # jax, only once the config is known to be right
+    start_watchdog(config)
+    from maxtext_lite.rl.rollout_steps import train_rl  # imports jax, once the config is known to be right
     from maxtext_lite.training.compilation_cache import keep_compiled
 
     keep_compiled(config)

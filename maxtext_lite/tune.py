@@ -1,4 +1,4 @@
-"""The command `tune`: short measured runs over the ways to split one global batch on these devices."""
+"""The command `tune`: short timed runs over the ways to split one global batch on these devices."""
 
 import contextlib
 import json
@@ -10,39 +10,46 @@ from typing import Any
 from maxtext_lite.batching import MemoryEstimate, wants_solving
 from maxtext_lite.batching.ledger import bytes_text
 from maxtext_lite.batching.tuning import Candidate, Timing, tune
-from maxtext_lite.cli import ArgumentParser, config_arguments, local_path, real_number, run_command, whole_number
+from maxtext_lite.cli import (
+    ArgumentParser,
+    check_at_least_one,
+    config_arguments,
+    local_path,
+    real_number,
+    run_command,
+    whole_number,
+)
 from maxtext_lite.config import RLRunConfig, UserError, load_config, write_resolved
 from maxtext_lite.config.errors import setting_text
-from maxtext_lite.reporting import read_runs, render_page
+from maxtext_lite.reporting import read_runs, write_page
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measures, prints a table and writes the best config and a page; returns 0, or 1 where nothing fits.
+    """Times the splits, prints a table, writes the best config and a page; returns 0, or 1 where nothing fits.
 
     Raises:
       UserError: the config cannot be trained on these devices or this data.
     """
     parser = ArgumentParser(prog="maxtext-lite tune", description=__doc__)
     config_arguments(parser)
-    parser.add_argument("--steps", type=whole_number, default=8, help="that are timed, of each way (default: 8)")
-    parser.add_argument("--warm-up", type=whole_number, default=2, help="steps before those (default: 2)")
-    parser.add_argument("--full", action="store_true", help="measure every split with every remat_policy")
-    parser.add_argument("--device-memory-gb", type=real_number, help="that a step may hold, in GB (1e9 bytes)")
-    parser.add_argument("--output", type=local_path, help="directory for what is written (default: RUN_DIR-tune)")
+    parser.add_argument("--steps", type=whole_number, default=8, help="timed steps of each split (default: 8)")
+    parser.add_argument("--warm-up", type=whole_number, default=2, help="steps before them (default: 2)")
+    parser.add_argument("--full", action="store_true", help="time every split with every remat_policy")
+    parser.add_argument(
+        "--device-memory-gb", type=real_number, help="for a train step on each device, in GB (1e9 bytes)"
+    )
+    parser.add_argument("--output", type=local_path, help="directory for the results (default: RUN_DIR-tune)")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
     arguments = parser.parse(argv)
     config = load_config(arguments.config, arguments.overrides)
     if isinstance(config, RLRunConfig):
-        raise UserError("a config of reinforcement learning is not one that tune measures; train's are.")
-    if arguments.steps < 1 or arguments.warm_up < 1:
-        raise UserError(
-            f"--steps={arguments.steps} and --warm-up={arguments.warm_up} must be at least 1. Nearest that works: 1."
-        )
+        raise UserError("a config of reinforcement learning is not for tune, which times configs of train.")
+    check_at_least_one(arguments, "steps", "warm-up")
     from maxtext_lite.training.opening import open_data, plan_on_devices
     from maxtext_lite.training.run_files import run_directory
     from maxtext_lite.training.timing import measured
 
-    if wants_solving(config):  # every way to split the batch is tried, from this one on
+    if wants_solving(config):  # all splits are tried, beginning with this one
         config = config.model_copy(update={"gradient_accumulation_steps": 1})
     plan, _ = open_data(config, device_memory_gb=arguments.device_memory_gb)
     if plan.num_hosts > 1:
@@ -68,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
     best, page = output / "best.yml", output / "report.html"
     origins = {**config.origins, **dict.fromkeys(found[0][0].keys, "tune")}
     write_resolved(config.model_copy(update=found[0][0].keys).with_origins(origins), best)
-    page.write_bytes(render_page(read_runs(ran[:8])).encode(errors="replace"))
+    write_page(read_runs(ran[:8]), page)
     if arguments.json:
         print(json.dumps({"ways": [_to_json(*each) for each in found], "best": str(best), "report": str(page)}))
         return 0
@@ -88,7 +95,7 @@ def _error(memory: MemoryEstimate, timing: Timing) -> float | None:
 
 
 def _to_json(candidate: Candidate, timing: Timing) -> dict[str, Any]:
-    """Seconds of a step, tokens per second of all devices, bytes of one."""
+    """Seconds per step, tokens per second on all devices, bytes per device."""
     return {
         "keys": {key: setting_text(value) for key, value in candidate.keys.items()},
         "step_seconds": timing.seconds,
@@ -100,14 +107,14 @@ def _to_json(candidate: Candidate, timing: Timing) -> dict[str, Any]:
 
 
 def _table(found: Sequence[tuple[Candidate, Timing]]) -> list[str]:
-    """The fastest first, with the plan's memory beside the compiler's."""
-    lines = [" step, ms   tokens/s  beside best   by the plan  compiled  error  what was set"]
+    """A line for each split, the fastest first, with memory by the plan and by the compiler."""
+    lines = [" step, ms   tokens/s  against best   by the plan  compiled  error  settings"]
     fastest = found[0][1].seconds or 1.0
     for candidate, timing in found:
-        speed = f"{'-':>9} {'-':>10} {'no room':>12}"
+        speed = f"{'-':>9} {'-':>10} {'no room':>13}"
         if timing.seconds is not None:
             speed = f"{1e3 * timing.seconds:>9.1f} {candidate.tokens / timing.seconds:>10,.0f}"
-            speed += f" {timing.seconds / fastest:>12.3f}"
+            speed += f" {timing.seconds / fastest:>13.3f}"
         error = _error(candidate.plan.memory, timing)
         compiled = "-" if timing.compiled_bytes is None else bytes_text(timing.compiled_bytes)
         memory = f"{bytes_text(candidate.plan.memory.total):>13} {compiled:>9}"

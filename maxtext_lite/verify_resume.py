@@ -1,12 +1,11 @@
-"""The command `verify_resume`: the first step at which two runs differ, in what, and with which rows."""
+"""The command `verify_resume`: the first step at which two runs differ, in which fields, and with which rows."""
 
 import json
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from maxtext_lite.cli import EXIT_FAILED, ArgumentParser, local_path, real_number, run_command
-from maxtext_lite.config import UserError
+from maxtext_lite.cli import EXIT_FAILED, ArgumentParser, check_tolerance, local_path, real_number, run_command
 
 if TYPE_CHECKING:
     from maxtext_lite.training.run_difference import Comparison, SavedDifference
@@ -15,10 +14,10 @@ _MOST_SHOWN = 16
 
 
 def main(argv: Sequence[str]) -> int:
-    """Compares two run directories; returns 0 where they are the same, 1 where they differ.
+    """Compares two run directories; returns 0 if they are equal, 1 if they differ.
 
     Raises:
-      UserError: a directory is no run directory, or the runs have nothing to compare.
+      UserError: a directory is not a run directory, or the runs have nothing to compare.
     """
     parser = ArgumentParser(prog="maxtext-lite verify_resume", description=__doc__)
     parser.add_argument("runs", nargs=2, type=local_path, metavar="RUN_DIR", help="two run directories")
@@ -26,15 +25,12 @@ def main(argv: Sequence[str]) -> int:
         "--tolerance",
         type=real_number,
         default=0.0,
-        help="relative; 0 (default): equal to the bit; 1e-5: two runs whose batches were split differently agree",
+        help="relative; 0 (default): equal to the bit; 1e-5: for runs that split their batches differently",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_intermixed_args(argv)
     runs, tolerance = (arguments.runs[0], arguments.runs[1]), arguments.tolerance
-    if not 0 <= tolerance <= 1:
-        raise UserError(
-            f"--tolerance={tolerance:g} must be from 0 to 1. Nearest that works: {min(max(tolerance, 0), 1):g}."
-        )
+    check_tolerance(tolerance)
     from maxtext_lite.training.run_difference import compare_checkpoints, compare_metrics, rows_of_step
 
     metrics = compare_metrics(runs, tolerance)
@@ -70,7 +66,7 @@ def _text(
 ) -> list[str]:
     how = "equal" if tolerance == 0 else f"equal within {tolerance:g}"
     last = " and ".join(f"{step:,}" for step in metrics.last)
-    compared = f"{metrics.steps:,} steps and {metrics.evaluations:,} evaluations that both have (they end at {last})"
+    compared = f"{metrics.steps:,} steps and {metrics.evaluations:,} evaluations in both runs (which end at {last})"
     found = metrics.difference
     if found is None:
         lines = [f"{compared}: {how}"]
@@ -79,9 +75,9 @@ def _text(
             lines.append(f"checkpoints of step {each.step}, {each.compared} arrays: {differ}")
             for name, apart in list(each.arrays.items())[:_MOST_SHOWN]:
                 lines.append(f"  {name}  relative difference {apart:.3g}")
-        return lines if saved else [*lines, "no checkpoint of one step in both"]
+        return lines if saved else [*lines, "no step has a checkpoint in both"]
     kind = "evaluation" if found.evaluation else "step"
-    lines = [f"the first difference is at {kind} {found.step}; before it all is {how}, of {compared}"]
+    lines = [f"the first difference is at {kind} {found.step}; everything before is {how}, of {compared}"]
     lines += [f"  {name:<28} {first} | {second}" for name, (first, second) in found.fields.items()]
     if rows is None:
         return lines
@@ -95,7 +91,7 @@ def _text(
 
 def _rows(rows: list[Any] | str) -> str:
     if isinstance(rows, str):
-        return f"not known: {rows}"
+        return f"unknown: {rows}"
     shown = ", ".join(":".join(map(str, row)) if isinstance(row, tuple) else str(row) for row in rows[:_MOST_SHOWN])
     return f"{shown} and {len(rows) - _MOST_SHOWN} more" if len(rows) > _MOST_SHOWN else shown
 

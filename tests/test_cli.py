@@ -168,7 +168,7 @@ def _more_than_any_host_has(_):
 def test_a_full_memory_is_one_line(allocate, capsys):
     assert run_command(allocate, []) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert re.match(r"error: the memory is full: .*allocat\w* .* Ask for less at once: ", line)
+    assert re.match(r"error: the memory is full: .*allocat\w* .* Use fewer or shorter ", line)
 
 
 def test_other_errors_of_a_program_keep_their_traceback():

@@ -101,8 +101,8 @@ def test_epochs_ask_for_no_data_as_they_change_no_shape(capsys):
 
 @pytest.mark.parametrize(("arguments", "message"), [
     (("--devices", "8", "--topology", "v5e:2x2"), "--devices and --topology contradict each other; give one of them."),
-    (("--hosts", "2"), "--hosts=2 says something about --devices, which is not given."),
-    (("--slices", "2"), "--slices=2 says something about --topology, which is not given."),
+    (("--hosts", "2"), "--hosts=2 needs --devices, which is not given."),
+    (("--slices", "2"), "--slices=2 needs --topology, which is not given."),
     (("--devices", "8", "--hosts", "0"), "--hosts=0 must be at least 1. Nearest that works: 1."),
     (("--devices", "0"), "num_devices=0 must be at least 1. Nearest that works: 1."),
     (("--devices", "9", "ici_tensor_parallelism=2"), "ici_tensor_parallelism=2 does not divide the 9 devices"),

@@ -223,14 +223,14 @@ def _lead(x, params):
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    (["import", "{hf}", "{hf}"], "is there already and not an empty directory"),
+    (["import", "{hf}", "{hf}"], "exists already and is not an empty directory"),
     (["import", "{tmp}/nothing", "{tmp}/out"], "is not a Hugging Face directory"),
     (["export", "{hf}", "{tmp}/out"], "is neither a run directory nor an imported one"),
     (["import", "{hf}", "{tmp}/out", "steps=3"], "'steps=3' is not key=value with a key that convert takes."),
     (["import", "{hf}", "{tmp}/out", "ici_tensor_parallelism=3"], "ici_tensor_parallelism=3"),
     (["import", "{hf}", "{tmp}/out", "ici_tensor_parallelism=8"], "cannot be split evenly over the mesh of 8 devices"),
     (["sideways", "{hf}", "{tmp}/out"], "invalid choice"),
-    (["import", "{hf}", "{tmp}/out", "merge_lora=true"], "merge_lora=true has no use in an import"),
+    (["import", "{hf}", "{tmp}/out", "merge_lora=true"], "merge_lora=true has no effect in an import"),
     (["export", "{hf}", "{tmp}/out", "merge_lora=1"], "merge_lora=1 is neither true nor false"),
 ])  # fmt: skip
 def test_mistakes_are_named(arguments, message, hf, tmp_path):

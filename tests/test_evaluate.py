@@ -99,10 +99,10 @@ def test_a_cloze_is_right_where_it_is_what_the_model_would_write(directory, tmp_
 
 
 @pytest.mark.parametrize(("overrides", "message"), [
-    ([], "nothing is asked for: give one of text, choices and cloze."),
+    ([], "there is nothing to evaluate: give one of text, choices and cloze."),
     (["text=a", "cloze=b"], "text and cloze contradict each other"),
     (["text=a", "max_length=8", "stride=8"], "Nearest that works: 7."),
-    (["cloze=a", "stride=8"], "stride=8 has no use without text. Nearest that works: 0."),
+    (["cloze=a", "stride=8"], "stride=8 has no effect without text. Nearest that works: 0."),
     (["txt=a"], "unknown key 'txt' (command line). Did you mean 'text'?"),
     (["text"], "'text' is not of the form key=value."),
     (["text=a", "max_length=1"], "max_length=1: Input should be greater than or equal to 2."),

@@ -55,7 +55,7 @@ def test_the_table_is_printed(capsys):
     assert "global_batch_to_train        64 examples = 16 per device x 4 devices x 1 accumulation\n" in out
 
 
-HELP = "`maxtext-lite plan --help` lists what there is."
+HELP = "`maxtext-lite plan --help` lists all arguments."
 
 
 @pytest.mark.parametrize(
@@ -260,11 +260,11 @@ def test_both_batch_keys_are_found_and_the_line_plans_what_was_found(capsys):
 
 
 @pytest.mark.parametrize(("argv", "error"), [
-    (SOLVED[:2] + SOLVED[4:], "per_device_batch_size=-1 and gradient_accumulation_steps=-1 are found for a device by "
-                              "its peak, memory and links: --device, as in --device=h200, is missing."),
-    ([*SOLVED, "--draw", "pipeline"], "--draw shows one plan: give it the arguments that plan finds first."),
+    (SOLVED[:2] + SOLVED[4:], "per_device_batch_size=-1 and gradient_accumulation_steps=-1 are chosen by a device's "
+                              "peak, memory and links: --device, as in --device=h200, is missing."),
+    ([*SOLVED, "--draw", "pipeline"], "--draw shows one plan: use it with the arguments that plan prints as the best."),
     ([*SOLVED, "--compile", "0"], "--compile=0 must be at least 1. Nearest that works: 1."),
-    (["--compile", "2"], "--compile checks what plan finds for per_device_batch_size=-1 "
+    (["--compile", "2"], "--compile checks the plans for per_device_batch_size=-1 "
                          "gradient_accumulation_steps=-1."),
     (["--devices", "2", "--device", "l4", "global_batch_size=32", "per_device_batch_size=auto"],
      "--device=l4: what it sends to others on a machine of so many is not known, so that no step can be predicted."),

@@ -43,7 +43,7 @@ def test_texts_become_a_dataset_that_a_run_reads(words, tmp_path, capsys):
 
 def test_a_share_says_that_others_are_missing(words, tmp_path, capsys):
     assert main([*words, "--task", "1", "--of", "2"]) == 0
-    assert capsys.readouterr().out == "share 1 of 2 is done; the last one to end writes the manifest\n"
+    assert capsys.readouterr().out == "share 1 of 2 is done; the last share to finish writes the manifest\n"
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
@@ -62,17 +62,17 @@ def test_a_pipeline_of_datatrove_makes_the_same_bytes(tmp_path, monkeypatch, cap
     assert ours == own
     with pytest.raises(UserError, match="PrepareStep is the first step of a pipeline"):
         step(iter([]), 0, 1)
-    with pytest.raises(UserError, match="num_workers has no use in a pipeline"):
+    with pytest.raises(UserError, match="num_workers has no effect in a pipeline"):
         PrepareStep(*words, f"output={tmp_path / 'step'}", "num_workers=2")
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
     (["--task", "1"], "--task and --of go together"),
-    (["--task", "2", "--of", "2"], "--task 2 --of 2: of N shares, the first is 0 and the last is N - 1."),
+    (["--task", "2", "--of", "2"], "--task 2 --of 2: the first of N shares is 0, the last is N - 1."),
     (["outpt=x"], "unknown key 'outpt' (command line). Did you mean 'output'?"),
     (["inspect", "x", "max_target_lenth=3"], "unknown key 'max_target_lenth' (command line). Did you mean 'max_t"),
-    (["inspect", "x", "--rows", "3"], "--rows 3: two numbers belong there, as in --rows 0:3."),
-    (["inspect", "x", "--json"], "--json has no use without --rows."),
+    (["inspect", "x", "--rows", "3"], "--rows 3 must be two numbers, as in --rows 0:3."),
+    (["inspect", "x", "--json"], "--json has no effect without --rows."),
     (["inspect", "az://a/b"], "argument PATH: az://a/b is a URL (az:), and only local paths"),
     (["input=gs://a/b", "output=c"], "input.0=gs://a/b is a URL (gs:), and only local paths"),
     (["inspect", "not-there"], "PATH='not-there' is not a directory that `python -m maxtext_lite.prepare` made."),

@@ -74,7 +74,7 @@ def test_the_first_field_and_the_first_step_that_differ_are_named(run, capsys, t
     assert main([str(moved), "--step", "2"]) == 1
     first, *fields = capsys.readouterr().out.splitlines()
     assert first == (
-        "step 2, from the run's first parameters: not equal within 0.0001, first in grad_norm; step 1 already differs "
-        f"(jax is {now}, then 0.1)"
+        "step 2, from the run's initial parameters: not equal within 0.0001, first in grad_norm; step 1 already "
+        f"differs (jax is {now}, then 0.1)"
     )
     assert [line.split()[1] for line in fields if line.startswith("!")] == ["grad_norm"]

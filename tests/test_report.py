@@ -38,8 +38,8 @@ def test_a_run_that_is_given_twice_and_what_is_missing_are_said(runs, capsys):
     (runs[0] / "plan.json").unlink()
     assert main([str(runs[0]), f"{runs[1]}/../a"]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "1 of the directories stands for a run that is shown already",
-        f"note: {runs[0]}: plan.json is not there.",
+        "1 of the directories repeats a run",
+        f"note: {runs[0]}: plan.json is missing.",
         f"wrote {runs[0]}/report.html",
     ]
 
@@ -63,7 +63,7 @@ def test_mistakes_are_error_lines_and_exit_code_2(runs, tmp_path, capsys):
     near = f"Nearest that work: {tmp_path}/a or {tmp_path}/b."
     assert errors(tmp_path, tmp_path / "no", runs[0]) == [
         f"error: RUN_DIR={tmp_path} is not a run directory: {none} {near}",
-        f"error: RUN_DIR={tmp_path}/no is not there; it must be a run directory.",
+        f"error: RUN_DIR={tmp_path}/no is missing; it must be a run directory.",
     ]
     assert not (runs[0] / "report.html").exists()
     output = tmp_path / "nowhere" / "x.html"
@@ -72,7 +72,7 @@ def test_mistakes_are_error_lines_and_exit_code_2(runs, tmp_path, capsys):
         f"Nearest that works: {runs[0]}/report.html."
     ]
     assert errors() == [
-        "error: the following arguments are required: RUN_DIR. `maxtext-lite report --help` lists what there is."
+        "error: the following arguments are required: RUN_DIR. `maxtext-lite report --help` lists all arguments."
     ]
     (runs[0] / "report.html").mkdir()
     assert errors(runs[0]) == [

@@ -169,7 +169,7 @@ def test_each_command_names_the_other_for_its_configs(tmp_path):
     )
     result = _run([*quick_python(), "-m", "maxtext_lite.train", "post_train/rl.yml"], tmp_path)
     assert result.returncode == 2
-    assert result.stderr == "error: a config of reinforcement learning is not one that train runs; train_rl does.\n"
+    assert result.stderr == "error: a config of reinforcement learning is not for train, but for train_rl.\n"
     assert not [path for path in tmp_path.iterdir() if path.name != "judge.py"]
 
 

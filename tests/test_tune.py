@@ -48,7 +48,7 @@ def test_a_table_a_page_and_the_best_config(machine, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("words", "error"), [
-    (["--steps", "0"], "error: --steps=0 and --warm-up=2 must be at least 1"),
+    (["--steps", "0"], "error: --steps=0 must be at least 1. Nearest that works: 1."),
     (["enable_rampup_batch_size=true"], "error: enable_rampup_batch_size=true: tune measures one batch"),
     (["configs/post_train/rl.yml"], "error: a config of reinforcement learning"),
 ])  # fmt: skip

@@ -34,7 +34,7 @@ def test_a_resumed_run_is_the_same(runs, capsys):
     capsys.readouterr()
     assert main([straight, resumed]) == 0
     said = capsys.readouterr().out
-    assert said.startswith("4 steps and 0 evaluations that both have (they end at 4 and 4): equal\n")
+    assert said.startswith("4 steps and 0 evaluations in both runs (which end at 4 and 4): equal\n")
     assert re.search(r"^checkpoints of step 4, \d+ arrays: equal$", said, re.MULTILINE)
 
 

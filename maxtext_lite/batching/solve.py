@@ -13,7 +13,7 @@ from maxtext_lite.batching.sizes import Sizes, work_out
 from maxtext_lite.batching.topology import MESH_KEYS, Topology, mesh_key, topology_violations
 from maxtext_lite.config import Config, Refusal, RLRunConfig
 from maxtext_lite.config.load import OF_NO_USE_IN_RL, defaults_of
-from maxtext_lite.config.suggest import ConfigRequest, WrongValue, suggest
+from maxtext_lite.config.suggest import ConfigRequest, suggest
 from maxtext_lite.config.violation import Change, Violation, divisors, divisors_of
 
 _DATA_PARALLEL: Change = dict.fromkeys(MESH_KEYS, 1) | {mesh_key("ici", "data"): -1}
@@ -185,7 +185,7 @@ def resolve(
 
 
 def refusals(
-    config: Config, topology: Topology, num_examples: int | None = None, wrong: Sequence[WrongValue] = ()
+    config: Config, topology: Topology, num_examples: int | None = None, wrong: Sequence[Refusal] = ()
 ) -> list[Refusal]:
     """One refusal for each wrong value and each broken rule, with what works.
 

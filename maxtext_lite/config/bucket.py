@@ -1,11 +1,11 @@
-"""Paths in buckets, such as gs://bucket/runs: which are known, what an installation needs for them, how they are read.
+"""Paths in buckets, such as gs://bucket/runs: which schemes are known, what they need installed, how they are read.
 
-A bucket has objects, whose names only look like those of files in directories: each is written whole, at once; none is
-appended to or renamed.
+A bucket has objects, whose names only look like paths of files: each is written whole, and none is appended to or
+renamed.
 """
 
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
-# etils and fsspec declare none of their functions.
+# etils and fsspec have no type declarations.
 
 import atexit
 import contextlib
@@ -20,28 +20,28 @@ from typing import Any, cast
 
 from maxtext_lite.config.errors import UserError, value_text
 
-_NEEDS = {"gs": ("gcs", "gcsfs"), "s3": ("s3", "s3fs")}  # the extra, and the package of it that reads and writes
-_LIBRARIES = ("gcsfs", "aiohttp", "botocore", "google", "requests", "fsspec")  # whose errors are the storage's
-_WEIGHTS = (".safetensors", ".bin", ".npz")  # the names of files that hold weights end so
+_NEEDS = {"gs": ("gcs", "gcsfs"), "s3": ("s3", "s3fs")}  # the extra, and its package that reads and writes
+_LIBRARIES = ("gcsfs", "aiohttp", "botocore", "google", "requests", "fsspec")  # their errors are the storage's
+_WEIGHTS = (".safetensors", ".bin", ".npz")  # endings of the names of files with weights
 _copies: dict[str, Path] = {}
 
 
 def bucket_scheme(path: object) -> str:
-    """`gs` or `s3` of a path in a bucket; "" of any other."""
+    """`gs` or `s3` for a path in a bucket; "" for any other path."""
     scheme, mark, _ = str(path).partition("://")
     return scheme if mark and scheme in _NEEDS else ""
 
 
 def is_bucket(path: object) -> bool:
-    """Whether a path is one in a bucket, and not of this machine's file system."""
+    """Whether a path is in a bucket, not in this machine's file system."""
     return bucket_scheme(path) != ""
 
 
 def any_path(path: str | Path, key: str) -> Path:
-    """A path as an object: pathlib's, or, in a bucket, etils', which has the same methods but no rename and no append.
+    """A path as an object of pathlib, or for a bucket of etils: the same methods, but no rename and no append.
 
     Raises:
-      UserError: the extra that a bucket needs is not installed; names `key`.
+      UserError: the extra for the bucket is not installed; names `key`.
     """
     scheme = bucket_scheme(path)
     if not scheme:
@@ -50,21 +50,21 @@ def any_path(path: str | Path, key: str) -> Path:
     if importlib.util.find_spec(package) is None:
         raise UserError(f"{key}={value_text(str(path))} needs {package}: pip install 'maxtext-lite[{extra}]'.")
     import fsspec.config
-    from etils import epath  # with gcsfs a second, for those alone who have a bucket
+    from etils import epath  # takes a second with gcsfs, which only users of buckets should wait
 
-    # Lists are asked for, not remembered: other processes, and TensorStore in this one, write beside us.
+    # Listings are never cached, since other processes, and TensorStore in this one, write to the same bucket.
     for name in ("gcs", "s3"):
         fsspec.config.conf.setdefault(name, {}).setdefault("use_listings_cache", False)
     return cast("Path", epath.Path(path))
 
 
 def absolute(path: Path) -> Path:
-    """The path from the root; one in a bucket always is."""
+    """The absolute path; a path in a bucket always is."""
     return path if is_bucket(path) else path.absolute()
 
 
 def file_system(path: str | Path, key: str = "path") -> tuple[Any, str]:
-    """What reads and writes the bucket of a path, of fsspec, and the path as it takes it; see `any_path`."""
+    """The fsspec file system of a path's bucket, and the path in its form; see `any_path`."""
     import fsspec
 
     return fsspec.core.url_to_fs(str(any_path(path, key)))
@@ -72,7 +72,7 @@ def file_system(path: str | Path, key: str = "path") -> tuple[Any, str]:
 
 @contextlib.contextmanager
 def storage_errors(path: object) -> Generator[None]:
-    """What is done inside reads or writes a path: of a bucket, whatever its libraries raise becomes an OSError.
+    """A context in which a path is read or written: for a bucket, any error of its libraries becomes an OSError.
 
     Raises:
       OSError: with a number and a reason.
@@ -81,7 +81,7 @@ def storage_errors(path: object) -> Generator[None]:
         yield
     except Exception as error:
         numbered = isinstance(error, OSError) and error.errno
-        # gcsfs makes a ValueError of an answer that calls the request invalid, as that of a name no bucket can have.
+        # gcsfs raises a ValueError where the server calls the request invalid, as for a name that no bucket can have.
         known = isinstance(error, OSError | ValueError) and not numbered
         theirs = known or type(error).__module__.partition(".")[0] in _LIBRARIES
         if not is_bucket(path) or not theirs or isinstance(error, FileExistsError):
@@ -93,7 +93,7 @@ def storage_errors(path: object) -> Generator[None]:
 
 
 def names_below(directory: Path) -> list[str]:
-    """The files of a directory and of those in it, by their names from there, in order."""
+    """All files below a directory, by their paths from there, in order."""
     if is_bucket(directory):
         system, root = file_system(directory)
         with storage_errors(directory):
@@ -104,10 +104,10 @@ def names_below(directory: Path) -> list[str]:
 
 
 def remove_objects(directory: Path) -> None:
-    """Removes whatever a directory of a bucket holds.
+    """Removes a directory of a bucket with everything in it.
 
     Raises:
-      OSError: it cannot be.
+      OSError: it cannot be removed.
     """
     system, root = file_system(directory)
     with storage_errors(directory):
@@ -116,10 +116,10 @@ def remove_objects(directory: Path) -> None:
 
 
 def fetch(directory: str | Path, to: Path, parts: Sequence[str] = ("", "hf"), but: tuple[str, ...] = _WEIGHTS) -> None:
-    """Copies the files that stand in `parts` of a directory of a bucket, and not in directories there.
+    """Copies the files directly in the subdirectories `parts` of a bucket's directory, not those further below.
 
     Args:
-      but: endings of names that are left out.
+      but: endings of the names of files to leave out.
 
     Raises:
       OSError: they cannot be read.
@@ -137,9 +137,9 @@ def fetch(directory: str | Path, to: Path, parts: Sequence[str] = ("", "hf"), bu
 
 
 def local_copy(path: str | Path, key: str) -> Path:
-    """A path on this machine's file system: itself, or, of a run directory in a bucket, a copy until this process ends.
+    """A path in this machine's file system: itself, or for a run directory in a bucket a copy until the process ends.
 
-    The copy has all but checkpoints and what TensorBoard shows; `original` finds the former. It is made once.
+    The copy is made once, without checkpoints and TensorBoard files; `original` gives the path in the bucket.
 
     Raises:
       UserError: the bucket cannot be read; names `key`.
@@ -158,16 +158,16 @@ def local_copy(path: str | Path, key: str) -> Path:
 
 
 def original(path: str | Path, key: str) -> Path:
-    """The path whose `local_copy` this is; itself where it is none."""
+    """The path of which this is the `local_copy`; any other path as it is."""
     return any_path(next((url for url, copy in _copies.items() if copy == Path(path)), path), key)
 
 
 @contextlib.contextmanager
 def reaching(path: str | Path, key: str) -> Generator[None]:
-    """What is done inside looks into a path for the first time.
+    """A context in which a path is accessed for the first time.
 
     Raises:
-      UserError: in the place of an error of a bucket; names `key`.
+      UserError: in place of an error of a bucket; names `key`.
     """
     try:
         with storage_errors(path):

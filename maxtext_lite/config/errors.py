@@ -1,4 +1,4 @@
-"""How refusals read: key, value, rule, nearest legal value."""
+"""The form of refusals: key, value, rule, nearest legal value."""
 
 import contextlib
 import difflib
@@ -13,7 +13,7 @@ from typing import cast
 
 _MOST_BITS = 256
 _LONGEST_NAME = 100
-_MOST_DIGITS = 17  # of a float
+_MOST_DIGITS, _MOST_DECIMALS = 17, 12  # of a float, and of a fraction
 _AMBIGUOUS = re.compile(r"^['\"]|, | or |\s#|(^|\s)\w+=")
 
 
@@ -21,7 +21,7 @@ class UserError(Exception):
     """The user's config or data is wrong; commands print one `error:` line per problem and exit with code 2.
 
     Attributes:
-      problems: one sentence or two for each problem, in the form of style.md.
+      problems: one or two sentences for each problem.
     """
 
     problems: tuple[str, ...]
@@ -35,28 +35,21 @@ class UserError(Exception):
 
 
 def number_text(value: int | float | Fraction) -> str:
-    """`value` as a config file would hold it: 16, 0.25, 1e-08, or 1/3 where no decimal of a float's digits is exact."""
+    """`value` as in a config file: 16, 0.25, 1e-08, or 1/3 where no decimal with a float's digits is exact."""
     if isinstance(value, float):
         return str(int(value)) if value.is_integer() and abs(value) < 1e15 else repr(value)
     fraction = Fraction(value)
-    twos = fives = 0
-    rest = fraction.denominator
-    while rest % 2 == 0:
-        rest, twos = rest // 2, twos + 1
-    while rest % 5 == 0:
-        rest, fives = rest // 5, fives + 1
-    decimals = max(twos, fives)
-    if rest != 1 or decimals > 12:
-        is_float = abs(fraction) < 10**15 and Fraction(repr(float(fraction))) == fraction
-        return repr(float(fraction)) if is_float else str(fraction)
-    if decimals == 0:
-        return str(fraction.numerator)
-    scaled = str(abs(fraction.numerator) * 10**decimals // fraction.denominator).rjust(decimals + 1, "0")
-    return f"{'-' if fraction < 0 else ''}{scaled[:-decimals]}.{scaled[-decimals:]}"
+    unit = 10**_MOST_DECIMALS
+    if unit % fraction.denominator == 0:
+        whole, rest = divmod(abs(fraction.numerator) * (unit // fraction.denominator), unit)
+        decimals = f".{rest:0{_MOST_DECIMALS}}".rstrip(".0")
+        return f"{'-' if fraction < 0 else ''}{whole}{decimals}"
+    is_float = abs(fraction) < 10**15 and Fraction(repr(float(fraction))) == fraction
+    return repr(float(fraction)) if is_float else str(fraction)
 
 
 def unwhole_text(value: Fraction, digits: int = 4) -> str:
-    """A number that is not whole, to read: in so many digits, or more where it would look whole in these."""
+    """A number that is not whole, for reading: in `digits` digits, or in more where it would look whole in these."""
     for enough in range(digits, _MOST_DIGITS):
         text = f"{float(value):.{enough}g}"
         if Fraction(text).denominator != 1:
@@ -64,17 +57,17 @@ def unwhole_text(value: Fraction, digits: int = 4) -> str:
     return number_text(value)
 
 
-_LOGIN = re.compile(r"(?:(?<=http)|(?<=https))://[^/?#\s]*@|://[^/?#\s:]*:[^/?#\s]*@")  # abfs://CONTAINER@ is none
+_LOGIN = re.compile(r"(?:(?<=http)|(?<=https))://[^/?#\s]*@|://[^/?#\s:]*:[^/?#\s]*@")  # but not abfs://CONTAINER@
 _SIGNATURE = re.compile(r"([?&][\w-]*(?:signature|credential|token|secret|password|key|sig)=)[^&\s]*", re.IGNORECASE)
 
 
 def full_text(value: object) -> str:
-    """Any config value as a config file may hold it, on one line: true, null, 0.25, or the text itself."""
+    """Any config value as in a config file, on one line: true, null, 0.25, or the text itself."""
     if value is None:
         return "null"
     if isinstance(value, bool):
         return "true" if value else "false"
-    if isinstance(value, int) and value.bit_length() > _MOST_BITS:  # Python refuses to write all digits of some
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:  # Python does not print all its digits
         return f"{Decimal(value):.6e}"
     if isinstance(value, int | float | Fraction):
         return number_text(value)
@@ -83,14 +76,14 @@ def full_text(value: object) -> str:
         return "{" + ", ".join(f"{full_text(name)}: {full_text(entry)}" for name, entry in entries) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(full_text(entry) for entry in cast("list[object]", value)) + "]"
-    # A line break would end the message, and a control character may do anything to a terminal.
+    # A line break would end the message, and a control character can do anything to a terminal.
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in without_secrets(str(value)))
 
 
 def without_secrets(text: str) -> str:
-    """A text in which the name and password of each address are ***, and so is what signs it.
+    """A text in which *** replaces the name and password of each address, and its signature.
 
-    So messages, logs and the files of a run have them; a server asks again for what a resumed run is told again.
+    This is what messages, logs and the files of a run contain; a resumed run needs the secrets again.
     """
     if "://" not in text:
         return text
@@ -98,7 +91,7 @@ def without_secrets(text: str) -> str:
 
 
 def value_text(value: object, most: int = 120) -> str:
-    """`full_text` as a message shows it: of more than `most` characters the first ones, and how many there are."""
+    """`full_text` for a message: of more than `most` characters, the first ones and the number of them all."""
     text = str(value) if isinstance(value, str) else full_text(value)
     shown = full_text(text[: most + 1])
     if len(shown) <= most:
@@ -107,7 +100,7 @@ def value_text(value: object, most: int = 120) -> str:
 
 
 def setting_text(value: object) -> str:
-    """A value as it stands behind `key=`, in full: text in quotes where it could be taken for something else."""
+    """A value as it follows `key=`, in full: text in quotes where it could be taken for something else."""
     if value is None:
         return "{}"
     text = full_text(value)
@@ -122,9 +115,9 @@ _LONGEST_LINE = 4000
 
 
 def echoed(problem: str) -> str:
-    """A problem as one line for a terminal: control characters escaped, and what is longer than a line is, shortened.
+    """A problem as one line for a terminal: control characters escaped, and what is too long shortened.
 
-    Whatever a message repeats of the command line or of a file, it comes through here.
+    Every message that quotes the command line or a file passes through here.
     """
     line = full_text(" ".join(problem.split("\n")))
     line = _LONG_WORD.sub(_shortened, line)
@@ -142,7 +135,7 @@ def any_of(texts: Sequence[str]) -> str:
 
 
 def nearest_clause(values: Sequence[object]) -> str:
-    """The end of a refusal, ` Nearest that work: 2 or 4.`; nothing where no value is known to work."""
+    """The end of a refusal, ` Nearest that work: 2 or 4.`; empty where no value is known to work."""
     if not values:
         return ""
     texts = list(dict.fromkeys(value if isinstance(value, str) else setting_text(value) for value in values))
@@ -154,9 +147,9 @@ class Refusal:
     """One thing that is wrong, and what would be right.
 
     Attributes:
-      key: the key that it is about; "" where it is about a file or an argument.
+      key: the key with the wrong value; "" for a file or an argument.
       message: key, value and rule.
-      nearest: legal values of the key; or texts `key=value ...` of those that would have to change.
+      nearest: legal values of the key, or texts `key=value ...` of the keys that would have to change.
     """
 
     key: str
@@ -168,7 +161,7 @@ class Refusal:
 
 
 class WrongType(ValueError):
-    """A value is not of its key's type; `nearest` holds values that are. The message lacks key and value."""
+    """A value is not of its key's type; `nearest` are values that are. The message lacks key and value."""
 
     def __init__(self, rule: str, nearest: Sequence[object] = ()) -> None:
         self.nearest = tuple(nearest)
@@ -176,17 +169,17 @@ class WrongType(ValueError):
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The clause ` Did you mean 'x'?`, or nothing where no known name is near."""
+    """The clause ` Did you mean 'x'?`; empty where no known name is similar."""
     near = difflib.get_close_matches(name[:_LONGEST_NAME], list(known), n=1)
     return f" Did you mean '{near[0]}'?" if near else ""
 
 
 @contextlib.contextmanager
 def writing(path: str | Path) -> Generator[None]:
-    """What is done inside writes `path`.
+    """A context in which `path` is written.
 
     Raises:
-      UserError: in the place of an OSError: the disk is full, the file system read-only, `path` of another kind, ...
+      UserError: in place of an OSError: the disk is full, the file system is read-only, `path` is a directory, ...
     """
     try:
         yield
@@ -195,7 +188,7 @@ def writing(path: str | Path) -> Generator[None]:
 
 
 def cannot_write(path: str | Path, error: OSError) -> str:
-    """The sentence on what could not be written, and why."""
+    """The sentence about what could not be written, and why."""
     names = (error.filename2, error.filename)  # of two, the second is written
     named = next((name for name in names if isinstance(name, str | Path)), path)
     return f"{full_text(named)} cannot be written: {error.strerror or error}."

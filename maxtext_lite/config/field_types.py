@@ -1,28 +1,28 @@
-"""The types of value that a key may hold. Each refuses a wrong one in the words of style.md, without the key's name."""
+"""The types of the keys' values. Each refuses a wrong value with its rule, without the key's name."""
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from typing import Annotated
+from typing import Annotated, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer
+from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, ValidationError
 
 from maxtext_lite.config.bucket import bucket_scheme
-from maxtext_lite.config.errors import WrongType, number_text
+from maxtext_lite.config.errors import WrongType, did_you_mean, number_text, value_text
 
-_LARGEST_COUNT = 2**31 - 1  # what jax's and optax's counters hold
+_LARGEST_COUNT = 2**31 - 1  # the range of jax's and optax's counters
 _LARGEST_SEED = 2**63 - 1
 _MOST_LAYERS = 10_000
 _MOST_DEVICES = 1_000_000
-_LARGEST, _SMALLEST = 1e30, 1e-30  # float32, in which they are computed with, ends at 3.4e38 and 1.2e-38
+_LARGEST, _SMALLEST = 1e30, 1e-30  # the range of float32, in which they are used, is 1.2e-38 to 3.4e38
 _LARGEST_EXACT, _SMALLEST_EXACT = Fraction(10**12), Fraction(1, 10**12)
 _LONGEST_TEXT, _LONGEST_LINES = 4_096, 65_536
-_LONGEST_NAME = 255  # bytes of a file's name on every common file system
+_LONGEST_NAME = 255  # bytes of a file's name, on every common file system
 _RATIO = re.compile(r"([+-]?[0-9]+)/([0-9]+)\Z")
-_LONGEST_RATIO = 18  # digits of a numerator or a denominator
+_LONGEST_RATIO = 18  # digits of the numerator or the denominator
 
-_RUN_SCHEMES = ("gs",)  # of buckets that run directories can be in
+_RUN_SCHEMES = ("gs",)  # of buckets where run directories can be
 _URL = re.compile(r"\s*([A-Za-z][A-Za-z0-9+.-]*):(/.*)", re.DOTALL)
 
 
@@ -34,6 +34,14 @@ def _no_number(value: object) -> str:
     return "is text, not a number." if isinstance(value, str) else "is a list or a mapping, not a number."
 
 
+def _number(value: object) -> int | float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise WrongType(_no_number(value))
+    if isinstance(value, float) and not math.isfinite(value):
+        raise WrongType("is not a finite number.")
+    return value
+
+
 def _text(*, empty_allowed: bool, also: str = "", most: int = _LONGEST_TEXT) -> Callable[[object], object]:
     def check(value: object) -> object:
         if not isinstance(value, str):
@@ -43,19 +51,19 @@ def _text(*, empty_allowed: bool, also: str = "", most: int = _LONGEST_TEXT) -> 
         if len(value) > most:
             raise WrongType(f"has {len(value):,} characters, more than {most:,}.")
         if not value.translate(dict.fromkeys(map(ord, also))).isprintable():
-            raise WrongType("holds a character that cannot be printed.")
+            raise WrongType("has a character that cannot be printed.")
         return value
 
     return check
 
 
 def refuse_url(text: str, schemes: Sequence[str] = ()) -> None:
-    """Refuses what begins with a scheme, as gs://bucket/runs does, and gs:/bucket, which pathlib makes of it.
+    """Refuses text that begins with a scheme, as in gs://bucket/runs, or in gs:/bucket, to which pathlib changes it.
 
-    A local directory whose name ends in a colon can be written ./gs:/bucket.
+    A local directory whose name ends with a colon can be written ./gs:/bucket.
 
     Args:
-      schemes: of buckets that are read or written there, such as gs.
+      schemes: of buckets that are allowed, such as gs.
     Raises:
       WrongType: the message lacks the key's name.
     """
@@ -71,14 +79,14 @@ _LOGIN = re.compile(r"\w+://[^/]*:[^/]*@")
 
 
 def _path(*, empty_allowed: bool, schemes: Sequence[str] = ()) -> Callable[[object], object]:
-    """Printable text that can be the path of a local file, or of several with wildcards, or in these buckets."""
+    """Printable text that can be a path: of a local file, of several by wildcards, or in a bucket of these schemes."""
     text = _text(empty_allowed=empty_allowed)
 
     def check(value: object) -> object:
         checked = text(value)
         refuse_url(str(checked), schemes)
         if _LOGIN.match(str(checked)):
-            raise WrongType("holds a name or password, which belong in the environment or with the machine's account.")
+            raise WrongType("has a name or password, which belong in the environment or with the machine's account.")
         longest = max(len(part.encode(errors="surrogatepass")) for part in str(checked).split("/"))
         if longest > _LONGEST_NAME:
             raise WrongType(f"names a file of {longest:,} bytes, more than the {_LONGEST_NAME} that a name may have.")
@@ -88,7 +96,7 @@ def _path(*, empty_allowed: bool, schemes: Sequence[str] = ()) -> Callable[[obje
 
 
 def _run_directory(value: object) -> object:
-    """A path where checkpoints can be written."""
+    """A path where Orbax can write checkpoints."""
     found = _URL.match(value) if isinstance(value, str) else None
     if found and found[1].lower() not in (*_RUN_SCHEMES, "file"):
         raise WrongType("is where Orbax cannot write checkpoints; a local path and gs://bucket/prefix work.")
@@ -96,7 +104,7 @@ def _run_directory(value: object) -> object:
 
 
 def path_problem(text: str, *, of_run: bool = False) -> str | None:
-    """What makes a text no path, or None; with `of_run`, of a run directory."""
+    """Why a text is not a path, or with `of_run` not the path of a run directory; None where it is one."""
     try:
         _path(empty_allowed=True, schemes=_RUN_SCHEMES if of_run else ())(text)
     except WrongType as wrong:
@@ -119,17 +127,14 @@ def _packing(value: object) -> object:
 
 
 def _whole(minimum: int, special: int | None = None, *, maximum: int = _LARGEST_COUNT) -> Callable[[object], object]:
-    """An integer of at least `minimum`, or the one below it that has a meaning of its own."""
+    """An integer of at least `minimum`, or `special`, a smaller one with another meaning."""
     rule = f"must be at least {minimum}" + ("" if special is None else f", or {special}")
 
     def legal(value: int) -> bool:
         return minimum <= value <= maximum or value == special
 
-    def check(value: object) -> object:
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise WrongType(_no_number(value))
-        if isinstance(value, float) and not math.isfinite(value):
-            raise WrongType("is not a finite number.")
+    def check(stated: object) -> object:
+        value = _number(stated)
         if value > maximum:
             raise WrongType(f"must be at most {maximum}.", [maximum])
         if isinstance(value, float):
@@ -152,15 +157,16 @@ def _real(
     smallest: float = _SMALLEST,
     example: float | None = None,
 ) -> Callable[[object], object]:
-    """A number in [minimum, maximum] and in (above, below) that is 0 or at least `smallest`; `example` is one."""
+    """A number in [minimum, maximum] and in (above, below), either 0 or of size `smallest` at least.
+
+    Args:
+      example: the nearest legal value to suggest where a bound is not legal itself.
+    """
     bounds = ((minimum, "at least"), (above, "above"), (maximum, "at most"), (below, "below"))
     rule = " and ".join(f"{word} {number_text(bound)}" for bound, word in bounds if abs(bound) < _LARGEST)
 
-    def check(value: object) -> object:
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise WrongType(_no_number(value))
-        if isinstance(value, float) and not math.isfinite(value):
-            raise WrongType("is not a finite number.")
+    def check(stated: object) -> object:
+        value = _number(stated)
         if value > maximum == _LARGEST < below:
             raise WrongType(f"must be at most {number_text(_LARGEST)}.", [_LARGEST])
         if not (minimum <= value <= maximum and above < value < below):
@@ -179,7 +185,7 @@ def _real(
 
 
 def exact(value: object) -> Fraction:
-    """The rational number that `value` writes down: 0.29 is 29/100, and the text "1/3" is a third.
+    """The rational number that `value` spells: 0.29 is 29/100, and the text "1/3" is a third.
 
     Raises:
       WrongType: not a finite number; the message lacks the key's name.
@@ -193,18 +199,15 @@ def exact(value: object) -> Fraction:
         if int(ratio[2]) == 0:
             raise WrongType("is divided by 0.")
         return Fraction(int(ratio[1]), int(ratio[2]))
-    if isinstance(value, bool) or not isinstance(value, int | float | Fraction):
-        raise WrongType(_no_number(value))
-    if isinstance(value, float):
-        if not math.isfinite(value):
-            raise WrongType("is not a finite number.")
-        # The shortest decimal that reads as this float is what the user wrote; its binary value is not.
-        return Fraction(repr(value))
-    return Fraction(value)
+    if isinstance(value, Fraction):
+        return value
+    number = _number(value)
+    # The user wrote the shortest decimal that reads as this float, not its binary value.
+    return Fraction(repr(number) if isinstance(number, float) else number)
 
 
 def _positive(special: int | None = None, meaning: str = "") -> Callable[[object], object]:
-    """An exact rational above 0, or the one other value that has a meaning of its own."""
+    """An exact rational above 0, or `special`, which means something else."""
     rule = "must be above 0" + ("" if special is None else f", or {special} ({meaning})")
 
     def check(value: object) -> object:
@@ -220,32 +223,32 @@ def _positive(special: int | None = None, meaning: str = "") -> Callable[[object
     return check
 
 
-def _serialised(value: Fraction) -> int | float | str:
-    """What reads back as the same number: 16, 0.29, or a text such as "1/3" where no float is exact."""
+def _serialized(value: Fraction) -> int | float | str:
+    """The number in a form that reads back as the same one: 16, 0.29, or text such as "1/3" where no float is exact."""
     number = int(value) if value.denominator == 1 else float(value)
     return number if exact(number) == value else number_text(value)
 
 
-_exactly = PlainSerializer(_serialised)
+_exactly = PlainSerializer(_serialized)
 
 _DATA_SCHEMES = ("gs", "s3")
 data_path_text = _path(empty_allowed=True, schemes=_DATA_SCHEMES)
-"""Returns a path of data as it is, "" included; raises WrongType where it is none."""
+"""Returns a path of data unchanged, "" included; raises WrongType for anything else."""
 
 Text = Annotated[str, BeforeValidator(_text(empty_allowed=True))]
 """Any printable text, "" included."""
 Name = Annotated[str, BeforeValidator(_text(empty_allowed=False))]
 """Printable text that is not empty."""
 Lines = Annotated[str, BeforeValidator(_text(empty_allowed=False, also="\n\t", most=_LONGEST_LINES))]
-"""Text that is not empty: printable, but for line breaks and tabs."""
+"""Text that is not empty: printable characters, line breaks and tabs."""
 PathText = Annotated[str, BeforeValidator(_path(empty_allowed=True))]
-"""A path, whose names have at most 255 bytes each; "" included."""
+"""A path, each part of at most 255 bytes; "" included."""
 DataPath = Annotated[str, BeforeValidator(data_path_text)]
 """A path, local or in a bucket, or ""."""
 DataPathName = Annotated[str, BeforeValidator(_path(empty_allowed=False, schemes=_DATA_SCHEMES))]
 """A path that is not empty, local or in a bucket."""
 RunsPath = Annotated[str, BeforeValidator(_run_directory)]
-"""A path that is not empty, where run directories can be: local or gs://."""
+"""A path that is not empty, for run directories: local or gs://."""
 ParametersPath = Annotated[str, BeforeValidator(_path(empty_allowed=True, schemes=_RUN_SCHEMES))]
 """A path, local or gs://, or ""."""
 PathName = Annotated[str, BeforeValidator(_path(empty_allowed=False))]
@@ -253,13 +256,13 @@ PathName = Annotated[str, BeforeValidator(_path(empty_allowed=False))]
 Flag = Annotated[bool, BeforeValidator(_flag)]
 """true or false; 0, 1, yes and no are not."""
 Packing = Annotated[bool | str, BeforeValidator(_packing)]
-"""True, which may be written concat; False, which may be written none; or best_fit."""
+"""True (or concat), False (or none), or best_fit."""
 Count = Annotated[int, BeforeValidator(_whole(1))]
-"""An integer of at least 1 and at most 2**31 - 1, as all that count."""
+"""An integer from 1 to 2**31 - 1, the maximum of all counts."""
 Layers = Annotated[int, BeforeValidator(_whole(1, maximum=_MOST_LAYERS))]
 """A number of layers: at most 10,000."""
 DevicesOrMinusOne = Annotated[int, BeforeValidator(_whole(1, -1, maximum=_MOST_DEVICES))]
-"""A number of devices, at most a million, or -1: those that remain."""
+"""A number of devices, at most a million, or -1: the remaining ones."""
 AtLeastTwo = Annotated[int, BeforeValidator(_whole(2))]
 """An integer of at least 2."""
 CountOrZero = Annotated[int, BeforeValidator(_whole(0))]
@@ -267,7 +270,7 @@ CountOrZero = Annotated[int, BeforeValidator(_whole(0))]
 Port = Annotated[int, BeforeValidator(_whole(1, 0, maximum=65535))]
 """A TCP port, or 0: none."""
 HangTimeout = Annotated[int, BeforeValidator(_whole(5, 0, maximum=86400))]
-"""At least 5 seconds, as processes hear of each other every second, and at most a day; 0: off."""
+"""From 5 seconds, as processes exchange their progress every second, to a day; 0: off."""
 CountOrMinusOne = Annotated[int, BeforeValidator(_whole(1, -1))]
 """An integer of at least 1, or -1: derived or off."""
 Seed = Annotated[int, BeforeValidator(_whole(0, maximum=_LARGEST_SEED))]
@@ -276,12 +279,12 @@ SeedOrMinusOne = Annotated[int, BeforeValidator(_whole(0, -1, maximum=_LARGEST_S
 """A seed, or -1: none."""
 Positive = Annotated[float, BeforeValidator(_real(above=0.0))]
 """A number from 1e-30 to 1e30."""
-AtLeastOne = Annotated[float, BeforeValidator(_real(1.0, example=1.0))]
+AtLeastOne = Annotated[float, BeforeValidator(_real(1.0))]
 """At least 1."""
 NotNegative = Annotated[float, BeforeValidator(_real(0.0))]
 """0, or a number from 1e-30 to 1e30."""
 Temperature = Annotated[float, BeforeValidator(_real(0.0, 1e6, smallest=1e-6))]
-"""0, or a number from 1e-6 to 1e6 that logits are divided by."""
+"""0, or a divisor of logits from 1e-6 to 1e6."""
 Seconds = Annotated[float, BeforeValidator(_real(above=0.0, maximum=1e6, smallest=1e-6, example=30.0))]
 """A time from a microsecond to a million seconds."""
 Share = Annotated[float, BeforeValidator(_real(0.0, 1.0))]
@@ -293,7 +296,7 @@ Decay = Annotated[float, BeforeValidator(_real(0.0, below=1.0, example=0.9))]
 BelowHalf = Annotated[float, BeforeValidator(_real(0.0, below=0.5, example=0.49))]
 """A number in [0, 0.5)."""
 Exact = Annotated[Fraction, BeforeValidator(_positive()), _exactly]
-"""An exact rational from 1e-12 to 1e12, as all that are exact."""
+"""An exact rational from 1e-12 to 1e12, the range of all exact numbers."""
 ExactOrDerived = Annotated[Fraction, BeforeValidator(_positive(-1, "derived")), _exactly]
 """An exact rational above 0, or -1: derived."""
 ExactOrSame = Annotated[Fraction, BeforeValidator(_positive(0, "the same as in training")), _exactly]
@@ -307,7 +310,42 @@ ExactOrUnlimited = Annotated[Fraction, BeforeValidator(_positive(-1, "no limit")
 
 
 class Section(BaseModel):
-    """Some of the keys; a function asks for the section that it needs. Immutable."""
+    """Some of the keys, immutable; functions take the section that they need."""
 
-    # Built when first used: only Config ever is, and `plan` is to answer at once.
+    # Schemas are built on first use, as only Config is ever used and `plan` should answer at once.
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=(), defer_build=True)
+
+
+Entries = TypeVar("Entries")
+
+
+def from_entries(
+    kind: Callable[..., Entries],
+    values: Mapping[str, object],
+    owner: str,
+    needed: Sequence[str],
+    optional: Sequence[str] = (),
+) -> Entries:
+    """A pydantic object made from a mapping that a key has as its value.
+
+    Args:
+      owner: what has these entries, for the message.
+    Raises:
+      WrongType: an entry is unknown, missing, empty or of the wrong type.
+    """
+    known = (*needed, *optional)
+    for name, value in values.items():
+        if name not in known:
+            rule = f"which {owner} does not take; it takes {', '.join(known)}"
+            raise WrongType(f"has {value_text(name, 40)}, {rule}.{did_you_mean(name, known)}")
+        if value is None:
+            raise WrongType(f"has no value for {name}.")
+    for name in needed:
+        if name not in values:
+            raise WrongType(f"lacks {name}, which {owner} needs.")
+    try:
+        return kind(**values)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        rule = wrong["msg"].removeprefix("Value error, ")
+        raise WrongType(f"has {wrong['loc'][0]}={value_text(wrong['input'])}, which {rule}") from None

@@ -1,48 +1,52 @@
-"""Config files: those that ship with maxtext_lite and the user's, each with its bases, and what they hold."""
+"""Config files, shipped with maxtext_lite or the user's: where they are, their bases, and their values."""
 
 import functools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args, get_origin
 
 from maxtext_lite.config.errors import Refusal, value_text
 from maxtext_lite.config.hints import missing_file
+from maxtext_lite.config.schema import RLRunConfig
+from maxtext_lite.config.source_list import SourceList
 from maxtext_lite.config.yaml_text import YamlValue, parse_mapping
 
 ROOT_FILE = "base.yml"
-"""The file that is the base of all."""
+"""The base of every config."""
 RL_FILE = "post_train/rl.yml"
 """The base of every config of reinforcement learning."""
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _LARGEST_FILE = 65_536  # bytes; base.yml has 16,000, and PyYAML takes a second for 200,000
 _MOST_NAMED = 20
+_NO_BASE = object()
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Some values that come from one place; later layers win.
+    """The values from one source; later layers win.
 
     Attributes:
-      origin: the place, as messages call it.
-      values: by key.
-      shipped: of a file that ships with maxtext_lite its path below configs/; "" of other places.
+      origin: the name of the source in messages.
+      values: by key; a key that takes text has the text of a scalar as it is written, so run_name=007 stays 007.
+      shipped: the path below configs/ of a shipped file; "" for other sources.
     """
 
     origin: str
-    values: dict[str, YamlValue]
+    values: dict[str, object]
     shipped: str = ""
 
 
 def packaged_directory(kind: Literal["configs", "assets"]) -> Path:
-    """The directory of the files that ship with maxtext_lite: inside the package, or beside it in a checkout."""
+    """The directory of the shipped files: inside the package, or beside it in a checkout."""
     inside = _PACKAGE / kind
     return inside if inside.is_dir() else _PACKAGE.parent / kind
 
 
 def packaged_file(kind: Literal["configs", "assets"], name: str) -> Path | None:
-    """The shipped file `name` (with or without `configs/` in front), or None where there is no such file."""
+    """The shipped file `name`, with or without `configs/` in front; None where there is no such file."""
     directory = packaged_directory(kind)
     for relative in (name, name.removeprefix(f"{kind}/")):
         path = directory / relative
@@ -52,7 +56,7 @@ def packaged_file(kind: Literal["configs", "assets"], name: str) -> Path | None:
 
 
 def is_file(path: Path) -> bool:
-    """Whether there is such a file; there is none of a name that no file system takes."""
+    """Whether there is such a file; False for a name that no file system accepts."""
     try:
         return path.is_file()
     except (OSError, ValueError):
@@ -60,7 +64,7 @@ def is_file(path: Path) -> bool:
 
 
 def find_config(name: str, namer: Path | None = None) -> Path | None:
-    """A config file: beside the file that names it (or in the working directory), then among the shipped ones."""
+    """A config file: beside the file that names it or in the working directory, otherwise among the shipped ones."""
     candidate = Path(name) if namer is None else namer.parent / name
     itself = namer is not None and is_file(candidate) and candidate.resolve() == namer.resolve()
     shipped = packaged_file("configs", name)
@@ -70,13 +74,18 @@ def find_config(name: str, namer: Path | None = None) -> Path | None:
 
 
 def shipped_configs() -> list[str]:
-    """The paths below configs/ of all files that ship with maxtext_lite."""
+    """The paths below configs/ of all shipped files."""
     directory = packaged_directory("configs")
     return sorted(file.relative_to(directory).as_posix() for file in directory.rglob("*.yml"))
 
 
 def read_layer(path: Path, named: str, problems: list[Refusal]) -> Layer:
-    """What a file holds, which the user named so; what is wrong with it is added to `problems`."""
+    """The values of a file.
+
+    Args:
+      named: the file as the user named it.
+      problems: gains what is wrong with the file.
+    """
     directory, resolved = packaged_directory("configs").resolve(), path.resolve()
     shipped = resolved.relative_to(directory).as_posix() if resolved.is_relative_to(directory) else ""
     origin = shipped or value_text(named)
@@ -86,11 +95,11 @@ def read_layer(path: Path, named: str, problems: list[Refusal]) -> Layer:
 
 
 @functools.lru_cache(maxsize=8)
-def _read_shipped(path: Path, origin: str) -> tuple[dict[str, YamlValue], list[Refusal]]:
+def _read_shipped(path: Path, origin: str) -> tuple[dict[str, object], list[Refusal]]:
     return _read(path, origin)
 
 
-def _read(path: Path, origin: str) -> tuple[dict[str, YamlValue], list[Refusal]]:
+def _read(path: Path, origin: str) -> tuple[dict[str, object], list[Refusal]]:
     try:
         size = path.stat().st_size
         if size > _LARGEST_FILE:
@@ -102,24 +111,39 @@ def _read(path: Path, origin: str) -> tuple[dict[str, YamlValue], list[Refusal]]
         return {}, [Refusal("", f"{origin} is not UTF-8 text.")]
     except ValueError as error:
         return {}, [Refusal("", f"{origin} {error}.")]
-    values: dict[str, YamlValue] = {}
-    twice: dict[str, None] = {}
-    for key, value in entries:
-        if key in values:
-            twice[key] = None
-        values[key] = value
-    wrong = [f"key '{value_text(key)}' stands twice in {origin}. Keep one of them." for key in twice]
+    twice = [key for key, count in Counter(key for key, _ in entries).items() if count > 1]
+    wrong = [f"key '{value_text(key)}' occurs twice in {origin}. Keep one of them." for key in twice]
+    values = {key: plain_value(key, value) for key, value in entries}
     return values, [Refusal("", message) for message in first_of(wrong, origin)]
 
 
+def takes_text(key: str) -> bool:
+    """Whether the value of a key is text."""
+    field = RLRunConfig.model_fields.get(key)
+    is_text = field is not None and (field.annotation is str or get_origin(field.annotation) is Literal)
+    return is_text or may_list_sources(key)
+
+
+def may_list_sources(key: str) -> bool:
+    """Whether the value of a key may be a list of sources."""
+    field = RLRunConfig.model_fields.get(key)
+    return field is not None and SourceList in get_args(field.annotation)
+
+
+def plain_value(key: str, value: YamlValue) -> object:
+    """The value of a key in a Layer."""
+    is_null = value.value is None and value.text != ""  # as written: null or ~
+    return value.text if takes_text(key) and value.text is not None and not is_null else value.value
+
+
 def first_of(messages: Sequence[str], origin: str) -> list[str]:
-    """The first of many messages about one place, and how many more there are."""
+    """The first of many messages about one source, and the number of further ones."""
     more = len(messages) - _MOST_NAMED
     return [*messages[:_MOST_NAMED], *([f"{origin} has {more:,} more of these."] if more > 0 else [])]
 
 
 def file_layers(name: str, problems: list[Refusal]) -> list[Layer]:
-    """The layers of a file and its bases, lowest first; configs/base.yml is always the lowest."""
+    """The layers of a file and its bases, the lowest first, which is always configs/base.yml."""
     layers: list[Layer] = []
     seen: dict[Path, str] = {}
     namer: Path | None = None
@@ -136,14 +160,14 @@ def file_layers(name: str, problems: list[Refusal]) -> list[Layer]:
             problems.append(Refusal("", message))
             break
         seen[path.resolve()] = layer.origin
-        base = layer.values.pop("base", None)
+        base = layer.values.pop("base", _NO_BASE)
         layers.insert(0, layer)
-        if base is None:
+        if base is _NO_BASE:
             break
-        if not isinstance(base.value, str):
-            problems.append(Refusal("", f"base: {value_text(base.value)} in {layer.origin} is not the name of a file."))
+        if not isinstance(base, str):
+            problems.append(Refusal("", f"base: {value_text(base)} in {layer.origin} is not the name of a file."))
             break
-        name, namer, by = base.value, path, layer.origin
+        name, namer, by = base, path, layer.origin
     if not layers or layers[0].shipped != ROOT_FILE:
         layers.insert(0, read_layer(packaged_directory("configs") / ROOT_FILE, ROOT_FILE, problems))
     return layers

@@ -1,4 +1,4 @@
-"""What the user may have meant: another key's name, key=value written otherwise, another file."""
+"""Guesses at what the user meant: another key, key=value in another notation, another file."""
 
 import re
 from collections.abc import Collection, Sequence
@@ -57,36 +57,36 @@ _ELSEWHERE = {
     "warmup": "warmup_steps",
     "wd": "weight_decay",
 }
-"""What keys are called in other frameworks, where their names are not alike."""
+"""Names of keys in other frameworks, where they are not similar to ours."""
 
 _WORD = re.compile(r"-{0,2}([A-Za-z][\w-]*)\s*[:=]?\s*(.*)", re.DOTALL)
 _MOST_FILES = 1000
 
 
 def key_meant(name: str, known: Collection[str]) -> str | None:
-    """The key that a name surely stands for: itself but for case and dashes, or what it is called elsewhere."""
+    """The key that a name certainly means: the same but for case and dashes, or its name in another framework."""
     plain = name.lower().replace("-", "_")
     plain = plain if plain in known else _ELSEWHERE.get(plain, "")
     return plain if plain in known else None
 
 
 def key_hint(name: str, known: Collection[str]) -> str:
-    """The clause ` Did you mean 'x'?` about an unknown key, or nothing where no key is near."""
+    """The clause ` Did you mean 'x'?` about an unknown key; empty where no key is similar."""
     meant = key_meant(name, known)
     return f" Did you mean '{meant}'?" if meant else did_you_mean(name, known)
 
 
 def words_meant(words: Sequence[str], known: Collection[str]) -> tuple[str, int] | None:
-    """`key=value` for words that begin with a key written otherwise, and how many of them that takes.
+    """`key=value` for words that begin with a key in another notation, and the number of words that it stands for.
 
-    `--steps=5`, `steps:5`, `--steps 5`, `steps 5` and `steps = 5` stand for `steps=5`. None where no key is meant.
+    `--steps=5`, `steps:5`, `--steps 5`, `steps 5` and `steps = 5` mean `steps=5`. None where no key is meant.
     """
     found = _WORD.fullmatch(words[0])
     key = found and key_meant(found[1], known)
     if not found or not key:
         return None
     value, taken = found[2], 1
-    for word in words[1:3]:  # the second of them where the first is a sign alone
+    for word in words[1:3]:  # the second of them where the first is only a sign
         if value or word.startswith("-") or "=" in word[1:]:
             break
         value, taken = word.strip(":= "), taken + 1
@@ -94,16 +94,16 @@ def words_meant(words: Sequence[str], known: Collection[str]) -> tuple[str, int]
 
 
 def words_hint(words: Sequence[str], known: Collection[str]) -> str:
-    """The clause ` Did you mean 'steps=5'?`, or nothing."""
+    """The clause ` Did you mean 'steps=5'?`, or empty text."""
     meant = words_meant(words, known)
     return f" Did you mean '{meant[0]}'?" if meant else ""
 
 
 def missing_file(name: str, namer: str, shipped: Sequence[str]) -> str:
-    """What is wrong with a config file that is not there, and which may be meant.
+    """The problem with a missing config file, and which one may be meant.
 
     Args:
-      namer: the file whose `base` it is; "": the command line names it.
+      namer: the file whose `base` it is; "": it was named on the command line.
     """
     named_by = f" (base of {namer})" if namer else ""
     problem = path_problem(name)
@@ -118,12 +118,12 @@ def missing_file(name: str, namer: str, shipped: Sequence[str]) -> str:
 
 
 def missing_model(name: str, shipped: Sequence[str]) -> str:
-    """What is wrong with a model_name that has no file: the models of its family, or the families that there are."""
+    """The problem with a model_name without a file, and the models of its family, or else all families."""
     families: dict[str, list[str]] = {}
     for model in shipped:
         families.setdefault(_family(model), []).append(model)
     same = families.get(_family(name.lower()))
-    choices = f"Of that family there are: {', '.join(same)}" if same else f"There are models of: {', '.join(families)}"
+    choices = f"Its family has: {', '.join(same)}" if same else f"There are models of: {', '.join(families)}"
     return (
         f"model_name={value_text(name)} has no file in configs/models/. {choices}; model_name=default takes the "
         f"dimensions from the config.{did_you_mean(name, [*shipped, 'default'])}"
@@ -131,5 +131,5 @@ def missing_model(name: str, shipped: Sequence[str]) -> str:
 
 
 def _family(model: str) -> str:
-    """The letters that a model's name begins with."""
+    """The first letters of a model's name."""
     return re.split(r"[^a-z]", model, maxsplit=1)[0]

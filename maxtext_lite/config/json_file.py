@@ -1,4 +1,4 @@
-"""JSON as others write it, and the small files that go with a model: bounded, and refused by name where it is wrong."""
+"""JSON from other programs, and the small files of a model: bounded in size, and refused by name where wrong."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from typing import Any, NoReturn, cast
 from maxtext_lite.config.errors import UserError, value_text
 
 MOST_LEVELS = 100
-"""How deep lists and objects may be nested: more than any file of a model, or line of data, has a use for."""
+"""The depth to which lists and objects may be nested: more than any file of a model or line of data needs."""
 _MOST_BYTES = 2**28  # of one file; the largest published tokenizer.json has about 2**25
 
 
@@ -18,9 +18,9 @@ def parse_json(text: str, *, allow_nan: bool = False) -> Any:
     """The value of a JSON text.
 
     Args:
-      allow_nan: NaN and Infinity, which JSON does not have and Python writes, are numbers; the caller looks at them.
+      allow_nan: NaN and Infinity, which are not JSON but written by Python, are numbers, for the caller to check.
     Raises:
-      ValueError: the text is not JSON, has a key twice, or is nested deeper than MOST_LEVELS; says which, in a clause.
+      ValueError: the text is not JSON, has a key twice, or is nested deeper than MOST_LEVELS; the message is a clause.
     """
     constant = None if allow_nan else _refuse_constant
     try:
@@ -43,12 +43,12 @@ def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key '{value_text(twice)}' stands twice in one object")
+        raise ValueError(f"the key '{value_text(twice)}' occurs twice in one object")
     return found
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a value that JSON has")
+    raise ValueError(f"{name} is not a JSON value")
 
 
 def _levels(value: object) -> int:
@@ -67,20 +67,20 @@ def user_path(text: str) -> Path:
 
 
 def is_directory(path: Path) -> bool:
-    """Whether a directory has this name; no, too, where the name is longer than any may be."""
+    """Whether a directory has this name; False for a name that is too long for any."""
     return os.path.isdir(path)  # noqa: PTH112 Path's own raises then
 
 
 def is_there(path: Path) -> bool:
-    """Whether something has this name, be it a link to nothing: such a file is refused, not overlooked."""
+    """Whether anything has this name, even a broken link: such a file is refused, not ignored."""
     return os.path.lexists(path)
 
 
 def check_file(path: Path) -> None:
-    """Refuses what is there under a file's name and is none, before anything waits for it.
+    """Refuses anything but a regular file, before a read can block.
 
     Raises:
-      UserError: it is missing, a link to nothing, a directory, a pipe or a device.
+      UserError: the path is missing, a broken link, a directory, a pipe or a device.
     """
     try:
         mode = path.stat().st_mode
@@ -94,10 +94,10 @@ def check_file(path: Path) -> None:
 
 
 def read_bytes(path: Path) -> bytes:
-    """The content of a file that goes with a model.
+    """The content of a file of a model.
 
     Raises:
-      UserError: it is not a file, cannot be read, or is far larger than such a file is.
+      UserError: it is not a file, cannot be read, or is far larger than any such file.
     """
     check_file(path)
     try:
@@ -111,7 +111,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file that goes with a model.
+    """The text of a file of a model.
 
     Raises:
       UserError: as `read_bytes`, or it is not UTF-8.
@@ -123,7 +123,7 @@ def read_text(path: Path) -> str:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object of a file that goes with a model; NaN and Infinity are numbers in it.
+    """The JSON object in a file of a model; NaN and Infinity are numbers.
 
     Raises:
       UserError: as `read_text`, or it is not a JSON object.

@@ -1,4 +1,4 @@
-"""Attention's kernels: what each runs on, what it knows, and the one that a config gets. Imports no jax."""
+"""Attention kernels: what each runs on and supports, and which one a config gets. Imports no jax."""
 
 import dataclasses
 import importlib.metadata
@@ -10,26 +10,26 @@ from typing import Literal
 
 from maxtext_lite.config.errors import any_of
 from maxtext_lite.config.schema import Config
-from maxtext_lite.config.violation import Violation
+from maxtext_lite.config.violation import Violation, violates
 
 Platform = Literal["cpu", "gpu", "tpu"]
 SPLASH_BLOCK = 128
-"""Tokens that splash attention works on at once."""
+"""Tokens in a block of splash attention."""
 ASSUMED_CAPABILITY = "9.0"
-"""The compute capability of a GPU that there is none of to ask: that of an H100 or H200."""
+"""The compute capability assumed of a GPU that is not there: that of an H100 or H200."""
 TOKAMAX_VERSIONS = ("0.0.12", "0.0.17")
-"""Those that the kernel is written for, on Python 3.11 and on newer ones: it takes what their public functions hide."""
+"""The versions that tokamax_mosaic is written for, on Python 3.11 and on newer ones: it uses private functions."""
 _NVIDIA_SINCE_AMPERE = ("8.0", "8.6", "8.7", "8.9", "9.0", "10.0", "10.3", "11.0", "12.0", "12.1")
 
 
 @dataclass(frozen=True)
 class Accelerator:
-    """The devices and what is installed beside them, as far as a kernel depends on it.
+    """The devices and the installed packages that the choice of a kernel depends on.
 
     Attributes:
       compute_capability: of an NVIDIA GPU.
-      tokamax: the version that is installed; None: none is.
-      assumed: what of this was not asked of a machine, in words; "": nothing that matters.
+      tokamax: the installed version; None: not installed.
+      assumed: what was assumed rather than read from a machine, in words; "": nothing that matters.
     """
 
     platform: str
@@ -39,14 +39,14 @@ class Accelerator:
 
     @classmethod
     def of(cls, platform: "str | Accelerator") -> "Accelerator":
-        """Such devices, with what is installed for this Python, of which nothing is imported; or what is given."""
+        """Devices of this platform with the packages installed here, none of them imported; an Accelerator as it is."""
         if isinstance(platform, Accelerator):
             return platform
         return cls(platform, tokamax=installed_tokamax(), assumed=f"compute capability {ASSUMED_CAPABILITY}")
 
     @classmethod
     def planned(cls, platform: "str | Accelerator") -> "Accelerator":
-        """Such devices in a machine that need not exist, with what the extras cuda12 and cuda13 bring; or the given."""
+        """Devices of this platform in a machine that need not exist, with the extras cuda12 or cuda13; or as given."""
         if isinstance(platform, Accelerator):
             return platform
         assumed = f"compute capability {ASSUMED_CAPABILITY} with tokamax"
@@ -54,25 +54,25 @@ class Accelerator:
 
 
 def installed_tokamax() -> str | None:
-    """The version of tokamax, which is not imported; None where it is not installed."""
+    """The installed version of tokamax, which is not imported; None where there is none."""
     return None if importlib.util.find_spec("tokamax") is None else importlib.metadata.version("tokamax")
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """What a kernel of causal attention runs on and what it knows.
+    """What a causal attention kernel runs on and supports.
 
     Attributes:
       platform: None: any.
-      documents: rows may hold several.
-      windows, soft_caps, sinks: of scores.
-      value_widths: values may be of another width than keys.
-      most_head_dim, head_dim_multiple: widths of heads; None: any.
-      token_multiple: of max_target_length.
-      skips_documents: passes over keys of other documents, forwards at least, so that short documents take less time.
-      context_shards: works where a row's tokens are split over devices.
-      capabilities: compute capabilities of GPUs; (): whatever they are.
-      of_tokamax: it is of the package tokamax.
+      documents: several documents in a row.
+      windows, soft_caps, sinks: attention windows, soft caps of scores, attention sinks.
+      value_widths: values of another width than keys.
+      most_head_dim, head_dim_multiple: the largest head width (None: any), and its divisor.
+      token_multiple: the divisor of max_target_length.
+      skips_documents: skips the keys of other documents, at least in the forward pass: short documents take less time.
+      context_shards: rows whose tokens are split over devices.
+      capabilities: compute capabilities of GPUs; (): any.
+      of_tokamax: comes from the package tokamax.
       by_auto: attention=auto may choose it.
     """
 
@@ -143,23 +143,23 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
         "dot_product": Kernel(None, context_shards=True),
     }
 )
-"""Attention's kernels; `auto` takes the first that can run.
+"""The attention kernels; `auto` takes the first that can run.
 
-splash: Pallas, TPU. tokamax_mosaic: tokamax's Pallas kernels for Hopper and Blackwell, whose mask is the first key that
-each query sees. cudnn_flash: cuDNN's without a mask. pallas_mha: jax's own, by Triton. cudnn_masked: cuDNN's with a
-mask of [B, 1, T, T], which takes memory and time in T squared. dot_product: XLA's matmuls in blocks.
+splash: Pallas, TPU. tokamax_mosaic: tokamax's Pallas kernels for Hopper and Blackwell, which take the first key of each
+query as the mask. cudnn_flash: cuDNN without a mask. pallas_mha: jax's own, in Triton. cudnn_masked: cuDNN with a
+[B, 1, T, T] mask, whose memory and time grow with T squared. dot_product: matmuls in blocks, by XLA.
 """
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What attention asks of a kernel, in a layer or in all of a model's.
+    """What the attention of one layer, or of all layers, needs from a kernel.
 
     Attributes:
       soft_cap: of scores; 0: none.
       values_differ: values are not as wide as keys.
-      documents: a row may hold several.
-      chunks: layers keep to chunks of documents.
+      documents: a row may have several.
+      chunks: layers attend within chunks of a document.
     """
 
     head_dim: int
@@ -173,11 +173,11 @@ class Needs:
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """A kernel by name, and what kept the better ones from being chosen.
+    """The name of the chosen kernel, and why it is none of the better ones.
 
     Attributes:
-      passed_over: a reason for each better kernel of the platform.
-      assumed: what was assumed of the machine and mattered, in words; "": nothing.
+      passed_over: the reason for each better kernel of the platform.
+      assumed: what was assumed about the machine, where it mattered, in words; "": nothing.
     """
 
     name: str
@@ -199,16 +199,16 @@ class KernelChoice:
 
 
 def lacking(kernel: str, needs: Needs) -> list[str]:
-    """What is needed and a kernel does not have, in words; [] for a kernel that suits."""
-    facts = KERNELS[kernel]
-    most, multiple = facts.most_head_dim, facts.head_dim_multiple
+    """The needs that a kernel does not support, in words; [] for a suitable one."""
+    traits = KERNELS[kernel]
+    most, multiple = traits.most_head_dim, traits.head_dim_multiple
     missing = {
-        "several documents in a row": needs.documents and not facts.documents,
-        "chunks, which are documents to a kernel": needs.chunks and not facts.documents,
-        "windows": needs.window and not facts.windows,
-        f"a soft cap of scores ({needs.soft_cap})": needs.soft_cap and not facts.soft_caps,
-        "attention sinks": needs.sinks and not facts.sinks,
-        "values of another width than keys": needs.values_differ and not facts.value_widths,
+        "several documents in a row": needs.documents and not traits.documents,
+        "chunks, which a kernel treats as documents": needs.chunks and not traits.documents,
+        "windows": needs.window and not traits.windows,
+        f"a soft cap of scores ({needs.soft_cap})": needs.soft_cap and not traits.soft_caps,
+        "attention sinks": needs.sinks and not traits.sinks,
+        "values of another width than keys": needs.values_differ and not traits.value_widths,
         f"heads of more than {most} dims ({needs.head_dim})": most is not None and needs.head_dim > most,
         f"heads whose dims are no multiple of {multiple} ({needs.head_dim})": needs.head_dim % multiple,
     }
@@ -216,12 +216,12 @@ def lacking(kernel: str, needs: Needs) -> list[str]:
 
 
 def token_multiple(kernel: str, num_context_shards: int) -> int:
-    """The number of tokens of which a kernel takes multiples; each of the two chunks of a context shard must be one."""
+    """The divisor of a row's tokens that a kernel needs: each context shard has two chunks, each of whole blocks."""
     return KERNELS[kernel].token_multiple * (1 if num_context_shards == 1 else 2 * num_context_shards)
 
 
 def needs_of(config: Config) -> Needs:
-    """What a config's layers and rows ask of a kernel."""
+    """What the layers and rows of a config need from a kernel."""
     return Needs(
         head_dim=config.head_dim,
         window=any(kind.startswith("local") for kind in config.pattern)
@@ -240,7 +240,7 @@ def attention_kernel(config: Config, accelerator: Accelerator, num_context_shard
     Args:
       num_context_shards: devices that an example's tokens are split over.
     Raises:
-      ValueError: the named kernel cannot run there; says why.
+      ValueError: the named kernel cannot run there; the message says why.
     """
     name, passed_over = config.attention, dict[str, str]()
     if name != "auto":
@@ -249,61 +249,60 @@ def attention_kernel(config: Config, accelerator: Accelerator, num_context_shard
             why = " and ".join(reasons)
             raise ValueError(f"attention={name} cannot run: {why}. Nearest that works: {nearest.name}.")
         return KernelChoice(name)
-    for kernel, facts in KERNELS.items():
+    for kernel, traits in KERNELS.items():
         reasons = _obstacles(kernel, config, accelerator, num_context_shards)
-        if not reasons and facts.by_auto:
-            return KernelChoice(kernel, passed_over, accelerator.assumed if facts.capabilities else "")
-        if reasons and facts.by_auto and facts.platform == accelerator.platform:
+        if not reasons and traits.by_auto:
+            return KernelChoice(kernel, passed_over, accelerator.assumed if traits.capabilities else "")
+        if reasons and traits.by_auto and traits.platform == accelerator.platform:
             passed_over[kernel] = reasons[0]
     raise AssertionError("dot_product runs everywhere")
 
 
 def planned_kernel(config: Config, accelerator: Accelerator, num_context_shards: int) -> KernelChoice:
-    """`attention_kernel` for a plan: a kernel that is named may be meant for other devices than are planned for."""
+    """`attention_kernel` for a plan: a named kernel is taken as it is, as it may be meant for other devices."""
     if config.attention != "auto":
         return KernelChoice(config.attention)
     return attention_kernel(config, accelerator, num_context_shards)
 
 
 def _obstacles(kernel: str, config: Config, accelerator: Accelerator, num_context_shards: int) -> list[str]:
-    """What keeps a kernel from running, those first that no other device and nothing installed would change."""
-    facts, length = KERNELS[kernel], config.max_target_length
+    """Why a kernel cannot run; first what no other device and no other package would change."""
+    traits, length = KERNELS[kernel], config.max_target_length
     reasons: list[str] = []
-    if config.dtype not in facts.dtypes:
+    if config.dtype not in traits.dtypes:
         reasons.append(f"it does not compute in dtype={config.dtype}")
     if lacks := lacking(kernel, needs_of(config)):
-        reasons.append(f"it does not know {' or '.join(lacks)}")
+        reasons.append(f"it does not support {' or '.join(lacks)}")
     if length % (multiple := token_multiple(kernel, num_context_shards)):
         reasons.append(f"max_target_length={length} is not a multiple of {multiple}")
-    if num_context_shards > 1 and not facts.context_shards:
+    if num_context_shards > 1 and not traits.context_shards:
         reasons.append(f"it takes whole examples, not those of {num_context_shards} context shards")
-    if facts.platform not in (None, accelerator.platform):
-        return [*reasons, f"it runs on {facts.platform}, not on {accelerator.platform}"]
-    if facts.capabilities and accelerator.compute_capability not in facts.capabilities:
-        known = any_of(facts.capabilities)
+    if traits.platform not in (None, accelerator.platform):
+        return [*reasons, f"it runs on {traits.platform}, not on {accelerator.platform}"]
+    if traits.capabilities and accelerator.compute_capability not in traits.capabilities:
+        known = any_of(traits.capabilities)
         reasons.append(f"it runs on compute capability {known}, not on {accelerator.compute_capability}")
-    if facts.of_tokamax and accelerator.tokamax is None:
+    if traits.of_tokamax and accelerator.tokamax is None:
         reasons.append("tokamax is not installed")
-    elif facts.of_tokamax and accelerator.tokamax not in TOKAMAX_VERSIONS:
+    elif traits.of_tokamax and accelerator.tokamax not in TOKAMAX_VERSIONS:
         reasons.append(f"it needs tokamax {any_of(TOKAMAX_VERSIONS)}, not {accelerator.tokamax}")
     return reasons
 
 
 def unknown_to_kernel(config: Config) -> Violation | None:
-    """Refuses a kernel that is named and that no platform can run with this config."""
+    """A kernel named by `attention` that runs this config on no platform."""
     name = config.attention
     if name == "auto":
         return None
-    facts, others = KERNELS[name], tuple[object, ...](("dot_product",))
-    if config.dtype not in facts.dtypes:
-        message = f"attention={name} does not compute in dtype={config.dtype}."
-        return Violation("attention", message, ({"dtype": "bfloat16"}, *others))
-    multiple, length = facts.token_multiple, config.max_target_length
-    if length % multiple:
-        message = f"attention={name} needs max_target_length={length} to be a multiple of {multiple}."
-        return Violation("attention", message, others)
-    if lacks := lacking(name, needs := needs_of(config)):
-        if not lacking(name, dataclasses.replace(needs, documents=False)):
-            others = ("cudnn_masked", {"packing": False})
-        return Violation("attention", f"attention={name} does not know {' or '.join(lacks)}.", others)
-    return None
+    kernel, length, others = KERNELS[name], config.max_target_length, tuple[object, ...](("dot_product",))
+    if config.dtype not in kernel.dtypes:
+        rule = f"does not compute in dtype={config.dtype}"
+        return violates(config, "attention", rule, {"dtype": "bfloat16"}, *others)
+    if length % (multiple := kernel.token_multiple):
+        rule = f"needs max_target_length={length} to be a multiple of {multiple}"
+        return violates(config, "attention", rule, *others)
+    if not (lacks := lacking(name, needs := needs_of(config))):
+        return None
+    if not lacking(name, dataclasses.replace(needs, documents=False)):
+        others = ("cudnn_masked", {"packing": False})
+    return violates(config, "attention", f"does not support {' or '.join(lacks)}", *others)

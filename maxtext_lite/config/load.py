@@ -6,12 +6,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from pathlib import Path
-from typing import Literal, get_args, get_origin
+from typing import get_args
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from maxtext_lite.config.errors import Refusal, UserError, WrongType, full_text, value_text
+from maxtext_lite.config.errors import Refusal, UserError, WrongType, value_text
 from maxtext_lite.config.field_types import path_problem
 from maxtext_lite.config.files import (
     RL_FILE,
@@ -20,22 +20,25 @@ from maxtext_lite.config.files import (
     file_layers,
     find_config,
     first_of,
+    may_list_sources,
     packaged_directory,
+    plain_value,
     read_layer,
     shipped_configs,
+    takes_text,
 )
 from maxtext_lite.config.hf.layer import directory_origin, directory_values, in_its_fields
 from maxtext_lite.config.hints import key_hint, missing_model, words_meant
 from maxtext_lite.config.schema import RL_KEYS, Config, RLRunConfig, keys_of
 from maxtext_lite.config.sections import ModelConfig
-from maxtext_lite.config.source_list import SourceList, is_source_list
-from maxtext_lite.config.suggest import ConfigRequest, WrongValue, suggest
+from maxtext_lite.config.source_list import is_source_list
+from maxtext_lite.config.suggest import ConfigRequest, suggest
 from maxtext_lite.config.yaml_text import YamlValue, parse_value
 
 _COMMAND_LINE = "command line"
 _PER_DEVICE, _ACCUMULATION = "per_device_batch_size", "gradient_accumulation_steps"
 _MOST_HINTS = 20
-_ITS_BATCH = "where batch_size, num_generations and micro_batch_size say what a step trains on"
+_ITS_BATCH = "where batch_size, num_generations and micro_batch_size determine the batch"
 OF_NO_USE_IN_RL = {
     "per_device_batch_size": _ITS_BATCH,
     "gradient_accumulation_steps": _ITS_BATCH,
@@ -44,10 +47,10 @@ OF_NO_USE_IN_RL = {
     "expansion_factor_real_data": _ITS_BATCH,
     "enable_diloco": _ITS_BATCH,
     "num_epochs": _ITS_BATCH,
-    "eval_per_device_batch_size": "where rollout_slots says how many responses are under way",
-    "grain_worker_count": "whose prompts are read by the process that trains",
+    "eval_per_device_batch_size": "where rollout_slots is the number of responses sampled at once",
+    "grain_worker_count": "where the training process reads the prompts",
 }
-"""Keys that a config of reinforcement learning may not state otherwise than base.yml, with why."""
+"""Keys that must have their values of base.yml in reinforcement learning, each with the reason."""
 
 
 class ConfigError(UserError):
@@ -60,20 +63,20 @@ def _refuse(problems: list[Refusal], message: str) -> None:
 
 @dataclass(frozen=True)
 class Reading:
-    """A config as its files and overrides have it, before any rule is asked.
+    """A config from its files and overrides, before any rule between keys is checked.
 
     Attributes:
       config: with the defaults in place of wrong values.
-      refusals: of files, and of what stands where it should not.
+      refusals: of files, unknown keys and misplaced ones.
       wrong: the wrong values.
     """
 
     config: Config
     refusals: tuple[Refusal, ...]
-    wrong: tuple[WrongValue, ...]
+    wrong: tuple[Refusal, ...]
 
     def refused(self, refusals: Iterable[Refusal]) -> list[Refusal]:
-        """All refusals, with those of what a config.json decides in the words of its fields."""
+        """All refusals; where a config.json decided a key, in terms of its fields."""
         return in_its_fields(self.config.load_parameters_path, [*self.refusals, *refusals], self.config.origins)
 
 
@@ -98,16 +101,16 @@ def load_config(path: str | Path | None = None, overrides: Iterable[str] = ()) -
 
 
 def read_config(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Reading:
-    """What `load_config` reads, with what is wrong in itself, but no rule between keys asked.
+    """The first half of `load_config`: the values and what is wrong with each by itself.
 
     Raises:
-      ConfigError: configs/base.yml or configs/post_train/rl.yml, which ship with maxtext_lite, are wrong.
+      ConfigError: configs/base.yml or configs/post_train/rl.yml, which ship with maxtext_lite, are damaged.
     """
     problems: list[Refusal] = []
     files = file_layers(str(path) if path is not None else ROOT_FILE, problems)
-    stated, unreadable = _override_layer(overrides, problems)
-    layers = [*files, stated]
     kind = RLRunConfig if any(layer.shipped == RL_FILE for layer in files) else Config
+    stated, unreadable = _override_layer(overrides, problems, kind)
+    layers = [*files, stated]
     for layer in layers:
         _drop_unknown_keys(layer, problems, kind)
     if kind is RLRunConfig:
@@ -121,11 +124,7 @@ def read_config(path: str | Path | None = None, overrides: Iterable[str] = ()) -
         broken = Refusal("", f"{ROOT_FILE} or {RL_FILE} of maxtext_lite is damaged: {value_text(str(error))}.")
         raise ConfigError(str(problem) for problem in problems or [broken]) from None
     config, wrong = _validate(kind, layers, defaults)
-    wrong.extend(
-        WrongValue(key, message, (getattr(config, key),))
-        for key, message in unreadable.items()
-        if key in kind.model_fields
-    )
+    wrong.extend(Refusal(key, message, (getattr(config, key),)) for key, message in unreadable.items())
     origins = {key: layer.origin for layer in layers for key in layer.values}
     config = config.with_origins({key: origins[key] for key in keys_of(kind)})
     return Reading(config, tuple(problems), tuple(wrong))
@@ -133,42 +132,48 @@ def read_config(path: str | Path | None = None, overrides: Iterable[str] = ()) -
 
 @functools.cache
 def defaults_of(kind: type[Config]) -> Config:
-    """What configs/base.yml has, and for reinforcement learning configs/post_train/rl.yml.
+    """The config of configs/base.yml, and for reinforcement learning of configs/post_train/rl.yml.
 
     Raises:
       KeyError: they lack a key.
-      ValidationError: a value is not of its key's kind.
+      ValidationError: a value is not of its key's type.
     """
     files = (ROOT_FILE, RL_FILE) if issubclass(kind, RLRunConfig) else (ROOT_FILE,)
     layers = [read_layer(packaged_directory("configs") / file, file, []) for file in files]
-    values = {key: _plain(key, value) for layer in layers for key, value in layer.values.items()}
+    values = _merged(layers)
     return kind.model_validate({key: values[key] for key in keys_of(kind)})
 
 
+def _merged(layers: Iterable[Layer]) -> dict[str, object]:
+    return {key: value for layer in layers for key, value in layer.values.items()}
+
+
 def _refuse_training_batch(layers: Sequence[Layer], problems: list[Refusal]) -> None:
-    """Refuses what base.yml's files do not say already, of keys that RL makes no use of."""
+    """Refuses values other than those of base.yml for keys that RL does not use."""
     root, *others = layers
     for layer in others:
-        for key, reason in OF_NO_USE_IN_RL.items():
-            if key not in layer.values or key not in root.values or layer.values[key].value == root.values[key].value:
-                continue
-            value = value_text(layer.values.pop(key).value)
-            _refuse(problems, f"{key}={value} ({layer.origin}) has no use in RL, {reason}. Remove it.")
+        for key in OF_NO_USE_IN_RL:
+            if key in layer.values and key in root.values and layer.values[key] != root.values[key]:
+                value = value_text(layer.values.pop(key))
+                reason = f"has no effect in RL, {OF_NO_USE_IN_RL[key]}. Remove it."
+                _refuse(problems, f"{key}={value} ({layer.origin}) {reason}")
 
 
 def _spell_out_auto(layers: Sequence[Layer]) -> None:
-    """Writes -1 for per_device_batch_size=auto, and for gradient_accumulation_steps where nobody states it."""
-    stating = [layer.values for layer in layers if _PER_DEVICE in layer.values]
-    if not stating or stating[-1][_PER_DEVICE].value != "auto":
+    """Replaces per_device_batch_size=auto by -1, and so gradient_accumulation_steps where it is not stated."""
+    values = next((layer.values for layer in reversed(layers) if _PER_DEVICE in layer.values), None)
+    if values is None or values[_PER_DEVICE] != "auto":
         return
-    stating[-1][_PER_DEVICE] = found = YamlValue(-1, "-1")
+    values[_PER_DEVICE] = -1
     if not any(_ACCUMULATION in layer.values for layer in layers[1:]):
-        stating[-1][_ACCUMULATION] = found
+        values[_ACCUMULATION] = -1
 
 
-def _override_layer(overrides: Iterable[str], problems: list[Refusal]) -> tuple[Layer, dict[str, str]]:
-    """The values of the command line, and by key what is said of those that are not YAML."""
-    values: dict[str, YamlValue] = {}
+def _override_layer(
+    overrides: Iterable[str], problems: list[Refusal], kind: type[Config]
+) -> tuple[Layer, dict[str, str]]:
+    """The values of the command line, and a message for each key whose value is not YAML."""
+    values: dict[str, object] = {}
     unreadable: dict[str, str] = {}
     waiting = list(overrides)
     while waiting:
@@ -184,33 +189,34 @@ def _override_layer(overrides: Iterable[str], problems: list[Refusal]) -> tuple[
         if key == "base":
             _refuse(problems, "base is a line of a config file, not a key of the command line. Name the file first.")
             continue
+        values.pop(key, None)
         unreadable.pop(key, None)
         try:
             values[key] = _override_value(key, text)
         except ValueError as error:
-            values.pop(key, None)
-            unreadable[key] = f"{key}={value_text(text)} {error}."
-    unknown = {key: YamlValue(None, "") for key in unreadable if key not in RLRunConfig.model_fields}
-    return Layer(_COMMAND_LINE, values | unknown), unreadable
+            if key in kind.model_fields:
+                unreadable[key] = f"{key}={value_text(text)} {error}."
+            else:
+                values[key] = None  # the key itself is refused
+    return Layer(_COMMAND_LINE, values), unreadable
 
 
-def _override_value(key: str, text: str) -> YamlValue:
-    is_text = _holds_text(key)
+def _override_value(key: str, text: str) -> object:
+    """The value of `key=text`: a path such as *.txt or [ab].txt is text, though YAML reads an alias or a list."""
     try:
         value = parse_value(text)
     except ValueError:
-        if not is_text or (_may_list_sources(key) and text.lstrip().startswith("[{")):
+        if not takes_text(key) or (may_list_sources(key) and text.lstrip().startswith("[{")):
             raise
-        return YamlValue(text, text)
-    if _may_list_sources(key) and is_source_list(value.value):
-        return value
-    # A path such as *.txt or [ab].txt is text for a key that holds text, though YAML reads an alias or a list.
-    if is_text and (value.text is None or (value.text == "" and value.value is None)):
-        return YamlValue(text, text)
-    return value
+        return text
+    is_list = may_list_sources(key) and is_source_list(value.value)
+    if takes_text(key) and not is_list and (value.text is None or value == YamlValue(None, "")):
+        return text
+    return plain_value(key, value)
 
 
 def _drop_unknown_keys(layer: Layer, problems: list[Refusal], kind: type[Config] = Config) -> None:
+    """Removes the keys that a kind of config does not have, and refuses them."""
     known = kind.model_fields
     unknown = [key for key in layer.values if key not in known]
     for key in unknown:
@@ -225,7 +231,7 @@ def _drop_unknown_keys(layer: Layer, problems: list[Refusal], kind: type[Config]
 
 
 def _rl_keys_unknown(keys: Sequence[str], origin: str) -> str:
-    """One sentence on all of a layer's keys of reinforcement learning, which the config is none of."""
+    """One message for all keys of reinforcement learning in a layer of another config."""
     is_one, more = len(keys) == 1, f" and {len(keys) - 2} more" if len(keys) > 2 else ""
     named = f"key '{keys[0]}'" if is_one else f"keys '{keys[0]}', '{keys[1]}'{more}"
     return (
@@ -237,9 +243,9 @@ def _rl_keys_unknown(keys: Sequence[str], origin: str) -> str:
 def _model_layer(layers: Sequence[Layer], problems: list[Refusal]) -> list[Layer]:
     """The layer of configs/models/NAME.yml, for the model_name that wins; none for `default`."""
     naming = [layer for layer in layers if "model_name" in layer.values]
-    name = naming[-1].values["model_name"].text if naming else None
-    if not name or name == "default" or path_problem(name):  # a wrong name is refused as a value
-        return []
+    name = naming[-1].values["model_name"] if naming else None
+    if not name or not isinstance(name, str) or name == "default" or path_problem(name):
+        return []  # a wrong name is refused as a value
     shipped = [file.removeprefix("models/").removesuffix(".yml") for file in shipped_configs() if "models/" in file]
     path = None
     if re.fullmatch(r"[\w][\w.-]*", name):
@@ -250,93 +256,70 @@ def _model_layer(layers: Sequence[Layer], problems: list[Refusal]) -> list[Layer
     model = read_layer(path, f"configs/models/{name}.yml", problems)
     _drop_unknown_keys(model, problems)
     if model.values.pop("model_name", None) is not None:
-        _refuse(problems, f"model_name stands in {model.origin}, which is named by it. Remove the line.")
+        _refuse(problems, f"model_name is in {model.origin}, the file that it names. Remove the line.")
     _refuse_stale_architecture(naming, layers[0], model, problems)
     return [model]
 
 
 def _refuse_stale_architecture(naming: Sequence[Layer], root: Layer, model: Layer, problems: list[Refusal]) -> None:
-    """Refuses a lower file's dimensions of another model_name, which would silently win over the new one's."""
+    """Refuses dimensions for another model_name in a lower file, which would silently override the new model's."""
     winner = naming[-1]
-    name = winner.values["model_name"].text
+    name = winner.values["model_name"]
     for layer in naming[:-1]:
-        other = layer.values["model_name"].text
+        other = layer.values["model_name"]
         if layer is root or other == name:
             continue
         for key in ModelConfig.model_fields:
             if key not in layer.values or key not in model.values or key in winner.values:
                 continue
-            stale, new = layer.values[key].value, model.values[key].value
+            stale, new = layer.values[key], model.values[key]
             if stale != new:
                 _refuse(
                     problems,
-                    f"{key}={value_text(stale)} in {layer.origin} belongs to model_name={other} there, "
-                    f"but model_name={name} ({winner.origin}) has {value_text(new)}. Remove it there, or "
+                    f"{key}={value_text(stale)} in {layer.origin} belongs to model_name={value_text(other)} there, "
+                    f"but model_name={value_text(name)} ({winner.origin}) has {value_text(new)}. Remove it there, or "
                     f"say {key}= ({winner.origin}) which is meant.",
                 )
 
 
 def _directory_layer(layers: Sequence[Layer], problems: list[Refusal]) -> list[Layer]:
-    """The layer of the directory that load_parameters_path names, where that brings a config.json along."""
+    """The layer of the config.json in the directory named by load_parameters_path, where there is one."""
     root, *stating = layers
-    key = "load_parameters_path"
-    path = next((layer.values[key].text for layer in reversed(layers) if key in layer.values), None) or ""
+    path = str(_merged(layers).get("load_parameters_path") or "")
     origin = None if path_problem(path, of_run=True) else directory_origin(path)  # a wrong path is refused as a value
     if origin is None:
         return []
-    stated = {key: (_plain(key, value), layer.origin) for layer in stating for key, value in layer.values.items()}
-    values, refusals = directory_values(path, stated, root.values["max_target_length"].value)
+    stated = {key: (value, layer.origin) for layer in stating for key, value in layer.values.items()}
+    values, refusals = directory_values(path, stated, root.values["max_target_length"])
     problems.extend(refusals)
-    return [Layer(origin, {key: YamlValue(value, full_text(value)) for key, value in values.items()})]
+    return [Layer(origin, dict(values))]
 
 
-def _holds_text(key: str) -> bool:
-    field = RLRunConfig.model_fields.get(key)
-    is_text = field is not None and (field.annotation is str or get_origin(field.annotation) is Literal)
-    return is_text or _may_list_sources(key)
-
-
-def _may_list_sources(key: str) -> bool:
-    field = RLRunConfig.model_fields.get(key)
-    return field is not None and SourceList in get_args(field.annotation)
-
-
-def _plain(key: str, value: YamlValue) -> object:
-    """The value for the schema: a key that holds text takes a scalar as written, so run_name=007 stays 007."""
-    if _holds_text(key) and value.text is not None and not (value.value is None and value.text):
-        return value.text
-    return value.value
-
-
-def _validate(kind: type[Config], layers: Sequence[Layer], defaults: Config) -> tuple[Config, list[WrongValue]]:
-    """The config of the layers, with the defaults in place of wrong values, and these."""
-    values = {key: _plain(key, value) for layer in layers for key, value in layer.values.items()}
+def _validate(kind: type[Config], layers: Sequence[Layer], defaults: Config) -> tuple[Config, list[Refusal]]:
+    """The config of the layers, with the defaults in place of wrong values, and the wrong values."""
+    values = _merged(layers)
     try:
         return kind.model_validate(values), []
     except ValidationError as error:
         details = {str(detail["loc"][0]): detail for detail in error.errors()}
     legal = {key: value for key, value in values.items() if key not in details}
     usual = {key: getattr(defaults, key) for key in details}
-    wrong: list[WrongValue] = []
+    wrong: list[Refusal] = []
     for key in keys_of(kind):
         if key in details:
-            message, near = _wrong_kind(key, details[key])
+            message, near = _wrong_type(key, details[key])
             right = [getattr(kind.model_validate({**legal, **usual, key: value}), key) for value in near]
-            wrong.append(WrongValue(key, message, tuple(right)))
+            wrong.append(Refusal(key, message, tuple(right)))
     return kind.model_validate({**legal, **usual}), wrong
 
 
-def _wrong_kind(key: str, detail: ErrorDetails) -> tuple[str, Sequence[object]]:
-    """What is said of a value that is not of its key's kind, and values that are."""
+def _wrong_type(key: str, detail: ErrorDetails) -> tuple[str, Sequence[object]]:
+    """The message about a value that is not of its key's type, and values that are."""
     value = value_text(detail.get("input"))
     if detail["type"] == "literal_error":
         choices = [str(choice) for choice in get_args(RLRunConfig.model_fields[key].annotation)]
-        near = max(choices, key=lambda choice: _likeness(value, choice))
+        near = max(choices, key=lambda choice: SequenceMatcher(None, value.lower(), choice).ratio())
         return f"{key}={value} is not one of {', '.join(choices)}.", (near,)
     cause = detail.get("ctx", {}).get("error")
     nearest = cause.nearest if isinstance(cause, WrongType) else ()
     return f"{key}={value} {detail['msg'].removeprefix('Value error, ')}", nearest
-
-
-def _likeness(one: str, other: str) -> float:
-    return SequenceMatcher(None, one.lower(), other).ratio()

@@ -7,150 +7,129 @@ from maxtext_lite.config.adapted import unknown_targets
 from maxtext_lite.config.errors import value_text
 from maxtext_lite.config.model_parts import LayerKind, MlpKind
 from maxtext_lite.config.schema import Config
-from maxtext_lite.config.violation import Violation, divisors, divisors_of, one_of, unused
+from maxtext_lite.config.violation import Violation, divisors, divisors_of, one_of, unused, violates
 
 
 def _kv_heads(config: Config) -> Violation | None:
-    heads, kv_heads = config.base_num_query_heads, config.base_num_kv_heads
+    key, heads, kv_heads = "base_num_kv_heads", config.base_num_query_heads, config.base_num_kv_heads
     if heads % kv_heads == 0:
         return None
-    return Violation(
-        "base_num_kv_heads",
-        f"base_num_kv_heads={kv_heads} does not divide base_num_query_heads={heads}.",
-        (divisors_of("base_num_kv_heads", heads, kv_heads),),
-    )
+    return violates(config, key, f"does not divide base_num_query_heads={heads}", divisors_of(key, heads, kv_heads))
 
 
 def _head_dim(config: Config) -> Violation | None:
     width, mla = config.head_dim, config.mla
     if mla is not None:
         whole = mla.qk_nope_head_dim + mla.qk_rope_head_dim
-        message = f"head_dim={width} is not the {whole} of mla's qk_nope_head_dim + qk_rope_head_dim."
-        return None if width == whole else Violation("head_dim", message, (whole,))
+        if width == whole:
+            return None
+        return violates(config, "head_dim", f"is not the {whole} of mla's qk_nope_head_dim + qk_rope_head_dim", whole)
     if width % 2 == 0 or config.trainable_position_size:
         return None
-    near = tuple(even for even in (width - 1, width + 1) if even > 0)
-    return Violation("head_dim", f"head_dim={width} must be even for rotary positions.", near)
+    near = (even for even in (width - 1, width + 1) if even > 0)
+    return violates(config, "head_dim", "must be even for rotary positions", *near)
 
 
 def _rotary_share(config: Config) -> Violation | None:
-    share, width = config.partial_rotary_factor, config.head_dim
-    if share == 1:
+    key, dims, width = "partial_rotary_factor", config.rotary_dim, config.head_dim
+    if config.partial_rotary_factor == 1:
         return None
     if config.mla is not None or config.trainable_position_size:
         other = "trainable_position_size" if config.mla is None else "mla"
-        return Violation("partial_rotary_factor", f"partial_rotary_factor={share:g} has no use with {other}.", (1,))
-    if config.rotary_dim % 2 == 0 and config.rotary_dim:
+        return violates(config, key, f"has no effect with {other}", 1)
+    if dims and dims % 2 == 0:
         return None
-    near = [even / width for even in (config.rotary_dim - 1, config.rotary_dim + 1) if 0 < even <= width]
-    return Violation(
-        "partial_rotary_factor",
-        f"partial_rotary_factor={share:g} x head_dim={width} rotates {config.rotary_dim} dims, not an even number.",
-        tuple(near),
-    )
-
-
-_LAYER_KINDS = get_args(LayerKind)
-_MLP_KINDS = get_args(MlpKind)
+    near = (even / width for even in (dims - 1, dims + 1) if 0 < even <= width)
+    return violates(config, key, f"x head_dim={width} rotates {dims} dims, not an even number", *near)
 
 
 def _layer_pattern(config: Config) -> Violation | None:
-    unknown = [kind for kind in config.pattern if kind not in _LAYER_KINDS]
-    if unknown:
+    kinds = get_args(LayerKind)
+    if unknown := [kind for kind in config.pattern if kind not in kinds]:
         legal = ",".join("global" if kind in unknown else kind for kind in config.pattern)
-        message = (
-            f"layer_pattern={value_text(config.layer_pattern)} names '{value_text(unknown[0], 40)}', which is none of "
-            "global, local, nope, local_nope, chunked."
-        )
-        return Violation("layer_pattern", message, (legal,))
-    if any(kind.endswith("nope") for kind in config.pattern) and (
-        config.trainable_position_size or config.mla is not None
-    ):
-        return Violation(
-            "layer_pattern",
-            f"layer_pattern={value_text(config.layer_pattern)} has layers without rotation beside "
-            f"{'mla' if config.mla is not None else 'trainable_position_size'}.",
-            (config.layer_pattern.replace("local_nope", "local").replace("nope", "global"),),
-        )
-    return None
+        rule = f"names '{value_text(unknown[0], 40)}', which is none of {', '.join(kinds)}"
+        return violates(config, "layer_pattern", rule, legal)
+    other = "mla" if config.mla is not None else "trainable_position_size" if config.trainable_position_size else ""
+    if not other or not any(kind.endswith("nope") for kind in config.pattern):
+        return None
+    rotated = config.layer_pattern.replace("local_nope", "local").replace("nope", "global")
+    return violates(config, "layer_pattern", f"has layers without rotation beside {other}", rotated)
 
 
 def _window(config: Config) -> Violation | None:
-    """A window and layers that have one ask for each other."""
+    """Local layers need a window, and a window needs local layers."""
     pattern = f"layer_pattern={value_text(config.layer_pattern)}"
     if not {"local", "local_nope"} & {*config.pattern}:
-        reason = f"has no use with {pattern}"
+        reason = f"has no effect with {pattern}"
         window = unused(config, {"sliding_window_size": 0}, reason, {"layer_pattern": "local"})
         return window or unused(config, {"rope_local_max_timescale": 0}, reason)
     if config.sliding_window_size:
         return None
-    message = f"sliding_window_size=0 with {pattern}: local layers see no token."
-    return Violation("sliding_window_size", message, (config.max_target_length,))
+    rule = f"with {pattern}: local layers see no token"
+    return violates(config, "sliding_window_size", rule, config.max_target_length)
 
 
 def _chunk(config: Config) -> Violation | None:
-    """Chunks and layers that keep to them ask for each other."""
-    size, pattern = config.chunk_attn_window_size, f"layer_pattern={value_text(config.layer_pattern)}"
+    """Chunked layers need a chunk size, and a chunk size needs chunked layers."""
+    pattern = f"layer_pattern={value_text(config.layer_pattern)}"
     if "chunked" not in config.pattern:
-        reason = f"has no use with {pattern}"
+        reason = f"has no effect with {pattern}"
         return unused(config, {"chunk_attn_window_size": 0}, reason, {"layer_pattern": "chunked"})
-    if size:
+    if config.chunk_attn_window_size:
         return None
-    message = f"chunk_attn_window_size=0 with {pattern}: chunked layers see no token."
-    return Violation("chunk_attn_window_size", message, (config.max_target_length,))
+    rule = f"with {pattern}: chunked layers see no token"
+    return violates(config, "chunk_attn_window_size", rule, config.max_target_length)
 
 
 def _mlp_pattern(config: Config) -> Violation | None:
-    """Which layers have experts: known kinds, both of them among the layers, and nothing that says it another way."""
+    """mlp_pattern names known kinds, both kinds occur among the layers, and no other key says which are dense."""
     key, kinds, layers = "mlp_pattern", config.mlp_kinds, config.base_num_decoder_layers
-    shown = f"{key}={value_text(config.mlp_pattern)}"
-    unknown = [kind for kind in kinds if kind not in _MLP_KINDS]
-    if unknown:
+    known = get_args(MlpKind)
+    if unknown := [kind for kind in kinds if kind not in known]:
         legal = ",".join("moe" if kind in unknown else kind for kind in kinds)
-        return Violation(key, f"{shown} names '{value_text(unknown[0], 40)}', which is none of moe, dense.", (legal,))
-    if config.num_experts == 1 or set(kinds) == {"moe"}:  # which `_experts_that_are_not` knows of
+        rule = f"names '{value_text(unknown[0], 40)}', which is none of {', '.join(known)}"
+        return violates(config, key, rule, legal)
+    if config.num_experts == 1 or set(kinds) == {"moe"}:  # the first is refused by `_without_experts`
         return None
     if "moe" not in kinds[:layers]:
-        message = f"{shown} leaves none of base_num_decoder_layers={layers} for experts."
-        return Violation(key, message, ("moe",))
+        return violates(config, key, f"leaves none of base_num_decoder_layers={layers} for experts", "moe")
     if len({*kinds[:layers]}) == 1:
-        return Violation(key, f"{shown} has no dense layer among base_num_decoder_layers={layers}.", ("moe",))
+        return violates(config, key, f"has no dense layer among base_num_decoder_layers={layers}", "moe")
     if first := config.first_num_dense_layers:
         both = ",".join(["dense"] * first + [kinds[layer % len(kinds)] for layer in range(first, layers)])
-        message = f"first_num_dense_layers={first} beside {shown}, which counts all layers."
-        return Violation("first_num_dense_layers", message, (0, {key: both, "first_num_dense_layers": 0}))
+        rule = f"beside {key}={value_text(config.mlp_pattern)}, which counts all layers"
+        change = {key: both, "first_num_dense_layers": 0}
+        return violates(config, "first_num_dense_layers", rule, 0, change)
     return None
 
 
 def _shared_expert(config: Config) -> Violation | None:
     plain = {"base_shared_mlp_dim": -1, "shared_expert_gate": False}
-    reason = "has no use with shared_experts=0"
+    reason = "has no effect with shared_experts=0"
     return None if config.shared_experts else unused(config, plain, reason, {"shared_experts": 1})
 
 
 def _sparse_mixer(config: Config) -> Violation | None:
     plain = {"norm_topk_prob": False, "routed_bias": False, "n_routing_groups": 1}
-    reason = "has no place with routed_score_func=sparsemixer, whose choices each have a softmax of their own"
+    reason = "has no effect with routed_score_func=sparsemixer, which takes a separate softmax for each choice"
     return unused(config, plain, reason) if config.routed_score_func == "sparsemixer" else None
 
 
 def _learned_positions(config: Config) -> Violation | None:
-    """A table of positions covers an example, and leaves nothing to rotate."""
-    rows, tokens = config.trainable_position_size, config.max_target_length
-    if rows == 0:
+    """The table of learned positions covers an example, and leaves nothing to rotate."""
+    key, tokens = "trainable_position_size", config.max_target_length
+    if config.trainable_position_size == 0:
         return None
-    if rows < tokens:
-        message = f"trainable_position_size={rows} is less than max_target_length={tokens}."
-        return Violation("trainable_position_size", message, (tokens,))
-    for key, plain in (("rope_scaling", None), ("rope_local_max_timescale", 0.0), ("mla", None)):
-        if (value := getattr(config, key)) != plain:
-            message = f"trainable_position_size={rows} contradicts {key}={value_text(value)}, which is about rotation."
-            return Violation("trainable_position_size", message, (0,))
+    if config.trainable_position_size < tokens:
+        return violates(config, key, f"is less than max_target_length={tokens}", tokens)
+    for other, plain in (("rope_scaling", None), ("rope_local_max_timescale", 0.0), ("mla", None)):
+        if (value := getattr(config, other)) != plain:
+            return violates(config, key, f"contradicts {other}={value_text(value)}, which is about rotation", 0)
     return None
 
 
 def _latent_attention(config: Config) -> Violation | None:
-    """What mla has no place for."""
+    """Keys of ordinary attention, beside mla."""
     heads = {"base_num_kv_heads": config.base_num_query_heads}
     plain = {
         **heads, "attention_bias": "none", "qk_norm": "none", "attention_sinks": False, "clip_qkv": 0,
@@ -181,82 +160,73 @@ def _temperature(config: Config) -> Violation | None:
     tuning = config.position_temperature
     if tuning is None or any(tuning.of(kind) for kind in config.pattern):
         return None
-    message = f"position_temperature={tuning} has no use with layer_pattern={value_text(config.layer_pattern)}."
-    return Violation("position_temperature", message, ({},))
+    reason = f"has no effect with layer_pattern={value_text(config.layer_pattern)}"
+    return violates(config, "position_temperature", reason, {})
 
 
 def _inverse_layers(config: Config) -> Violation | None:
-    """A stage of a pipeline does not know the numbers of its layers."""
-    stages = config.ici_pipeline_parallelism * config.dcn_pipeline_parallelism
-    if not config.inverse_layer_scaling or stages == 1:
+    """A pipeline stage does not know the numbers of its layers."""
+    keys = ("ici_pipeline_parallelism", "dcn_pipeline_parallelism")
+    if not config.inverse_layer_scaling or config.ici_pipeline_parallelism * config.dcn_pipeline_parallelism == 1:
         return None
-    key = "ici_pipeline_parallelism" if config.ici_pipeline_parallelism != 1 else "dcn_pipeline_parallelism"
-    message = f"{key}={getattr(config, key)} contradicts inverse_layer_scaling=true: stages do not number their layers."
-    return Violation(key, message, (1,))
+    key = next(key for key in keys if getattr(config, key) != 1)
+    rule = "contradicts inverse_layer_scaling=true: a stage does not know the numbers of its layers"
+    return violates(config, key, rule, 1)
 
 
 def _gated_activation(config: Config) -> Violation | None:
-    if config.mlp_activation == "xielu" and config.num_experts > 1:
-        return Violation("mlp_activation", "mlp_activation=xielu has no place in experts.", ("silu",))
-    if config.mlp_activation == "xielu" and config.gated_mlp:
-        return Violation("gated_mlp", "gated_mlp=true with mlp_activation=xielu, which has no gate.", (False,))
-    if config.gated_mlp or (config.mlp_activation != "clamped_silu" and config.num_experts == 1):
+    activation, has_experts = config.mlp_activation, config.num_experts > 1
+    if activation == "xielu" and has_experts:
+        return violates(config, "mlp_activation", "does not work in experts", "silu")
+    if activation == "xielu" and config.gated_mlp:
+        return violates(config, "gated_mlp", "with mlp_activation=xielu, which has no gate", False)
+    if config.gated_mlp or not (has_experts or activation == "clamped_silu"):
         return None
-    reason = "it clamps the gate too" if config.num_experts == 1 else "experts have gates"
-    subject = f"mlp_activation={config.mlp_activation}" if config.num_experts == 1 else "num_experts > 1"
-    return Violation("gated_mlp", f"gated_mlp=false with {subject}: {reason}.", (True,))
+    if has_experts:
+        return violates(config, "gated_mlp", "with num_experts > 1: experts have gates", True)
+    return violates(config, "gated_mlp", f"with mlp_activation={activation}: it clamps the gate too", True)
 
 
 def _dense_layers(config: Config) -> Violation | None:
-    first, layers = config.first_num_dense_layers, config.base_num_decoder_layers
-    if first < layers:
+    layers = config.base_num_decoder_layers
+    if config.first_num_dense_layers < layers:
         return None
-    message = f"first_num_dense_layers={first} leaves none of base_num_decoder_layers={layers} for experts."
-    return Violation("first_num_dense_layers", message, (layers - 1,))
+    rule = f"leaves none of base_num_decoder_layers={layers} for experts"
+    return violates(config, "first_num_dense_layers", rule, layers - 1)
 
 
 def _experts_per_token(config: Config) -> Violation | None:
-    experts, chosen = config.num_experts, config.num_experts_per_tok
-    if chosen <= experts:
+    experts = config.num_experts
+    if config.num_experts_per_tok <= experts:
         return None
-    return Violation(
-        "num_experts_per_tok", f"num_experts_per_tok={chosen} is more than num_experts={experts}.", (experts,)
-    )
+    return violates(config, "num_experts_per_tok", f"is more than num_experts={experts}", experts)
 
 
 def _routing_groups(config: Config) -> Violation | None:
-    groups, experts = config.n_routing_groups, config.num_experts
+    key, groups, experts = "n_routing_groups", config.n_routing_groups, config.num_experts
     if groups == 1 or (experts % groups == 0 and experts // groups >= 2):
         return None
     legal = [number for number in divisors(experts) if 2 * number <= experts] or [1]
-    return Violation(
-        "n_routing_groups",
-        f"n_routing_groups={groups} does not cut num_experts={experts} into equal groups of at least 2.",
-        (one_of("n_routing_groups", legal, groups),),
-    )
+    rule = f"does not split num_experts={experts} into equal groups of at least 2"
+    return violates(config, key, rule, one_of(key, legal, groups))
 
 
 def _chosen_groups(config: Config) -> Violation | None:
-    groups, chosen, experts = config.n_routing_groups, config.topk_routing_group, config.num_experts
+    key, groups, chosen = "topk_routing_group", config.n_routing_groups, config.topk_routing_group
+    experts, per_token = config.num_experts, config.num_experts_per_tok
     if chosen > groups:
-        return Violation(
-            "topk_routing_group", f"topk_routing_group={chosen} is more than n_routing_groups={groups}.", (groups,)
-        )
-    if experts % groups or chosen * experts // groups >= config.num_experts_per_tok:
+        return violates(config, key, f"is more than n_routing_groups={groups}", groups)
+    if experts % groups or chosen * experts // groups >= per_token:
         return None
-    enough = -(-config.num_experts_per_tok * groups // experts)
-    if enough > groups:  # more experts a token than there are: another rule's
+    enough = -(-per_token * groups // experts)
+    if enough > groups:  # num_experts_per_tok is more than num_experts, which `_experts_per_token` refuses
         return None
-    return Violation(
-        "topk_routing_group",
-        f"topk_routing_group={chosen} x {experts // groups} experts of a group are fewer than "
-        f"num_experts_per_tok={config.num_experts_per_tok}.",
-        (enough,),
-    )
+    rule = f"x {experts // groups} experts of a group are fewer than num_experts_per_tok={per_token}"
+    return violates(config, key, rule, enough)
 
 
-def _experts_that_are_not(config: Config) -> Violation | None:
-    """Of the keys that say something about experts, the first that does where there are none."""
+def _without_experts(config: Config) -> Violation | None:
+    """Keys about experts, in a model without any."""
     plain = {
         "base_moe_mlp_dim": -1,
         "shared_experts": 0,
@@ -268,7 +238,7 @@ def _experts_that_are_not(config: Config) -> Violation | None:
         "apply_router_weight_on_input": False,
         "router_z_loss_multiplier": 0,
     }
-    reason = "has no use with num_experts=1, a model without experts"
+    reason = "has no effect with num_experts=1, a model without experts"
     return None if config.num_experts > 1 else unused(config, plain, reason)
 
 
@@ -294,6 +264,6 @@ MODEL_RULES: tuple[Callable[[Config], Violation | None], ...] = (
     _chosen_groups,
     _shared_expert,
     _sparse_mixer,
-    _experts_that_are_not,
+    _without_experts,
 )
 """Every rule about the architecture."""

@@ -1,4 +1,4 @@
-"""What the backward pass finds: tensors of a layer that are kept on the device, on the host, or made again."""
+"""Rematerialization: which tensors of a layer are kept on the device, kept on the host, or recomputed."""
 
 from typing import NamedTuple
 
@@ -7,12 +7,12 @@ from maxtext_lite.config.sections import NumericsConfig
 QKV = ("query_proj", "key_proj", "value_proj")
 PROJECTIONS = (*QKV, "out_proj", "mlpwi_0", "mlpwi_1", "mlpwo")
 REMAT_TENSORS = ("decoder_layer_input", *PROJECTIONS, "context", "expert_rows")
-"""Tensors of a layer that may be named: its input, the results of its matmuls (experts' as an mlp's), what attention
-gives, and the tokens that have come to their experts."""
+"""The tensors of a layer with names: its input, the results of its matmuls (experts' like an mlp's), the output of
+attention, and the tokens at their experts."""
 
 
 class Remat(NamedTuple):
-    """Tensors that the forward pass keeps on the device, and those that it sends to pinned host memory."""
+    """The tensors that the forward pass keeps on the device, and those that it moves to pinned host memory."""
 
     saved: tuple[str, ...]
     offloaded: tuple[str, ...] = ()
@@ -26,11 +26,11 @@ REMAT_POLICIES: dict[str, Remat] = {
     "qkv_proj_offloaded": Remat((), QKV),
     "full": Remat(()),
 }
-"""What each remat_policy keeps, beside the input of each layer; `none` keeps everything, `custom` what is listed."""
+"""What each remat_policy keeps besides the input of each layer; `none` keeps everything, `custom` what is listed."""
 
 
 def remat_of(config: NumericsConfig) -> Remat | None:
-    """What is kept of each layer; None: everything."""
+    """The tensors that are kept of each layer; None: all."""
     match config.remat_policy:
         case "none":
             return None
@@ -41,5 +41,5 @@ def remat_of(config: NumericsConfig) -> Remat | None:
 
 
 def listed(text: str) -> tuple[str, ...]:
-    """The names in a list with commas."""
+    """The names in a comma-separated list."""
     return tuple(name for name in (part.strip() for part in text.split(",")) if name)

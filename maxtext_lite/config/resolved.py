@@ -1,4 +1,4 @@
-"""A resolved config for people: the short table of the terminal and config.yml of the run directory."""
+"""A resolved config in readable form: the table on the terminal, and config.yml in the run directory."""
 
 import re
 from pathlib import Path
@@ -20,9 +20,9 @@ _FOLLOW_IN_RL = ("per_device_batch_size", "gradient_accumulation_steps")
 
 
 def write_resolved(config: Config, path: str | Path) -> None:
-    """Writes every value, with where it came from as a comment; `load_config(path)` gives an equal config.
+    """Writes every value, with its origin as a comment; `load_config(path)` gives an equal config.
 
-    But for passwords and signatures in addresses, which are not written: they stand there as ***.
+    Passwords and signatures in addresses are written as ***.
     """
     lines = ["# Every key of this run and where its value came from. `load_config` of this file gives the same config."]
     if isinstance(config, RLRunConfig):
@@ -58,7 +58,7 @@ def describe(config: Config) -> str:
 
 
 def _yaml_text(value: object) -> str:
-    """A scalar that YAML 1.2 reads back as the same value."""
+    """The value as a scalar that YAML 1.2 reads back unchanged."""
     if not isinstance(value, str):
         return full_text(value)
     value = without_secrets(value)

@@ -1,4 +1,4 @@
-"""The keys that configs/post_train/rl.yml adds, with their types, in sections."""
+"""The keys that configs/post_train/rl.yml adds, and their types, in sections."""
 
 from typing import Literal
 
@@ -22,7 +22,7 @@ from maxtext_lite.config.field_types import (
 
 
 class RLConfig(Section):
-    """Reinforcement learning's batches."""
+    """The batches of reinforcement learning."""
 
     batch_size: Count
     num_generations: AtLeastTwo
@@ -34,7 +34,7 @@ class RLConfig(Section):
 
 
 class TaskConfig(Section):
-    """What reinforcement learning asks the model."""
+    """The prompts that the model responds to."""
 
     prompt_template: Lines
     apply_chat_template: Flag
@@ -43,7 +43,7 @@ class TaskConfig(Section):
 
 
 class RewardConfig(Section):
-    """How responses are judged."""
+    """The rewards of responses."""
 
     reward_functions: Name
     reward_weights: Text
@@ -53,7 +53,7 @@ class RewardConfig(Section):
 
 
 class PolicyConfig(Section):
-    """What reinforcement learning minimises."""
+    """The loss of reinforcement learning."""
 
     loss_algo: Literal["grpo", "gspo"]
     grpo_beta: NotNegative
@@ -64,7 +64,7 @@ class PolicyConfig(Section):
 
 
 class RolloutConfig(Section):
-    """How responses are drawn."""
+    """How responses are sampled."""
 
     decode_sampling_temperature: Temperature
     decode_sampling_top_k: CountOrZero

@@ -1,4 +1,4 @@
-"""Rules between keys that hold on every machine. Those that need devices are `batching`'s."""
+"""Rules between keys that hold on every machine. `batching` has the rules that involve devices."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -13,16 +13,16 @@ from maxtext_lite.config.remat import REMAT_TENSORS, listed
 from maxtext_lite.config.rl_rules import RL_DATASETS, RL_RULES, dataset_of_objective, unused_arithmetic
 from maxtext_lite.config.schema import Config, RLRunConfig
 from maxtext_lite.config.source_list import MIXABLE, SourceList
-from maxtext_lite.config.violation import Violation, divisors_of, unused
+from maxtext_lite.config.violation import Violation, divisors_of, unused, violates
 
 _BYTE_TOKENS = 257  # 256 bytes and the end of text
 
 NOTHING_STATES_THE_LENGTH = "steps=-1 follows from num_epochs, which is 0: nothing states the length of the run."
-"""Refusal of a config that leaves the number of steps open; without what would work."""
+"""Refusal of a config that leaves the number of steps open, without the values that would work."""
 
 
 def rule_violations(config: Config, defaults: Config) -> Iterator[Violation]:
-    """Every rule that the config breaks. `defaults` is what base.yml (and post_train/rl.yml) has."""
+    """Every rule that the config breaks. `defaults` is the config of base.yml (and post_train/rl.yml)."""
 
     def named(rule: str, broken: Violation | None) -> Iterator[Violation]:
         if broken:
@@ -39,88 +39,61 @@ def rule_violations(config: Config, defaults: Config) -> Iterator[Violation]:
 
 
 def _warmup(config: Config, defaults: Config) -> Violation | None:
-    """A warm-up that is longer than the run, unless it is the default one, which a short run may cut off."""
+    """A warm-up longer than the run, unless it is the default one: a short run may end within it."""
     warmup, steps = config.warmup_steps, config.steps
     if config.num_epochs or steps == -1 or warmup <= steps or warmup == defaults.warmup_steps:
         return None
-    return Violation("warmup_steps", f"warmup_steps={warmup} is more than steps={steps}.", (steps,))
+    return violates(config, "warmup_steps", f"is more than steps={steps}", steps)
 
 
 def _length(config: Config, defaults: Config) -> Violation | None:
-    """A length that nothing states, or that is stated twice; the default `steps` states none beside epochs."""
+    """A length that no key states, or that two keys state; beside num_epochs, the default `steps` does not count."""
     steps, epochs = config.steps, config.num_epochs
     if not epochs and steps == -1:
         return Violation("steps", NOTHING_STATES_THE_LENGTH, (max(defaults.steps, config.warmup_steps),))
     if not epochs or steps in (-1, defaults.steps):
         return None
-    return Violation(
-        "steps",
-        f"steps={steps} contradicts num_epochs={number_text(epochs)}, from which steps follows.",
-        (-1,),
-    )
+    return violates(config, "steps", f"contradicts num_epochs={number_text(epochs)}, from which steps follows", -1)
 
 
 def _last_batch(config: Config) -> Violation | None:
-    reason = "has no use with num_epochs=0: a run of stated steps has whole batches only"
+    reason = "has no effect with num_epochs=0: a run of stated steps has whole batches only"
     return None if config.num_epochs else unused(config, {"last_batch": "drop"}, reason)
 
 
 def _scaled_adam(config: Config) -> Violation | None:
-    if not config.scale_adam_with_batch:
+    due = {"learning_rate_scaling": "sqrt", "optimizer": "adamw"}
+    wrong = [f"{key}={getattr(config, key)}" for key, right in due.items() if getattr(config, key) != right]
+    if not wrong or not config.scale_adam_with_batch:
         return None
-    wrong = [
-        f"{key}={value}"
-        for key, value, right in (
-            ("learning_rate_scaling", config.learning_rate_scaling, "sqrt"),
-            ("optimizer", config.optimizer, "adamw"),
-        )
-        if value != right
-    ]
-    if not wrong:
-        return None
-    return Violation(
-        "scale_adam_with_batch",
-        "scale_adam_with_batch=true belongs to learning_rate_scaling=sqrt and optimizer=adamw, not to "
-        f"{' and '.join(wrong)}.",
-        (False,),
-    )
+    rule = f"belongs to learning_rate_scaling=sqrt and optimizer=adamw, not to {' and '.join(wrong)}"
+    return violates(config, "scale_adam_with_batch", rule, False)
 
 
 def _vocab_tiling(config: Config) -> Violation | None:
-    pieces, tokens = config.num_vocab_tiling, config.max_target_length
-    if tokens % pieces == 0:
+    key, tiles, tokens = "num_vocab_tiling", config.num_vocab_tiling, config.max_target_length
+    if tokens % tiles == 0:
         return None
-    return Violation(
-        "num_vocab_tiling",
-        f"num_vocab_tiling={pieces} does not divide max_target_length={tokens}.",
-        (divisors_of("num_vocab_tiling", tokens, pieces),),
-    )
+    return violates(config, key, f"does not divide max_target_length={tokens}", divisors_of(key, tokens, tiles))
 
 
 def _byte_vocabulary(config: Config) -> Violation | None:
     if config.tokenizer_type != "byte" or config.vocab_size >= _BYTE_TOKENS or config.dataset_type == "synthetic":
         return None
-    return Violation(
-        "vocab_size",
-        f"vocab_size={config.vocab_size} is less than the {_BYTE_TOKENS} tokens of tokenizer_type=byte.",
-        (_BYTE_TOKENS,),
+    return violates(
+        config, "vocab_size", f"is less than the {_BYTE_TOKENS} tokens of tokenizer_type=byte", _BYTE_TOKENS
     )
 
 
 def _tokenizer_path(config: Config) -> Violation | None:
-    if config.tokenizer_type == "byte" and config.tokenizer_path:
-        return Violation(
-            "tokenizer_path",
-            f"tokenizer_path={value_text(config.tokenizer_path)} has no use with tokenizer_type=byte.",
-            ("", {"tokenizer_type": "huggingface"}),
-        )
-    if config.tokenizer_type != "byte" and not config.tokenizer_path:
-        return Violation(
-            "tokenizer_path",
-            f"tokenizer_path is empty, but tokenizer_type={config.tokenizer_type} reads a file: name it.",
-            ({"tokenizer_type": "byte"},),
-        )
-    return None
+    kind = config.tokenizer_type
+    if kind == "byte":
+        reason = "has no effect with tokenizer_type=byte"
+        return unused(config, {"tokenizer_path": ""}, reason, {"tokenizer_type": "huggingface"})
+    if config.tokenizer_path:
+        return None
+    message = f"tokenizer_path is empty, but tokenizer_type={kind} reads a file: name it."
+    return Violation("tokenizer_path", message, ({"tokenizer_type": "byte"},))
 
 
 _OBJECTIVE_OF = {
@@ -136,51 +109,46 @@ _OBJECTIVE_OF = {
 
 
 def _objective(config: Config) -> Violation | None:
-    """What a run learns is what its data are for."""
+    """An objective that the data are not for."""
     due = _OBJECTIVE_OF[config.dataset_type]
     if config.objective in ("auto", due):
         return None
     is_rl = isinstance(config, RLRunConfig)
     possible = [kind for kind in _OBJECTIVE_OF if (kind in RL_DATASETS) == is_rl]
     others = [{"dataset_type": kind} for kind in possible if _OBJECTIVE_OF[kind] == config.objective][:1]
-    return Violation(
-        "objective",
-        f"objective={config.objective} contradicts dataset_type={config.dataset_type}, whose data are for {due}.",
-        (due, *others),
-    )
+    rule = f"contradicts dataset_type={config.dataset_type}, whose data are for {due}"
+    return violates(config, "objective", rule, due, *others)
 
 
 def _z_loss_of_pairs(config: Config) -> Violation | None:
-    reason = "has no use with dataset_type=dpo, whose loss is one of pairs, not of tokens"
+    reason = "has no effect with dataset_type=dpo, whose loss is one of pairs, not of tokens"
     return unused(config, {"z_loss_multiplier": 0}, reason) if config.dataset_type == "dpo" else None
 
 
 def _conversations_only(config: Config) -> Violation | None:
-    """Keys about conversations, where there are none."""
+    """Keys about conversations, where the data have none."""
     if config.dataset_type in ("sft", "dpo", "prompts", "arithmetic"):
         return None
-    reason = f"has no use with dataset_type={config.dataset_type}"
+    reason = f"has no effect with dataset_type={config.dataset_type}"
     return unused(config, {"chat_template": ""}, reason, {"dataset_type": "sft"})
 
 
 def _balance(config: Config) -> Violation | None:
-    """Rows are dealt by their documents, which do not differ or are not known before they are written."""
+    """Rows are balanced by their documents: here these are all alike, or unknown until the rows are sampled."""
     kind = config.dataset_type
     if kind not in ("synthetic", *RL_DATASETS):
         return None
-    why = "whose rows are one document each" if kind == "synthetic" else "whose rows come while it trains"
-    return unused(config, {"balance_attention": False}, f"has no use with dataset_type={kind}, {why}")
+    why = "whose rows are one document each" if kind == "synthetic" else "whose rows are sampled during training"
+    return unused(config, {"balance_attention": False}, f"has no effect with dataset_type={kind}, {why}")
 
 
 def _dataset_path(config: Config) -> Violation | None:
-    if config.dataset_type in ("synthetic", "arithmetic") or config.dataset_path:
+    kind = config.dataset_type
+    if kind in ("synthetic", "arithmetic") or config.dataset_path:
         return None
     generated = "arithmetic" if isinstance(config, RLRunConfig) else "synthetic"
-    return Violation(
-        "dataset_path",
-        f"dataset_path is empty, but dataset_type={config.dataset_type} reads a file, directory or glob: name it.",
-        ({"dataset_type": generated},),
-    )
+    message = f"dataset_path is empty, but dataset_type={kind} reads a file, directory or glob: name it."
+    return Violation("dataset_path", message, ({"dataset_type": generated},))
 
 
 def _data_in_bucket(config: Config) -> Violation | None:
@@ -199,107 +167,89 @@ def _data_in_bucket(config: Config) -> Violation | None:
 
 
 def _mixture(config: Config) -> Violation | None:
-    """A mixture where there can be none, and what is about one where there is none."""
-    value = config.dataset_path
+    """A list of sources where none can be, or keys about a mixture where there is none."""
+    value, plain = config.dataset_path, {"mixture_exhausted": "error"}
     if not isinstance(value, SourceList):
-        reason = "has no use without a list of sources in dataset_path"
-        return unused(config, {"mixture_exhausted": "error"}, reason)
+        return unused(config, plain, "has no effect without a list of sources in dataset_path")
     if config.dataset_type not in MIXABLE:
         kinds = [{"dataset_type": kind} for kind in MIXABLE if not isinstance(config, RLRunConfig)]
-        rule = f"lists sources, which dataset_type={config.dataset_type} does not mix."
-        return Violation("dataset_path", f"dataset_path={value_text(value)} {rule}", (value.entries[0].path, *kinds))
+        rule = f"lists sources, which dataset_type={config.dataset_type} does not mix"
+        return violates(config, "dataset_path", rule, value.entries[0].path, *kinds)
     if config.num_epochs and len(value.entries) > 1:
-        return Violation(
-            "num_epochs",
-            f"num_epochs={number_text(config.num_epochs)} has no meaning with the {len(value.entries)} sources of "
-            "dataset_path, each of which has epochs of its own: state steps.",
-            ({"num_epochs": 0},),
-        )
-    if config.mixture_exhausted != "error" and all(entry.max_epochs == -1 for entry in value.entries):
-        return unused(config, {"mixture_exhausted": "error"}, "has no use where no source has max_epochs")
+        rule = f"has no meaning with the {len(value.entries)} sources of dataset_path, each with its own epochs"
+        return violates(config, "num_epochs", f"{rule}: state steps", {"num_epochs": 0})
+    if all(entry.max_epochs == -1 for entry in value.entries):
+        return unused(config, plain, "has no effect where no source has max_epochs")
     return None
 
 
 def _eval_data(config: Config) -> Violation | None:
-    needs = config.eval_interval > 0 and config.dataset_type != "synthetic" and not config.eval_dataset_path
-    if not needs or config.eval_fraction > 0:
+    every = config.eval_interval
+    if every == -1 or config.dataset_type == "synthetic" or config.eval_dataset_path or config.eval_fraction > 0:
         return None
-    return Violation(
-        "eval_fraction",
-        "eval_fraction=0 and an empty eval_dataset_path leave nothing to evaluate every "
-        f"eval_interval={config.eval_interval} steps.",
-        ({"eval_interval": -1},),
-    )
+    rule = f"and an empty eval_dataset_path leave nothing to evaluate every eval_interval={every} steps"
+    return violates(config, "eval_fraction", rule, {"eval_interval": -1})
 
 
 def _eval_share(config: Config) -> Violation | None:
     if config.eval_fraction < 1 or config.eval_dataset_path:
         return None
-    return Violation("eval_fraction", "eval_fraction=1 leaves nothing to train on.", (0.5,))
+    return violates(config, "eval_fraction", "leaves nothing to train on", 0.5)
 
 
 def _run_name(config: Config) -> Violation | None:
     if "/" not in config.run_name and config.run_name not in (".", ".."):
         return None
-    message = f"run_name={value_text(config.run_name)} is not the name of a directory."
-    return Violation("run_name", message, ("default",))
+    return violates(config, "run_name", "is not the name of a directory", "default")
 
 
 def _remat_lists(config: Config) -> Violation | None:
-    names = {"remat_save": listed(config.remat_save), "remat_offload": listed(config.remat_offload)}
+    names = {key: listed(getattr(config, key)) for key in ("remat_save", "remat_offload")}
     for key, tensors in names.items():
-        value = value_text(getattr(config, key))
         if tensors and config.remat_policy != "custom":
-            return Violation(
-                key,
-                f"{key}={value} has no use with remat_policy={config.remat_policy}.",
-                ("", {"remat_policy": "custom"}),
-            )
-        unknown = [name for name in tensors if name not in REMAT_TENSORS]
-        if unknown:
-            alike = get_close_matches(unknown[0], REMAT_TENSORS, n=1, cutoff=0)
-            legal = dict.fromkeys(alike[0] if name == unknown[0] else name for name in tensors)
-            message = f"{key}={value} names {value_text(unknown[0], 40)}, which is none of {', '.join(REMAT_TENSORS)}."
-            return Violation(key, message, (",".join(legal),))
+            reason = f"has no effect with remat_policy={config.remat_policy}"
+            return violates(config, key, reason, "", {"remat_policy": "custom"})
+        unknown = next((name for name in tensors if name not in REMAT_TENSORS), None)
+        if unknown is not None:
+            alike = get_close_matches(unknown, REMAT_TENSORS, n=1, cutoff=0)
+            legal = dict.fromkeys(alike[0] if name == unknown else name for name in tensors)
+            rule = f"names {value_text(unknown, 40)}, which is none of {', '.join(REMAT_TENSORS)}"
+            return violates(config, key, rule, ",".join(legal))
     saved, offloaded = names["remat_save"], names["remat_offload"]
     both = [name for name in offloaded if name in saved]
-    if both:
-        return Violation(
-            "remat_offload",
-            f"remat_offload={value_text(config.remat_offload)} names {both[0]}, as remat_save does.",
-            (",".join(name for name in offloaded if name not in saved),),
-        )
-    return None
+    if not both:
+        return None
+    legal = ",".join(name for name in offloaded if name not in saved)
+    return violates(config, "remat_offload", f"names {both[0]}, as remat_save does", legal)
 
 
 def _schedule_of_replicas(config: Config) -> Violation | None:
-    reason = "with enable_diloco=true: between synchronisations a replica knows its own examples and tokens only"
+    reason = "with enable_diloco=true: between synchronizations a replica knows only its own examples and tokens"
     return unused(config, {"schedule_unit": "steps"}, reason) if config.enable_diloco else None
 
 
+def _shared_optimizer(config: Config) -> Violation | None:
+    reason = "with enable_diloco=true: each replica has its own optimizer state"
+    return unused(config, {"shard_optimizer_over_data": False}, reason) if config.enable_diloco else None
+
+
 def _loss_spikes(config: Config) -> Violation | None:
-    """Rows are found by the loss of each, by one set of parameters."""
+    """Guilty rows are found by the loss of each under one set of parameters."""
     if config.dataset_type in RL_DATASETS:
         plain = {"max_loss_spike": 0, "loss_spike_action": "exclude", "excluded_rows": ""}
-        return unused(
-            config, plain, "has no use in reinforcement learning, whose loss is about 0 and whose rows are new"
-        )
+        reason = "has no effect in reinforcement learning, whose loss is about 0 and whose rows are new"
+        return unused(config, plain, reason)
     if not config.max_loss_spike:
-        return unused(config, {"loss_spike_action": "exclude"}, "has no use with max_loss_spike=0")
-    reason = "with enable_diloco=true: replicas have parameters of their own, none by which to look for guilty rows"
+        return unused(config, {"loss_spike_action": "exclude"}, "has no effect with max_loss_spike=0")
+    reason = "with enable_diloco=true: each replica has its own parameters, so guilty rows cannot be found"
     plain = {"loss_spike_action": "stop"}
     return unused(config, plain, reason, {"max_loss_spike": 0}) if config.enable_diloco else None
-
-
-def _shared_optimizer(config: Config) -> Violation | None:
-    reason = "with enable_diloco=true: replicas have an optimizer state each, none to share"
-    return unused(config, {"shard_optimizer_over_data": False}, reason) if config.enable_diloco else None
 
 
 def _loss_scale(config: Config) -> Violation | None:
     if config.dtype == "float16":
         return None
-    reason = f"has no use with dtype={config.dtype}, whose range is that of float32"
+    reason = f"has no effect with dtype={config.dtype}, whose range is that of float32"
     return unused(config, {"loss_scale": 0}, reason, {"dtype": "float16"})
 
 
@@ -328,7 +278,7 @@ RULES: tuple[Callable[[Config], Violation | None], ...] = (
     _last_batch,
     _scaled_adam,
 )
-"""Every rule about a config of any type."""
+"""The rules about every kind of config."""
 
 RULES_OF_DEFAULTS: tuple[Callable[[Config, Config], Violation | None], ...] = (_warmup, _length, unused_adapters)
-"""Those that also take the config of the defaults, some of which suit whatever else is set."""
+"""The rules that also take the config of the defaults, since some defaults suit whatever else is set."""

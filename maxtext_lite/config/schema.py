@@ -1,4 +1,4 @@
-"""A config: its sections put together, their order, and all their keys."""
+"""A config: all sections together, their order, and all keys."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -31,19 +31,19 @@ class Config(
     DataConfig,
     PreferenceConfig,
 ):
-    """Every key of a run, made by `load_config`. Two are equal when their values are, wherever those came from."""
+    """Every key of a run, as `load_config` returns it. Configs with equal values are equal, whatever their origins."""
 
     _origins: Mapping[str, str] = PrivateAttr(default_factory=lambda: MappingProxyType({}))
 
     @property
     def origins(self) -> Mapping[str, str]:
-        """For each key, the file its value came from, or `command line`."""
+        """For each key, the file that its value came from, or `command line`."""
         return self._origins
 
     def with_origins(self, origins: Mapping[str, str]) -> "Config":
         """The same values with these origins."""
         copy = self.model_copy()
-        copy._origins = MappingProxyType(dict(origins))  # the copy is new: nobody else sees it change
+        copy._origins = MappingProxyType(dict(origins))  # safe: only this function has the copy
         return copy
 
     def __eq__(self, other: object) -> bool:
@@ -61,7 +61,7 @@ def _restore(kind: type[Config], values: dict[str, object], origins: dict[str, s
 
 
 class RLRunConfig(Config, RLConfig, TaskConfig, RewardConfig, PolicyConfig, RolloutConfig):
-    """Every key of a run of reinforcement learning: that of a file whose `base` is post_train/rl.yml."""
+    """Every key of a run of reinforcement learning, from a file whose `base` is post_train/rl.yml."""
 
 
 SECTIONS: tuple[tuple[str, type[Section]], ...] = (

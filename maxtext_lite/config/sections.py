@@ -1,4 +1,4 @@
-"""The keys of every run with their types, in sections. Defaults and meanings are those of configs/base.yml alone."""
+"""The keys of every run and their types, in sections. Only configs/base.yml has their defaults and meanings."""
 
 from typing import Literal, cast
 
@@ -48,14 +48,14 @@ from maxtext_lite.config.source_list import PathOrSources
 Normalization = Literal[
     "rms_norm", "rms_norm_plus_one", "layer_norm", "layer_norm_plus_one", "layer_norm_no_bias", "layer_norm_plain"
 ]
-"""What norms divide by, the root mean square or, less the mean, the deviation; and what they learn."""
+"""The divisor of a norm, the root mean square or the standard deviation around the mean, and its learned weights."""
 
 Quantization = Literal["none", "int8", "fp8", "fp8_full"]
-"""What matmuls of layers' weights are made in: the activations' dtype, or eight bits (models/eight_bits.py)."""
+"""The number format of matmuls with layers' weights: the activations' dtype, or eight bits (models/eight_bits.py)."""
 
 
 class RunConfig(Section):
-    """The run: its directory, length, checkpoints and what it shows."""
+    """The run: its directory, length, checkpoints and reports."""
 
     run_name: PathName
     base_output_directory: RunsPath
@@ -78,7 +78,7 @@ class RunConfig(Section):
 
 
 class BatchConfig(Section):
-    """What batch sizes follow from; `batching.make_plan` derives them, and nothing else may."""
+    """The keys from which batch sizes follow; only `batching.make_plan` derives them."""
 
     per_device_batch_size: ExactOrDerived
     gradient_accumulation_steps: CountOrMinusOne
@@ -122,7 +122,7 @@ class OptimizerConfig(Section):
 
 
 class LocalUpdatesConfig(Section):
-    """DiLoCo: replicas that update copies of their own between synchronisations."""
+    """DiLoCo: replicas that update their own copies of the parameters between synchronizations."""
 
     enable_diloco: Flag
     diloco_num_replicas: CountOrMinusOne
@@ -224,28 +224,28 @@ class ModelConfig(Section):
 
     @property
     def shared_mlp_dim(self) -> int:
-        """Width of the mlp that every token goes to beside its experts; 0: there is none."""
+        """Width of the shared expert's mlp, which every token passes through; 0: there is none."""
         as_experts = self.base_shared_mlp_dim == -1 or not self.shared_experts
         return self.shared_experts * self.moe_mlp_dim if as_experts else self.base_shared_mlp_dim
 
     @property
     def mlp_kinds(self) -> tuple[MlpKind, ...]:
-        """Which of the first layers have experts, as those after them repeat it."""
+        """Which of the first layers have experts; the layers after them repeat the pattern."""
         return cast("tuple[MlpKind, ...]", tuple(kind.strip() for kind in self.mlp_pattern.split(",")))
 
     @property
     def num_stacked_layers(self) -> int:
-        """Layers after the dense ones: those that pipeline stages share out."""
+        """Layers after the dense ones, which are split over pipeline stages."""
         return self.base_num_decoder_layers - self.first_num_dense_layers
 
     @property
     def pattern(self) -> tuple[LayerKind, ...]:
-        """The kinds of the first layers, which those after them repeat."""
+        """The kinds of the first layers; the layers after them repeat the pattern."""
         return cast("tuple[LayerKind, ...]", tuple(kind.strip() for kind in self.layer_pattern.split(",")))
 
     @property
     def rotary_dim(self) -> int:
-        """Dims of a head that are rotated; 0 where positions are learned."""
+        """The rotated dims of a head; 0 where positions are learned."""
         if self.trainable_position_size:
             return 0
         if self.mla is not None:
@@ -259,7 +259,7 @@ class ModelConfig(Section):
 
 
 class NumericsConfig(Section):
-    """Number formats, kernels and what the backward pass recomputes."""
+    """Number formats, kernels and rematerialization."""
 
     dtype: Literal["float32", "bfloat16", "float16"]
     weight_dtype: Literal["float32", "bfloat16"]
@@ -310,12 +310,12 @@ class DataConfig(Section):
 
     @property
     def rows_per_example(self) -> int:
-        """Rows of max_target_length tokens in an example: in DPO two, of chosen and of rejected answers."""
+        """Rows of max_target_length tokens in an example: in DPO two, the chosen and the rejected answer."""
         return 2 if self.dataset_type == "dpo" else 1
 
 
 class PreferenceConfig(Section):
-    """DPO's loss."""
+    """The loss of DPO."""
 
     dpo_beta: Positive
     dpo_label_smoothing: BelowHalf

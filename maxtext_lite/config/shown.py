@@ -1,4 +1,4 @@
-"""The types of keys on what a run shows of itself."""
+"""The types of the keys about profiles and experiment trackers."""
 
 import difflib
 import importlib.util
@@ -20,8 +20,8 @@ class TracedSteps:
     """The steps that the profiler traces.
 
     Attributes:
-      count: so many of each start of the run, where no range is given.
-      steps: the first and the last, by their numbers in the run; None: `count` says how many.
+      count: the number of steps after each start of the run, where no range is given.
+      steps: the first and the last step of the run to trace; None: `count` applies.
     """
 
     count: int = 0
@@ -29,21 +29,22 @@ class TracedSteps:
 
     @classmethod
     def of(cls, value: int | str) -> "TracedSteps":
-        """Those of a value of `profiler_steps`."""
+        """The steps named by a value of `profiler_steps`."""
         if isinstance(value, int):
             return cls(value)
         first, last = map(int, value.split("-"))
         return cls(steps=(first, last))
 
     def last_from(self, step: int, steps_here: int, first_here: int) -> int | None:
-        """The last step of the trace that this step is to begin; None: it begins none.
+        """The last step of the trace that begins at this step; None: none begins.
 
         Args:
-          steps_here: the step is the so many-th of this process, and the `first_here`-th the first to be counted.
+          steps_here: the position of this step among those of the process, from 1.
+          first_here: the position of the step at which a trace of `count` steps begins.
         """
         if self.steps is not None:
             first, last = self.steps
-            begins = step == first or (steps_here == 1 and first < step <= last)  # as at a restart in their midst
+            begins = step == first or (steps_here == 1 and first < step <= last)  # as after a restart within the range
             return last if begins else None
         return step + self.count - 1 if self.count and steps_here == first_here else None
 
@@ -58,8 +59,8 @@ def _traced_steps(value: object) -> object:
 
 
 def _tracker_names(value: object) -> str:
-    """Names with commas between them, of a list or of such a text."""
-    if isinstance(value, str):  # as of a key that holds text, a list on the command line comes as it is written
+    """Comma-separated names, from a list or from such text."""
+    if isinstance(value, str):  # on the command line, a list for a key of text arrives as text
         value = [each.strip() for each in value.strip().removeprefix("[").removesuffix("]").split(",") if each.strip()]
     if not isinstance(value, list):
         raise WrongType("is not a list of names.")
@@ -67,25 +68,25 @@ def _tracker_names(value: object) -> str:
     for name in names:
         if name not in TRACKERS:
             near = difflib.get_close_matches(str(name), TRACKERS, n=1)
-            raise WrongType(f"holds {value_text(name, 40)}, which is none of {', '.join(TRACKERS)}.", near)
+            raise WrongType(f"has {value_text(name, 40)}, which is none of {', '.join(TRACKERS)}.", near)
     if len(set(names)) < len(names):
         raise WrongType("names one twice.", [",".join(dict.fromkeys(map(str, names)))])
     return ",".join(map(str, names))
 
 
 StepsToTrace = Annotated[int | str, BeforeValidator(_traced_steps)]
-"""A number of steps, or a range such as 100-104 of steps of the run."""
+"""A number of steps, or a range of the run's steps such as 100-104."""
 TrackerNames = Annotated[str, BeforeValidator(_tracker_names)]
-"""Some of `TRACKERS`, with commas between them; may be given as a list."""
+"""Some of `TRACKERS`, comma-separated; may be given as a list."""
 
 
 def tracker_names(log_to: str) -> list[str]:
-    """The names that `log_to` holds."""
+    """The names in `log_to`."""
     return [name for name in log_to.split(",") if name]
 
 
 def require_trackers(log_to: str) -> None:
-    """Raises a UserError where one of `log_to` is not installed."""
+    """Raises a UserError if a tracker in `log_to` is not installed."""
     extras = [name for name in tracker_names(log_to) if name != "tensorboard"]
     if missing := [name for name in extras if importlib.util.find_spec(name) is None]:
         raise UserError(f"log_to={name} needs {name}: pip install 'maxtext-lite[{name}]'." for name in missing)

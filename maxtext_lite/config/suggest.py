@@ -1,4 +1,4 @@
-"""Which values would work: changes near what was asked for, tried until no rule is broken."""
+"""Suggestions of values that work: changes near the requested config, tried until no rule is broken."""
 
 import functools
 import heapq
@@ -19,37 +19,24 @@ from maxtext_lite.config.schema import Config
 from maxtext_lite.config.sections import ModelConfig
 from maxtext_lite.config.violation import Change, Violation
 
-_MOST_TRIED, _MOST_OF_ONE = 2000, 150  # changes near a request, and near what one violation leaves
+_MOST_TRIED, _MOST_OF_ONE = 2000, 150  # changes tried for a request, and for one violation
 _MOST_OF_SIDE, _MOST_SECOND, _MOST_REPAIRED, _MOST_PASSES = 4, 16, 2, 2
 _LONGEST_CLAUSE = 600
 
 
 @dataclass(frozen=True)
-class WrongValue:
-    """A value that is not of its key's type, of which the request has the default.
-
-    Attributes:
-      values: legal ones that are near it; where they break more rules than the default does, that is named.
-    """
-
-    key: str
-    message: str
-    values: tuple[object, ...]
-
-
-@dataclass(frozen=True)
 class ConfigRequest:
-    """A config that someone asked for, on whatever machine.
+    """A requested config, for any machine.
 
     Attributes:
-      defaults: what base.yml (and post_train/rl.yml) has.
+      defaults: the config of base.yml (and post_train/rl.yml).
     """
 
     config: Config
     defaults: Config
 
     def changed(self, change: Change) -> Self:
-        """The same with new values of some keys."""
+        """The request with new values of some keys."""
         return replace(self, config=self.config.model_copy(update=change))
 
     def value(self, key: str) -> object:
@@ -57,15 +44,15 @@ class ConfigRequest:
         return getattr(self.config, key)
 
     def violations(self) -> Iterable[Violation]:
-        """Every rule that is broken."""
+        """Every broken rule."""
         return rule_violations(self.config, self.defaults)
 
     def allows(self, change: Change) -> bool:
-        """Whether the values are of their keys' types, where they are of keys."""
+        """Whether the new values of keys are of the keys' types."""
         try:
             for key in change.keys() & type(self.config).model_fields.keys():
                 value = change[key]
-                if isinstance(value, Fraction):  # of as many digits as a config may hold
+                if isinstance(value, Fraction):  # with no more digits than a config may have
                     text = number_text(value)
                     if "." in text and Fraction(str(float(text))) != value:
                         return False
@@ -76,7 +63,7 @@ class ConfigRequest:
         return True
 
     def sides(self, violation: Violation) -> list[Iterable[Change]]:
-        """What the rule itself allows: of each of these the first that works is worth naming, nearest first."""
+        """What the rule itself allows, nearest first; the first one of each iterable that works is suggested."""
         found: list[Iterable[Change]] = []
         for near in violation.nearest:
             if callable(near):
@@ -86,7 +73,7 @@ class ConfigRequest:
         return found
 
     def moves(self, violation: Violation) -> Iterator[Change]:
-        """Other changes of the keys that the violation names, in no order."""
+        """Other changes of the keys in the violation's message, in no order."""
         named = self.named(violation)
         usual = {key: getattr(self.defaults, key) for key in named}
         yield usual
@@ -95,20 +82,20 @@ class ConfigRequest:
             yield from ({key: choice} for choice in get_args(type(self.config).model_fields[key].annotation))
 
     def resorts(self) -> Iterator[Change]:
-        """Ever larger changes, whatever is wrong; the last of them suits any config."""
+        """Larger and larger changes for any violation; the last one suits every config."""
         yield {key: usual for key, usual in self.defaults if usual != self.value(key)}
 
     def named(self, violation: Violation) -> list[str]:
-        """The keys that the violation names."""
+        """The keys in the violation's message."""
         known = type(self.config).model_fields
         return [key for key in dict.fromkeys(re.findall(r"\w+", violation.message)) if key in known]
 
     def present(self, key: str) -> object:
-        """The value that a change of the key moves away from."""
+        """The value of a key from which the distance of a change is measured."""
         return self.value(key)
 
     def distance(self, change: Change) -> tuple[bool, float]:
-        """How far a change leads: whether it is one of the model, then how many keys it takes, and how far each."""
+        """The size of a change: whether it changes the model, then the number of keys and the distance of each."""
         keys = [key for key, value in change.items() if value != self.value(key)]
         return any(key in ModelConfig.model_fields for key in keys), sum(
             _apart(self.present(key), change[key]) for key in keys
@@ -126,7 +113,7 @@ _ONE_KEY, _ANOTHER_TYPE = 4.0, 16.0
 
 
 def _apart(old: object, new: object) -> float:
-    """Doublings between two numbers above 0, and more for each key; much for what is not a number, or derived."""
+    """The distance of two values: the doublings between positive numbers, plus a constant; a larger one otherwise."""
     if all(isinstance(value, int | float | Fraction) and value > 0 and value is not True for value in (old, new)):
         return _ONE_KEY + 6 * abs(math.log2(cast("float", old)) - math.log2(cast("float", new)))
     return _ANOTHER_TYPE
@@ -134,26 +121,30 @@ def _apart(old: object, new: object) -> float:
 
 @dataclass
 class _Line:
-    """A refusal in the making: the changes that are named, of which the first is made."""
+    """A refusal under construction: the suggested changes, of which the first is applied."""
 
     key: str
     message: str
     changes: list[Change]
 
 
-def suggest(request: ConfigRequest, wrong: Sequence[WrongValue]) -> list[Refusal]:
+def suggest(request: ConfigRequest, wrong: Sequence[Refusal]) -> list[Refusal]:
     """One refusal for each wrong value and each violation.
 
-    The first changes of all refusals, taken together, leave nothing broken; each other change that is named leaves
-    nothing broken in place of the first of its refusal.
+    The first suggestions of all refusals, applied together, break no rule; nor does any other suggestion in place of
+    the first of its refusal.
+
+    Args:
+      wrong: values that are not of their keys' types, with similar legal ones; the request has the defaults in their
+        place, one of which is suggested where the legal values break more rules than it does.
     """
     lines: list[_Line] = []
     for each in wrong:
         usual: Change = {each.key: request.value(each.key)}
-        tried = [(_count(request, change), change) for change in ({each.key: value} for value in each.values)]
-        tried.sort(key=lambda pair: pair[0])
-        works = tried and tried[0][0] <= _count(request, usual)
-        lines.append(_Line(each.key, each.message, [change for _, change in tried] if works else [usual]))
+        num_broken = functools.partial(_num_broken, request)
+        near = sorted(({each.key: value} for value in each.nearest), key=num_broken)
+        works = near and num_broken(near[0]) <= num_broken(usual)
+        lines.append(_Line(each.key, each.message, [*near] if works else [usual]))
         request = request.changed(lines[-1].changes[0])
     start, tries = request, iter(range(_MOST_TRIED))
     solved: dict[str, Change] = {}
@@ -165,7 +156,7 @@ def suggest(request: ConfigRequest, wrong: Sequence[WrongValue]) -> list[Refusal
             solved |= dict.fromkeys(_broken(request) - _broken(changed), changes[0])
             request = changed
         lines.append(_Line(violation.key, violation.message, changes))
-    # A later change may have given a key of an earlier one another value: that is the one to name.
+    # A later change may have changed the same key again: suggest its final value.
     for line in lines:
         line.changes[:1] = [{key: request.value(key) for key in change} for change in line.changes[:1]]
     for line in lines:
@@ -174,7 +165,7 @@ def suggest(request: ConfigRequest, wrong: Sequence[WrongValue]) -> list[Refusal
 
 
 def _changes(request: ConfigRequest, violation: Violation, tries: Iterator[int]) -> list[Change]:
-    """Up to two changes that the rule allows, or else the nearest of any kind, that break nothing else."""
+    """Up to two changes that the rule allows and that break no other; otherwise the nearest change of any kind."""
     allowed = _broken(request) - {violation.name}
     sides = request.sides(violation)
     if found := [change for side in sides[:2] for change in islice(_working(request, side, allowed, tries), 1)]:
@@ -196,7 +187,7 @@ def _working(
 def _nearest(
     request: ConfigRequest, violation: Violation, allowed: Collection[str], tries: Iterator[int]
 ) -> Change | None:
-    """The nearest change that works: one, or one and another that repairs what it breaks."""
+    """The nearest change that works, alone or with a second one that repairs what the first breaks."""
     waiting: list[tuple[tuple[bool, float], int, Change, bool]] = []
     order, seen = itertools.count(), set[str]()
 
@@ -227,7 +218,7 @@ def _candidates(request: ConfigRequest, violation: Violation) -> Iterator[Change
     yield from request.moves(violation)
 
 
-def _count(request: ConfigRequest, change: Change) -> int:
+def _num_broken(request: ConfigRequest, change: Change) -> int:
     return len(_broken(request.changed(change)))
 
 
@@ -236,7 +227,7 @@ def _broken(request: ConfigRequest) -> frozenset[str]:
 
 
 def _breaks(request: ConfigRequest, change: Change, allowed: Collection[str], most: int = 1) -> list[Violation] | None:
-    """Up to `most` of what a change leaves broken; None where it changes nothing, or to what no key may be."""
+    """Up to `most` violations that a change leaves; None where it changes nothing, or sets a value of a wrong type."""
     changed = request.changed(change)
     if changed == request or not request.allows(change):
         return None
@@ -244,7 +235,7 @@ def _breaks(request: ConfigRequest, change: Change, allowed: Collection[str], mo
 
 
 def _fewest(request: ConfigRequest, change: Change, allowed: Collection[str]) -> Change:
-    """As much of a change as it takes."""
+    """The part of a change that is needed."""
     changed = request.changed(change)
     kept = {key: value for key in change if (value := changed.value(key)) != request.value(key)}
     for _ in range(_MOST_PASSES):
@@ -256,7 +247,7 @@ def _fewest(request: ConfigRequest, change: Change, allowed: Collection[str]) ->
 
 
 def _alternatives(line: _Line, lines: Sequence[_Line], start: ConfigRequest) -> list[Change]:
-    """The further changes of a line that leave nothing broken beside the first changes of the other lines."""
+    """The further changes of a line that break no rule together with the first changes of the other lines."""
     rest: dict[str, object] = {}
     for other in lines:
         if other is not line:
@@ -270,7 +261,7 @@ def _alternatives(line: _Line, lines: Sequence[_Line], start: ConfigRequest) -> 
 
 
 def _named(line: _Line) -> Iterator[str]:
-    """The changes as the message names them; bare values are those of the key that it begins with."""
+    """The suggestions as text: bare values where all are of the key that the message begins with."""
     bare = line.message.startswith(f"{line.key}=") and all(list(change) == [line.key] for change in line.changes)
     for change in line.changes:
         texts = [setting_text(value) if bare else f"{key}={setting_text(value)}" for key, value in change.items()]

@@ -11,7 +11,7 @@ from maxtext_lite.config.errors import Refusal, value_text
 from maxtext_lite.config.schema import Config
 
 Change = Mapping[str, object]
-"""New values of some keys (or of num_devices and num_hosts)."""
+"""New values of some keys, or of num_devices and num_hosts."""
 
 Sides = tuple[Iterable[Change], Iterable[Change]]
 """Changes to smaller and to larger values, nearest first."""
@@ -25,30 +25,42 @@ class Violation(Refusal):
 
     Attributes:
       key: the key that the message names.
-      message: key, value and rule; one or two sentences, without the values that would work. Every other key that the
-        rule is about is named too.
+      message: key, value and rule in one or two sentences, without the values that would work. It also names every
+        other key that the rule reads.
       nearest: what the rule allows, nearest first: a value of the key, a Change of others, or (`one_of`, `divisors_of`,
-        `multiples`) numbers on either side of the present one. Other rules may forbid it.
-      rule: name of the rule, the same for another value of the key; default: the key.
+        `multiples`) numbers on either side of the present one. Other rules may forbid them.
+      rule: name of the rule, the same for every value of the key; default: the key.
     """
 
     rule: str = ""
 
     @property
     def name(self) -> str:
-        """The same for the same rule broken by another value."""
+        """Identifies the rule, whichever value breaks it."""
         return self.rule or self.key
 
 
-def unused(config: Config, plain: Mapping[str, object], reason: str, *others: object) -> Violation | None:
-    """Refuses the first key that does not have its plain value, for a reason that stands behind the value.
+def violates(config: Config, key: str, rule: str, *nearest: object) -> Violation:
+    """The violation of a rule by the value of one key.
 
     Args:
+      rule: the words that follow `key=value` in the message, without the full stop.
+      nearest: as in Violation.
+    """
+    return Violation(key, f"{key}={value_text(getattr(config, key))} {rule}.", nearest)
+
+
+def unused(config: Config, plain: Mapping[str, object], reason: str, *others: object) -> Violation | None:
+    """The violation of the first key whose value is not the plain one, where no other value has an effect.
+
+    Args:
+      plain: the value that each key must have.
+      reason: the words that follow `key=value` in the message.
       others: what else the rule allows.
     """
     for key, usual in plain.items():
-        if (value := getattr(config, key)) != usual:
-            return Violation(key, f"{key}={value_text(value)} {reason}.", (usual, *others))
+        if getattr(config, key) != usual:
+            return violates(config, key, reason, usual, *others)
     return None
 
 
@@ -58,7 +70,7 @@ _LARGEST_TRIED = 50_000
 
 @functools.lru_cache(maxsize=256)
 def divisors(whole: int) -> tuple[int, ...]:
-    """Positive divisors of `whole`, ascending: all of a number of 31 bits, of a larger one those beside a small one."""
+    """Positive divisors of `whole`, ascending: all for up to 31 bits; beyond that, pairs with one of at most 50,000."""
     small = [number for number in range(1, min(math.isqrt(whole), _LARGEST_TRIED) + 1) if whole % number == 0]
     return tuple(sorted({*small, *(whole // number for number in small)}))
 

@@ -1,7 +1,7 @@
-"""Every weight of a model, declared once: its path, dims, logical axes and first values. Imports no jax.
+"""Every weight of a model, declared once: its path, dims, logical axes and initial values. Imports no jax.
 
-The plan counts elements and shards from these tables, `models` makes its parameters from them, and `hf` adds the names
-of each family's tensors.
+The plan counts elements and shards from these tables, `models` makes its parameters from them, and `hf` adds the tensor
+names of each family.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from maxtext_lite.config.sections import ModelConfig, Normalization
 from maxtext_lite.config.weight_axes import halves
 
 Start = Literal["normal", "ones", "zeros"]
-"""The values that a parameter begins with."""
+"""The initial values of a parameter."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,9 +22,9 @@ class Weight:
 
     Attributes:
       dims: letters of ModelShape.sizes.
-      sizes: how long they are.
+      sizes: their lengths.
       axes: their logical axes.
-      start: the values that it begins with; normal ones are matrices and tables, all others norms, biases and sinks.
+      start: the initial values; matrices and tables are normal, and all others are norms, biases and sinks.
     """
 
     dims: tuple[str, ...]
@@ -38,29 +38,29 @@ class Weight:
         return self.start == "normal"
 
     def adapters(self, rank: int) -> "tuple[Weight, Weight]":
-        """LoRA's matrices beside it, [.., in, rank] and [.., rank, out], split as it is."""
+        """LoRA's matrices for it, [.., in, rank] and [.., rank, out], sharded like it."""
         of_each = ((self.dims, "r"), (self.sizes, rank), (self.axes, "lora_rank"))
         a, b = zip(*(halves(self.axes, dims, between) for dims, between in of_each), strict=True)
         return Weight(*a, start="normal"), Weight(*b, start="zeros")
 
 
 WeightTable = dict[str, Weight]
-"""Weights by path, in the order in which normal values are drawn."""
+"""Weights by path, in the order in which their normal values are sampled."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ExpertSizes:
-    """What decides the weights of a layer's experts.
+    """The sizes and options of a layer's experts that determine their weights.
 
     Attributes:
       num_experts: routed experts, E.
-      num_per_token: experts that a token goes to, J.
+      num_per_token: experts of a token, J.
       mlp_dim: width of one expert.
-      num_shared: experts that every token goes to, as one of this many times the width.
-      biased: a bias per expert is added to the scores for choosing, and for nothing else.
-      with_bias: their projections have biases.
-      shared_dim: width of that one; -1: as said.
-      shared_gate: what it gives is multiplied by the sigmoid of a product with the token.
+      num_shared: shared experts, which every token passes through: one expert of this many times the width.
+      biased: a bias for each expert is added to the scores, for the choice of experts only.
+      with_bias: the experts' projections have biases.
+      shared_dim: width of the shared expert; -1: num_shared x mlp_dim.
+      shared_gate: the shared expert's output is multiplied by the sigmoid of the token's product with a weight.
     """
 
     num_experts: int
@@ -74,33 +74,33 @@ class ExpertSizes:
 
     @property
     def shared_width(self) -> int:
-        """Width of what every token goes to; 0: there is none."""
+        """Width of the shared expert; 0: there is none."""
         return self.num_shared * self.mlp_dim if self.shared_dim == -1 else self.shared_dim
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelShape:
-    """What decides a model's weights; the defaults make it a Llama.
+    """The sizes and options of a model that determine its weights; the defaults are those of Llama.
 
     Attributes:
-      norm: of the root mean square, or LayerNorm; times scale or 1 + scale, with a bias or none, or nothing learned.
-      norm_placement: norms stand before each block, after it, or both.
-      parallel_block: the mlp reads what attention reads, of the same norm or one of its own.
+      norm: RMSNorm or LayerNorm; times scale or 1 + scale, with or without a bias, or without weights.
+      norm_placement: norms before each block, after it, or both.
+      parallel_block: the mlp has the same input as attention, with the same norm or its own.
       xielu: the mlp's activation has two learned numbers.
-      gated: the mlp multiplies what it activates by another projection.
+      gated: the mlp multiplies the activated projection by a second one.
       attention_bias: which of attention's projections have a bias.
-      qk_norm: norm of queries and keys, of each head by itself, before or after rotation, or of all together; after
+      qk_norm: norm of queries and keys: of each head, before or after rotation, or of all heads together; after
         rotation also without weights.
-      sinks: each query head has a learned score that takes its share of the softmax and gives nothing.
+      sinks: each query head has a learned score, which takes part in the softmax but has no value.
       latent: widths of latent attention; None: ordinary attention.
-      num_positions: rows of the table of learned positions; 0: rotation.
-      rotary_dim: dims of a head that are rotated; None: all.
+      num_positions: rows of the table of learned positions; 0: rotary positions.
+      rotary_dim: rotated dims of a head; None: all.
       tied: the output projection is the embedding table.
       logits_bias: a bias is added to the logits.
-      experts: in place of each layer's mlp; None: the mlp.
-      num_dense_layers: first layers that have an mlp all the same.
-      mlp_kinds: which of the first layers have experts, as those after them repeat it; all, where there are dense ones
-        before them.
+      experts: in place of each layer's mlp; None: an mlp.
+      num_dense_layers: first layers that have an mlp nevertheless.
+      mlp_kinds: which of the first layers have experts, repeated by the layers after them; all of them, where
+        num_dense_layers is not 0.
     """
 
     vocab_size: int
@@ -129,7 +129,7 @@ class ModelShape:
     mlp_kinds: tuple[MlpKind, ...] = ("moe",)
 
     def has_norm(self, name: str) -> bool:
-        """Whether layers have this one of BLOCK_NORMS, or queries and keys theirs."""
+        """Whether layers have this norm of BLOCK_NORMS, or the norm of queries or keys."""
         if name in ("query_norm", "key_norm"):
             return self.qk_norm not in ("none", "l2_after_rope")
         if name == "mlp_norm" and self.parallel_block == "one_norm":
@@ -143,14 +143,14 @@ class ModelShape:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether layers with experts and without take turns."""
+        """Whether layers with and without experts alternate."""
         return self.experts is not None and len({*self.mlp_kinds}) > 1
 
     @property
     def stacks(self) -> dict[str, tuple[int, ...]]:
-        """The stacks of layers that are alike, each as its layers' numbers, by their paths in the parameters.
+        """The stacks of equal layers: the numbers of their layers, by path in the parameters.
 
-        Those of "layers" are split over pipeline stages.
+        The stacks below "layers" are split over pipeline stages.
         """
         rest = tuple(range(self.num_dense_layers, self.num_layers))
         stacks = {"dense_layers": tuple(range(self.num_dense_layers))} if self.num_dense_layers else {}
@@ -163,16 +163,16 @@ class ModelShape:
 
     @property
     def num_expert_layers(self) -> int:
-        """Layers that have experts, where any have."""
+        """The number of layers with experts, in a model that has experts."""
         return len(self.stacks["layers/moe" if self.is_mixed else "layers"])
 
     @property
     def sizes(self) -> dict[str, int]:
-        """How long each dim of a weight is.
+        """The length of each dim of a weight.
 
         V vocabulary   D embedding      T learned positions   N query heads    K kv heads      H head width
         F mlp          E experts        I one expert          S shared expert  Q latent query  R latent keys and values
-        P dims of a head that are not rotated    O those that are    C R + O    W width of a value    U one number
+        P unrotated dims of a head    O rotated dims    C R + O    W width of a value    U 1
         """
         experts = self.experts or ExpertSizes(1, 1, 0)
         sizes = {
@@ -187,13 +187,13 @@ class ModelShape:
         return sizes
 
     def weight(self, dims: str, axes: str, start: Start = "normal") -> Weight:
-        """A weight of these dims and logical axes, each a word."""
+        """A weight with these dims and logical axes, given as words."""
         sizes = self.sizes
         return Weight(tuple(dims.split()), tuple(sizes[letter] for letter in dims.split()), tuple(axes.split()), start)
 
 
 def model_shape(config: ModelConfig) -> ModelShape:
-    """What decides the weights of the model that a config describes."""
+    """The shape of a config's model."""
     experts = ExpertSizes(
         num_experts=config.num_experts,
         num_per_token=config.num_experts_per_tok,
@@ -236,7 +236,7 @@ def model_shape(config: ModelConfig) -> ModelShape:
 
 
 def norm_weights(shape: ModelShape, dims: str = "D", axes: str = "norm", *, biased: bool = True) -> WeightTable:
-    """Those of one norm; `biased`, with a bias where the model's norms have one."""
+    """The weights of one norm; `biased`: with a bias where the model's norms have one."""
     if shape.norm == "layer_norm_plain":
         return {}
     table = {"scale": shape.weight(dims, axes, "zeros" if shape.norm.endswith("_plus_one") else "ones")}
@@ -245,7 +245,7 @@ def norm_weights(shape: ModelShape, dims: str = "D", axes: str = "norm", *, bias
 
 
 def attention_weights(shape: ModelShape) -> WeightTable:
-    """Those of a layer's attention."""
+    """The weights of a layer's attention."""
     if shape.latent is not None:
         return _latent_attention_weights(shape, shape.latent)
     weight = shape.weight
@@ -290,7 +290,7 @@ def _latent_attention_weights(shape: ModelShape, widths: Mla) -> WeightTable:
 
 
 def mlp_weights(shape: ModelShape, width: str = "F") -> WeightTable:
-    """Those of an mlp, or of the shared expert."""
+    """The weights of an mlp, or of the shared expert."""
     projections = ("gate", "up") if shape.gated else ("up",)
     table = {name: shape.weight(f"D {width}", "embed mlp") for name in projections}
     table["down"] = shape.weight(f"{width} D", "mlp embed")
@@ -316,7 +316,7 @@ EXPERT_BIASES = {
 
 
 def expert_weights(shape: ModelShape) -> WeightTable:
-    """Those of a layer's experts, their router and the shared one."""
+    """The weights of a layer's experts, their router and the shared expert."""
     experts, weight = shape.experts, shape.weight
     assert experts is not None
     table = {"router": weight("D E", "embed router")}
@@ -332,7 +332,7 @@ def expert_weights(shape: ModelShape) -> WeightTable:
 
 
 def layer_weights(shape: ModelShape) -> WeightTable:
-    """Those of one layer, with experts where the shape has any."""
+    """The weights of one layer, with experts where the shape has any."""
     norms = {name: within(name, norm_weights(shape)) if shape.has_norm(name) else {} for name in BLOCK_NORMS}
     return {
         **norms["attention_norm"],
@@ -345,11 +345,11 @@ def layer_weights(shape: ModelShape) -> WeightTable:
 
 
 BLOCK_NORMS = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
-"""The norms that a layer may have beside those of queries and keys."""
+"""The norms that a layer may have besides those of queries and keys."""
 
 
 def end_weights(shape: ModelShape) -> WeightTable:
-    """Those outside the layers: tables, the last norm and the output projection."""
+    """The weights outside the layers: tables, the last norm and the output projection."""
     table = {"embedding/table": shape.weight("V D", "vocab embed")}
     if shape.num_positions:
         table["embedding/positions"] = shape.weight("T D", "positions embed")
@@ -358,10 +358,9 @@ def end_weights(shape: ModelShape) -> WeightTable:
     return table | ({"head/bias": shape.weight("V", "vocab", "zeros")} if shape.logits_bias else {})
 
 
-@functools.lru_cache(maxsize=64)  # a plan counts the same model again and again
+@functools.lru_cache(maxsize=64)  # a plan counts the same model many times
 def stacks_of(shape: ModelShape) -> dict[str, tuple[int, WeightTable]]:
-    """All weights: by the name of each stack of layers that are alike, how many they are and the weights of one; and by
-    "" those outside."""
+    """All weights: for each stack of equal layers the number of layers and the weights of one; "" is for the rest."""
     without = dataclasses.replace(shape, experts=None)
     stacks = {"": (1, end_weights(shape))}
     for stack, layers in shape.stacks.items():
@@ -370,10 +369,10 @@ def stacks_of(shape: ModelShape) -> dict[str, tuple[int, WeightTable]]:
 
 
 def within(name: str, table: WeightTable) -> WeightTable:
-    """A table as part of another."""
+    """A table with its paths below a name."""
     return {f"{name}/{path}": weight for path, weight in table.items()}
 
 
 def part_of(table: WeightTable, name: str) -> WeightTable:
-    """What a table has below a name; {} where that is nothing."""
+    """The part of a table below a name, which may be {}."""
     return {path.removeprefix(f"{name}/"): each for path, each in table.items() if path.startswith(f"{name}/")}

@@ -10,16 +10,16 @@ from maxtext_lite.config.errors import value_text
 
 _DEEPEST = 16
 _MOST_REPEATED = 1_000  # nine levels of nine aliases each would be 400 million values
-_MOST_DIGITS = 4_000  # Python reads and writes no more than 4,300
+_MOST_DIGITS = 4_000  # Python's own limit is 4,300
 
 
 class _ShallowLoader(yaml.SafeLoader):
-    """PyYAML's parser, to a depth that no recursion minds."""
+    """PyYAML's parser, limited to a depth that is safe for recursion."""
 
     _depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """The node, as PyYAML has it.
+        """The node, as from PyYAML.
 
         Raises:
           ValueError: it is nested too deeply.
@@ -32,7 +32,7 @@ class _ShallowLoader(yaml.SafeLoader):
         return node
 
 
-# Without its YAML 1.1 ideas of what a plain scalar is.
+# Without the YAML 1.1 rules for plain scalars.
 _CoreLoader: Any = type("_CoreLoader", (_ShallowLoader,), {"yaml_implicit_resolvers": {}})
 _PATTERNS: dict[str, re.Pattern[str]] = {}
 for _tag, _pattern, _first in (
@@ -65,10 +65,10 @@ class YamlValue:
 
 
 def parse_value(text: str) -> YamlValue:
-    """The YAML 1.2 value that `text` is, as on the right of `key=value`; empty text is null.
+    """The YAML 1.2 value of `text`, as on the right of `key=value`; empty text is null.
 
     Raises:
-      ValueError: it is not YAML, or too much of it.
+      ValueError: it is not YAML, or beyond a limit.
     """
     node = _compose(text)
     return YamlValue(None, "") if node is None else _value(node, _Read())
@@ -78,7 +78,7 @@ def parse_mapping(text: str) -> list[tuple[str, YamlValue]]:
     """The entries of a YAML mapping in order, duplicates included; an empty document has none.
 
     Raises:
-      ValueError: it is not YAML, or too much of it, or not a mapping.
+      ValueError: it is not YAML, beyond a limit, or not a mapping.
     """
     node = _compose(text)
     if node is None:
@@ -110,7 +110,7 @@ def _where(node: yaml.Node) -> str:
 
 
 class _Read:
-    """The nodes that have been read, and how many of them again through aliases."""
+    """The nodes read so far, and the number of repetitions by aliases."""
 
     def __init__(self) -> None:
         self._once: set[int] = set()
@@ -145,7 +145,7 @@ def _scalar(node: yaml.ScalarNode) -> object:
     text, tag = str(node.value), str(node.tag)
     kind = tag.removeprefix(_TAG_PREFIX)
     if kind in _PATTERNS and not _PATTERNS[kind].match(text):
-        raise ValueError(f"has the tag !!{kind} before what is none{_where(node)}")
+        raise ValueError(f"has the tag !!{kind} before a value that is not one{_where(node)}")
     match kind:
         case "null":
             return None
@@ -153,7 +153,7 @@ def _scalar(node: yaml.ScalarNode) -> object:
             return text.lower() == "true"
         case "int":
             if len(text) > _MOST_DIGITS:
-                raise ValueError(f"holds a number of {len(text):,} digits{_where(node)}")
+                raise ValueError(f"has a number of {len(text):,} digits{_where(node)}")
             base = {"0o": 8, "0x": 16}.get(text[:2], 10)
             return int(text, base)
         case "float":

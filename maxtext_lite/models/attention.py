@@ -62,7 +62,7 @@ def attention(
         values_differ=v_BSKW.shape[-1] != k_BSKH.shape[-1],
     )
     if lacks := lacking(kernel, needs):
-        raise ValueError(f"attention={kernel} does not know {' or '.join(lacks)}. Nearest that works: dot_product.")
+        raise ValueError(f"attention={kernel} does not support {' or '.join(lacks)}. Nearest that works: dot_product.")
     if context_shards() > 1 and not KERNELS[kernel].context_shards:
         raise ValueError(f"attention={kernel} does not work on {context_shards()} shards of the tokens")
     if kernel == "dot_product":

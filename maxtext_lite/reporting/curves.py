@@ -1,4 +1,4 @@
-"""The values of the charts as page.js draws them, downsampled to what a screen can show; and a first drawing as SVG."""
+"""The values of the charts for page.js, downsampled to the resolution of a screen, and a first drawing as SVG."""
 
 import html
 import math
@@ -13,13 +13,13 @@ from maxtext_lite.reporting.records import is_of_evaluations
 from maxtext_lite.reporting.run_data import Column, Run
 
 FRAME = {"width": 960, "left": 104, "right": 936, "top": 24, "bottom": 412}
-"""Where lines are drawn, in the units of a chart's SVG."""
+"""The plotting area, in the units of a chart's SVG."""
 
-_NUM_COLORS = 8  # of page.css; further runs repeat them
+_NUM_COLORS = 8  # in page.css; further runs repeat them
 _MOST_BUCKETS, _FEWEST_BUCKETS = 500, 20  # of a run
-_MOST_POINTS = 7_000  # of all lines; each takes about 25 bytes, and the page is to stay below 300 kB
-_SEEN = 0.005  # of a chart's height: a narrower band cannot be seen
-_BEYOND = 1e3  # times the value: the high end of an interval that has none
+_MOST_POINTS = 7_000  # of all lines: each takes about 25 bytes, and the page must stay below 300 kB
+_SEEN = 0.005  # of a chart's height: a narrower band is invisible
+_BEYOND = 1e3  # times the value: the high end of an interval without one
 _LOG_FROM_RATIO = 50
 _MOST_DOTS, _MOST_STAGES = 60, 32
 
@@ -27,11 +27,12 @@ Json = dict[str, Any]
 
 
 def make_board(runs: Sequence[Run]) -> Json:
-    """All charts of these runs, as page.js reads them.
+    """All charts of these runs, in the form that page.js reads.
 
-    grids: of each run's steps, then of its evaluations: the place of each bucket on the axes, its first and last step.
-    charts: lines with the mean, and where they can be seen the lowest and highest value, of each bucket of a grid.
-    marks: where updates were skipped; of a single run, where the batch size changes.
+    grids: for each run's steps and then its evaluations, the position of each bucket on the axes, and its first and
+      last step.
+    charts: lines with the mean of each bucket of a grid and, where it is visible, its lowest and highest value.
+    marks: skipped updates; for a single run, changes of the batch size.
     """
     tables = [table for run in runs for table in (run.steps, run.evaluations)]
     num_lines = sum(metric in table for spec in CHARTS for table in tables for metric in spec.lines_of(table))
@@ -48,19 +49,19 @@ def make_board(runs: Sequence[Run]) -> Json:
 
 
 def make_buckets(num_rows: int, most: int) -> list[range]:
-    """At most `most` ranges of the rows, as equal as can be; one for each row where they are that few."""
+    """At most `most` ranges of rows, as equal as possible; one for each row where there are so few."""
     count = min(num_rows, most)
     return [range(index * num_rows // count, (index + 1) * num_rows // count) for index in range(count)]
 
 
 def downsample(column: Column, buckets: Sequence[range], reduce: Callable[[list[float]], float]) -> Column:
-    """One number for each bucket, of the values in it; None where there is none."""
+    """One number for each bucket, reduced from its values; None where it has none."""
     found = ([value for value in column[rows.start : rows.stop] if value is not None] for rows in buckets)
     return [reduce(values) if values else None for values in found]
 
 
 def color_class(run: int, series: int, num_runs: int) -> str:
-    """The classes of page.css for a line: of one run, each series has its colour; of several, each run has."""
+    """The classes of page.css for a line: each series has its color, or with several runs each run."""
     color = series if num_runs == 1 else run
     return f"c{color % _NUM_COLORS} s{series}{' again' if color >= _NUM_COLORS else ''}"
 
@@ -87,26 +88,26 @@ def _chart(spec: ChartSpec, runs: Sequence[Run], buckets: Sequence[Sequence[rang
 
 
 def _line(metric: str, run: Run, buckets: Sequence[range]) -> Json:
-    """The values of a line over the buckets, and how it is drawn."""
+    """The values of a line over the buckets, and its style."""
     column = (run.evaluations if is_of_evaluations(metric) else run.steps)[metric]
     low, high = _interval(run) if metric == "gradient_noise_scale" else (column, column)
     lows, highs = downsample(low, buckets, min), downsample(high, buckets, max)
     pairs = [(low, high) for low, high in zip(lows, highs, strict=True) if low is not None and high is not None]
     height = max((high for _, high in pairs), default=0) - min((low for low, _ in pairs), default=0)
-    # The mean of two batch sizes is none, their lower median is one.
+    # The mean of two batch sizes is not a batch size, but their lower median is.
     means = downsample(column, buckets, median_low if metric in STEPPED else fmean)
     digits = 7 if len(buckets) == len(column) else 5
     line: Json = {"mean": _rounded(means, digits)}
     if any(high - low > _SEEN * height for low, high in pairs):
         line |= {"low": _rounded(lows, digits - 1), "high": _rounded(highs, digits - 1)}
     if low is not column:
-        line["interval"] = _BEYOND / 10  # this many times the line, an end is none
+        line["interval"] = _BEYOND / 10  # from this multiple of the line on, the interval has no high end
     few = is_of_evaluations(metric) and len(buckets) <= _MOST_DOTS
     return line | {"noisy": metric.partition("/")[0] not in EXACT, "stepped": metric in STEPPED, "dots": few}
 
 
 def _interval(run: Run) -> tuple[Column, Column]:
-    """Where the noise scale lies; a standard error to both sides where a run has no interval."""
+    """The interval of the noise scale; one standard error to either side where a run has no interval."""
     scales = run.steps["gradient_noise_scale"]
     none: Column = [None] * len(scales)
     lows, highs, errors = (run.steps.get(name, none) for name in NOISE_SCALE_BAND)
@@ -143,7 +144,7 @@ def _marks(run: Run, number: int, num_runs: int, buckets: Sequence[range]) -> It
 
 
 def chart_svg(chart: Json, grids: Sequence[dict[str, Column]]) -> str:
-    """A drawing of the lines over the steps and of the axes' ends, whole without a script; page.js draws it again."""
+    """An SVG of the lines over the steps and the ends of the axes, for a page without a script; page.js redraws it."""
     of: Callable[[float], float] = math.log10 if chart["log"] else float
     columns: list[tuple[Column, Column]] = [(grids[line["grid"]]["step"], line["mean"]) for line in chart["lines"]]
     xs = sorted(step for steps, _ in columns for step in steps if step is not None)

@@ -1,4 +1,4 @@
-"""goodput.json: over all starts of a run, what its time went to. Imports no jax."""
+"""goodput.json: how a run spent its time, over all its starts. Imports no jax."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -12,9 +12,9 @@ class Start:
     """One start of a run.
 
     Attributes:
-      began, ended: in seconds since 1970; the end is when it was last heard of.
-      first_step, last_step: it went on after the one, and did those up to the other.
-      kept_step: those up to here count; later starts did the others again.
+      began, ended: in seconds since 1970; the end is the time of its last sign of life.
+      first_step, last_step: it resumed after the first one and finished the last one.
+      kept_step: its steps up to this one count; later starts repeated the others.
       seconds: by phase.
     """
 
@@ -27,20 +27,20 @@ class Start:
 
     @property
     def useful(self) -> float:
-        """Seconds of steps that count."""
+        """Seconds spent on steps that count."""
         done = self.last_step - self.first_step
         return self.seconds.get(STEP, 0.0) * (self.kept_step - self.first_step) / done if done else 0.0
 
     def before(self, step: int) -> "Start":
-        """As a later start leaves it, which goes on after this step."""
+        """The start after a later start has resumed after this step."""
         return dataclasses.replace(self, kept_step=max(self.first_step, min(self.kept_step, step)))
 
 
 def spent(starts: Sequence[Start]) -> dict[str, float]:
-    """Seconds of a run by what they went to, which add up to the time from its first start to now.
+    """The seconds of a run by activity, which add up to the time from its first start to now.
 
-    `training` is of steps that count, `repeated` of those that were done again later; `down` lies between starts, and
-    between the last that was heard of one and its end.
+    `training` is for steps that count, and `repeated` for those that a later start did again; `down` is the time
+    between starts, and between the last sign of life of a start and its end.
     """
     found = {"training": sum(start.useful for start in starts)}
     for start in starts:
@@ -53,14 +53,14 @@ def spent(starts: Sequence[Start]) -> dict[str, float]:
 
 
 def goodput(starts: Sequence[Start]) -> float | None:
-    """The share of a run's time that went to steps that count; None before it has taken any time."""
+    """The share of a run's time spent on steps that count; None before any time has passed."""
     seconds = spent(starts)
     total = sum(seconds.values())
     return seconds["training"] / total if total else None
 
 
 def goodput_text(starts: Sequence[Start]) -> str:
-    """A sentence on it."""
+    """A sentence on the goodput of a run; "" before any time has passed."""
     seconds, share = spent(starts), goodput(starts)
     if share is None:
         return ""
@@ -68,13 +68,13 @@ def goodput_text(starts: Sequence[Start]) -> str:
     other = ", ".join(f"{name} {s:,.1f}" for s, name in rest) or "nothing"
     count = f"{len(starts)} start" + ("" if len(starts) == 1 else "s")
     return (
-        f"goodput {share:.1%}: {seconds['training']:,.1f} s of {sum(seconds.values()):,.1f} in {count} went to steps "
-        f"that count; the others, in seconds: {other}"
+        f"goodput {share:.1%}: {seconds['training']:,.1f} s of {sum(seconds.values()):,.1f} in {count} were spent on "
+        f"steps that count; the rest, in seconds: {other}"
     )
 
 
 def starts_of(found: Any) -> list[Start]:
-    """The starts in a goodput.json that has been read; none where it is damaged."""
+    """The starts in the content of goodput.json; none where it is damaged."""
     try:
         return [Start(**each) for each in found["starts"]]
     except (KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""The page: one HTML file that asks the network for nothing."""
+"""The page: one HTML file that needs no network."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -19,20 +19,20 @@ _STAGE_KEYS = {
     "gradient_accumulation_steps": "accumulation", "global_batch_to_train": "global batch", "samples": "examples",
 }  # fmt: skip
 _DATA = {
-    "documents": "documents", "tokens": "their tokens", "cut_documents": "documents cut", "examples": "rows an epoch",
+    "documents": "documents", "tokens": "their tokens", "cut_documents": "documents split", "examples": "rows an epoch",
     "target_tokens": "target tokens an epoch", "slots_used": "slots with a target", "rows": "rows of the run",
     "token_share": "share of its tokens", "epochs": "its epochs",
 }  # fmt: skip
-_PHASES = {"rollout": "sampling", "reward": "judging", "train": "training"}
+_PHASES = {"rollout": "rollout", "reward": "rewards", "train": "training"}
 
 
 def render_page(runs: Sequence[Run]) -> str:
-    """The report of one run, or of several over each other, as the text of an HTML file."""
+    """The report of one run, or of several in the same charts, as the text of an HTML file."""
     board = make_board(runs)
     heading = runs[0].label if len(runs) == 1 else f"{len(runs)} runs"
     title = heading if len(runs) == 1 else f"{heading}: {', '.join(run.label for run in runs)}"
     data = json.dumps(board, separators=(",", ":"))
-    # Within a script element nothing is escaped but what could end it.
+    # Inside a script element, only characters that could end it are escaped.
     data = data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
     sections = {
         "Batch size": _of_each(runs, [f"<p>{_e(text)}</p>" if (text := advice(run)) else "" for run in runs]),
@@ -70,18 +70,27 @@ script-src 'unsafe-inline'; img-src data:">
 """
 
 
+def write_page(runs: Sequence[Run], path: Path) -> None:
+    """Writes the report of these runs to a file.
+
+    Raises:
+      OSError: the file cannot be written.
+    """
+    path.write_bytes(render_page(runs).encode(errors="replace"))  # JSON can contain what UTF-8 cannot
+
+
 def _swatch(classes: str) -> str:
-    """A short piece of a line, as the charts draw it."""
+    """A short line in the style of the charts."""
     return f'<svg class="swatch" viewBox="0 0 22 8" aria-hidden="true"><path class="line {classes}" d="M1,4H21"/></svg>'
 
 
 def _name(number: int, runs: Sequence[Run]) -> str:
-    """The swatch and the label of a run; nothing where it is the only one."""
+    """The swatch and the label of a run; empty for a single run."""
     return f"{_swatch(color_class(number, 0, len(runs)))}{_e(runs[number].label)}" if len(runs) > 1 else ""
 
 
 def _of_each(runs: Sequence[Run], contents: Sequence[str]) -> str:
-    """What there is of each run, under its name."""
+    """The content for each run that has any, below the run's name."""
     names = [f"<h3>{_name(number, runs)}</h3>" if len(runs) > 1 else "" for number in range(len(runs))]
     return "".join(name + content for name, content in zip(names, contents, strict=True) if content)
 
@@ -106,7 +115,7 @@ def _cell(value: str, remark: str) -> str:
 
 
 def _table(kind: str, heads: Sequence[str], rows: Mapping[str, Sequence[str]], differing: Sequence[str] = ()) -> str:
-    """A table with a row for each name; heads and cells are HTML. Those of `differing` stand out."""
+    """A table with a row for each name; heads and cells are HTML. The rows in `differing` are highlighted."""
     head = "".join(f'<th scope="col">{name}</th>' for name in heads)
     body = ""
     for name, cells in rows.items():
@@ -117,7 +126,7 @@ def _table(kind: str, heads: Sequence[str], rows: Mapping[str, Sequence[str]], d
 
 
 def _comparison(runs: Sequence[Run], tables: Sequence[Mapping[str, str]], *, sort: bool = False) -> str:
-    """A table with a column for each run; cells are HTML. Rows that differ stand out, and come first where sorted."""
+    """A table with a column for each run; cells are HTML. Differing rows are highlighted, and come first if sorted."""
     names = dict.fromkeys(name for table in tables for name in table)
     rows = {name: [table.get(name, NONE) for table in tables] for name in names}
     differing = [name for name, cells in rows.items() if len(set(cells)) > 1]
@@ -137,7 +146,7 @@ def _summary(runs: Sequence[Run]) -> str:
 
 def _curves(runs: Sequence[Run], board: Json) -> str:
     if not board["charts"]:
-        return "<p>There is nothing to draw yet: no step has been recorded.</p>"
+        return "<p>Nothing to draw yet: no step has been recorded.</p>"
     figures = "".join(
         f"<figure><figcaption><h3>{_e(chart['title'])}</h3><span>{_e(chart['unit'])}</span>"
         f'<div class="keys">{_keys(chart, runs, board)}</div></figcaption>{chart_svg(chart, board["grids"])}</figure>'
@@ -145,7 +154,7 @@ def _curves(runs: Sequence[Run], board: Json) -> str:
     )
     note = ""
     if any("first" in grid for grid in board["grids"]):
-        note = " Lines are means of several steps; the bands reach from the lowest to the highest of their values."
+        note = " Lines are means of several steps; bands span their lowest to highest values."
     axes = "".join(
         f'<label><input type="radio" name="axis" value="{axis}"{" checked" if axis == "step" else ""}>{name}</label>'
         for axis, name in AXES.items()
@@ -164,7 +173,7 @@ def _curves(runs: Sequence[Run], board: Json) -> str:
 
 
 def _keys(chart: Json, runs: Sequence[Run], board: Json) -> str:
-    """What the lines and marks of a chart mean, and of a single run the last values."""
+    """The legend of a chart's lines and marks, with the last values of a single run."""
     found: dict[str, str] = {}
     several = len({line["label"] for line in chart["lines"]}) > 1
     for line in chart["lines"]:
@@ -181,7 +190,7 @@ def _keys(chart: Json, runs: Sequence[Run], board: Json) -> str:
 
 
 def _timeline(run: Run) -> str:
-    """Of reinforcement learning: who was busy when in the last steps, each in a line, over the same seconds."""
+    """For reinforcement learning: when rollout, rewards and training were busy in the last steps, on one time axis."""
     seconds = max((stop for phases in run.timeline.values() for _, _, _, stop in phases), default=0.0) or 1.0
     lines: list[str] = []
     for step, phases in run.timeline.items():
@@ -194,7 +203,7 @@ def _timeline(run: Run) -> str:
                     about = f"chunk {chunk}: {label} {stop - start:.3g} s"
                     bars += f'<i class="c{color}" style="{place}" title="{about}">{chunk}</i>'
             lines.append(f"<div><b>{label}</b><p>{bars}</p></div>")
-    about = f"Who was busy when in the last steps, over {seconds:.3g} seconds; numbers are chunks of the batch."
+    about = f"What was busy when in the last steps, over {seconds:.3g} seconds; numbers are chunks of the batch."
     return f'<p>{about}</p><div class="timeline">{"".join(lines)}</div>' if lines else ""
 
 
@@ -203,13 +212,13 @@ def _plans(runs: Sequence[Run]) -> str:
     rest = [_notes(as_list(run.plan.get("warnings"))) + _ramp(run.plan) + _memory(run) for run in runs]
     if len(runs) == 1:
         return _table("plan", (), {name: [_e(text) for text in row] for name, row in tables[0].items()}) + rest[0]
-    said = ("num_devices", "loading_hosts")  # of the others, the meaning is the same for all runs
+    said = ("num_devices", "loading_hosts")  # the meaning of all others is the same for every run
     cells = [{key: _cell(row[0], row[1] if key in said else "") for key, row in table.items()} for table in tables]
     return _comparison(runs, cells) + _of_each(runs, rest)
 
 
 def _ramp(plan: Mapping[str, object]) -> str:
-    """The stages of the ramp, each with a bar as long as its batch is large."""
+    """The stages of the ramp, each with a bar that shows its batch size."""
     ramp, target = as_object(plan.get("rampup")), plan.get("global_batch_to_train")
     stages, total = [as_object(stage) for stage in as_list(ramp.get("stages"))], ramp.get("total_steps")
     if not stages:
@@ -231,7 +240,7 @@ def _ramp(plan: Mapping[str, object]) -> str:
 
 
 def _data(plan: Mapping[str, object]) -> str:
-    """What there is of each source of text, and how long the documents of all are."""
+    """Counts for each source of text, and the lengths of all documents."""
     sources: dict[str, Json] = {}
     counts: dict[int, int] = {}
     for about in (as_object(each) for key in ("data", "mixture") for each in as_list(plan.get(key))):
@@ -249,12 +258,12 @@ def _data(plan: Mapping[str, object]) -> str:
         for power, count in counts.items()
         if most > 0
     }
-    return _table("sources", [*heads.values()], rows) + _table("lengths", ("documents of so many tokens", ""), bars)
+    return _table("sources", [*heads.values()], rows) + _table("lengths", ("documents by number of tokens", ""), bars)
 
 
 def _memory(run: Run) -> str:
     sentence, parts = memory_parts(run.plan)
-    others = (("compiled_bytes", "by the compiler"), ("measured_bytes", "held by a device in the first step"))
+    others = (("compiled_bytes", "by the compiler"), ("measured_bytes", "used by a device in the first step"))
     found = [f"{bytes_text(size)} {name}" for key, name in others if isinstance(size := run.memory.get(key), int)]
     bar = legend = ""
     for color, (name, text, share) in enumerate(parts):
@@ -265,19 +274,19 @@ def _memory(run: Run) -> str:
 
 
 def _settings(runs: Sequence[Run]) -> str:
-    """The keys that differ from base.yml; of several runs, those that differ between them come first."""
+    """The keys that differ from base.yml; those that differ between several runs come first."""
     names = dict.fromkeys(key for run in runs for key, (value, base, _) in run.settings.items() if value != base)
     if len(runs) > 1:
         tables = [{key: _e(run.settings[key][0]) for key in names if key in run.settings} for run in runs]
-        about = "<p>The keys whose value in some run is not that of base.yml; first those that differ between runs.</p>"
+        about = "<p>Keys whose value differs from base.yml in some run; those that differ between runs come first.</p>"
         return about + _comparison(runs, tables, sort=True) if names else ""
     rows = {key: [NONE if text is None else _e(text) for text in runs[0].settings[key]] for key in names}
     table = _table("settings", ("value", "base.yml", "from"), rows)
-    return f"<p>The keys whose value is not that of base.yml.</p>{table}" if runs[0].settings else ""
+    return f"<p>Keys whose value differs from base.yml.</p>{table}" if runs[0].settings else ""
 
 
 def _environment(run: Run) -> dict[str, str]:
-    """environment.json without nesting: the versions of packages beside the rest, devices left to the summary."""
+    """environment.json without nesting: package versions beside the rest, without devices, which the summary has."""
     packages = as_object(run.environment.get("packages"))
     apart = ("devices", "packages") if packages else ("devices",)
     flat = {**run.environment, **packages}

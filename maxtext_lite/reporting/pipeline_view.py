@@ -1,4 +1,4 @@
-"""A pipeline's timetable as a picture: text for a terminal, SVG for a file."""
+"""A pipeline's timetable as text for a terminal or as SVG for a file."""
 
 import math
 
@@ -11,12 +11,12 @@ _COLORS = (
     ("#4477aa", _WHITE), ("#66ccee", _DARK), ("#228833", _WHITE), ("#ccbb44", _DARK), ("#ee6677", _DARK),
     ("#aa3377", _WHITE),
 )  # fmt: skip
-"""Of rounds or micro-batches in turn, with the colour that is easier to read on each; the Bright palette of P. Tol."""
-_CHARACTER_EM = 0.56  # width of a character, on average, in a wide sans-serif; SVG cannot ask for the reader's
+"""Colors of successive rounds or micro-batches, with the text color for each; the Bright palette of P. Tol."""
+_CHARACTER_EM = 0.56  # average width of a character in a wide sans-serif, as the reader's font is unknown
 
 
 def pipeline_text(shape: PipelineShape, schedule: Schedule) -> str:
-    """A line for each stage, a column for each tick: F3b is microbatch 3 forwards in the second round, a dot a wait."""
+    """A line for each stage, a column for each tick: F3b is microbatch 3 forward in the second round, a dot is idle."""
 
     def cell(work: Work) -> str:
         pieces = [(letter, piece) for letter, piece in (("F", work.forward), ("B", work.backward)) if piece]
@@ -39,7 +39,7 @@ def _more(num_ticks: int) -> str:
 
 
 def heading(shape: PipelineShape, schedule: Schedule) -> str:
-    """The schedule, its ticks and the share of them that a stage waits."""
+    """The schedule, its number of ticks, and the share of them in which a stage is idle."""
     ticks, accumulation = len(shape.timetable(schedule)[0]), shape.gradient_accumulation_steps
     return (
         f"{schedule}: {ticks} ticks forwards {'or' if schedule == 'gpipe' else 'and'} backwards in a step of "
@@ -49,11 +49,11 @@ def heading(shape: PipelineShape, schedule: Schedule) -> str:
 
 
 def pipeline_svg(shape: PipelineShape, schedule: Schedule) -> str:
-    """The timetable as a whole SVG document: forward boxes full, backward boxes hollow, a colour for each round."""
+    """The timetable as an SVG document: forward boxes are filled, backward boxes hollow, each round has a color."""
     rows = [row[:_MOST_TICKS_OF_SVG] for row in shape.timetable(schedule)]
-    legend = ["full: forwards, hollow: backwards, empty: waiting; numbers are pipeline microbatches of the step"]
+    legend = ["filled: forward, hollow: backward, empty: idle; numbers are pipeline microbatches of the step"]
     if shape.num_repeats > 1 or shape.gradient_accumulation_steps > 1:
-        legend.append(f"colours are {'rounds' if shape.num_repeats > 1 else 'micro-batches'}")
+        legend.append(f"colors are {'rounds' if shape.num_repeats > 1 else 'micro-batches'}")
     if more := _more(len(shape.timetable(schedule)[0]) - len(rows[0])):
         legend.append(f"{more} to the right")
     box, lane, left, top = 26, 44, 74, 34

@@ -1,4 +1,4 @@
-"""plan.json in words: rows of name, value and meaning, and memory; and numbers as texts."""
+"""plan.json in words: rows of name, value and meaning, memory; and numbers as text."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -26,45 +26,45 @@ _MEANINGS = {
     "num_pipeline_stages": "parts of the model, each on its own devices",
     "num_pipeline_microbatches": "pieces of one micro-batch that flow through the stages",
     "num_pipeline_repeats": "rounds through the stages",
-    "pipeline_schedule": "gpipe: all forwards, then backwards; 1f1b: one of each in a tick",
-    "attention_kernel": "what `attention` means on these devices, and why none of the better ones is it",
-    "pipeline_schedules": "what each schedule costs: bubble, and bytes of activations (estimate)",
-    "pipeline_microbatch_size": "examples in the largest of them",
-    "pipeline_bubble_fraction": "of a pass that stages wait",
+    "pipeline_schedule": "gpipe: all forward passes, then all backward passes; 1f1b: one of each per tick",
+    "attention_kernel": "the kernel of `attention` on these devices, and why it is none of the better ones",
+    "pipeline_schedules": "costs of each schedule: bubble, and bytes of activations (estimate)",
+    "pipeline_microbatch_size": "examples in the largest microbatch",
+    "pipeline_bubble_fraction": "share of a pass in which stages are idle",
     "steps": "optimizer steps in the whole run",
     "epochs": "passes over the data in the whole run",
     "steps_per_epoch": "at the full batch",
     "num_examples": "training examples in the data",
     "total_examples": "examples of the whole run",
     "last_batch_examples": "examples of the last, short step (last_batch=train)",
-    "dropped_examples": "examples at the end of the epochs that fill no batch (last_batch=drop)",
-    "learning_rate": "of the config, before the multiplier",
+    "dropped_examples": "examples at the end of the epochs that do not fill a batch (last_batch=drop)",
+    "learning_rate": "from the config, before the multiplier",
     "learning_rate_multiplier": "from learning_rate_scaling",
-    **dict.fromkeys(("adam_b1", "adam_b2", "adam_eps"), "as scale_adam_with_batch leaves it"),
+    **dict.fromkeys(("adam_b1", "adam_b2", "adam_eps"), "after scale_adam_with_batch"),
     "prompts_per_batch": "unique prompts",
     "num_generations": "responses to each prompt",
-    "pairs_per_batch": "of a prompt with a response = prompts_per_batch × num_generations = global_batch_to_train",
-    "pairs_per_micro_batch": "of a chunk: one is sampled while the one before it is trained on",
-    "micro_batches": "chunks of a batch, whose gradients add up to one update",
+    "pairs_per_batch": "pairs of a prompt and a response = prompts_per_batch × num_generations = global_batch_to_train",
+    "pairs_per_micro_batch": "pairs in a chunk: one chunk is sampled while the previous one trains",
+    "micro_batches": "chunks of a batch, whose gradients are summed for one update",
     "updates_per_batch": "optimizer steps on each batch",
-    "batches": "of the whole run",
+    "batches": "in the whole run",
     "max_prompt_tokens": "of a pair",
     "max_response_tokens": "of a pair",
-    "trainer_devices": "that train",
-    "sampler_devices": "that generate",
+    "trainer_devices": "devices that train",
+    "sampler_devices": "devices that generate",
     "takes_turns": "the same devices train and generate",
-    "rollout_mesh": "sizes of the axes of the devices that generate",
-    "rollout_slots": "responses under way at once",
-    "rollout_params": "bytes of the parameters on each of those devices",
-    "rollout_cache": "bytes of keys and values on each of them",
-    "overlap_fraction": "of a batch's training that can run beside sampling: all its chunks but the last",
-    "diloco_num_replicas": "copies that update by themselves",
-    "diloco_sync_period": "steps between their meetings",
+    "rollout_mesh": "axis sizes of the mesh that generates",
+    "rollout_slots": "responses sampled at once",
+    "rollout_params": "bytes of parameters on each device that generates",
+    "rollout_cache": "bytes of keys and values on each device that generates",
+    "overlap_fraction": "share of a batch's training that can overlap with sampling: all chunks but the last",
+    "diloco_num_replicas": "replicas with their own updates",
+    "diloco_sync_period": "steps between synchronizations",
 }
 
 
 def plan_rows(plan: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """Value and meaning of every entry of plan.json, those of RL too, but of ramp, memory, data and warnings."""
+    """Value and meaning of every entry of plan.json, including RL, but without ramp, memory, data and warnings."""
     rows: dict[str, tuple[str, str]] = {}
     pipelined = plan.get("num_pipeline_stages", 1) != 1
     hosts, loading = plan.get("num_hosts"), as_list(plan.get("loading_hosts"))
@@ -90,14 +90,14 @@ def plan_rows(plan: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Ascending whole numbers in short: 0–3, 8, 10–11."""
+    """Ascending integers in short form: 0–3, 8, 10–11."""
     starts = [0, *(index + 1 for index, (one, two) in enumerate(pairwise(numbers)) if two != one + 1)]
     spans = [numbers[start:end] for start, end in pairwise([*starts, len(numbers)])] if numbers else []
     return ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]}–{span[-1]}" for span in spans)
 
 
 def memory_parts(plan: Mapping[str, Any]) -> tuple[str, list[tuple[str, str, float]]]:
-    """The memory of a device in words, and the name, bytes and share (of the sum if need be) of each part of it."""
+    """The memory of a device in words, and each part's name, bytes and share of the limit or of a larger total."""
     memory = as_object(plan.get("memory"))
     found = as_object(memory.get("at_peak")) or memory
     parts = [(name, found[key]) for key, name in PARTS.items() if isinstance(found.get(key), int | float)]
@@ -109,14 +109,14 @@ def memory_parts(plan: Mapping[str, Any]) -> tuple[str, list[tuple[str, str, flo
 
 
 def plain(value: object) -> str:
-    """A value of a JSON file to read: numbers with their digits grouped, anything nested as JSON."""
+    """A JSON value for reading: numbers with grouped digits, anything nested as JSON."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return long_number(value)
     return json.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else value_text(value)
 
 
 def short_number(value: float) -> str:
-    """A number in little room: 0.003, 12.5, 50k, 3.2M, 5e-06."""
+    """A number in short form: 0.003, 12.5, 50k, 3.2M, 5e-06."""
     size = abs(value)
     if value and (size < 1e-3 or size >= 1e15):
         return f"{value:.3g}"
@@ -126,7 +126,7 @@ def short_number(value: float) -> str:
 
 
 def long_number(value: float) -> str:
-    """A number with all digits that mean something: 12,345,678, or 2.3457."""
+    """A number with its significant digits: 12,345,678, or 2.3457."""
     if float(value).is_integer() and abs(value) < 1e15:
         return f"{int(value):,}"
     return f"{value:,.1f}" if abs(value) >= 1e4 else f"{value:.5g}"

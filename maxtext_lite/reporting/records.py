@@ -1,4 +1,4 @@
-"""Files with a JSON object in each line, such as metrics.jsonl: every line that can be read, and which cannot."""
+"""Files with a JSON object on each line, such as metrics.jsonl, read despite damaged lines."""
 
 import json
 import math
@@ -7,24 +7,24 @@ from pathlib import Path
 from typing import Any, cast
 
 EVALUATION_METRICS = ("eval_loss", "eval_target_tokens", "eval_accuracy", "eval_reward")
-"""The numbers of an evaluation's line that a report shows; no other line has them."""
+"""The numbers on an evaluation's line that a report shows; no other line has them."""
 EVALUATION_BY_SOURCE = ("eval_losses", "source_token_shares")
-"""Its objects of numbers by the name of a source."""
+"""The objects of numbers by source on an evaluation's line."""
 
 _MOST_NAMED = 5
 _MOST_STEPS = 2**63
 
 Record = dict[str, Any]
-"""A JSON object with the `step` that it is of."""
+"""A JSON object with its `step`."""
 
 
 def read_records(path: Path, notes: list[str]) -> Iterator[Record]:
     """Yields the records of a file in the order of its lines; none where there is no file.
 
     Args:
-      notes: gains, after the last record, sentences on what was wrong with the file.
+      notes: gains sentences on what is wrong with the file, after the last record.
     Raises:
-      OSError: there is something that cannot be read.
+      OSError: the file exists but cannot be read.
     """
     bad: list[int] = []
     number = 0
@@ -40,9 +40,9 @@ def read_records(path: Path, notes: list[str]) -> Iterator[Record]:
             elif line.endswith(b"\n") and line.strip():
                 bad.append(number)
             elif line.strip():
-                notes.append(f"{path.name} ends in a line cut short: the run was writing it, or was killed.")
+                notes.append(f"{path.name} ends with an incomplete line: the run was writing it, or was killed.")
     if bad:
-        left_out = f"{len(bad)} of {number} lines are left out, as they hold no step"
+        left_out = f"{len(bad)} of {number} lines have no step and are left out"
         notes.append(f"{path.name}: {left_out}: {_first([str(line) for line in bad])}.")
 
 
@@ -60,20 +60,20 @@ def _first(texts: list[str]) -> str:
 
 
 class Steps:
-    """Numbers of steps, kept as ranges: of a run that lost none, one."""
+    """A set of step numbers, stored as ranges: a single one for a run without gaps."""
 
     def __init__(self) -> None:
         self._ranges: list[list[int]] = []
 
     def add(self, step: int) -> None:
-        """Takes a step in; one that is there already changes nothing."""
+        """Adds a step; adding it again changes nothing."""
         if self._ranges and self._ranges[-1][0] <= step <= self._ranges[-1][1] + 1:
             self._ranges[-1][1] = max(self._ranges[-1][1], step)
         else:
             self._ranges.append([step, step])
 
     def missing(self, last: int) -> str:
-        """Which of the steps 1 to `last` are not there, in words: "step 3, 7 to 9"; "" if none is missing."""
+        """The missing ones of the steps 1 to `last`, in words: "step 3, 7 to 9"; "" if none is missing."""
         gaps: list[str] = []
         expected = 1
         for first, end in [*sorted(self._ranges), [last + 1, last + 1]]:
@@ -85,22 +85,22 @@ class Steps:
 
 
 def is_evaluation(record: Record) -> bool:
-    """Whether a line of metrics.jsonl is of an evaluation, not of a step of training."""
+    """Whether a line of metrics.jsonl is for an evaluation, not for a training step."""
     return any(name in record for name in EVALUATION_METRICS)
 
 
 def is_of_evaluations(metric: str) -> bool:
-    """Whether a report's metric is read from evaluations; one that is by source is named `eval_losses/web`."""
+    """Whether a report's metric comes from evaluations; a metric by source is named as in `eval_losses/web`."""
     return metric.partition("/")[0] in (*EVALUATION_METRICS, *EVALUATION_BY_SOURCE)
 
 
 def record_text(record: Record) -> str:
-    """A record as a line of such a file; numbers that are not finite become null, as JSON has none."""
+    """A record as a line of such a file; numbers that are not finite become null, as JSON does not have them."""
     return json.dumps(with_numbers(record, math.inf), allow_nan=False) + "\n"
 
 
 def with_numbers(value: Any, below: float) -> Any:
-    """JSON whose numbers lie between -below and below; the others, and those that are not finite, become null."""
+    """JSON in which numbers outside (-below, below), and those that are not finite, become null."""
     if isinstance(value, dict):
         return {name: with_numbers(each, below) for name, each in cast("Record", value).items()}
     if isinstance(value, list | tuple):
@@ -111,10 +111,10 @@ def with_numbers(value: Any, below: float) -> Any:
 
 
 def as_object(value: object) -> dict[str, Any]:
-    """A JSON object; {} in place of anything else."""
+    """The value if it is a JSON object, otherwise {}."""
     return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
 
 
 def as_list(value: object) -> list[Any]:
-    """A JSON array; [] in place of anything else."""
+    """The value if it is a JSON array, otherwise []."""
     return cast("list[Any]", value) if isinstance(value, list) else []

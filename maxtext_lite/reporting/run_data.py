@@ -1,12 +1,12 @@
-"""A run directory as numbers and texts: whatever of its files is there, and notes on what is not as it should be."""
+"""A run directory as numbers and text: from whichever files exist, with notes on what is missing or damaged."""
 
 import datetime
 import json
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from maxtext_lite.batching import count_parameters
 from maxtext_lite.config import ConfigError, UserError, load_config
@@ -32,12 +32,13 @@ from maxtext_lite.reporting.records import (
 _FILES = ("config.yml", "plan.json", "metrics.jsonl")
 _TIMELINE_STEPS = 3
 _MOST_STEPS = 8  # that a note names
-_LARGEST = 1e300  # beyond it sums overflow; no metric of a run that goes on is there
+_LARGEST = 1e300  # sums of larger values overflow, and no metric of a live run is as large
 
+Content = TypeVar("Content")
 Column = Sequence[float | None]
 """A metric over the steps; None where it has no value."""
 Phase = tuple[str, int, float, float]
-"""Who was busy when: rollout, reward or train, the chunk, start and stop in seconds since the step began."""
+"""An activity (rollout, reward or train), its chunk, and its start and stop in seconds since the step began."""
 
 
 class Setting(NamedTuple):
@@ -53,19 +54,19 @@ class Run:
     """What a report knows of one run.
 
     Attributes:
-      directory: of a run in a bucket, its path there.
-      label: the run's name, made unlike those of the other runs of the page.
-      steps: `step` and each of STEP_METRICS that some line has, a row for each step, in their order; what is by source
-        as `source_epochs/web`.
+      directory: for a run in a bucket, its path there.
+      label: the run's name, unique on the page.
+      steps: `step` and each of STEP_METRICS that some line has, a row for each step, in order; a metric by source is
+        named as in `source_epochs/web`.
       skipped: for each row, whether the update was skipped.
-      evaluations: `step`, each of EVALUATION_METRICS that some line has, and the counts of that step where its line is
-        there.
-      plan: plan.json; empty where it cannot be read. So are environment (environment.json), memory
+      evaluations: `step`, each of EVALUATION_METRICS that some line has, and the counts of that step where it has a
+        line.
+      plan: plan.json; empty where it cannot be read. The same goes for environment (environment.json), memory
         (memory.json) and settings (config.yml).
-      goodput: what its time went to, as a sentence; "" where it is not known.
-      timeline: the last steps that timeline.jsonl has, with their phases.
-      num_parameters: of the whole model, where the config is there and valid.
-      last_written: when metrics.jsonl was last written to, UTC; "" where it is not there.
+      goodput: how the run spent its time, as a sentence; "" where unknown.
+      timeline: the last steps in timeline.jsonl, with their phases.
+      num_parameters: of the whole model, where there is a valid config.
+      last_written: the time of the last write to metrics.jsonl, UTC; "" without that file.
       notes: sentences on what is missing or damaged.
     """
 
@@ -85,7 +86,7 @@ class Run:
     notes: Sequence[str]
 
     def rows(self, metric: str) -> list[tuple[int, float]]:
-        """The steps that have a value of a metric, and the value."""
+        """The steps at which a metric has a value, and the values."""
         table = self.evaluations if is_of_evaluations(metric) else self.steps
         pairs = zip(table["step"], table.get(metric, ()), strict=False)
         return [(int(step or 0), value) for step, value in pairs if value is not None]
@@ -102,12 +103,12 @@ class Run:
 
 
 def read_runs(directories: Iterable[str | Path]) -> list[Run]:
-    """The runs in these directories, in their order; a directory that is given twice counts once.
+    """The runs in these directories, in order; a repeated directory counts once.
 
     Args:
-      directories: of a run in a bucket, its `local_copy`.
+      directories: for a run in a bucket, its `local_copy`.
     Raises:
-      UserError: with every path that is no run directory.
+      UserError: with every path that is not a run directory.
     """
     paths: dict[Path, Path] = {}
     for directory in directories:
@@ -121,7 +122,7 @@ def read_runs(directories: Iterable[str | Path]) -> list[Run]:
 
 def _not_a_run(path: Path) -> str | None:
     if not path.is_dir():
-        return f"RUN_DIR={path} is {'a file' if path.exists() else 'not there'}; it must be a run directory."
+        return f"RUN_DIR={path} is {'a file' if path.exists() else 'missing'}; it must be a run directory."
     if any((path / name).is_file() for name in _FILES):
         return None
     inside = sorted({str(file.parent) for name in _FILES for file in path.glob(f"*/{name}")})
@@ -130,7 +131,7 @@ def _not_a_run(path: Path) -> str | None:
 
 
 def _labels(paths: Sequence[Path]) -> list[str]:
-    """The directories' names, with as many of the directories above as tell them apart."""
+    """The names of the directories, with as many parent directories as make them unique."""
     for length in range(1, max((len(path.parts) for path in paths), default=0) + 1):
         labels = ["/".join(path.parts[-length:]) for path in paths]
         if len(set(labels)) == len(labels):
@@ -144,12 +145,12 @@ def _read_run(directory: Path, label: str) -> Run:
     excluded = [line["step"] for line in _records(directory / "excluded_rows.jsonl", notes)]
     if excluded:
         at = ", ".join(f"{step:,}" for step in [*dict.fromkeys(excluded)][:_MOST_STEPS])
-        notes.append(f"the run went back before step {at}, and left out {len(excluded):,} rows: excluded_rows.jsonl.")
+        notes.append(f"the run went back before step {at} and excluded {len(excluded):,} rows: excluded_rows.jsonl.")
     steps, skipped, evaluations = _read_metrics(metrics, notes)
     settings = _read_settings(directory / "config.yml", notes)
     try:
         num_parameters = count_parameters(load_config((directory / "config.yml").resolve())).total if settings else None
-    except ConfigError:  # of another version of maxtext_lite: its keys are shown, but mean something else
+    except ConfigError:  # from another version of maxtext_lite: its keys are shown, but cannot be interpreted
         num_parameters = None
     written = datetime.datetime.fromtimestamp(metrics.stat().st_mtime, datetime.UTC) if metrics.is_file() else None
     return Run(
@@ -160,12 +161,8 @@ def _read_run(directory: Path, label: str) -> Run:
         evaluations,
         plan=_read_object(directory / "plan.json", notes),
         environment=_read_object(directory / "environment.json", notes),
-        memory=_read_object(path, notes)
-        if (path := directory / "memory.json").is_file()
-        else {},  # older runs have none
-        goodput=goodput_text(starts_of(_read_object(path, notes)))
-        if (path := directory / "goodput.json").is_file()
-        else "",
+        memory=_read_object(directory / "memory.json", notes, optional=True),
+        goodput=goodput_text(starts_of(_read_object(directory / "goodput.json", notes, optional=True))),
         settings=settings,
         timeline=_read_timeline(directory / "timeline.jsonl", notes),
         num_parameters=num_parameters,
@@ -174,38 +171,49 @@ def _read_run(directory: Path, label: str) -> Run:
     )
 
 
-def _read_object(path: Path, notes: list[str]) -> dict[str, Any]:
-    try:
-        value: object = json.loads(path.read_text(encoding="utf-8"))
-        shown: object = with_numbers(value, _LARGEST)
-    except FileNotFoundError:
-        notes.append(f"{path.name} is not there.")
+def _read_object(path: Path, notes: list[str], *, optional: bool = False) -> dict[str, Any]:
+    """The JSON object of a file; an optional one is missing in older runs."""
+    if optional and not path.is_file():
         return {}
-    except (OSError, ValueError, RecursionError) as error:
-        notes.append(f"{path.name} cannot be read: {error}.")
-        return {}
+
+    def parse(text: str) -> tuple[object, object]:
+        value: object = json.loads(text)
+        return value, with_numbers(value, _LARGEST)
+
+    value, shown = _parsed(path, notes, parse, ({}, {}))
     if not isinstance(value, dict):
         notes.append(f"{path.name} is not a JSON object.")
     elif shown != value:
-        notes.append(f"{path.name} holds numbers beyond any that a run writes; they are left out.")
+        notes.append(f"{path.name} has numbers beyond any that a run writes; they are left out.")
     return as_object(shown)
 
 
+def _parsed(path: Path, notes: list[str], parse: Callable[[str], Content], empty: Content) -> Content:
+    """The content of a file; where it cannot be read, `empty` and a note."""
+    try:
+        return parse(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        notes.append(f"{path.name} is missing.")
+    except (OSError, ValueError, RecursionError) as error:
+        notes.append(f"{path.name} cannot be read: {error}.")
+    return empty
+
+
 def _number(value: object) -> float | None:
-    """A number that can be drawn, or None for anything else."""
+    """The value if it is a number that can be drawn, otherwise None."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not -_LARGEST < value < _LARGEST:
         return None
     return value
 
 
 def _read_metrics(path: Path, notes: list[str]) -> tuple[dict[str, Column], list[bool], dict[str, Column]]:
-    """The columns of the steps, which of them were skipped, and the columns of the evaluations."""
+    """The columns of the steps, whether each was skipped, and the columns of the evaluations."""
     rows: dict[int, tuple[float | None, ...]] = {}
     skipped: dict[int, bool] = {}
     evaluations: dict[int, tuple[float | None, ...]] = {}
     by_source: dict[str, dict[int, float | None]] = {}
     for record in _records(path, notes):
-        step: int = record["step"]  # one that stands twice counts as the later line has it
+        step: int = record["step"]  # of two lines for a step, the later one counts
         if is_evaluation(record):
             evaluations[step] = tuple(_number(record.get(name)) for name in EVALUATION_METRICS)
         else:
@@ -218,11 +226,11 @@ def _read_metrics(path: Path, notes: list[str]) -> tuple[dict[str, Column], list
     for step in sorted(rows):
         present.add(step)
     if not path.is_file():
-        notes.append(f"{path.name} is not there.")
+        notes.append(f"{path.name} is missing.")
     elif not rows:
         notes.append(f"{path.name} has no step yet.")
     elif missing := present.missing(max(rows)):
-        notes.append(f"{path.name} holds no {missing}.")
+        notes.append(f"{path.name} lacks {missing}.")
     of_steps, of_evaluations = _columns(rows, STEP_METRICS), _columns(evaluations, EVALUATION_METRICS)
     for name, found in by_source.items():
         columns, steps = (of_evaluations, evaluations) if is_of_evaluations(name) else (of_steps, rows)
@@ -234,7 +242,7 @@ def _read_metrics(path: Path, notes: list[str]) -> tuple[dict[str, Column], list
 
 
 def _columns(rows: Mapping[int, Sequence[float | None]], names: Sequence[str]) -> dict[str, Column]:
-    """`step`, and the columns in which there is a value, over the steps in their order."""
+    """`step` and the columns with any value, over the steps in order."""
     order = sorted(rows)
     columns: dict[str, Column] = {"step": order}
     for index, name in enumerate(names):
@@ -245,7 +253,7 @@ def _columns(rows: Mapping[int, Sequence[float | None]], names: Sequence[str]) -
 
 
 def _read_timeline(path: Path, notes: list[str]) -> dict[int, list[Phase]]:
-    """The last steps of timeline.jsonl; most runs have none."""
+    """The last steps in timeline.jsonl; most runs have no such file."""
     found: deque[tuple[int, list[Phase]]] = deque(maxlen=_TIMELINE_STEPS)
     for record in _records(path, notes):
         phases = [as_list(phase) for phase in as_list(record.get("phases"))]
@@ -262,7 +270,7 @@ def _is_phase(values: Sequence[object]) -> bool:
 
 
 def _records(path: Path, notes: list[str]) -> Iterator[Record]:
-    """The records of a file; what is wrong with it is noted."""
+    """The records of a file, with notes on what is wrong with it."""
     try:
         yield from read_records(path, notes)
     except OSError as error:
@@ -270,16 +278,8 @@ def _records(path: Path, notes: list[str]) -> Iterator[Record]:
 
 
 def _read_settings(path: Path, notes: list[str]) -> dict[str, Setting]:
-    """Every key of config.yml, in its order, beside configs/base.yml."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        entries = parse_mapping(text)
-    except FileNotFoundError:
-        notes.append(f"{path.name} is not there.")
-        return {}
-    except (OSError, ValueError) as error:
-        notes.append(f"{path.name} cannot be read: {error}.")
-        return {}
+    """Every key of config.yml, in its order, compared with configs/base.yml."""
+    text, entries = _parsed(path, notes, lambda text: (text, parse_mapping(text)), ("", []))
     base_text = (packaged_directory("configs") / "base.yml").read_text(encoding="utf-8")
     base = {key: full_text(entry.value) for key, entry in parse_mapping(base_text)}
     # The origin of a value is the comment that ends its line.

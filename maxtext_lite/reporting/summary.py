@@ -1,4 +1,4 @@
-"""What stands at the head of a report: how far a run is, what it came to, and what its noise scale suggests."""
+"""The head of a report: the progress and results of a run, and what its noise scale suggests."""
 
 import statistics
 from collections import Counter
@@ -9,13 +9,13 @@ from maxtext_lite.reporting.plan_view import long_number, plain, short_number
 from maxtext_lite.reporting.records import as_list
 from maxtext_lite.reporting.run_data import Run
 
-_REWARD_STEPS = 20  # the reward of one step's responses is mostly chance
+_REWARD_STEPS = 20  # the mean reward of a single step is mostly chance
 NONE = "–"
-"""What stands for a value that is not there."""
+"""The text for a missing value."""
 
 
 def status(run: Run) -> str:
-    """How far the run is."""
+    """The progress of the run."""
     planned = run.plan.get("steps")
     if not isinstance(planned, int):
         return f"{run.num_steps:,} steps"
@@ -23,12 +23,12 @@ def status(run: Run) -> str:
 
 
 def summary(run: Run) -> dict[str, tuple[str, str]]:
-    """The value of each headline and a remark on it; a value that is not known is NONE."""
+    """The value of each headline and a remark on it; an unknown value is NONE."""
     planned, epochs, skipped = run.plan.get("steps"), run.plan.get("epochs"), sum(run.skipped)
     of_steps = [f"of {planned:,}" if isinstance(planned, int) else "", f"{skipped:,} skipped" if skipped else ""]
     rewards = run.rows("reward")[-_REWARD_STEPS:]
     over = "" if not rewards else f"steps {rewards[0][0]:,} to" if len(rewards) > 1 else "step"
-    losses = [] if rewards else run.rows("loss")[-1:]  # a policy's loss is about 0 whatever it has learned
+    losses = [] if rewards else run.rows("loss")[-1:]  # a policy's loss is about 0, whatever it has learned
     sizes, batch = [size for _, size in run.rows("global_batch_to_train")], run.plan.get("global_batch_to_train")
     grown = f", from {sizes[0]:,}" if sizes and sizes[0] != sizes[-1] else ""
     speeds, mfu = ([value for _, value in run.rows(metric)] for metric in ("tokens_per_second", "mfu"))
@@ -67,7 +67,7 @@ def _text(value: float | None, write: Callable[[float], str] = long_number) -> s
 
 
 def _evaluation(run: Run, metric: str, word: str, best_of: Callable[[Iterable[float]], float]) -> tuple[str, str]:
-    """The last value of an evaluation's metric, with the best one where that is another."""
+    """The last value of an evaluation's metric, and the best one where that differs."""
     rows = run.rows(metric)
     if not rows:
         return NONE, ""
@@ -78,7 +78,7 @@ def _evaluation(run: Run, metric: str, word: str, best_of: Callable[[Iterable[fl
 
 
 def advice(run: Run) -> str:
-    """What the last measured noise scale says about the last batch; "" for a run whose batch is not known."""
+    """What the last measured noise scale says about the last batch; "" for a run whose batch is unknown."""
     batch = run.last("global_batch_to_train") or run.plan.get("global_batch_to_train")
     if not isinstance(batch, int):
         return ""

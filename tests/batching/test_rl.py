@@ -61,7 +61,7 @@ def test_a_chunk_is_whole_groups_that_divide_the_batch_and_others_are_refused_wi
 
 @pytest.mark.parametrize(("words", "message"), [
     (["num_generations=1"], "num_generations=1 must be at least 2. Nearest that works: 2."),
-    (["per_device_batch_size=2"], "per_device_batch_size=2 (command line) has no use in RL"),
+    (["per_device_batch_size=2"], "per_device_batch_size=2 (command line) has no effect in RL"),
     (["num_iterations=7"], "steps=120 ends in the middle of the num_iterations=7 steps on a batch. "
                         "Nearest that work: 119 or 126."),
     (["max_prefill_predict_length=256"], "leaves no token of max_target_length=24 for a response."),

@@ -115,7 +115,7 @@ def test_the_lines_of_a_refusal_agree_and_what_they_name_works_together():
         machine = {"num_devices": rng.choice([1, 6, 8, 64, 0, 10**12]), "num_hosts": rng.choice([1, 1, 2, 3])}
         for problem in planned(file, words, machine):
             if "Nearest" not in problem:  # nothing but to remove it
-                assert " has no use in RL, " in problem or problem.startswith("model_name="), problem
+                assert " has no effect in RL, " in problem or problem.startswith("model_name="), problem
                 words = [word for word in words if not word.startswith(problem.partition("=")[0] + "=")]
         named = [changes(problem) for problem in planned(file, words, machine)]
         refused += bool(named)

@@ -44,10 +44,10 @@ REFUSED = [
      "lora_targets=router names 'router'; this model has query, key, value, out, gate, up, down, or all. "
      "Nearest that works: all."),
     (["lora_alpha=32"],
-     "lora_alpha=32 has no use with lora_rank=0, which trains all weights. "
+     "lora_alpha=32 has no effect with lora_rank=0, which trains all weights. "
      "Nearest that work: lora_alpha=16 or lora_rank=8."),
     (["lora_targets=query"],
-     "lora_targets=query has no use with lora_rank=0, which trains all weights. "
+     "lora_targets=query has no effect with lora_rank=0, which trains all weights. "
      "Nearest that work: lora_targets=all or lora_rank=8."),
     (["lora_rank=-1"], "lora_rank=-1 must be at least 0. Nearest that works: 0."),
     (["lora_rank=2", "lora_alpha=0"], "lora_alpha=0 must be"),

@@ -39,7 +39,7 @@ def test_a_name_that_no_file_can_have_is_that_of_no_file(here, name):
     (b"# " + b"x" * 70_000, "has 70,002 bytes; a config has at most 65,536."),
     (b"steps: " + b"[" * 9000, "is nested too deeply."),
     (b"steps: " + b"[" * 30 + b"]" * 30, "is nested too deeply."),
-    (b"steps: !!int x", "has the tag !!int before what is none (line 1)."),
+    (b"steps: !!int x", "has the tag !!int before a value that is not one (line 1)."),
     (b"a: &a [1]\n" + b"".join(b"b%d: &%c [%s]\n" % (i, 98 + i, b", ".join([b"*%c" % (97 + i)] * 9)) for i in range(9)),
      "repeats more than 1,000 values by aliases (line 1)."),
 ])  # fmt: skip

@@ -89,15 +89,15 @@ def test_every_shipped_model_has_a_fused_kernel_on_hopper_and_blackwell_and_plai
 @pytest.mark.parametrize(("overrides", "accelerator", "shards", "reasons"), [
     ([BFLOAT16, CAPPED, "packing=false"], BARE, 1, {
         "tokamax_mosaic": "tokamax is not installed",
-        "cudnn_flash": "it does not know a soft cap of scores (50.0)",
-        "pallas_mha": "it does not know a soft cap of scores (50.0)"}),
+        "cudnn_flash": "it does not support a soft cap of scores (50.0)",
+        "pallas_mha": "it does not support a soft cap of scores (50.0)"}),
     ([BFLOAT16, SINKS], Accelerator("gpu", "8.9", "0.0.17"), 1, {
         "tokamax_mosaic": "it runs on compute capability 9.0 or 10.0, not on 8.9",
-        "cudnn_flash": "it does not know several documents in a row or attention sinks",
-        "pallas_mha": "it does not know attention sinks"}),
+        "cudnn_flash": "it does not support several documents in a row or attention sinks",
+        "pallas_mha": "it does not support attention sinks"}),
     ([BFLOAT16], Accelerator("gpu", "10.0", "0.0.13"), 1, {
         "tokamax_mosaic": "it needs tokamax 0.0.12 or 0.0.17, not 0.0.13",
-        "cudnn_flash": "it does not know several documents in a row"}),
+        "cudnn_flash": "it does not support several documents in a row"}),
     ([BFLOAT16], TPU, 4, {"splash": "max_target_length=256 is not a multiple of 1024"}),
     ([BFLOAT16], H100, 1, {}),
     ([BFLOAT16], CPU, 1, {}),
@@ -112,7 +112,7 @@ def test_a_choice_is_said_in_one_line_with_a_reason_once():
         "dot_product (tokamax_mosaic, cudnn_flash, pallas_mha: it does not compute in dtype=float32)"
     )
     assert str(attention_kernel(wide, BARE)) == (
-        "pallas_mha (tokamax_mosaic: tokamax is not installed; cudnn_flash: it does not know several documents in a "
+        "pallas_mha (tokamax_mosaic: tokamax is not installed; cudnn_flash: it does not support several documents in a "
         "row)"
     )
     assert str(attention_kernel(wide, CPU)) == "dot_product"
@@ -147,18 +147,19 @@ def test_a_kernel_that_does_not_run_here_is_refused(name, accelerator, shards, m
 
 @pytest.mark.parametrize(("overrides", "message"), [
     ([CAPPED, SINKS, "packing=false"],
-     "attention=cudnn_flash does not know a soft cap of scores (50.0) or attention sinks. Nearest that works: "
+     "attention=cudnn_flash does not support a soft cap of scores (50.0) or attention sinks. Nearest that works: "
      "dot_product."),
-    ([], "attention=cudnn_flash does not know several documents in a row. Nearest that work: attention=cudnn_masked or "
-         "packing=false."),
+    ([], "attention=cudnn_flash does not support several documents in a row. Nearest that work: attention=cudnn_masked "
+         "or packing=false."),
     ((*LATENT, "packing=false"),
-     "attention=cudnn_flash does not know values of another width than keys. Nearest that works: dot_product."),
-    (["attention=pallas_mha", *WINDOW], "attention=pallas_mha does not know windows. Nearest that works: dot_product."),
+     "attention=cudnn_flash does not support values of another width than keys. Nearest that works: dot_product."),
+    (["attention=pallas_mha", *WINDOW],
+     "attention=pallas_mha does not support windows. Nearest that works: dot_product."),
     (["attention=tokamax_mosaic", "head_dim=12"],
-     "attention=tokamax_mosaic does not know heads whose dims are no multiple of 8 (12). Nearest that works: "
+     "attention=tokamax_mosaic does not support heads whose dims are no multiple of 8 (12). Nearest that works: "
      "dot_product."),
     (["attention=pallas_mha", "head_dim=192"],
-     "attention=pallas_mha does not know heads of more than 128 dims (192). Nearest that works: dot_product."),
+     "attention=pallas_mha does not support heads of more than 128 dims (192). Nearest that works: dot_product."),
     (["attention=cudnn_masked", "max_target_length=101"],
      "attention=cudnn_masked needs max_target_length=101 to be a multiple of 2. Nearest that works: dot_product."),
     (["attention=splash", "max_target_length=100"],

@@ -52,7 +52,7 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_its_base(here):
 def test_of_duplicate_overrides_the_last_wins_and_duplicate_keys_of_a_file_are_refused(here):
     assert load_config(None, ["steps=30", "steps=25"]).steps == 25
     Path("my.yml").write_text("steps: 30\nsteps: 25\n")
-    assert problems_of("my.yml") == ("key 'steps' stands twice in my.yml. Keep one of them.",)
+    assert problems_of("my.yml") == ("key 'steps' occurs twice in my.yml. Keep one of them.",)
 
 
 def test_a_model_file_lies_between_base_yml_and_what_the_user_states(here):
@@ -82,7 +82,7 @@ def test_a_model_of_the_working_directory_is_found(here):
 
 def test_an_unknown_model_is_refused_with_those_there_are():
     (problem,) = problems_of(None, ["model_name=llama3_8b"])
-    assert problem.startswith("model_name=llama3_8b has no file in configs/models/. Of that family there are: llama2-")
+    assert problem.startswith("model_name=llama3_8b has no file in configs/models/. Its family has: llama2-")
     assert problem.endswith("Did you mean 'llama3-8b'?")
     (problem,) = problems_of(None, ["model_name=0.25"])
     assert "There are models of: apertus, command, deepseek, " in problem
@@ -117,7 +117,7 @@ def test_keys_of_reinforcement_learning_take_one_line_which_says_what_to_write(h
 def test_all_problems_are_reported_at_once(here):
     Path("my.yml").write_text("stps: 30\nseed: 1.5\nseed: 2.5\nbase_num_kv_heads: 3\n")
     assert problems_of("my.yml", ["steps=many", "optimizer=adam", "nonsense", "vocab_size=3"]) == (
-        "key 'seed' stands twice in my.yml. Keep one of them.",
+        "key 'seed' occurs twice in my.yml. Keep one of them.",
         "'nonsense' (command line) is not of the form key=value.",
         "unknown key 'stps' (my.yml). Did you mean 'steps'?",
         "steps=many is text, not a number. Nearest that works: 250.",
@@ -195,6 +195,9 @@ def test_text_keys_take_text_as_written():
     assert load_config(None, ["run_name='a b'"]).run_name == "a b"
     assert load_config(None, ["remat_policy=none"]).remat_policy == "none"
     assert load_config(None, ["run_name=a=b"]).run_name == "a=b"
+    assert load_config(None, ["run_name=#5"]).run_name == "#5"
+    assert load_config(None, ["tokenizer_path=''"]).tokenizer_path == ""
+    assert "run_name=null is not text" in problems_of(None, ["run_name=null"])[0]
 
 
 def test_base_is_no_key_of_the_command_line():

@@ -38,14 +38,18 @@ def test_a_mapping_comes_back_from_a_file_a_pickle_and_json(tmp_path):
      "that works: {}."),
     ("rope_scaling={rope_type: linear}", "={rope_type: linear} lacks factor, which rope_type=linear needs."),
     ("rope_scaling={rope_type: linear, factr: 2}", "has factr, which rope_type=linear does not"),
-    ("rope_scaling={rope_type: linear, factor: 0.5}", "has factor=0.5; it must be at least 1."),
+    ("rope_scaling={rope_type: linear, factor: 0.5}", "has factor=0.5, which must be at least 1."),
     ("rope_scaling={rope_type: linear, factor: .nan}", "which is not a finite number"),
-    ("rope_scaling={rope_type: yarn, factor: 2, original_max_position_embeddings: 8, truncate: 1}", "has a truncate"),
-    ("rope_scaling={rope_type: dynamic, factor: 2, original_max_position_embeddings: 1.5}", "must be an integer"),
+    ("rope_scaling={rope_type: yarn, factor: 2, original_max_position_embeddings: 8, truncate: 1}",
+     "has truncate=1, which is not true or false."),
+    ("rope_scaling={rope_type: dynamic, factor: 2, original_max_position_embeddings: 1.5}",
+     "=1.5, which is not an integer."),
+    ("rope_scaling={rope_type: [yarn]}", "needs a rope_type"),
+    ("rope_scaling={rope_type: linear, factor: }", "has no value for factor."),
     (f"rope_scaling={LLAMA3.replace('low_freq_factor: 1', 'low_freq_factor: 5')}", "above its high_freq_factor"),
     ("rope_scaling=2", "rope_scaling=2 is not a mapping, as {name: value}. Nearest that works: {}."),
     ("mla={kv_lora_rank: 16}", "lacks q_lora_rank, which latent attention needs"),
-    (f"mla={MLA.replace('rope_head_dim: 4', 'rope_head_dim: 3')}", "qk_rope_head_dim that is odd"),
+    (f"mla={MLA.replace('rope_head_dim: 4', 'rope_head_dim: 3')}", "has an odd qk_rope_head_dim"),
 ])  # fmt: skip
 def test_what_is_wrong_with_a_mapping_is_said(override, message):
     with pytest.raises(UserError) as error:

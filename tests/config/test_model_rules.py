@@ -56,23 +56,23 @@ LATENT = "mla={q_lora_rank: 0, kv_lora_rank: 16, qk_nope_head_dim: 12, qk_rope_h
     (["num_experts=4", "mlp_pattern=dense,moe", "first_num_dense_layers=1"],
      "first_num_dense_layers=1 beside mlp_pattern=dense,moe, which counts all layers. Nearest that work: "
      "first_num_dense_layers=0 or mlp_pattern=dense,moe,dense,moe first_num_dense_layers=0."),
-    (["mlp_pattern=dense,moe"], "mlp_pattern=dense,moe has no use with num_experts=1, a model without experts. "
+    (["mlp_pattern=dense,moe"], "mlp_pattern=dense,moe has no effect with num_experts=1, a model without experts. "
      "Nearest that works: moe."),
     (["num_experts=4", "base_shared_mlp_dim=8"],
-     "base_shared_mlp_dim=8 has no use with shared_experts=0. Nearest that work: base_shared_mlp_dim=-1 or "
+     "base_shared_mlp_dim=8 has no effect with shared_experts=0. Nearest that work: base_shared_mlp_dim=-1 or "
      "shared_experts=1."),
     (["num_experts=4", "shared_expert_gate=true"],
-     "shared_expert_gate=true has no use with shared_experts=0. Nearest that work: shared_expert_gate=false or "
+     "shared_expert_gate=true has no effect with shared_experts=0. Nearest that work: shared_expert_gate=false or "
      "shared_experts=1."),
     (["num_experts=4", "shared_experts=1", "base_shared_mlp_dim=0"],
      "base_shared_mlp_dim=0 must be at least 1, or -1. Nearest that works: 1."),
     (["num_experts=4", "routed_score_func=sparsemixer"],
-     "norm_topk_prob=true has no place with routed_score_func=sparsemixer, whose choices each have a softmax of their "
-     "own. Nearest that works: false."),
+     "norm_topk_prob=true has no effect with routed_score_func=sparsemixer, which takes a separate softmax for each "
+     "choice. Nearest that works: false."),
     (["layer_pattern=chunked"],
      "chunk_attn_window_size=0 with layer_pattern=chunked: chunked layers see no token. Nearest that works: 256."),
     (["chunk_attn_window_size=8"],
-     "chunk_attn_window_size=8 has no use with layer_pattern=global. Nearest that work: "
+     "chunk_attn_window_size=8 has no effect with layer_pattern=global. Nearest that work: "
      "chunk_attn_window_size=0 or layer_pattern=chunked."),
     (["num_experts=4", "first_num_dense_layers=4"],
      "first_num_dense_layers=4 leaves none of base_num_decoder_layers=4 for experts. Nearest that works: 3."),

@@ -81,6 +81,6 @@ def test_a_password_in_an_address_does_not_reach_the_run_directory_or_the_log(tm
     "load_parameters_path=gs://me:planted@bucket/x",
 ])  # fmt: skip
 def test_a_path_with_a_password_is_refused_without_it(setting):
-    with pytest.raises(UserError, match=r"://\*\*\*@bucket/x holds a name or password") as refused:
+    with pytest.raises(UserError, match=r"://\*\*\*@bucket/x has a name or password") as refused:
         load_config(None, ["dataset_type=array_record", setting])
     assert "planted" not in str(refused.value)

@@ -25,39 +25,39 @@ REFUSED = {
                      "glob: name it. Nearest that works: dataset_type=arithmetic.",
     "objective=sft": "objective=sft contradicts dataset_type=prompts, whose data are for grpo. Nearest that works: "
                      "grpo.",
-    "long_examples=truncate": "long_examples=truncate has no use in RL: a question that is cut short has another "
+    "long_examples=truncate": "long_examples=truncate has no effect in RL: a question that is cut short has another "
                               "answer. Nearest that work: drop or refuse.",
-    "packing=true": "packing=true has no use in RL: a prompt with its response is a row by itself. Nearest that works: "
+    "packing=true": "packing=true has no effect in RL: each prompt with its response is one row. Nearest that works: "
                     "false.",
-    "z_loss_multiplier=0.001": "z_loss_multiplier=0.001 has no use in RL, whose loss is of ratios, not of logits. "
+    "z_loss_multiplier=0.001": "z_loss_multiplier=0.001 has no effect in RL, whose loss is of ratios, not of logits. "
                                "Nearest that works: 0.",
-    "schedule_unit=tokens": "schedule_unit=tokens cannot be in RL, where nobody knows how many tokens the responses "
-                            "will have. Nearest that work: steps or examples.",
-    "prompt_template=Answer: ": "prompt_template=Answer:  holds {prompt} nowhere: each prompt stands in it once. "
+    "schedule_unit=tokens": "schedule_unit=tokens is impossible in RL: the number of tokens in the responses is not "
+                            "known in advance. Nearest that work: steps or examples.",
+    "prompt_template=Answer: ": "prompt_template=Answer:  has {prompt} nowhere: it must have it once. "
                                 "Nearest that works: Answer: {prompt}.",
-    "prompt_template={prompt}, {prompt}!": "prompt_template={prompt}, {prompt}! holds {prompt} 2 times: each prompt "
-                                           "stands in it once. Nearest that works: \"{prompt}, !\".",
-    "arithmetic_operations=+": "arithmetic_operations=+ has no use with dataset_type=prompts, which reads files. "
+    "prompt_template={prompt}, {prompt}!": "prompt_template={prompt}, {prompt}! has {prompt} 2 times: it must have "
+                                           "it once. Nearest that works: \"{prompt}, !\".",
+    "arithmetic_operations=+": "arithmetic_operations=+ has no effect with dataset_type=prompts, which reads files. "
                                "Nearest that work: arithmetic_operations=+- or dataset_type=arithmetic.",
-    "arithmetic_largest=12": "arithmetic_largest=12 has no use with dataset_type=prompts, which reads files. Nearest "
-                             "that work: arithmetic_largest=99 or dataset_type=arithmetic.",
+    "arithmetic_largest=12": "arithmetic_largest=12 has no effect with dataset_type=prompts, which reads files. "
+                             "Nearest that work: arithmetic_largest=99 or dataset_type=arithmetic.",
     "reward_functions=,": "reward_functions=, names no function. Nearest that works: exact_answer.",
     "reward_functions=exact_answer,numeric": "reward_functions=exact_answer,numeric names 'numeric', which is none of "
                                              f"{SHIPPED}, nor of the form module:function. Nearest that works: "
                                              "exact_answer,numeric_answer.",
     "reward_functions=m:f, m:f": "reward_functions=m:f, m:f names m:f twice. Nearest that works: m:f.",
-    "reward_weights=1,2": "reward_weights=1,2 are 2 for the 1 of reward_functions=exact_answer. Nearest that work: 1 "
+    "reward_weights=1,2": "reward_weights=1,2 has 2 for the 1 of reward_functions=exact_answer. Nearest that work: 1 "
                           "or reward_weights=.",
-    "reward_weights=much": "reward_weights=much holds something that is not a finite number. Nearest that works: 1.",
-    "reward_weights=inf": "reward_weights=inf holds something that is not a finite number. Nearest that works: 1.",
+    "reward_weights=much": "reward_weights=much has something that is not a finite number. Nearest that works: 1.",
+    "reward_weights=inf": "reward_weights=inf has something that is not a finite number. Nearest that works: 1.",
     "reward_functions=format": "reward_format is empty, but reward_functions names format, which compares responses "
                                "with it. Nearest that works: reward_format=.*.",
-    "reward_format=[0-9]+": "reward_format=[0-9]+ has no use with reward_functions=exact_answer. Nearest that work: "
+    "reward_format=[0-9]+": "reward_format=[0-9]+ has no effect with reward_functions=exact_answer. Nearest that work: "
                             "reward_format= or reward_functions=exact_answer,format.",
-    "decode_sampling_temperature=0": "decode_sampling_temperature=0 always draws the likeliest token: the "
+    "decode_sampling_temperature=0": "decode_sampling_temperature=0 always samples the likeliest token: the "
                                      "num_generations=8 responses to a prompt would all be the same. Nearest that "
                                      "works: 1.",
-    "decode_sampling_top_k=1": "decode_sampling_top_k=1 always draws the likeliest token: the num_generations=8 "
+    "decode_sampling_top_k=1": "decode_sampling_top_k=1 always samples the likeliest token: the num_generations=8 "
                                "responses to a prompt would all be the same. Nearest that work: 0 or 2.",
     "decode_sampling_top_k=321": "decode_sampling_top_k=321 is more than vocab_size=320. Nearest that work: 320 or 0.",
     "eval_num_generations=2": "eval_num_generations=2 with eval_sampling_temperature=0: all responses to a prompt "
@@ -67,10 +67,10 @@ REFUSED = {
                            "rollout_url=http://127.0.0.1:8000/v1 or rollout_engine=local.",
     "rollout_engine=vllm": "rollout_url is empty, but rollout_engine=vllm asks a server. Nearest that work: "
                            "rollout_url=http://127.0.0.1:8000 or rollout_engine=local.",
-    "rollout_correction_cap=3": "rollout_correction_cap=3 has no use with rollout_correction=none. Nearest that work: "
-                                "rollout_correction_cap=2 or rollout_correction=truncated.",
-    "rollout_url=http://x": "rollout_url=http://x has no use with rollout_engine=local, which samples in this process. "
-                            "Nearest that works: rollout_url=.",
+    "rollout_correction_cap=3": "rollout_correction_cap=3 has no effect with rollout_correction=none. Nearest that "
+                                "work: rollout_correction_cap=2 or rollout_correction=truncated.",
+    "rollout_url=http://x": "rollout_url=http://x has no effect with rollout_engine=local, which samples in this "
+                            "process. Nearest that works: rollout_url=.",
 }  # fmt: skip
 
 
@@ -87,26 +87,26 @@ def test_a_contradiction_is_refused_and_what_is_named_works(override):
 
 @pytest.mark.parametrize(("overrides", "message"), [
     (["dataset_type=arithmetic", "arithmetic_largest=2147483647", "eval_steps=4"],
-     "arithmetic_largest=2147483647 gives more than 2**62 problems, which have no numbers. Nearest that works: "
-     "1518500248."),
+     "arithmetic_largest=2147483647 gives more than 2**62 problems, which is more than can be numbered. Nearest "
+     "that works: 1518500248."),
     (["dataset_type=arithmetic", "arithmetic_operations=+/"],
-     "arithmetic_operations=+/ holds '/', which is none of +, - and *. Nearest that works: +."),
+     "arithmetic_operations=+/ has '/', which is none of +, - and *. Nearest that works: +."),
     (["dataset_type=arithmetic", "arithmetic_operations=-+-"],
-     "arithmetic_operations=-+- holds an operation twice. Nearest that works: -+."),
+     "arithmetic_operations=-+- has an operation twice. Nearest that works: -+."),
     (["reward_functions=exact_answer,format", "reward_format=(", "reward_weights=2, 0.5"],
      "reward_format=( is not a regular expression (missing ), unterminated subpattern at position 0). Nearest that "
      r"works: \(."),
     (["reward_functions=exact_answer,m:f", "reward_weights=0.5"],
-     "reward_weights=0.5 are 1 for the 2 of reward_functions=exact_answer,m:f. Nearest that work: 0.5,1 or "
+     "reward_weights=0.5 has 1 for the 2 of reward_functions=exact_answer,m:f. Nearest that work: 0.5,1 or "
      "reward_weights=."),
     (["rollout_engine=http", "rollout_url=127.0.0.1:8000"],
      "rollout_url=127.0.0.1:8000 does not begin with http:// or https:// and a host. Nearest that works: "
      "http://127.0.0.1:8000/v1."),
     (["rollout_engine=http", "rollout_url=https://x/v1", "rollout_fsdp_parallelism=2"],
-     "rollout_fsdp_parallelism=2 has no use with rollout_engine=http, whose server has devices of its own. Nearest "
+     "rollout_fsdp_parallelism=2 has no effect with rollout_engine=http, whose server has its own devices. Nearest "
      "that works: 1."),
     (["rollout_engine=sglang", "rollout_url=http://x", "rollout_tensor_parallelism=2"],
-     "rollout_tensor_parallelism=2 has no use with rollout_engine=sglang, whose server has devices of its own. Nearest "
+     "rollout_tensor_parallelism=2 has no effect with rollout_engine=sglang, whose server has its own devices. Nearest "
      "that works: 1."),
     (["rollout_engine=vllm", "rollout_url=http://x", "decode_sampling_temperature=0.7", "decode_sampling_top_k=40"],
      "decode_sampling_temperature=0.7 with decode_sampling_top_k=40 and decode_sampling_nucleus_p=1: "
@@ -115,7 +115,7 @@ def test_a_contradiction_is_refused_and_what_is_named_works(override):
     (["rollout_correction=truncated", "rollout_correction_cap=0.5"],
      "rollout_correction_cap=0.5 must be at least 1. Nearest that works: 1."),
     (['prompt_template="Q:\\nA:"'],
-     r"prompt_template=Q:\nA: holds {prompt} nowhere: each prompt stands in it once. Nearest that works: "
+     r"prompt_template=Q:\nA: has {prompt} nowhere: it must have it once. Nearest that works: "
      r'"Q:\nA:{prompt}".'),
 ])  # fmt: skip
 def test_keys_that_do_not_go_together_are_refused(overrides, message):
@@ -156,7 +156,7 @@ def test_a_template_may_have_lines(tmp_path):
     with pytest.raises(UserError) as refused:
         load_config(FILE, ["prompt_template={prompt}\n\x07"])
     assert refused.value.problems == (
-        r"prompt_template={prompt}\n\x07 holds a character that cannot be printed. Nearest that works: {prompt}.",
+        r"prompt_template={prompt}\n\x07 has a character that cannot be printed. Nearest that works: {prompt}.",
     )
 
 
@@ -176,10 +176,10 @@ def test_no_rule_is_asked_twice():
 
 
 @pytest.mark.parametrize(("override", "reason"), [
-    ("eval_per_device_batch_size=2", "where rollout_slots says how many responses are under way"),
-    ("grain_worker_count=2", "whose prompts are read by the process that trains"),
+    ("eval_per_device_batch_size=2", "where rollout_slots is the number of responses sampled at once"),
+    ("grain_worker_count=2", "where the training process reads the prompts"),
 ])  # fmt: skip
 def test_a_key_that_rl_does_not_read_is_refused(override, reason):
     with pytest.raises(UserError) as refused:
         load_config(FILE, [override])
-    assert refused.value.problems == (f"{override} (command line) has no use in RL, {reason}. Remove it.",)
+    assert refused.value.problems == (f"{override} (command line) has no effect in RL, {reason}. Remove it.",)

@@ -33,8 +33,8 @@ def test_traced_steps(word, steps):
 
 
 @pytest.mark.parametrize(("word", "message"), [
-    ("log_to=wandbb", "holds wandbb, which is none of tensorboard, wandb, mlflow. Nearest that works: wandb."),
-    ("log_to=3", "log_to=3 holds 3, which is none of tensorboard, wandb, mlflow."),
+    ("log_to=wandbb", "has wandbb, which is none of tensorboard, wandb, mlflow. Nearest that works: wandb."),
+    ("log_to=3", "log_to=3 has 3, which is none of tensorboard, wandb, mlflow."),
     ("log_to=[wandb, wandb]", "names one twice. Nearest that works: wandb."),
     ("profiler_steps=9-3", "is neither a number of steps nor a range such as 100-104. Nearest that works: 0."),
     ("profiler_steps=-1", "is neither a number of steps nor a range"),

@@ -11,19 +11,20 @@ TWO = (
 )
 WRONG = {
     "[]": "has 0 sources; it must have 1 to 1,000.",
-    "[{path: a}]": "is no mixture: entry 1 lacks weight, which every source needs.",
-    "[{weight: 1}]": "is no mixture: entry 1 lacks path, which every source needs.",
-    "[{path: a, weight: 0}]": "is no mixture: entry 1 has a weight that must be above 0.",
-    "[{path: a, weight: -0.1}]": "is no mixture: entry 1 has a weight that must be above 0.",
-    "[{path: a, weight: x}]": "is no mixture: entry 1 has a weight that is text, not a number.",
-    "[{path: a, weight: .inf}]": "is no mixture: entry 1 has a weight that is not a finite number.",
-    "[{path: '', weight: 1}]": "is no mixture: entry 1 has a path that must not be empty.",
-    "[{path: a, weight: 1, max_epochs: 0}]": "is no mixture: entry 1 has a max_epochs that must be above 0, or -1",
-    "[{path: a, weight: 1, name: ''}]": "is no mixture: entry 1 has a name that must not be empty.",
-    "[{path: a, wieght: 1}]": "entry 1 has wieght; it may have path, weight, max_epochs, name. Did you mean 'weight'?",
-    "[{path: a, weight: 1}, b.txt]": "is no mixture: entry 2 is not a mapping, as {path: web.jsonl, weight: 0.7}.",
-    "[{path: x/a.txt, weight: 1}, {path: a.jsonl, weight: 1}]": "has two sources named a: give each a name of its own.",
-    "{path: a, weight: 1}": "is no mixture: it must be a list, as [{path: web.jsonl, weight: 0.7}].",
+    "[{path: a}]": "is not a mixture: entry 1 lacks weight, which a source needs.",
+    "[{weight: 1}]": "is not a mixture: entry 1 lacks path, which a source needs.",
+    "[{path: a, weight: 0}]": "is not a mixture: entry 1 has weight=0, which must be above 0.",
+    "[{path: a, weight: -0.1}]": "is not a mixture: entry 1 has weight=-0.1, which must be above 0.",
+    "[{path: a, weight: x}]": "is not a mixture: entry 1 has weight=x, which is text, not a number.",
+    "[{path: a, weight: .inf}]": "is not a mixture: entry 1 has weight=inf, which is not a finite number.",
+    "[{path: '', weight: 1}]": "is not a mixture: entry 1 has path=, which must not be empty.",
+    "[{path: a, weight: 1, max_epochs: 0}]": "is not a mixture: entry 1 has max_epochs=0, which must be above 0, or -1",
+    "[{path: a, weight: 1, name: ''}]": "is not a mixture: entry 1 has name=, which must not be empty.",
+    "[{path: a, wieght: 1}]": "entry 1 has wieght, which a source does not take; it takes path, weight, "
+    "max_epochs, name. Did you mean 'weight'?",
+    "[{path: a, weight: 1}, b.txt]": "is not a mixture: entry 2 is not a mapping, as {path: web.jsonl, weight: 0.7}.",
+    "[{path: x/a.txt, weight: 1}, {path: a.jsonl, weight: 1}]": "has two sources named a: give each its own name.",
+    "{path: a, weight: 1}": "is not a mixture: it must be a list, as [{path: web.jsonl, weight: 0.7}].",
     "[{path: a, weight: 1}": "is not YAML",
 }
 
@@ -58,7 +59,7 @@ def test_a_list_in_a_file_and_in_a_resolved_config_reads_back(tmp_path):
     own = load_config(tmp_path / "own.yml").dataset_path
     assert [each.weight for each in own.entries] == [Fraction(1, 10**6), Fraction(999_999, 10**6)]
     (tmp_path / "own.yml").write_text("dataset_path: [a.txt, b.txt]\n")
-    with pytest.raises(UserError, match="is no mixture: entry 1 is not a mapping"):
+    with pytest.raises(UserError, match="is not a mixture: entry 1 is not a mapping"):
         load_config(tmp_path / "own.yml")
 
 

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from maxtext_lite.config import load_config
+from maxtext_lite.config import Refusal, load_config
 from maxtext_lite.config.load import defaults_of
-from maxtext_lite.config.suggest import ConfigRequest, WrongValue, suggest
+from maxtext_lite.config.suggest import ConfigRequest, suggest
 from maxtext_lite.config.violation import Violation, multiples
 
 BASE = load_config()
@@ -75,9 +75,9 @@ def test_lines_agree_with_each_other():
 
 
 def test_a_wrong_value_is_replaced_with_the_one_that_breaks_least():
-    assert said(Numbers(b=4), [WrongValue("a", "a=x is none.", (3, 4))]) == ["a=x is none. Nearest that works: 4."]
-    assert said(Numbers(b=4), [WrongValue("a", "a=x is none.", (3, 5))]) == ["a=x is none. Nearest that works: 2."]
-    assert said(Numbers(b=4), [WrongValue("a", "a=x is none.", (1, 4))]) == ["a=x is none. Nearest that work: 1 or 4."]
+    assert said(Numbers(b=4), [Refusal("a", "a=x is none.", (3, 4))]) == ["a=x is none. Nearest that works: 4."]
+    assert said(Numbers(b=4), [Refusal("a", "a=x is none.", (3, 5))]) == ["a=x is none. Nearest that works: 2."]
+    assert said(Numbers(b=4), [Refusal("a", "a=x is none.", (1, 4))]) == ["a=x is none. Nearest that work: 1 or 4."]
 
 
 def test_the_nearest_of_other_changes_is_named():

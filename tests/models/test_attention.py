@@ -182,7 +182,7 @@ def test_a_kernel_that_lacks_what_it_is_asked_for_is_refused():
         (v, None, 2.0, r"a soft cap of scores \(2.0\)"),
         (v[..., :8], None, None, "values of another width"),
     ):
-        with pytest.raises(ValueError, match=f"attention=cudnn_flash does not know {what}"):
+        with pytest.raises(ValueError, match=f"attention=cudnn_flash does not support {what}"):
             attention(
                 q, k, values, segment, sink, kernel="cudnn_flash", strategy="ring", scoring=Scoring(soft_cap=soft_cap)
             )

@@ -46,7 +46,7 @@ def test_charts_without_a_value_are_left_out(tmp_path):
     with_more = [step_line(1, mfu=0.4, loss_scale=1024.0, gradient_noise_scale=30.0, z_loss=0.1)]
     assert titles(board_of(tmp_path, with_more)) == [
         "Loss", "Batch size", "Gradient noise scale and batch", "Learning rate", "Throughput",
-        "Model FLOP utilisation", "Time of a step", "Gradient norm", "Parameter norm", "Loss scale",
+        "Model FLOP utilization", "Time of a step", "Gradient norm", "Parameter norm", "Loss scale",
         "Auxiliary losses", "Epochs",
     ]  # fmt: skip
     pairs = [step_line(1, reward_chosen=-0.5, reward_rejected=-1.0, reward_margin=0.5, reward_accuracy=0.75)]

@@ -21,7 +21,7 @@ def test_steps_that_were_done_again_count_once():
     assert sum(found.values()) == 1200 - 1000
     assert goodput(starts) == pytest.approx(80 / 200)
     assert goodput_text(starts) == (
-        "goodput 40.0%: 80.0 s of 200.0 in 2 starts went to steps that count; the others, in seconds: down 30.0, "
+        "goodput 40.0%: 80.0 s of 200.0 in 2 starts were spent on steps that count; the rest, in seconds: down 30.0, "
         "compile 30.0, start-up 20.0, save 20.0, repeated 10.0, evaluation 10.0"
     )
 

@@ -156,7 +156,7 @@ def test_memory_is_the_plan_s_beside_what_came_of_it(tmp_path):
     (directory / "memory.json").write_text('{"compiled_bytes": 2500000, "measured_bytes": null}')
     assert ", as planned; 2.5 MB by the compiler." in page_of(directory).text
     (directory / "memory.json").write_text('{"compiled_bytes": "<b>", "measured_bytes": 3100000}')
-    assert ", as planned; 3.1 MB held by a device in the first step." in page_of(directory).text
+    assert ", as planned; 3.1 MB used by a device in the first step." in page_of(directory).text
 
 
 def test_several_runs_lie_over_each_other_and_are_compared(tmp_path):
@@ -234,9 +234,9 @@ def test_a_run_that_has_hardly_begun_has_a_page(tmp_path, empty):
     else:
         write_run(directory, [], [])
     page = page_of(directory)
-    assert "There is nothing to draw yet: no step has been recorded." in page.text
+    assert "Nothing to draw yet: no step has been recorded." in page.text
     assert "metrics.jsonl has no step yet." in page.text
-    assert ("plan.json is not there." in page.text) == empty
+    assert ("plan.json is missing." in page.text) == empty
     assert page.figures() == []
     page_of(directory, write_run(tmp_path / "other", run_lines(), []))
 
@@ -321,11 +321,11 @@ def test_the_timeline_has_a_bar_as_long_as_each_phase_in_the_line_of_its_kind(tm
         for bar in page.attributes("i")
     ]
     assert bars == [
-        ("c0", "0.00", "25.00", "chunk 0: sampling 1 s"),
-        ("c0", "25.00", "25.00", "chunk 1: sampling 1 s"),
-        ("c1", "22.50", "2.50", "chunk 0: judging 0.1 s"),
+        ("c0", "0.00", "25.00", "chunk 0: rollout 1 s"),
+        ("c0", "25.00", "25.00", "chunk 1: rollout 1 s"),
+        ("c1", "22.50", "2.50", "chunk 0: rewards 0.1 s"),
         ("c2", "25.00", "12.50", "chunk 0: training 0.5 s"),
-        ("c0", "0.00", "100.00", "chunk 0: sampling 4 s"),
+        ("c0", "0.00", "100.00", "chunk 0: rollout 4 s"),
         ("c2", "75.00", "25.00", "chunk 12: training 1 s"),
     ]
     assert "step 7" in page.text

@@ -43,7 +43,7 @@ def test_the_svg_has_a_box_for_each_piece_of_work():
 
 
 def test_the_svg_is_as_wide_as_its_sentences_and_says_what_it_leaves_out():
-    for shape, meaning in ((ONCE, ", colours are micro-batches"), (TWICE, ", colours are rounds")):
+    for shape, meaning in ((ONCE, ", colors are micro-batches"), (TWICE, ", colors are rounds")):
         picture = pipeline_svg(shape, "gpipe")
         width = float(ElementTree.fromstring(picture).attrib["width"])
         assert width > 8 + 0.5 * 13 * len(heading(shape, "gpipe"))  # half an em a character

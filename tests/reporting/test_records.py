@@ -21,8 +21,8 @@ def test_every_line_that_holds_a_step_is_read_and_the_others_are_named(tmp_path)
     assert read(path) == (
         [{"step": step} for step in range(7)],
         [
-            "metrics.jsonl ends in a line cut short: the run was writing it, or was killed.",
-            "metrics.jsonl: 7 of 16 lines are left out, as they hold no step: 2, 4, 6, 8, 10 ....",
+            "metrics.jsonl ends with an incomplete line: the run was writing it, or was killed.",
+            "metrics.jsonl: 7 of 16 lines have no step and are left out: 2, 4, 6, 8, 10 ....",
         ],
     )
 

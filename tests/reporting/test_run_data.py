@@ -56,7 +56,7 @@ def test_a_last_line_that_is_cut_short_is_noted_and_left_out(tmp_path):
     path.write_text(path.read_text()[:-30])
     run = read(directory)
     assert run.steps["step"] == [1]
-    assert run.notes[0] == "metrics.jsonl ends in a line cut short: the run was writing it, or was killed."
+    assert run.notes[0] == "metrics.jsonl ends with an incomplete line: the run was writing it, or was killed."
 
 
 def test_a_whole_last_line_without_its_end_counts(tmp_path):
@@ -72,7 +72,7 @@ def test_where_a_run_went_back_is_noted(tmp_path):
     directory = write_metrics(tmp_path / "r", [step_line(1)])
     lines = [{"row": 3, "step": 45}, {"row": 4, "step": 1047}, {"row": 9, "step": 1047}]
     (directory / "excluded_rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    note = "the run went back before step 45, 1,047, and left out 3 rows: excluded_rows.jsonl."
+    note = "the run went back before step 45, 1,047 and excluded 3 rows: excluded_rows.jsonl."
     assert note in read(directory).notes
 
 
@@ -82,7 +82,7 @@ def test_lines_without_a_step_are_noted_by_number(tmp_path):
         file.write('{"step": true}\n[]\n\n{"loss": 2}\nnot json\n' + json.dumps(step_line(2)) + "\n")
     run = read(directory)
     assert run.steps["step"] == [1, 2]
-    assert "metrics.jsonl: 4 of 7 lines are left out, as they hold no step: 2, 3, 5, 6." in run.notes
+    assert "metrics.jsonl: 4 of 7 lines have no step and are left out: 2, 3, 5, 6." in run.notes
 
 
 def test_a_step_that_stands_twice_counts_as_the_later_line_has_it(tmp_path):
@@ -102,12 +102,12 @@ def test_files_that_are_missing_or_damaged_are_noted(tmp_path):
         "no step yet",
         "plan.json cannot be read",
         "config.yml cannot be read",
-        "environment.json is not there",
+        "environment.json is missing",
     ):
         assert said in text
     (directory / "plan.json").write_text("[]")
     (directory / "metrics.jsonl").unlink()
-    assert {"plan.json is not a JSON object.", "metrics.jsonl is not there."} < set(read(directory).notes)
+    assert {"plan.json is not a JSON object.", "metrics.jsonl is missing."} < set(read(directory).notes)
 
 
 @pytest.mark.parametrize("number", ["1" + "0" * 400, "-1e308", "Infinity", "NaN", "1e999"])
@@ -115,7 +115,7 @@ def test_numbers_that_nothing_can_be_computed_with_are_left_out_and_noted(number
     (tmp_path / "plan.json").write_text(f'{{"steps": {number}, "memory": {{"total": 5, "params": [{number}]}}}}')
     (run,) = read_runs([tmp_path])
     assert run.plan == {"steps": None, "memory": {"total": 5, "params": [None]}}
-    assert "plan.json holds numbers beyond any that a run writes; they are left out." in run.notes
+    assert "plan.json has numbers beyond any that a run writes; they are left out." in run.notes
 
 
 def test_settings_have_value_base_and_origin(tmp_path):
@@ -149,7 +149,7 @@ def test_what_is_no_run_directory_is_refused_with_what_is_near(tmp_path):
         f"RUN_DIR={tmp_path}/runs is not a run directory: {none} Nearest that works: {tmp_path}/runs/a.",
         f"RUN_DIR={tmp_path}/empty is not a run directory: {none}",
         f"RUN_DIR={tmp_path}/file is a file; it must be a run directory.",
-        f"RUN_DIR={tmp_path}/no is not there; it must be a run directory.",
+        f"RUN_DIR={tmp_path}/no is missing; it must be a run directory.",
     )
 
 

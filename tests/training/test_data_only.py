@@ -59,7 +59,7 @@ def test_ids_of_a_mixture_name_the_source(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["ids=true"], "ids=true has no use without data_only=true."),
+        (["ids=true"], "ids=true has no effect without data_only=true."),
         (["data_only=3"], "data_only=3 is not true or false."),
     ],
 )

@@ -37,7 +37,7 @@ def test_a_start_is_written_as_it_goes_on_and_the_next_one_adds_to_it(tmp_path, 
     second.note({"step": 4})
     assert second.so_far(4) == {"run_seconds": 24, "training_seconds": 10}
     assert second.close() == (
-        "goodput 41.7%: 10.0 s of 24.0 in 2 starts went to steps that count; the others, in seconds: down 9.0, "
+        "goodput 41.7%: 10.0 s of 24.0 in 2 starts were spent on steps that count; the rest, in seconds: down 9.0, "
         "compile 3.0, repeated 2.0"
     )
     assert [(each["first_step"], each["kept_step"]) for each in starts(tmp_path)] == [(0, 3), (3, 4)]

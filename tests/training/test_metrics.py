@@ -41,7 +41,7 @@ def test_a_damaged_line_in_the_middle_costs_no_other_line_and_is_told(damaged, t
     log.close()
     assert (tmp_path / "metrics.jsonl").read_bytes() == b"\n".join([*lines[:2], *lines[3:5]]) + b"\n"
     assert log.notes == (
-        "metrics.jsonl: 1 of 6 lines are left out, as they hold no step: 3.",
+        "metrics.jsonl: 1 of 6 lines have no step and are left out: 3.",
         "metrics.jsonl holds no step 3 any more.",
     )
 

@@ -194,7 +194,7 @@ def test_a_published_model_is_the_file_of_configs_models(name, fields):
     (LLAMA3_8B, {"rope_scaling": ["linear"]}, "is not an object with entries such as rope_type."),
     (LLAMA3_8B, {"rope_scaling": {"type": "linear"}}, "rope_scaling={rope_type: linear} lacks factor"),
     (LLAMA3_8B, {"rope_scaling": {"type": "linear", "factor": float("nan")}}, "factor=nan, which is not a finite"),
-    (LLAMA3_8B, {"rope_scaling": {"type": "linear", "factor": -2}}, "has factor=-2; it must be at least 1."),
+    (LLAMA3_8B, {"rope_scaling": {"type": "linear", "factor": -2}}, "has factor=-2, which must be at least 1."),
     (LLAMA3_8B, {"rope_scaling": LLAMA32_ROPE, "rope_parameters": LLAMA32_ROPE | {"factor": 2.0}},
      "contradicts rope_parameters in factor."),
     (LLAMA3_8B, {"torch_dtype": "int4"}, "torch_dtype=int4 is none of float32, bfloat16, float16 or float64"),
