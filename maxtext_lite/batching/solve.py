@@ -9,7 +9,7 @@ from typing import Self, cast
 
 from maxtext_lite.batching.batch import Batch, SmallerBatch, derive_batch, stated_batch
 from maxtext_lite.batching.rl import RLBatch, rl_batch
-from maxtext_lite.batching.sizes import Sizes, work_out
+from maxtext_lite.batching.sizes import Sizes, derive_sizes
 from maxtext_lite.batching.topology import MESH_KEYS, Topology, mesh_key, topology_violations
 from maxtext_lite.config import Config, Refusal, RLRunConfig
 from maxtext_lite.config.load import OF_NO_USE_IN_RL, defaults_of
@@ -180,7 +180,7 @@ def resolve(
         num_examples = None  # a length in epochs has no use there
         hosts = topology.num_hosts if rl.takes_turns else 1
         topology = replace(topology, num_devices=rl.trainer_devices, num_hosts=hosts)
-    sizes = work_out(config, topology, num_examples, rl.trained if rl else None)
+    sizes = derive_sizes(config, topology, num_examples, rl.trained if rl else None)
     return (sizes, rl) if isinstance(sizes, Sizes) else sizes
 
 

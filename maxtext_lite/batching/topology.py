@@ -8,7 +8,7 @@ from typing import Literal
 from maxtext_lite.config import Config, MeshConfig
 from maxtext_lite.config.errors import value_text
 from maxtext_lite.config.kernels import Accelerator
-from maxtext_lite.config.violation import Change, Violation, divisors_of
+from maxtext_lite.config.violation import Violation, divisors_of
 
 MOST_DEVICES = 1_000_000
 """Devices or hosts of a machine."""
@@ -61,9 +61,6 @@ MESH_KEYS: tuple[str, ...] = (
     *(mesh_key("dcn", axis) for axis in MESH_AXES),
 )
 """The twelve keys whose product is num_devices."""
-
-DATA_PARALLEL: Change = dict.fromkeys(MESH_KEYS, 1) | {mesh_key("ici", "data"): -1}
-"""The mesh that suits any machine and any model: copies of the model, one per device."""
 
 
 def topology_violations(topology: Topology) -> list[Violation]:
