@@ -35,7 +35,7 @@ class PipelineShape:
         return Fraction(idle, self.num_ticks(schedule))
 
     def num_ticks(self, schedule: Schedule) -> int:
-        """Times that all stages run: with gpipe in one pass, forward or backward, of a micro-batch; with 1f1b per step."""
+        """Times that all stages run: with gpipe for a micro-batch, forward or backward; with 1f1b for a step."""
         idle = self.num_stages - 1
         if schedule == "gpipe":
             return self.num_repeats * self.num_microbatches + idle
