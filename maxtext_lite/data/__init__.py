@@ -1,4 +1,4 @@
-"""Examples in a fixed order, read by Grain, laid out for the devices: sources, tokenizer, packing, order, feed."""
+"""Examples in a fixed order, read by Grain and laid out for the devices: sources, tokenizer, packing, order, feed."""
 
 import importlib
 from typing import TYPE_CHECKING
@@ -61,7 +61,7 @@ _WITH_JAX = {
     "example_ids": "order",
     "examples_hash": "order",
 }
-"""Names whose modules bring jax in, itself or through grain; imported when asked for, so that `plan` is without it."""
+"""Names whose modules import jax, directly or through grain; they load on first use, so that `plan` needs no jax."""
 
 
 def __getattr__(name: str) -> object:
