@@ -22,16 +22,16 @@ END_OF_TEXT = "<|endoftext|>"
 """The special token of a byte-level BPE."""
 
 _BYTES = 256
-_LONGEST_SENTENCE = 2**14  # characters; sentencepiece leaves out longer ones than it is told, and says nothing
+_LONGEST_SENTENCE = 2**14  # characters; sentencepiece silently drops sentences above its limit
 _MOST_BYTES = 4  # of a character
 
 
 def train_tokenizer(config: TokenizerConfig) -> Path:
-    """Trains a tokenizer on all documents of the input, and returns the file that `tokenizer_path` is to name.
+    """Trains a tokenizer on all documents of the input, and returns the file for `tokenizer_path`.
 
     Raises:
-      UserError: an input cannot be read or has a bad line, the output holds a tokenizer already, or the text does not
-        make a vocabulary of this size.
+      UserError: an input cannot be read or has a bad line, the output contains a tokenizer already, or the text does
+        not yield a vocabulary of this size.
     """
     name = "tokenizer.json" if config.tokenizer_type == "huggingface" else "tokenizer.model"
     path = Path(config.output) / name
@@ -51,7 +51,7 @@ def train_tokenizer(config: TokenizerConfig) -> Path:
 def _texts(config: TokenizerConfig) -> Iterator[str]:
     """The documents of the input."""
     reads = PrepareConfig(input=config.input, text_field=config.text_field)
-    reader = DocumentReader(reads, load_tokenizer(reads))  # which only conversations ask
+    reader = DocumentReader(reads, load_tokenizer(reads))  # used only for conversations
     tasks = cut(find_inputs(config.input), task_bytes=2**30, field=reads.field)
     for piece in (piece for task in tasks for piece in task.pieces):
         for document in reader.read(piece):
