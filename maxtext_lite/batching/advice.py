@@ -57,8 +57,8 @@ def batch_size_advice(noise_scale: float | None, relative_error: float | None, g
     measured = f"The gradient noise scale is about {_count(noise_scale)} examples"
     if relative_error is None:
         return (
-            f"{measured}, with an error that is not known. {_progress(noise_scale, global_batch)} "
-            f"Without an error bar that is a hint, no more. {_LIMITS}"
+            f"{measured}, with an unknown error. {_progress(noise_scale, global_batch)} "
+            f"Without an error bar this is only a hint. {_LIMITS}"
         )
     low = max(noise_scale * (1 - _STANDARD_ERRORS * relative_error), 0.0)
     high = noise_scale * (1 + _STANDARD_ERRORS * relative_error)
@@ -106,7 +106,7 @@ def _verdict(low: float, high: float, noise_scale: float, batch: int) -> str:
             f"would take about {fewer_examples:.0%} fewer examples and {more_steps:.0%} more steps."
         )
     if low >= batch / _CLEARLY and high <= _CLEARLY * batch:
-        return "The two are of like size, the usual compromise between few steps and few examples."
+        return "The two are of similar size, the usual compromise between few steps and few examples."
     side, factor = ("above", "twice") if noise_scale > batch else ("below", "half")
     return f"Whether the noise scale is {side} {factor} the batch cannot be told within its error."
 

@@ -48,8 +48,8 @@ def branch_sizes(factors: Sequence[Fraction], *, batch: int, accumulation: int, 
         }
         named = " or ".join(f"{number_text(Fraction(each, batch))} ({each})" for each in sorted(near))
         problems.append(
-            f"--factors={number_text(factor)}: --steps={steps} x {batch} examples = {examples} are no whole number of "
-            f"batches of {number_text(wanted)}. Nearest that work: {named}."
+            f"--factors={number_text(factor)}: --steps={steps} x {batch} examples = {examples} are not a whole number "
+            f"of batches of {number_text(wanted)}. Nearest that work: {named}."
         )
     if problems:
         raise UserError(problems)

@@ -68,11 +68,11 @@ class Move:
         rows = [f"{key:<{width}}  {_text(key, a)} -> {_text(key, b)}" for key, (a, b) in self.changes.items()]
         kept = ", ".join(f"{key}={_text(key, value)}" for key, value in self.unchanged.items() if value is not None)
         if self.trains_alike:
-            end = "The run goes on there with the same examples in the same steps; updates differ by rounding alone."
+            end = "The run continues there with the same examples in the same steps; updates differ only by rounding."
         else:
-            end = f"The run would not be the same one there: {', '.join(self._other)}."
+            end = f"The run would not be the same there: {', '.join(self._other)}."
             if "global_batch_to_train" in self.changes:
-                end += " global_batch_size states what shall stay."
+                end += " Set global_batch_size to keep the batch."
         if places := [key for key in _PLACES if key in self.changes]:
             end += f" The content of {' and '.join(places)} must be the same there, which a resume checks."
         return [*(rows or ["nothing changes"]), "", f"unchanged: {kept}", end]
@@ -88,11 +88,11 @@ def read_plan(run: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(f"--from={value_text(run)} is no run directory: {path} {error.strerror}.") from None
+        raise UserError(f"--from={value_text(run)} is not a run directory: {path} {error.strerror}.") from None
     except ValueError:
         found = None
     if not isinstance(found, dict) or any(key not in found for key in (*_TRAINING, *_MACHINE, "memory")):
-        raise UserError(f"--from={value_text(run)}: {path} is damaged, or of another version of maxtext_lite.")
+        raise UserError(f"--from={value_text(run)}: {path} is damaged, or from another version of maxtext_lite.")
     return cast("dict[str, Any]", found)
 
 

@@ -47,7 +47,7 @@ def rollout_of(config: RLRunConfig, num_devices: int, pairs: int) -> Rollout | l
         slots = -(-pairs // shards) * shards
     elif slots % shards:
         key = "rollout_slots"
-        message = f"{key}={slots} is not a multiple of the {shards} parts that the devices that generate cut them into."
+        message = f"{key}={slots} is not a multiple of the {shards} parts into which the generating devices split them."
         return [Violation(key, message, (multiples(key, shards, slots), -1))]
     width = config.base_num_kv_heads * (config.head_dim + config.value_dim) // mesh["tensor"]
     if config.mla is not None:  # keys of one head, which contain its values, on every device of a tensor group
@@ -66,7 +66,7 @@ def _mesh_violations(config: RLRunConfig, devices: int) -> list[Violation]:
     broken = [
         Violation(
             key,
-            f"{key}={value} does not divide both the model's {split[axis]} and the {devices} devices that generate.",
+            f"{key}={value} does not divide both the model's {split[axis]} and the {devices} generating devices.",
             (one_of(key, works[axis], value),),
         )
         for key, axis in stated.items()
@@ -76,7 +76,7 @@ def _mesh_violations(config: RLRunConfig, devices: int) -> list[Violation]:
         return broken
     message = (
         f"rollout_tensor_parallelism={tensor} x rollout_fsdp_parallelism={fsdp} does not divide the {devices} "
-        "devices that generate."
+        "generating devices."
     )
     near = one_of("rollout_tensor_parallelism", works["tensor"], tensor)
     return [Violation("rollout_fsdp_parallelism", message, (near,), rule="rollout mesh")]

@@ -130,7 +130,7 @@ def _diloco_replicas(config: Config, data_axis: int) -> int | Violation | None:
         return data_axis
     if replicas % data_axis == 0:
         return replicas
-    message = f"{key}={replicas} is not a multiple of the data axis, {data_axis}: its devices hold as many replicas."
+    message = f"{key}={replicas} is not a multiple of the data axis, {data_axis}: each part has equally many."
     return Violation(key, message, (multiples(key, data_axis, replicas), -1))
 
 

@@ -73,7 +73,7 @@ def topology_violations(topology: Topology) -> list[Violation]:
             message = f"{key}={value_text(number)} must be {bound}."
             broken.append(Violation(key, message, (nearest,), rule=f"{key} of a machine"))
     if not broken and devices % hosts:
-        message = f"num_hosts={hosts} does not divide num_devices={devices}: every host has as many devices."
+        message = f"num_hosts={hosts} does not divide num_devices={devices}: every host has equally many devices."
         broken.append(Violation("num_hosts", message, (divisors_of("num_hosts", devices, hosts),)))
     return broken
 
@@ -137,7 +137,8 @@ def _too_many_open(open_keys: list[str], num_devices: int) -> Violation:
 def _not_dividing(fixed: Mapping[str, int], product: int, open_key: str, num_devices: int) -> Violation:
     key, size = max(fixed.items(), key=lambda item: num_devices % item[1] != 0)
     total = "" if len(fixed) == 1 else f" = {product}"
-    message = f"{_product_text(fixed)}{total} does not divide the {num_devices} devices, so {open_key}=-1 is no number."
+    product_text = f"{_product_text(fixed)}{total}"
+    message = f"{product_text} does not divide the {num_devices} devices, so {open_key}=-1 is not a whole number."
     return Violation(key, message, (divisors_of(key, num_devices, size),), "mesh")
 
 

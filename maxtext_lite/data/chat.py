@@ -54,7 +54,7 @@ class ChatTemplate:
         try:
             self._template = self._environment.compiled(source)
         except Exception as error:  # jinja's own, and what Python's compiler makes of a program like this
-            raise UserError(f"{self._file}: its chat template is not one ({_reason(error)}).") from error
+            raise UserError(f"{self._file}: its chat template is invalid ({_reason(error)}).") from error
         self._special = {name: text for name in _SPECIAL if (text := _content(config.get(name))) is not None}
 
     def render(self, turns: Sequence[Turn], *, answer_follows: bool = True) -> str:
@@ -134,7 +134,7 @@ def _source(directory: Path | None, config: dict[str, Any]) -> tuple[Path, str]:
     if directory is None:
         raise UserError(
             "turns of a conversation need a chat template, and tokenizer_type=byte has none. Set chat_template to a "
-            "file that holds one, or give texts."
+            "file that contains one, or give texts."
         )
     if is_there(directory / "chat_template.jinja"):
         return directory / "chat_template.jinja", read_text(directory / "chat_template.jinja")
@@ -149,7 +149,7 @@ def _source(directory: Path | None, config: dict[str, Any]) -> tuple[Path, str]:
         raise UserError(f"{file}: chat_template={value_text(stated)} is not text, or a list with one named default.")
     if not stated:
         raise UserError(
-            f"{directory} has no chat template. Give whole texts instead of turns, or a file that holds a template."
+            f"{directory} has no chat template. Give whole texts instead of turns, or a file that contains a template."
         )
     return file, stated
 

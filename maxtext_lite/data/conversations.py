@@ -192,9 +192,9 @@ class Renderer:
                 pairs = enumerate(zip(whole, part, strict=False))
                 same = next((place for place, (one, other) in pairs if one != other), len(whole))
                 raise UserError(
-                    f"{where}: the chat template writes the first {number} turns otherwise when more follow "
-                    f"(...{whole[max(same - 20, 0) : same + 20]!r}), so that answers cannot be told from the rest. "
-                    "Name a template under chat_template that writes each turn by itself."
+                    f"{where}: the chat template renders the first {number} turns differently when more follow "
+                    f"(...{whole[max(same - 20, 0) : same + 20]!r}), so that answers cannot be told apart from the "
+                    "rest. Set chat_template to a template that renders each turn by itself."
                 )
         return len(before), len(after)
 
@@ -230,7 +230,7 @@ class Renderer:
         try:
             if self._config.tokenizer_type == "sentencepiece":
                 raise UserError(
-                    "tokenizer_type=sentencepiece does not know the special tokens that a chat template writes. "
+                    "tokenizer_type=sentencepiece does not know the special tokens of chat templates. "
                     "Save the tokenizer as a tokenizer.json, or give texts."
                 )
             if self._template is None:
@@ -263,7 +263,7 @@ def _turns(where: str, key: str, value: object) -> list[Turn]:
         if turn.get("tool_calls"):
             raise UserError(f"{named} has tool_calls, which are not learned.")
         if not isinstance(content, str):
-            raise UserError(f"{named} has no text as its content.")
+            raise UserError(f"{named} has content that is not text.")
         check_unicode(named, "content", content)
         if role == "assistant" and not content.strip():
             raise UserError(f"{named} is empty: there is no answer to learn from.")
@@ -279,7 +279,7 @@ def _check_order(where: str, turns: list[Turn]) -> None:
         expected = ("user", "assistant")[(at - first) % 2]
         if roles[at] != expected:
             raise UserError(
-                f"{where}: turn {at + 1} of the conversation is the {roles[at]}'s, where the {expected}'s is due: "
+                f"{where}: turn {at + 1} of the conversation is the {roles[at]}'s, but the {expected}'s is due: "
                 "after at most one system turn, user and assistant take turns."
             )
 

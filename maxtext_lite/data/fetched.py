@@ -79,7 +79,7 @@ def _check_in_place(remote: BucketDirectory, manifest: Manifest, entry: Path) ->
 def _check_sizes(remote: BucketDirectory, listed: dict[str, tuple[int, str]], shards: tuple[Shard, ...]) -> None:
     for shard in shards:
         if shard.file not in listed:
-            raise UserError(f"{remote.url}/{shard.file} is not there; {MANIFEST_FILE} names it.")
+            raise UserError(f"{remote.url}/{shard.file} is not there; {MANIFEST_FILE} lists it.")
         if shard.bytes not in (0, size := listed[shard.file][0]):
             raise UserError(f"{remote.url}/{shard.file} has {size:,} bytes; {MANIFEST_FILE} says {shard.bytes:,}.")
 

@@ -83,7 +83,7 @@ def open_megatron(key: str, path: str, tokenizer: Tokenizer) -> MegatronDocument
     about = read_object(made / ABOUT)
     if not 0 <= about["least_id"] <= about["largest_id"] < tokenizer.vocab_size:
         raise UserError(
-            f"{tokens} holds token ids from {about['least_id']} to {about['largest_id']}; those of the config's "
+            f"{tokens} contains token ids from {about['least_id']} to {about['largest_id']}; those of the config's "
             f"tokenizer are 0 to {tokenizer.vocab_size - 1}."
         )
     return MegatronDocuments(
@@ -105,7 +105,7 @@ def _read_index(file: Path) -> tuple[np.dtype[Any], np.ndarray, np.ndarray, np.n
         header = opened.read(_HEADER_BYTES)
     version, code = int.from_bytes(header[9:17], "little"), header[17] if len(header) == _HEADER_BYTES else 0
     if header[:9] != _MAGIC or version != 1 or code not in _DTYPES:
-        raise UserError(f"{file} is not an index of Megatron, version 1, of integers.")
+        raise UserError(f"{file} is not a version 1 Megatron index of integers.")
     sequences, documents = (int.from_bytes(header[at : at + 8], "little") for at in (18, 26))
     due, size = _HEADER_BYTES + 12 * sequences + 8 * documents, file.stat().st_size
     if size != due:

@@ -117,7 +117,7 @@ class MixtureSource:
             if not own.any():
                 continue
             if (place := places.get(fingerprint)) is None:
-                raise UserError("dataset_path: the run has read rows here from a source that is not listed any more.")
+                raise UserError("dataset_path: the run has read rows here from a source that is no longer listed.")
             keys = {"num_examples": len(self.sources[place]), "seed": self._stream.seed(fingerprint, seed)}
             # The positions within a source are consecutive, whatever lies between its rows.
             ids[own] = self._first_ids[place] + example_ids(int(positions[own][0]), int(own.sum()), **keys)

@@ -86,7 +86,7 @@ def open_prompts(
         return _open_arithmetic(asking)
     lines = list(_read_lines(asking, "dataset_path", single_path(config.dataset_path)))
     if not lines:
-        raise UserError(f"dataset_path={config.dataset_path!r} has no line, and so no prompt.")
+        raise UserError(f"dataset_path={config.dataset_path!r} has no line and thus no prompt.")
     if config.eval_dataset_path:
         return _fitted(asking, lines, "dataset_path"), _evaluation_file(asking)
     count = num_held_out(config.eval_fraction, len(lines), "lines")
@@ -263,7 +263,7 @@ def _line(asking: _Asking, where: str, value: Mapping[str, Any]) -> _PromptLine:
     taken = [key for key in _PARAMETERS if key in value]
     if taken:
         raise UserError(
-            f'{where}: "{taken[0]}" is the name of what every reward function is given. Rename that key of the line.'
+            f'{where}: "{taken[0]}" is the name of an argument of every reward function. Rename that key of the line.'
         )
     key = next((key for key in ("messages", "prompt", "question") if key in value), "prompt")
     asked, answer = value.get(key), value.get("answer")

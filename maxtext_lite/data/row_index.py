@@ -189,7 +189,7 @@ def _checked(index: Path) -> Path:
         file = index / name
         check_file(file)
         if file.stat().st_size != size:
-            raise UserError(f"{file} has {file.stat().st_size:,} bytes, not {size:,}: delete {index}, it is made anew.")
+            raise UserError(f"{file} has {file.stat().st_size:,} bytes, not {size:,}: delete {index} to remake it.")
     return index
 
 

@@ -69,8 +69,8 @@ def open_sources_on_hosts(
     others = [host for host in loading_hosts if outcomes[host]["found"] != found]
     if others:
         raise UserError(
-            f"dataset_path: host {others[0]} finds other data than host {loading_hosts[0]}. All hosts that read must "
-            "see the same files."
+            f"dataset_path: host {others[0]} finds different data than host {loading_hosts[0]}. All hosts that read "
+            "must see the same files."
         )
     if opened is None:
         known = [None if summary is None else UnreadSource(**summary) for summary in found]

@@ -149,8 +149,8 @@ def _expanded(name: str, pieces: Iterable[bytes], most: int) -> Iterator[bytes]:
         size += len(piece)
         if size > most:
             raise UserError(
-                f"{name}: grows to more than {most // 2**20} MiB, {_EXPANSION} times what it is, as no text does. "
-                "If that is meant, decompress it."
+                f"{name}: expands to more than {most // 2**20} MiB, {_EXPANSION} times its size, which no text does. "
+                "If that is intended, decompress it."
             )
         yield piece
 

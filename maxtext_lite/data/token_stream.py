@@ -161,7 +161,7 @@ def open_shard(file: Path, records: int, options: str = _AT_RANDOM) -> Any:
         raise UserError(f"{file}: cannot be read ({str(error).partition(';')[0]}).") from None
     if found is None or (found == 0 and records):
         or_gone = "missing, " if is_bucket(file) else ""  # ArrayRecord does not tell these apart in a bucket
-        raise UserError(f"{file}: {or_gone}cut short, or no ArrayRecord file. {_AGAIN}")
+        raise UserError(f"{file}: {or_gone}truncated, or not an ArrayRecord file. {_AGAIN}")
     if found != records:
         raise UserError(f"{file} has {found} records; {MANIFEST_FILE} says {records}.")
     return reader
@@ -245,7 +245,7 @@ def _document_starts(file: Path, manifest: Manifest) -> np.ndarray:
         raise UserError(f"{file} has {size:,} bytes; {MANIFEST_FILE} says {manifest.documents:,} documents: {due:,}.")
     starts = map_array(file)
     if (starts[0], starts[-1]) != (0, manifest.tokens):
-        raise UserError(f"{file} is of {starts[-1]:,} token ids; {MANIFEST_FILE} says {manifest.tokens:,}.")
+        raise UserError(f"{file} covers {starts[-1]:,} token ids; {MANIFEST_FILE} says {manifest.tokens:,}.")
     return starts
 
 

@@ -107,7 +107,7 @@ def _tasks_on_node(environment: Environment) -> int:
     for part in text.split(","):  # 2(x3),1 means 2, 2, 2, 1
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if found is None:
-            raise UserError(f"{name}={text} is not a list of numbers of tasks, as 2(x3),1.")
+            raise UserError(f"{name}={text} is not a list of task counts such as 2(x3),1.")
         counts += [int(found[1])] * int(found[2] or 1)
     node = _whole_number(environment, "SLURM_NODEID", minimum=0) if len(counts) > 1 else 0
     if node >= len(counts):

@@ -82,7 +82,7 @@ def test_replicas_that_the_data_axis_cannot_hold_are_refused():
     with pytest.raises(UserError) as refused:
         plan_of(*DILOCO, "diloco_num_replicas=3")
     assert refused.value.problems == (
-        "diloco_num_replicas=3 is not a multiple of the data axis, 2: its devices hold as many replicas. "
+        "diloco_num_replicas=3 is not a multiple of the data axis, 2: each part has equally many. "
         "Nearest that work: 2 or 4.",)  # fmt: skip
 
 
@@ -153,7 +153,7 @@ def test_problems_of_config_and_plan_come_at_once():
         "unknown key 'stps' (command line). Did you mean 'steps'?",
         "steps=0 must be at least 1, or -1. Nearest that works: 1.",
         "gradient_accumulation_steps=0 must be at least 1, or -1. Nearest that works: 1.",
-        "num_hosts=3 does not divide num_devices=8: every host has as many devices. Nearest that work: 2 or 4.",
+        "num_hosts=3 does not divide num_devices=8: every host has equally many devices. Nearest that work: 2 or 4.",
         "per_device_batch_size=0.3 x 8 devices = 2.4 examples, not a whole number. Nearest that work: 0.25 or 0.375.",
     )
 

@@ -51,7 +51,7 @@ def report(path: str | Path, config: InspectConfig) -> Iterator[str]:
         return
     counts = np.zeros(manifest.vocab_size, np.int64)
     files = sum(1 for _ in verify(stream, starts, lambda ids: _count(ids, counts)))
-    yield f"checksums: the {files:,} files are those of the manifest"
+    yield f"checksums: the {files:,} files match the manifest"
     used, size = int(np.count_nonzero(counts)), len(counts)
     frequent = np.sort(counts)[::-1][:_MOST_FREQUENT].sum() / counts.sum()
     yield (
@@ -123,7 +123,7 @@ def _count(ids: np.ndarray, counts: np.ndarray) -> None:
     """Adds the number of times that each id occurs in a record to `counts`."""
     largest = int(ids.max(initial=0))
     if largest >= len(counts):
-        raise UserError(f"token id {largest} is none of the tokenizer's {len(counts)}.")
+        raise UserError(f"token id {largest} is not one of the tokenizer's {len(counts)}.")
     np.add.at(counts, ids, 1)
 
 

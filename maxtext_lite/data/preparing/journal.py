@@ -135,7 +135,7 @@ class Journal:
         problems = _differences(stated, json.loads(_text(self._plan)))
         if problems:
             raise UserError([
-                f"{full_text(self._output)} was begun otherwise: {problem} Give another output, or remove this one."
+                f"{full_text(self._output)} was begun differently: {problem} Give another output, or remove this one."
                 for problem in problems
             ])  # fmt: skip
 
@@ -266,7 +266,7 @@ def _differences(stated: dict[str, Any], ours: dict[str, Any]) -> list[str]:
     before = {file["path"]: file for file in stated.get("inputs", [])}
     now = {file["path"]: file for file in ours["inputs"]}
     problems += [f"{now[path]['name']} is new." for path in now.keys() - before.keys()]
-    problems += [f"{before[path]['name']} is not among the inputs any more." for path in before.keys() - now.keys()]
+    problems += [f"{before[path]['name']} is no longer among the inputs." for path in before.keys() - now.keys()]
     parts = ("num_bytes", "changed_ns")
     problems += [
         f"{file['name']} has changed since."

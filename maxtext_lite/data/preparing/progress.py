@@ -32,7 +32,7 @@ class Progress:
         self._stack = contextlib.ExitStack()
         self._bar: Any = None
         if before:
-            say(f"{before} of {before + self._tasks} tasks were done before; going on with the others")
+            say(f"{before} of {before + self._tasks} tasks were already done; continuing with the others")
 
     def __enter__(self) -> Progress:
         if sys.stdout.isatty():

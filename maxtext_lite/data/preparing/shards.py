@@ -152,7 +152,7 @@ def _written(
     read = hashlib.sha256()
     content = content_of(partial[0], -(-tokens // TOKENS_PER_RECORD), [of_documents], read.update)
     if read.digest() != stream.sha256.digest():
-        raise UserError(f"{partial[0]}: what was written is not what can be read. Is the disk full, or failing?")
+        raise UserError(f"{partial[0]}: what was written cannot be read back. Is the disk full, or failing?")
     about = {"documents": len(of_documents), "tokens": tokens, "content": content}
     shard = stored_shard(workshop.directory, partial[0].name, **about)
     write_whole(paths[1], of_documents.tobytes())
@@ -235,4 +235,4 @@ def _check_inputs(task: Task, workshop: Workshop) -> None:
         except OSError as error:
             raise UserError(f"{file.name}: cannot be read ({error}).") from error
         if (status.st_size, status.st_mtime_ns) != (file.num_bytes, file.changed_ns):
-            raise UserError(f"{file.name} has changed since prepare began. Remove the output, and begin anew.")
+            raise UserError(f"{file.name} has changed since prepare began. Remove the output and start again.")

@@ -89,16 +89,16 @@ def _dataset_files(path: str) -> list[tuple[str, Path]] | None:
     directory = user_path(path)
     if is_directory(directory) and is_there(directory / "dataset_dict.json"):
         splits = read_object(directory / "dataset_dict.json").get("splits", [])
-        raise UserError(f"input={path!r} holds several datasets; name one: {', '.join(f'{path}/{s}' for s in splits)}.")
+        raise UserError(f"input={path!r} has several datasets; name one: {', '.join(f'{path}/{s}' for s in splits)}.")
     if not (is_directory(directory) and is_there(directory / "state.json")):
         return None
     try:
         names = [each["filename"] for each in read_object(directory / "state.json")["_data_files"]]
     except (KeyError, TypeError):
-        raise UserError(f"{directory / 'state.json'} names no data files, as that of a dataset does.") from None
+        raise UserError(f"{directory / 'state.json'} lists no data files, unlike that of a dataset.") from None
     missing = [name for name in names if not (directory / name).is_file()]
     if missing:
-        raise UserError(f"input={path!r}: {missing[0]!r}, which its state.json names, is not there.")
+        raise UserError(f"input={path!r}: {missing[0]!r}, which its state.json lists, is missing.")
     return [(f"{path.rstrip('/')}/{name}", directory / name) for name in names]
 
 

@@ -79,7 +79,7 @@ def cached_text(config: DataConfig, tokenizer: Tokenizer, files: list[tuple[str,
             with contextlib.suppress(FileNotFoundError):
                 return _opened(entry)  # another process made it
             complain(
-                f"warning: no cache of the text can be written to {full_text(root)} ({error.strerror}): it is "
+                f"warning: the text cannot be cached in {full_text(root)} ({error.strerror}): it is "
                 f"tokenized at every start. {CACHE_VARIABLE} names another directory."
             )
             return None
@@ -88,7 +88,7 @@ def cached_text(config: DataConfig, tokenizer: Tokenizer, files: list[tuple[str,
         except FileNotFoundError:
             complain(f"tokenizing the text once, into {full_text(entry)}; the next start reads it from there")
         except UserError as error:
-            complain(f"warning: the cached text is damaged and is made again: {' '.join(error.problems)}")
+            complain(f"warning: the cached text is damaged and will be made again: {' '.join(error.problems)}")
             shutil.rmtree(entry)
         _make(entry, config, tokenizer, files)
         return _opened(entry)
@@ -122,7 +122,7 @@ def _make(entry: Path, config: DataConfig, tokenizer: Tokenizer, files: list[tup
     try:
         outcome = prepare_dataset(prepared, tokenizer=tokenizer, say=complain)
     except UserError as error:
-        if not any("was begun otherwise" in problem for problem in error.problems):
+        if not any("was begun differently" in problem for problem in error.problems):
             raise
         shutil.rmtree(entry)  # left by a killed run, from the same text in other files
         outcome = prepare_dataset(prepared, tokenizer=tokenizer, say=complain)

@@ -36,7 +36,7 @@ def train_tokenizer(config: TokenizerConfig) -> Path:
     name = "tokenizer.json" if config.tokenizer_type == "huggingface" else "tokenizer.model"
     path = Path(config.output) / name
     if is_there(path):
-        raise UserError(f"output={config.output!r} holds {name} already.")
+        raise UserError(f"output={config.output!r} already contains {name}.")
     train = _byte_level if config.tokenizer_type == "huggingface" else _sentencepiece
     content = train(_texts(config), config.vocab_size)
     with writing(path.parent):
@@ -83,7 +83,7 @@ def _byte_level(texts: Iterator[str], vocab_size: int) -> bytes:
     )
     tokenizer.train_from_iterator(texts, trainer)
     if (found := tokenizer.get_vocab_size()) < vocab_size:
-        raise UserError(f"vocab_size={vocab_size}: the text makes {found} at most. Nearest that works: {found}.")
+        raise UserError(f"vocab_size={vocab_size}: the text yields at most {found}. Nearest that works: {found}.")
     return tokenizer.to_str(pretty=True).encode()
 
 

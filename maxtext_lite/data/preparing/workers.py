@@ -106,7 +106,7 @@ def _said(connection: Connection, process: BaseProcess) -> Made | None:
         process.join()
         raise RuntimeError(
             f"a worker of prepare ended with exit code {process.exitcode}; -9 is what happens where the memory is "
-            "full: set fewer num_workers. The same command goes on from here."
+            "full: set fewer num_workers. The same command continues from here."
         ) from None
     if isinstance(said, UserError):
         raise said
