@@ -12,7 +12,10 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Self
+
+import pydantic
+from pydantic import AfterValidator, NonNegativeInt, PositiveInt, Strict
 
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import value_text
@@ -25,12 +28,20 @@ TOKENS_PER_RECORD = 4096
 """Size of every record of a shard except its last: a row of 2,048 tokens spans at most two records."""
 
 _FORMAT = 1
-_KINDS = {"str": str, "int": int}
 END_BYTES = 4096
 """Bytes at either end of a shard that `Shard.ends` covers."""
 
+_Text = Annotated[str, Strict()]
+_Count = Annotated[NonNegativeInt, Strict()]
 
-@dataclasses.dataclass(frozen=True)
+
+def _name_beside(name: str) -> str:
+    if Path(name).name != name or name in ("", "..") or "\0" in name:
+        raise ValueError(f"'{value_text(name)}' is not the name of a file beside it")
+    return name
+
+
+@pydantic.dataclasses.dataclass(frozen=True)
 class Shard:
     """One file of a prepared dataset.
 
@@ -45,16 +56,16 @@ class Shard:
       ends: SHA-256 of the file's first and last 4,096 bytes, which quickly tells files apart; "": unknown.
     """
 
-    file: str
-    documents: int
-    tokens: int
-    sha256: str
-    content: str
-    bytes: int = 0
-    ends: str = ""
+    file: Annotated[_Text, AfterValidator(_name_beside)]
+    documents: _Count
+    tokens: _Count
+    sha256: _Text
+    content: _Text
+    bytes: _Count = 0
+    ends: _Text = ""
 
 
-@dataclasses.dataclass(frozen=True)
+@pydantic.dataclasses.dataclass(frozen=True)
 class Manifest:
     """A prepared dataset, without its tokens.
 
@@ -67,12 +78,18 @@ class Manifest:
       documents_sha256: hash of the bytes of `DOCUMENTS_FILE`; "": unknown.
     """
 
-    tokenizer: str
-    vocab_size: int
-    dtype: str
-    tokens_per_record: int
+    tokenizer: _Text
+    vocab_size: _Count
+    dtype: _Text
+    tokens_per_record: Annotated[PositiveInt, Strict()]
     shards: tuple[Shard, ...]
-    documents_sha256: str = ""
+    documents_sha256: _Text = ""
+
+    @pydantic.model_validator(mode="after")
+    def _check_dtype(self) -> Self:
+        if self.dtype != token_dtype(self.vocab_size):
+            raise ValueError(f"dtype={value_text(self.dtype)} is wrong for vocab_size={self.vocab_size}")
+        return self
 
     @property
     def documents(self) -> int:
@@ -142,40 +159,13 @@ def manifest_of(path: object, stated: dict[str, Any]) -> Manifest:
     if stated.get("format") != _FORMAT:
         raise UserError(f"{path}: format={stated.get('format')!r} is not known; this version reads format {_FORMAT}.")
     try:
-        manifest = _manifest(stated)
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path}: not a manifest of prepare ({error}).") from None
+        manifest = pydantic.TypeAdapter(Manifest).validate_python(stated)
+    except pydantic.ValidationError as error:
+        wrong = error.errors()[0]
+        what = ".".join(map(str, wrong["loc"])) or "its values"
+        raise UserError(f"{path}: not a manifest of prepare ({what}: {wrong['msg']}).") from None
     derived = {"documents": manifest.documents, "tokens": manifest.tokens, "fingerprint": manifest.fingerprint}
     for key, value in derived.items():
         if stated.get(key) != value:
             raise UserError(f"{path}: {key}={stated.get(key)!r} contradicts its shards, which make {value!r}.")
-    return manifest
-
-
-def _manifest(stated: dict[str, Any]) -> Manifest:
-    fields = dataclasses.fields(Shard)
-    not_stated = {field.name: field.default for field in fields if field.default is not dataclasses.MISSING}
-    shards = tuple(
-        Shard(**{field.name: (not_stated | shard)[field.name] for field in fields}) for shard in stated["shards"]
-    )
-    manifest = Manifest(
-        stated["tokenizer"],
-        stated["vocab_size"],
-        stated["dtype"],
-        stated["tokens_per_record"],
-        shards,
-        stated.get("documents_sha256", ""),
-    )
-    for part in (manifest, *shards):
-        for field in dataclasses.fields(part):
-            value, kind = getattr(part, field.name), _KINDS.get(str(field.type))
-            if kind and (type(value) is not kind or (kind is int and value < 0)):
-                raise ValueError(f"{field.name}={value_text(value)} is not {'text' if kind is str else 'a count'}")
-    for shard in shards:
-        if Path(shard.file).name != shard.file or shard.file in ("", "..") or "\0" in shard.file:
-            raise ValueError(f"'{value_text(shard.file)}' is not the name of a file beside it")
-    if manifest.dtype != token_dtype(manifest.vocab_size) or not manifest.tokens_per_record:
-        raise ValueError(
-            f"dtype={value_text(manifest.dtype)} or tokens_per_record={manifest.tokens_per_record} is wrong"
-        )
     return manifest

@@ -14,6 +14,7 @@ from maxtext_lite.config import RLRunConfig, UserError, single_path
 from maxtext_lite.config.rl_rules import ANSWER_REWARDS, reward_names
 from maxtext_lite.data.conversations import Rendered, Renderer
 from maxtext_lite.data.examples import check_id, num_held_out
+from maxtext_lite.data.order import example_ids
 from maxtext_lite.data.text_files import json_objects
 from maxtext_lite.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 
@@ -153,8 +154,6 @@ class ArithmeticPrompts:
           IndexError: outside [0, len).
           UserError: it has more tokens than max_prefill_predict_length.
         """
-        from maxtext_lite.data.order import example_ids  # imports jax, which `plan` avoids
-
         check_id(number, self._count, "prompt")
         total = num_problems(self._asking.config)
         (problem,) = example_ids(self._first + number, 1, num_examples=total, seed=_ORDER_OF_PROBLEMS).tolist()
