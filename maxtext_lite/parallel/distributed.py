@@ -1,4 +1,4 @@
-"""The start of a process: the other processes of its run, and the devices of all."""
+"""The start of a process: joining the other processes of its run, and the devices of all of them."""
 
 import os
 import signal
@@ -24,16 +24,16 @@ _EXIT_SECONDS = 5.0
 def start_devices(*, timeout_seconds: float = 300) -> list[Any]:
     """All devices of the run, once the runtime is up. Call it before anything else asks jax for a device.
 
-    A process that is one of several joins the others first, and sees their devices too: see `cluster.process_info`. One
-    that is alone starts nothing.
+    One of several processes first joins the others, and then sees their devices too: see `cluster.process_info`. A
+    process that is alone starts nothing.
 
-    A CPU that simulates N devices gets 2 N threads. XLA gives it one for each core or device, every device blocks
-    one inside a collective, and work that finds none left stops the run: XLA aborts after 40 seconds.
+    A CPU that simulates N devices gets 2 N threads. By default XLA gives it one for each core or device; inside a
+    collective every device blocks one, and if work then finds none left, XLA aborts after 40 seconds.
 
     Args:
-      timeout_seconds: how long to wait for the other processes. After that the process ends with exit code 1.
+      timeout_seconds: how long to wait for the other processes before the process ends with exit code 1.
     Raises:
-      UserError: the environment describes the processes only in part, or wrongly.
+      UserError: the environment describes the processes incompletely or wrongly.
     """
     for compiler in installed_compilers():
         set_compiler_flags(compiler)
@@ -48,17 +48,17 @@ def start_devices(*, timeout_seconds: float = 300) -> list[Any]:
 
 
 def accelerator_of(device: Any) -> Accelerator:
-    """What a device is, as far as the choice of a kernel depends on it."""
+    """The kind of a device, as far as the choice of a kernel depends on it."""
     if device.platform != "gpu":
         return Accelerator(device.platform)
     return Accelerator("gpu", device.compute_capability, installed_tokamax())
 
 
 def simulated_devices(num_devices: int) -> list[Any]:
-    """So many CPU devices that this process simulates, joining no other; call it before jax has been asked for any.
+    """CPU devices that this process simulates, without joining others; call it before jax is asked for any device.
 
     Raises:
-      UserError: jax runs already, with fewer.
+      UserError: jax is already running with fewer.
     """
     kept = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(_SIMULATED)]
     os.environ["XLA_FLAGS"] = " ".join([*kept, f"{_SIMULATED}{num_devices}"])
@@ -72,18 +72,18 @@ def simulated_devices(num_devices: int) -> list[Any]:
 
 
 def _uses_tpu() -> bool:
-    """Whether this process will use TPUs: where jax finds some, it names them in its platforms itself."""
+    """Whether this process will use TPUs: jax lists them in its platforms if it finds any."""
     platforms: str | None = jax.config.jax_platforms  # type: ignore[attr-defined]
     return "tpu" in (platforms or "").split(",")
 
 
 def _join_the_others(found: ProcessInfo, timeout_seconds: float) -> None:
-    # XLA answers a time-out with abort() and a stack trace, which Python cannot catch: we give up before it does.
+    # After a time-out XLA calls abort() with a stack trace, which Python cannot catch, so we stop before that.
     watch = threading.Timer(timeout_seconds, _give_up, (found, timeout_seconds))
     watch.daemon = True
     watch.start()
-    told: dict[str, Any] = {"initialization_timeout": int(timeout_seconds) + 60}
-    told |= watched_arguments(found.process_id)
+    arguments: dict[str, Any] = {"initialization_timeout": int(timeout_seconds) + 60}
+    arguments |= watched_arguments(found.process_id)
     try:
         if found.method is None:
             jax.distributed.initialize(
@@ -91,14 +91,14 @@ def _join_the_others(found: ProcessInfo, timeout_seconds: float) -> None:
                 found.num_processes,
                 found.process_id,
                 local_device_ids=found.local_device_ids,
-                cluster_detection_method="deactivate",  # it might hand us a share of the devices
-                **told,
+                cluster_detection_method="deactivate",  # it might assign only some of the devices
+                **arguments,
             )
         else:
-            jax.distributed.initialize(cluster_detection_method=found.method, **told)
+            jax.distributed.initialize(cluster_detection_method=found.method, **arguments)
     except (ValueError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and found.method is None:
-            raise  # of the connection; else, what the environment said is not what jax can use
+            raise  # about the connection; other errors mean that the environment contains what jax cannot use
         raise UserError(f"{found.stated_by} cannot be used: {str(error).splitlines()[0]}") from None
     finally:
         watch.cancel()
@@ -107,11 +107,11 @@ def _join_the_others(found: ProcessInfo, timeout_seconds: float) -> None:
 
 
 def end_soon(code: int) -> None:
-    """Call it where a process that is one of several is about to exit because it failed.
+    """Call it when one of several processes is about to exit because it failed.
 
-    At exit jax waits for the other processes, which wait for this one in a collective: minutes, and then abort(). Those
-    that failed alike, as on a wrong config, need a moment; after a few seconds this process ends with `code`. With one
-    process there is nothing to wait for, and this does nothing.
+    At exit jax waits for the other processes, which wait for this one in a collective: minutes, and then abort().
+    Processes with the same failure, such as a wrong config, need a moment; after a few seconds this process ends with
+    `code`. A single process has nothing to wait for, so this does nothing.
     """
     if jax.distributed.is_initialized():
         watch = threading.Timer(_EXIT_SECONDS, os._exit, (code,))
