@@ -12,18 +12,17 @@ token, where what sampled has other probabilities than the trainer).
 # jax declares some of its functions in part.
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from maxtext_lite.config import NumericsConfig
 from maxtext_lite.models import Decoder
 from maxtext_lite.training.arrays import Metrics, Rows
 from maxtext_lite.training.loss import LossSums
-from maxtext_lite.training.outputs import Outputs, auxiliary_metrics, auxiliary_names
+from maxtext_lite.training.objective import OneRowExamples
+from maxtext_lite.training.outputs import Outputs, auxiliary_metrics, target_tokens, zero_sums
 
 ADVANTAGES = "advantages"
 OLD = "old_log_probabilities"
@@ -50,7 +49,7 @@ _TOKENS = "token_share"  # what POLICY_METRICS' sums are divided by
 
 
 @dataclasses.dataclass(frozen=True)
-class Policy:
+class Policy(OneRowExamples):
     """The objective of reinforcement learning; see `objective.Objective`.
 
     Rows have, beside those of pre-training with weight 1 where a target belongs to the response, float32 arrays
@@ -83,9 +82,6 @@ class Policy:
     compares: bool = False
     correction_cap: float | None = None
 
-    rows_per_example = 1
-    divisor_dtype = np.int32
-
     @property
     def divisor(self) -> str:
         """Target tokens, or responses: rows with a target."""
@@ -95,19 +91,14 @@ class Policy:
         """The most that a step of this many pairs counts, known before they are drawn; exact where responses count."""
         return num_pairs * self.max_response_tokens if self.aggregation == "token_mean" else num_pairs
 
-    def rows(self, batch: Rows, axes: Sequence[str]) -> Rows:
-        """The rows as they are."""
-        del axes
-        return batch
-
     def counts(self, rows: Rows) -> dict[str, jax.Array]:
         """Target tokens, and responses."""
-        tokens = jnp.sum(rows["weights"] > 0, axis=-1, dtype=jnp.int32)
+        tokens = target_tokens(rows)
         return {"target_tokens": tokens, "responses": (tokens > 0).astype(jnp.int32)}
 
     def zeros(self, decoder: Decoder, zero: jax.Array) -> LossSums:
         """Before the first micro-batch."""
-        return LossSums(zero, zero, dict.fromkeys((*auxiliary_names(decoder), *self._names()), zero))
+        return zero_sums(decoder, zero, *self._names())
 
     def _names(self) -> tuple[str, ...]:
         of_rollout = ROLLOUT_METRICS if self.correction_cap is not None else (MISMATCH, ROLLOUT_KL)

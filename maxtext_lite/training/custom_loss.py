@@ -18,7 +18,8 @@ from maxtext_lite.models import Decoder
 from maxtext_lite.parallel import in_token_order
 from maxtext_lite.training.arrays import Metrics, Rows, Tree
 from maxtext_lite.training.loss import LossSums
-from maxtext_lite.training.outputs import Outputs, auxiliary_metrics, auxiliary_names, spread_over_targets
+from maxtext_lite.training.objective import OneRowExamples
+from maxtext_lite.training.outputs import Outputs, auxiliary_metrics, spread_over_targets, target_tokens, zero_sums
 
 WEIGHT = "loss_weight"
 """The count that a custom loss is divided by, and the metric of that name."""
@@ -65,7 +66,7 @@ class Loss(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class CustomLoss:
+class CustomLoss(OneRowExamples):
     """The objective that minimises a `Loss`; see `objective.ScoredObjective`.
 
     Attributes:
@@ -76,20 +77,13 @@ class CustomLoss:
     vocab_size: int
     emb_dim: int
 
-    rows_per_example = 1
     divisor = WEIGHT
     divisor_dtype = np.float32
-
-    def rows(self, batch: Rows, axes: Sequence[str]) -> Rows:
-        """The rows as they are."""
-        del axes
-        return batch
 
     def counts(self, rows: Rows) -> dict[str, jax.Array]:
         """Target tokens, and the weight of each row by itself."""
         axes = ("accumulation",) * (rows["weights"].ndim - 2) + ("global_batch", "length")
-        tokens = jnp.sum(rows["weights"] > 0, axis=-1, dtype=jnp.int32)
-        return {"target_tokens": tokens, WEIGHT: self._weights(_in_token_order(rows, axes))}
+        return {"target_tokens": target_tokens(rows), WEIGHT: self._weights(_in_token_order(rows, axes))}
 
     def _weights(self, rows: Rows) -> jax.Array:
         weight = self._weight_of_row
@@ -109,7 +103,7 @@ class CustomLoss:
 
     def zeros(self, decoder: Decoder, zero: jax.Array) -> LossSums:
         """Before the first micro-batch."""
-        return LossSums(zero, zero, dict.fromkeys(auxiliary_names(decoder), zero))
+        return zero_sums(decoder, zero)
 
     def loss(self, outputs: Outputs, rows: Rows, factor: jax.Array) -> tuple[jax.Array, LossSums]:
         """The loss, and what experts add to it: a row's auxiliary losses weigh as the row does."""

@@ -109,6 +109,16 @@ def forward(decoder: Decoder, params: Params, rows: Rows, config: NumericsConfig
     return Outputs(decoder, params, x_BTD, aux, config)
 
 
+def target_tokens(rows: Rows) -> jax.Array:
+    """Target tokens of each row, int32 [..., B]."""
+    return jnp.sum(rows["weights"] > 0, axis=-1, dtype=jnp.int32)
+
+
+def zero_sums(decoder: Decoder, zero: jax.Array, *names: str) -> LossSums:
+    """The sums before the first micro-batch: `zero` for the loss, the experts' sums and those of these names."""
+    return LossSums(zero, zero, dict.fromkeys((*auxiliary_names(decoder), *names), zero))
+
+
 def spread_over_targets(example_weight_B: jax.Array, rows: Rows) -> tuple[jax.Array, jax.Array]:
     """What `Outputs.auxiliary_loss` takes where each row has a weight of its own: its target tokens share it alike."""
     is_target_BT = rows["weights"] > 0

@@ -23,7 +23,7 @@ from maxtext_lite.models import Decoder
 from maxtext_lite.parallel import constrain
 from maxtext_lite.training.arrays import Metrics, Rows
 from maxtext_lite.training.loss import LossSums
-from maxtext_lite.training.outputs import Outputs, auxiliary_metrics, auxiliary_names, spread_over_targets
+from maxtext_lite.training.outputs import Outputs, auxiliary_metrics, spread_over_targets, target_tokens, zero_sums
 
 _REWARDS = ("reward_chosen", "reward_rejected", "reward_accuracy")
 PREFERENCE_METRICS = (*_REWARDS, "reward_margin")
@@ -94,13 +94,13 @@ class Preference:
         """Target tokens, and pairs at the row of their chosen answers."""
         pairs = _num_pairs(rows)
         return {
-            "target_tokens": jnp.sum(rows["weights"] > 0, axis=-1, dtype=jnp.int32),
+            "target_tokens": target_tokens(rows),
             "pairs": jnp.where(jnp.arange(pairs.shape[-1]) % 2 == 0, pairs, 0),
         }
 
     def zeros(self, decoder: Decoder, zero: jax.Array) -> LossSums:
         """Before the first micro-batch."""
-        return LossSums(zero, zero, dict.fromkeys((*auxiliary_names(decoder), *_REWARDS), zero))
+        return zero_sums(decoder, zero, *_REWARDS)
 
     def loss(self, outputs: Outputs, rows: Rows, factor: jax.Array) -> tuple[jax.Array, LossSums]:
         """The loss of pairs, and the sums of it and of their rewards."""
@@ -126,8 +126,8 @@ class Preference:
     def scores(self, outputs: Outputs, rows: Rows) -> PairScores:
         """The log-ratios of examples' pairs; where the reference is 0, log-probabilities."""
         nll_BT = outputs.scored_nll(rows["targets"])
-        tokens_B = jnp.sum(rows["weights"] > 0, axis=-1, dtype=jnp.int32)
-        return PairScores(_log_ratios(nll_BT, rows), _num_pairs(rows)[::2], jnp.sum(tokens_B.reshape(-1, 2), axis=1))
+        tokens_B = jnp.sum(target_tokens(rows).reshape(-1, 2), axis=1)
+        return PairScores(_log_ratios(nll_BT, rows), _num_pairs(rows)[::2], tokens_B)
 
     def evaluation(self, scores: Sequence[PairScores]) -> dict[str, float | int]:
         """Means over pairs, added in double precision, and the numbers of pairs and target tokens."""
