@@ -24,19 +24,18 @@ from maxtext_lite.training.failures import Failures
 from maxtext_lite.training.local_updates import OuterState
 from maxtext_lite.training.noise import NoiseScale
 from maxtext_lite.training.parameter_files import (
-    Dealing,
+    StageLayout,
     alone,
     frozen_directory,
     layer_dims_of,
     load_parameters,
     reshaped,
 )
-from maxtext_lite.training.saving import FORMAT, Saver, check, handlers, reading
+from maxtext_lite.training.saving import FORMAT, Saver, check, read_about, read_arrays, reading, saved_shapes
 from maxtext_lite.training.state import TrainState
 
 _OLDEST_FORMAT = 2  # that is read
 _ADAFACTOR = "adafactor's means are over"  # older versions took them over whole stacks of layers, and did not say so
-_ABOUT = ocp.args.Composite(about=ocp.args.JsonRestore())
 _DATA = "dataset_path"  # whose content, not whose name, a continuation must share
 
 
@@ -116,8 +115,7 @@ class CheckpointReader:
                 say(f"the checkpoint of step {step} is damaged: {full_text(problem)}. It is passed over")
                 continue
             if not self.mixtures:
-                with reading(path), ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers())) as checkpointer:
-                    self.mixtures = _mixtures(checkpointer.restore(path, args=_ABOUT)["about"])
+                self.mixtures = _mixtures(read_about(path))
             if step < before:
                 self._newest = step
                 break
@@ -136,13 +134,13 @@ class CheckpointReader:
         step = self._newest
         assert step is not None, "restore() without a checkpoint"
         path = self._directory / str(step)
-        with reading(path), ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers())) as checkpointer:
-            return self._restored(step, path, checkpointer, abstract)
+        about = read_about(path)
+        with reading(path):  # damage to an older checkpoint may only show in what it says
+            return self._restored(step, path, about, abstract)
 
     def _restored(
-        self, step: int, path: Path, checkpointer: ocp.Checkpointer, abstract: TrainState
+        self, step: int, path: Path, about: dict[str, Any], abstract: TrainState
     ) -> tuple[TrainState, Counts]:
-        about = checkpointer.restore(path, args=_ABOUT)["about"]
         if not _OLDEST_FORMAT <= about["format"] <= FORMAT:
             raise UserError(
                 f"the checkpoint of step {step} in {self._directory} has format {about['format']}; this version "
@@ -152,12 +150,10 @@ class CheckpointReader:
         self._refuse_other_run(step, about["fingerprint"])
         self.mixtures = self.mixtures or _mixtures(about)
         wanted = {"params": abstract.model_params, "update_state": _update_state(abstract)}
-        dealing = Dealing.of(abstract.plain_params, tuple(about["layer_dims"]))
+        layout = StageLayout.of(abstract.plain_params, tuple(about["layer_dims"]))
         # With local updates, all of the update's state has replicas before layers.
         before = {"params": 0, "update_state": int(abstract.outer is not None)}
-        as_saved = {name: dealing.as_saved(tree, before[name]) for name, tree in wanted.items()}
-        arguments = {name: ocp.args.StandardRestore(tree) for name, tree in as_saved.items()}
-        restored = checkpointer.restore(path, args=ocp.args.Composite(**arguments))
+        restored = read_arrays(path, {name: layout.as_saved(tree, before[name]) for name, tree in wanted.items()})
         restored = {name: reshaped(restored[name], tree) for name, tree in wanted.items()}
         counts = Counts(
             **{field.name: about[field.name] for field in dataclasses.fields(Counts) if field.name in about}
@@ -270,18 +266,16 @@ class Checkpointer(CheckpointReader):
         step = self._newest
         assert step is not None, "restore_unfinished() without a checkpoint"
         path = self._directory / str(step)
-        with reading(path), ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers())) as checkpointer:
-            saved = checkpointer.metadata(path).item_metadata["unfinished"]
-            shapes, wanted = ({name: tuple(leaf.shape) for name, leaf in tree.items()} for tree in (saved, abstract))
-            if shapes != wanted:
-                raise UserError(
-                    f"the checkpoint of step {step} in {self._directory} was saved between two updates on one batch, "
-                    f"whose arrays have the shapes {shapes}, here {wanted}. Go on with the batch_size, "
-                    "micro_batch_size, grpo_beta, rollout_engine, rollout_correction and devices that it was saved "
-                    "with; after that batch they may change."
-                )
-            args = ocp.args.Composite(unfinished=ocp.args.StandardRestore(abstract))
-            return checkpointer.restore(path, args=args)["unfinished"]
+        saved = saved_shapes(path, "unfinished")
+        shapes, wanted = ({name: tuple(leaf.shape) for name, leaf in tree.items()} for tree in (saved, abstract))
+        if shapes != wanted:
+            raise UserError(
+                f"the checkpoint of step {step} in {self._directory} was saved between two updates on one batch, "
+                f"whose arrays have the shapes {shapes}, here {wanted}. Go on with the batch_size, "
+                "micro_batch_size, grpo_beta, rollout_engine, rollout_correction and devices that it was saved "
+                "with; after that batch they may change."
+            )
+        return read_arrays(path, {"unfinished": abstract})["unfinished"]
 
     def restore(self, abstract: TrainState) -> tuple[TrainState, Counts]:
         """See `CheckpointReader`; a save under way comes first."""

@@ -25,7 +25,7 @@ from maxtext_lite.models import Lora, joined, merged
 from maxtext_lite.parallel import sharding, with_dims
 from maxtext_lite.training.commit import steps_in
 from maxtext_lite.training.failures import Failures
-from maxtext_lite.training.saving import FORMAT, check, handlers, reading, save_alone
+from maxtext_lite.training.saving import FORMAT, check, read_about, read_arrays, reading, save_alone, saved_shapes
 
 PARAMETERS = ("params", "about")
 """The items of a checkpoint that its parameters are read from."""
@@ -161,18 +161,16 @@ def load_adapters(directory: Path, mesh: Mesh) -> tuple[Lora, Any] | None:
     """The adapters that a checkpoint holds, whole on every device, leaves of layers [L, ...]; None if it holds none."""
     if not (directory / "about").is_dir():
         return None
-    with reading(directory), ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers())) as checkpointer:
-        about = checkpointer.restore(directory, args=ocp.args.Composite(about=ocp.args.JsonRestore()))["about"]
-        keys = about.get("fingerprint", {})  # parameters alone have none
-        if not keys.get("lora_rank"):
-            return None
-        whole = sharding(mesh)
-        wanted = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole),
-            _saved_shapes(directory),
-        )
-        restored = checkpointer.restore(directory, args=ocp.args.Composite(params=ocp.args.StandardRestore(wanted)))
-    adapters = _with_layer_dims(restored["params"], tuple(about["layer_dims"]), (-1,))
+    about = read_about(directory)
+    keys = about.get("fingerprint", {})  # parameters alone have none
+    if not keys.get("lora_rank"):
+        return None
+    whole = sharding(mesh)
+    wanted = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), saved_shapes(directory, "params")
+    )
+    restored = read_arrays(directory, {"params": wanted})["params"]
+    adapters = _with_layer_dims(restored, tuple(about["layer_dims"]), (-1,))
     return Lora(keys["lora_rank"], keys["lora_alpha"], tuple(keys["lora_targets"].split(","))), adapters
 
 
@@ -182,29 +180,21 @@ def _with_layer_dims(params: Any, before: tuple[int, ...], after: tuple[int, ...
     return params | ({"layers": layers} if layers else {})
 
 
-def _saved_shapes(directory: Path) -> dict[str, Any]:
-    """Shapes and dtypes of a checkpoint's parameters, for which no file of its other items is read."""
-    return dict(handlers()["params"].metadata(directory / "params"))
-
-
 def _read_parameters(directory: Path, path: str | Path, abstract_params: Any, key: str) -> Any:
-    with reading(directory), ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers())) as checkpointer:
-        saved = _saved_shapes(directory)
-        dealing = Dealing.of(abstract_params, layer_dims_of(saved))
-        as_saved = dealing.as_saved(abstract_params)
-        problems = _shape_differences(saved, as_saved)
-        if problems:
-            raise UserError([f"{key}={path}: {problem}" for problem in problems])
-        wanted = ocp.args.Composite(params=ocp.args.StandardRestore(as_saved))
-        return reshaped(checkpointer.restore(directory, args=wanted)["params"], abstract_params)
+    saved = saved_shapes(directory, "params")
+    with reading(directory):  # damage to an older checkpoint may only show here
+        as_saved = StageLayout.of(abstract_params, layer_dims_of(saved)).as_saved(abstract_params)
+    if problems := _shape_differences(saved, as_saved):
+        raise UserError([f"{key}={path}: {problem}" for problem in problems])
+    return reshaped(read_arrays(directory, {"params": as_saved})["params"], abstract_params)
 
 
-class Dealing(NamedTuple):
-    """The first dims of layers' parameters, [L] or [repeats, L / repeats], here and in a checkpoint.
+class StageLayout(NamedTuple):
+    """The first dims of the layers' parameters, [L] or [repeats, L / repeats], here and in a checkpoint.
 
     Attributes:
-      here, saved: of all layers together.
-      stacks: of each stack of layers, here.
+      here, saved: those of all layers together.
+      stacks: those of each stack of layers, here.
     """
 
     here: tuple[int, ...]
@@ -212,9 +202,9 @@ class Dealing(NamedTuple):
     stacks: list[tuple[int, ...]]
 
     @staticmethod
-    def of(params: Any, saved: tuple[int, ...]) -> "Dealing":
-        """That of parameters here and of dims that `layer_dims_of` found there."""
-        return Dealing(layer_dims_of(params), saved, _stack_dims(params))
+    def of(params: Any, saved: tuple[int, ...]) -> "StageLayout":
+        """The layout of parameters here beside the dims that `layer_dims_of` found in a checkpoint."""
+        return StageLayout(layer_dims_of(params), saved, _stack_dims(params))
 
     def as_saved(self, abstract: Any, before: int = 0) -> Any:
         """A tree of shapes and shardings with the checkpoint's stage layout.
@@ -271,14 +261,12 @@ def _reshape(shape: tuple[int, ...], where: Sharding) -> Callable[[jax.Array], j
 
 
 def _shape_differences(saved: Any, wanted: Any) -> list[str]:
-    saved_shapes = {
-        jax.tree_util.keystr(path): tuple(leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(saved)
-    }
-    wanted_shapes = {
-        jax.tree_util.keystr(path): tuple(leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(wanted)
-    }
+    there, here = (
+        {jax.tree_util.keystr(path): tuple(leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+        for tree in (saved, wanted)
+    )
     return [
-        f"parameter {name} is {saved_shapes.get(name, 'absent')} there and {wanted_shapes.get(name, 'absent')} here."
-        for name in sorted(saved_shapes.keys() | wanted_shapes.keys())
-        if saved_shapes.get(name) != wanted_shapes.get(name)
+        f"parameter {name} is {there.get(name, 'absent')} there and {here.get(name, 'absent')} here."
+        for name in sorted(there.keys() | here.keys())
+        if there.get(name) != here.get(name)
     ]

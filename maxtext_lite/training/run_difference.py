@@ -13,15 +13,14 @@ from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.data import MixtureSource, hash_of_run, open_mixture
 from maxtext_lite.data.mixture_of_run import in_run
 from maxtext_lite.data.mixture_source import ids_of_run
 from maxtext_lite.reporting.records import Record, is_evaluation, read_records
-from maxtext_lite.training.parameter_files import steps_in
-from maxtext_lite.training.saving import handlers, reading
+from maxtext_lite.training.commit import steps_in
+from maxtext_lite.training.saving import read_arrays, saved_shapes
 
 _TIMES = ("_seconds", "_per_second", "_per_device", "mfu", "utilization", "_memory_bytes")
 """How metrics of time and memory end; two runs never share them. A batch per device is not one of them."""
@@ -219,13 +218,10 @@ def _saved(directory: Path, tolerance: float) -> dict[str, np.ndarray]:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here)
 
     items = ("params",) if tolerance else ("params", "update_state")
-    with reading(directory), ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers())) as checkpointer:
-        wanted: dict[str, Any] = {}
-        for item in items:
-            shapes = dict(handlers()[item].metadata(directory / item))
-            wanted[item] = ocp.args.StandardRestore(jax.tree.map(on_one_device, shapes))
-        restored = checkpointer.restore(directory, args=ocp.args.Composite(**wanted))
-        leaves = jax.tree_util.tree_leaves_with_path({item: restored[item] for item in items})
+    restored = read_arrays(
+        directory, {item: jax.tree.map(on_one_device, saved_shapes(directory, item)) for item in items}
+    )
+    leaves = jax.tree_util.tree_leaves_with_path({item: restored[item] for item in items})
     return {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf) for path, leaf in leaves}
 
 

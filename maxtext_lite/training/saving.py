@@ -4,7 +4,7 @@ Once Orbax has committed a checkpoint, each process adds the checksums of its sh
 stand, the first process makes it count, as `commit` says.
 """
 
-# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # jax, optax and orbax declare some of their functions in part.
 
 import contextlib
@@ -48,8 +48,8 @@ _WAKE_SECONDS = 0.2
 _SLICE_BYTES = 1 << 20
 
 
-def handlers() -> dict[str, Any]:
-    """What reads and writes each item of a checkpoint: Orbax warns of items that it does not know how to read."""
+def _handlers() -> dict[str, Any]:
+    """Orbax's handler of each item of a checkpoint: it warns of items that have none."""
     state = ocp.StandardCheckpointHandler
     return {"params": state(), "update_state": state(), "unfinished": state(), "about": ocp.JsonCheckpointHandler()}
 
@@ -69,7 +69,7 @@ class Saver:
         _silence_orbax()
         _save_small_arrays_whole()
         self._failures, self._holds, self._before = failures, holds, before
-        self._checkpointer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(**handlers()))
+        self._checkpointer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(**_handlers()))
         self._barrier = ocp.multihost.get_barrier_sync_fn()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -239,6 +239,27 @@ def reading(directory: Path) -> Generator[None]:
         why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:300]
         hint = "" if has_checksums else " It has no checksums that say which of its files is damaged."
         raise UserError(f"{directory} cannot be read ({value_text(why)}).{hint}") from None
+
+
+def _read_items(directory: Path, **items: ocp.args.CheckpointArgs) -> Any:
+    with reading(directory), ocp.Checkpointer(ocp.CompositeCheckpointHandler(**_handlers())) as checkpointer:
+        return checkpointer.restore(directory, args=ocp.args.Composite(**items))
+
+
+def read_about(directory: Path) -> dict[str, Any]:
+    """The item `about` of a checkpoint: everything that is not an array."""
+    return _read_items(directory, about=ocp.args.JsonRestore())["about"]
+
+
+def read_arrays(directory: Path, abstract: Mapping[str, Any]) -> Any:
+    """Trees of arrays of a checkpoint by item, in the shapes and shardings of `abstract`."""
+    return _read_items(directory, **{item: ocp.args.StandardRestore(tree) for item, tree in abstract.items()})
+
+
+def saved_shapes(directory: Path, item: str) -> dict[str, Any]:
+    """Shapes and dtypes of the arrays of one item; no file of another item is read."""
+    with reading(directory):
+        return dict(_handlers()[item].metadata(directory / item))
 
 
 def _is_older(directory: Path) -> bool:
