@@ -25,6 +25,7 @@ from maxtext_lite.rl.policy import ADVANTAGES, MISMATCH, OLD, REFERENCE, ROLLOUT
 from maxtext_lite.rl.rl_run import RLRun, Verdict, open_rl_run, shared
 from maxtext_lite.rl.rollout import Request
 from maxtext_lite.rl.timeline import Timeline
+from maxtext_lite.training.arrays import Metrics, Rows
 from maxtext_lite.training.callbacks import Callback
 from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.gradients import TRAIN_BATCH_AXES, GradientSums
@@ -41,7 +42,6 @@ TRAINING = 0
 _LARGEST_MISMATCH = 0.1  # nats, several times what bfloat16 makes of a model of tens of layers
 
 Result = TypeVar("Result")
-Rows = dict[str, jax.Array]
 Judged = tuple[Sampled, Verdict]
 
 
@@ -87,7 +87,7 @@ class RolloutSteps:
         step = ChunkedStep(run.parts, run.schedule, expected=expected)
         self._new_sums: Callable[[], GradientSums] = step.start
         self._add: Callable[[TrainState, GradientSums, Rows], GradientSums] = step.add
-        self._update: Callable[[TrainState, GradientSums], tuple[TrainState, dict[str, jax.Array]]] = step.update
+        self._update: Callable[[TrainState, GradientSums], tuple[TrainState, Metrics]] = step.update
         self._reference = Reference(run, config, state, counts.step) if config.grpo_beta else None
         find_old = make_log_probabilities(run.parts, config.decode_sampling_temperature)
         self._find_old = None if rl.policy.on_policy else find_old

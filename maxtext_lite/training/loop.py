@@ -253,26 +253,28 @@ def _metrics_log(run: TrainingRun[Any], after_step: int, say: Callable[[str], No
     return MetricsLog(directory, after_step, run.failures, trackers)
 
 
+@dataclasses.dataclass
 class _Loop:
-    """The steps that are left: one at a time, or one under way while the one before it is recorded."""
+    """The steps that are left, one at a time, or each dispatched before the one before it is recorded.
 
-    def __init__(
-        self,
-        run: TrainingRun[Data],
-        terminal: Terminal,
-        log: StepLog,
-        signals: Signals,
-        steps: Stepper,
-        evaluation: Evaluation,
-        callbacks: Sequence[Callback],
-    ):
-        self.run, self.terminal, self.log, self.signals = run, terminal, log, signals
-        self.steps, self.evaluation, self.callbacks = steps, evaluation, callbacks
-        self.shows_state = any(callback.wants_state for callback in callbacks)
-        self.asked_to_end = False
-        self.evaluates = run.eval_source is not None and run.config.eval_interval > 0
-        self.in_flight: tuple[int, Taken] | None = None
-        self.eval_loss: float | None = None
+    Attributes:
+      in_flight: the newest step, until it is recorded.
+    """
+
+    run: TrainingRun[Any]
+    terminal: Terminal
+    log: StepLog
+    signals: Signals
+    steps: Stepper
+    evaluation: Evaluation
+    callbacks: Sequence[Callback]
+    asked_to_end: bool = False
+    in_flight: tuple[int, Taken] | None = None
+    eval_loss: float | None = None
+
+    def __post_init__(self) -> None:
+        self.shows_state = any(callback.wants_state for callback in self.callbacks)
+        self.evaluates = self.run.eval_source is not None and self.run.config.eval_interval > 0
 
     def train_from(self, state: TrainState) -> RunResult:
         """The steps after those of the log, until the last, a signal or a callback that ends the run."""

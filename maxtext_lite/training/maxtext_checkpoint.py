@@ -192,7 +192,7 @@ def _refuse_differences(
 ) -> None:
     """Refuses arrays that are missing, left over or of other shapes than the config's model has."""
     used = {place.path for of_path in places.values() for place in of_path}
-    numbers = {place.path: 0 for of_path in places.values() for place in of_path if place.number is not None}
+    numbers: dict[str, int] = {}
     for place in itertools.chain(*places.values()):
         numbers[place.path] = max(numbers.get(place.path, 0), (place.number or 0) + 1)
     shapes = []
@@ -201,11 +201,11 @@ def _refuse_differences(
             there, layer = tuple(stored[name].shape), tuple(wanted[path].shape[0 if path in _ROOT else 1 :])
             scanned = next(place.number for place in of_path if place.path == name) is not None
             want = (*layer[:axis], numbers[name], *layer[axis:]) if scanned else layer
-            longer = path in _VOCABULARY and len(there) == 2 and there[_VOCABULARY[path]] > want[_VOCABULARY[path]]
-            cut = list(want)
-            if longer:  # padded
-                cut[_VOCABULARY[path]] = there[_VOCABULARY[path]]
-            if there != tuple(cut):
+            allowed = list(want)
+            dim = _VOCABULARY.get(path)
+            if dim is not None and len(there) == 2:
+                allowed[dim] = max(want[dim], there[dim])
+            if there != tuple(allowed):
                 shapes.append(f"{name} is {list(there)}, not {list(want)}")
     problems = []
     for found, what in (

@@ -1,4 +1,4 @@
-"""What a step minimizes: a sum over rows, divided by a count."""
+"""What a step minimises: a sum over rows, divided by a count."""
 
 import math
 from collections.abc import Sequence

@@ -48,7 +48,7 @@ from maxtext_lite.training.metrics import Speed, Terminal
 from maxtext_lite.training.noise import why_unknown
 from maxtext_lite.training.optimizer import UNKNOWN_RATE, Schedule, learning_rate_schedule
 from maxtext_lite.training.parameter_files import checkpoints_in, load_parameters, load_peft_adapters
-from maxtext_lite.training.run_files import RunFiles, has_checkpoints, run_directory
+from maxtext_lite.training.run_files import RunFiles, has_checkpoints, run_directory, write_json
 from maxtext_lite.training.state import (
     CONFIGURED,
     OwnParts,
@@ -352,8 +352,8 @@ class TrainingRun(Generic[Data]):
             own = self.config.tokenizer_path == tokenizer_keys(carried).get("tokenizer_path", "")
             carry_files(carried, files / "hf", but=() if own else CARRIED[1:])
         data = {"mixture": mixture_table(self.source, 0, end), "data": summaries(self.source)}
-        _write_json(files / "plan.json", self.plan.to_json() | {name: each for name, each in data.items() if each})
-        _write_json(files / "environment.json", environment())
+        write_json(files / "plan.json", self.plan.to_json() | {name: each for name, each in data.items() if each})
+        write_json(files / "environment.json", environment())
         self.memory.write(files)
         self.files.upload()
 
@@ -369,7 +369,7 @@ class TrainingRun(Generic[Data]):
         if self.is_first and self._lease:
             path = self.files.directory / "environment.json"
             with self.failures.of_writing(path):
-                _write_json(path, json.loads(path.read_text(encoding="utf-8")) | found)
+                write_json(path, json.loads(path.read_text(encoding="utf-8")) | found)
 
     @property
     def speed(self) -> Speed:
@@ -380,8 +380,3 @@ class TrainingRun(Generic[Data]):
             num_devices=self.mesh.size,
             peak=peak_tflops(jax.devices()[0].device_kind, self.config.dtype),
         )
-
-
-def _write_json(path: Path, value: Any) -> None:
-    with writing(path):
-        path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -7,6 +7,7 @@ and at the end of the run. A run that goes on begins with what the bucket has.
 
 import errno
 import hashlib
+import json
 import os
 import shutil
 import tempfile
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from maxtext_lite.config import RunConfig
 from maxtext_lite.config.bucket import any_path, fetch, file_system, is_bucket, reaching, storage_errors
+from maxtext_lite.config.errors import writing
 
 
 def run_directory(config: RunConfig) -> Path:
@@ -24,6 +26,16 @@ def run_directory(config: RunConfig) -> Path:
       UserError: it is in a bucket, for which an extra is not installed.
     """
     return any_path(config.base_output_directory, "base_output_directory") / config.run_name
+
+
+def write_json(path: Path, value: object) -> None:
+    """Writes a file of JSON.
+
+    Raises:
+      UserError: it cannot be written.
+    """
+    with writing(path):
+        path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 def has_checkpoints(directory: Path) -> bool:

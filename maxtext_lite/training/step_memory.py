@@ -19,9 +19,8 @@ from maxtext_lite.batching.memory_ladder import LADDER_KEYS, next_rung
 from maxtext_lite.batching.ranking import CHOSEN_KEYS
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.bucket import reaching
-from maxtext_lite.config.errors import writing
 from maxtext_lite.parallel import start_devices, value_of_host
-from maxtext_lite.training.run_files import run_directory
+from maxtext_lite.training.run_files import run_directory, write_json
 
 _FILE = "memory.json"
 
@@ -150,8 +149,7 @@ class StepMemory:
             found |= {f"{name}_bytes": size, f"error_of_plan_to_{name}": _error(self._planned.total, size)}
         if self.ladder:
             found |= {"asked": dict(self.ladder.asked), "rungs": [dict(rung) for rung in self.ladder.rungs]}
-        with writing(directory / _FILE):
-            (directory / _FILE).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        write_json(directory / _FILE, found)
 
 
 def _error(planned: int, found: int | None) -> float | None:
