@@ -1,4 +1,4 @@
-"""The parameters of checkpoints: written alone, and read by whoever needs nothing else of a run."""
+"""Reading and writing of parameters alone, without the rest of a run's state."""
 
 # pyright: reportMissingTypeStubs=false, reportUnknownArgumentType=false
 # pyright: reportUnknownLambdaType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -28,11 +28,11 @@ from maxtext_lite.training.failures import Failures
 from maxtext_lite.training.saving import FORMAT, check, read_about, read_arrays, reading, save_alone, saved_shapes
 
 PARAMETERS = ("params", "about")
-"""The items of a checkpoint that its parameters are read from."""
+"""The items of a checkpoint that are needed to read its parameters."""
 
 
 def checkpoints_in(path: str | Path, key: str) -> list[Path]:
-    """The checkpoints of a run directory, the newest first, or the checkpoint itself; without looking into them.
+    """The checkpoints of a run directory, newest first, or the one that `path` itself is; their files are not read.
 
     Raises:
       UserError: there is none; names `key`.
@@ -48,9 +48,9 @@ def checkpoints_in(path: str | Path, key: str) -> list[Path]:
 
 
 def whole_checkpoint(path: str | Path, key: str, items: Collection[str] = ()) -> Path:
-    """The newest checkpoint of a run directory of which these items (none: all) are whole, or the checkpoint itself.
+    """The newest checkpoint of a run directory with these items intact (none: all items), or the one that `path` is.
 
-    It says so where one is passed over; all of them stay where they are. All hosts call it.
+    Prints a note where a damaged one is skipped; none is moved. All hosts call it.
 
     Raises:
       UserError: there is none; names `key`.
@@ -77,8 +77,9 @@ def _note(text: str) -> None:
 
 
 def save_parameters(directory: Path, params: Any, failures: Failures | None = None) -> None:
-    """Writes parameters alone as the one checkpoint of a run directory, in the place of one that is there already:
-    `load_parameters` reads it back. All hosts call it.
+    """Writes parameters as the only checkpoint of a run directory, replacing an existing one. All hosts call it.
+
+    `load_parameters` reads it back.
 
     Raises:
       UserError: they cannot be written; on all hosts.
@@ -87,20 +88,20 @@ def save_parameters(directory: Path, params: Any, failures: Failures | None = No
 
 
 def alone(params: Any) -> dict[str, Any]:
-    """The items of a checkpoint that holds nothing but parameters."""
+    """The items of a checkpoint of parameters alone."""
     return {"params": ocp.args.StandardSave(params), "about": ocp.args.JsonSave({"format": FORMAT})}
 
 
 def frozen_directory(run_directory: Path) -> Path:
-    """Where a run with LoRA has its frozen parameters, as a checkpoint of parameters alone."""
+    """The directory of a LoRA run's frozen parameters, a checkpoint of parameters alone."""
     return absolute(run_directory / "frozen")
 
 
 def load_parameters(path: str | Path, abstract_params: Any, key: str) -> Any:
-    """The parameters of a checkpoint, or of a Hugging Face directory, laid out as `abstract_params` says.
+    """The parameters of a checkpoint or a Hugging Face directory, in the shapes and shardings of `abstract_params`.
 
-    A checkpoint may have been saved from another pipeline. Those of a run with LoRA are its frozen ones with what its
-    adapters add to them; so are those of an adapter's directory.
+    A checkpoint may have been saved from another pipeline. Adapters, of a LoRA run or of an adapter's directory, are
+    merged into their frozen parameters.
 
     Args:
       abstract_params: without adapters.
@@ -137,8 +138,8 @@ def load_peft_adapters(adapter: Adapter, plain: Any, where: Any) -> Any:
     """The adapters of a PEFT directory on the mesh, float32.
 
     Args:
-      plain: the parameters that they belong to, or their shapes.
-      where: a sharding for all, or a tree of one for each.
+      plain: the parameters that they adapt, or their shapes.
+      where: one sharding for all, or a tree of shardings.
     Raises:
       UserError: as `read_peft_adapters`.
     """
@@ -158,7 +159,7 @@ def _merged(lora: Lora, adapters: Any, params: Any) -> Any:
 
 
 def load_adapters(directory: Path, mesh: Mesh) -> tuple[Lora, Any] | None:
-    """The adapters that a checkpoint holds, whole on every device, leaves of layers [L, ...]; None if it holds none."""
+    """The adapters of a checkpoint, replicated, with leaves of layers [L, ...]; None if it has none."""
     if not (directory / "about").is_dir():
         return None
     about = read_about(directory)
@@ -175,7 +176,7 @@ def load_adapters(directory: Path, mesh: Mesh) -> tuple[Lora, Any] | None:
 
 
 def _with_layer_dims(params: Any, before: tuple[int, ...], after: tuple[int, ...]) -> Any:
-    """Parameters whose layers' first dims, `before`, are `after`."""
+    """Parameters with the layers' first dims reshaped from `before` to `after`."""
     layers = jax.tree.map(lambda x: x.reshape(*after, *x.shape[len(before) :]), params.get("layers", {}))
     return params | ({"layers": layers} if layers else {})
 
@@ -207,10 +208,10 @@ class StageLayout(NamedTuple):
         return StageLayout(layer_dims_of(params), saved, _stack_dims(params))
 
     def as_saved(self, abstract: Any, before: int = 0) -> Any:
-        """A tree of shapes and shardings with the checkpoint's stage layout.
+        """A tree of shapes and shardings, in the checkpoint's stage layout.
 
         Args:
-          before: dims that stand before those of the layers.
+          before: the number of dims before those of the layers.
         """
         if self.here == self.saved or math.prod(self.here) != math.prod(self.saved):
             return abstract
@@ -221,7 +222,7 @@ class StageLayout(NamedTuple):
             if not in_layers or leaf.shape[before:end] not in self.stacks:
                 return leaf
             assert isinstance(leaf.sharding, NamedSharding)
-            # The dim that stages split need not divide there.
+            # In the checkpoint's layout, the stages need not divide that dim.
             where = with_dims(leaf.sharding, leaf.ndim, before, end, len(self.saved))
             num_layers = math.prod(leaf.shape[before:end])
             saved = (*self.saved[:-1], num_layers // math.prod(self.saved[:-1]))
@@ -232,20 +233,20 @@ class StageLayout(NamedTuple):
 
 
 def layer_dims_of(params: Any) -> tuple[int, ...]:
-    """The first dims of the layers' parameters, of all stacks together."""
+    """The first dims of the layers' parameters, all stacks together."""
     dims = _stack_dims(params)
     return (*dims[0][:-1], sum(each[-1] for each in dims))
 
 
 def _stack_dims(params: Any) -> list[tuple[int, ...]]:
-    """The first dims of each stack of layers: all but the last of the norms' scales, which are vectors."""
+    """The first dims of each stack of layers: those of the norms' scales, which are vectors, but for their last."""
     layers = params["layers"]
     stacks = [layers[kind] for kind in get_args(MlpKind) if kind in layers] or [layers]
     return [min((tuple(leaf.shape) for leaf in jax.tree.leaves(stack)), key=len)[:-1] for stack in stacks]
 
 
 def reshaped(tree: Any, abstract: Any) -> Any:
-    """The arrays in the shapes and shardings of `abstract`; those that have them are not touched."""
+    """The arrays in the shapes and shardings of `abstract`; only those of other shapes are touched."""
 
     def change(x: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
         if x.shape == wanted.shape:
