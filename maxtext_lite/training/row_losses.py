@@ -63,8 +63,8 @@ def make_row_losses(run: TrainingRun[ExampleSource]) -> Callable[[TrainState, in
     """
     if run.parts.local:
         raise UserError(
-            "--rows takes the gradient of each row with one set of parameters; with enable_diloco=true every replica "
-            "has its own."
+            "--rows takes the gradient of each row with one set of parameters; enable_diloco=true has parameters for "
+            "each replica."
         )
     tokenizer, step_gradients = load_tokenizer(run.config), accumulate_gradients(run.parts)
     source, where, reader = run.source, sharding(run.mesh, TRAIN_BATCH_AXES), run.plan.loading_hosts[0]
