@@ -129,11 +129,6 @@ def _sglang_body(asked: Asked) -> dict[str, Any]:
     }
 
 
-def _take_as_openai(server: Server, weights: Weights) -> None:
-    """By SGLang's route, in the one form that all of its versions accept."""
-    _update_from_disk(server, weights)
-
-
 def _take_as_sglang(server: Server, weights: Weights) -> None:
     """Aborts running requests and pauses new ones; cached keys and values are flushed with the old parameters."""
     _expect(server, "/pause_generation", {"mode": "abort"}, status="ok")
@@ -142,6 +137,7 @@ def _take_as_sglang(server: Server, weights: Weights) -> None:
 
 
 def _update_from_disk(server: Server, weights: Weights, **more: Any) -> None:
+    """By SGLang's route; without `more`, in the one form that all of its versions accept."""
     answer = _tell(server, "/update_weights_from_disk", {"model_path": str(weights.directory), **more})
     if answer.get("success") is not True:
         said = shown(answer.get("message", answer), 500)
@@ -190,7 +186,7 @@ def _check_vllm(server: Server, sampling: Sampling) -> None:
 
 
 SERVER_KINDS = {
-    "http": ServerKind("completions", _openai_body, read_completion, _take_as_openai, _no_check),
+    "http": ServerKind("completions", _openai_body, read_completion, _update_from_disk, _no_check),
     "vllm": ServerKind("/v1/completions", _vllm_body, read_vllm_completion, _take_as_vllm, _check_vllm),
     "sglang": ServerKind("/generate", _sglang_body, read_generation, _take_as_sglang, _no_check),
 }

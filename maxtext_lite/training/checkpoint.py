@@ -156,10 +156,13 @@ class CheckpointReader:
         restored = read_arrays(path, {name: layout.as_saved(tree, before[name]) for name, tree in wanted.items()})
         restored = {name: reshaped(restored[name], tree) for name, tree in wanted.items()}
         counts = Counts(
-            **{field.name: about[field.name] for field in dataclasses.fields(Counts) if field.name in about}
+            about["step"],
+            about["examples_seen"],
+            about["tokens_seen"],
+            about.get("skipped_in_a_row", 0),  # older versions saved neither this
+            NoiseScale(**about["noise"]),
+            tuple(about.get("losses", ())),  # nor losses
         )
-        losses = tuple(about.get("losses", ()))  # older versions kept none
-        counts = dataclasses.replace(counts, noise=NoiseScale(**about["noise"]), losses=losses)
         steps_done, skipped_in_a_row = (
             jax.device_put(jax.numpy.asarray(count, abstract.step.dtype), abstract.step.sharding)
             for count in (step, counts.skipped_in_a_row)

@@ -204,12 +204,12 @@ class GradientLoop:
         else:  # with ZeRO-1 each replica receives only its share
             gradients = jax.lax.with_sharding_constraint(gradients, gradient_shardings(self._parts))
         gradients = jax.tree.map(lambda g: g.astype(jnp.float32), gradients)
-        counts = jax.tree.map(all_reduce, sums.counts)
+        losses, counts = jax.tree.map(all_reduce, (sums.losses, sums.counts))
         result = StepGradients(
             gradients,
-            all_reduce(sums.losses.nll),
-            all_reduce(sums.losses.log_partition_squared),
-            jax.tree.map(all_reduce, sums.losses.aux),
+            losses.nll,
+            losses.log_partition_squared,
+            losses.aux,
             counts[self._parts.objective.divisor],
             counts["target_tokens"],
             counts["examples"],
@@ -217,10 +217,19 @@ class GradientLoop:
             all_reduce(sums.groups),
         )
         if loss_scale is not None:
-            result = _unscaled(result, loss_scale, optimizer)
-        if is_expected:
+
+            def unscaled(x: jax.Array) -> jax.Array:
+                return x / loss_scale.reshape(loss_scale.shape + (1,) * (x.ndim - loss_scale.ndim))
+
+            result = _rescaled(result, unscaled, optimizer)._replace(
+                group_squares=unscaled(unscaled(result.group_squares))
+            )
+        if is_expected:  # the expected count also stood for W in group_squares
             assert not self._local
-            result = _rescaled(result, whole_R[0] / jnp.maximum(result.num_counted, 1), optimizer)
+            ratio = whole_R[0] / jnp.maximum(result.num_counted, 1)
+            result = _rescaled(result, lambda x: x * ratio, optimizer)._replace(
+                group_squares=result.group_squares * ratio
+            )
         return result
 
     def _loss_share(
@@ -299,27 +308,10 @@ def _squares_by_replica(gradient: jax.Array) -> jax.Array:
     return jnp.sum(jnp.square(gradient.astype(jnp.float32)), axis=tuple(range(1, gradient.ndim)))
 
 
-def _unscaled(sums: StepGradients, loss_scale: jax.Array, optimizer: GradientAccumulation) -> StepGradients:
-    """The sums divided by the loss scale, a scalar or [R]."""
-
-    def divide(x: jax.Array) -> jax.Array:
-        return x / loss_scale.reshape(loss_scale.shape + (1,) * (x.ndim - loss_scale.ndim))
-
-    return _mapped(sums, divide, optimizer)._replace(group_squares=divide(divide(sums.group_squares)))
-
-
-def _rescaled(sums: StepGradients, ratio: jax.Array, optimizer: GradientAccumulation) -> StepGradients:
-    """The sums of losses that were divided by `ratio` times the count, which also stood for W in group_squares."""
-    return _mapped(sums, lambda x: x * ratio, optimizer)._replace(group_squares=sums.group_squares * ratio)
-
-
-def _mapped(
-    sums: StepGradients, function: Callable[[jax.Array], jax.Array], optimizer: GradientAccumulation
+def _rescaled(
+    step: StepGradients, function: Callable[[jax.Array], jax.Array], optimizer: GradientAccumulation
 ) -> StepGradients:
     """`function` applied to everything that scales with the loss, except `group_squares`."""
-    return sums._replace(
-        gradients=optimizer.map_gradients(function, sums.gradients),
-        loss=function(sums.loss),
-        z_loss=function(sums.z_loss),
-        aux=jax.tree.map(function, sums.aux),
-    )
+    loss, z_loss, aux = jax.tree.map(function, (step.loss, step.z_loss, step.aux))
+    gradients = optimizer.map_gradients(function, step.gradients)
+    return step._replace(gradients=gradients, loss=loss, z_loss=z_loss, aux=aux)

@@ -14,7 +14,7 @@ Source: the package maxtext 0.2.5, checkpoint_conversion/utils/param_mapping.py,
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -121,9 +121,8 @@ def load_maxtext_parameters(items: Path, abstract_params: Params, config: Config
     loaded: dict[str, jax.Array] = {}
     for path, leaf in wanted.items():
         arrays = _read(items, above, {place.path for place in places[path]})
-        change = _change(path, config)
-        of_layers = [change(_of_layer(arrays[place.path], place, axis).astype(np.float32)) for place in places[path]]
-        whole = (of_layers[0] if path in _ROOT else np.stack(of_layers)).astype(leaf.dtype)
+        layers = [_converted(_of_layer(arrays[place.path], place, axis), path, config) for place in places[path]]
+        whole = (layers[0] if path in _ROOT else np.stack(layers)).astype(leaf.dtype)
         if not np.isfinite(whole.astype(np.float32)).all():
             raise UserError(f"{items}: {places[path][0].path} holds NaN or infinite numbers.")
         assert leaf.sharding is not None
@@ -242,25 +241,20 @@ def _read(items: Path, above: tuple[str, ...], names: set[str]) -> dict[str, np.
     return flat(tree)
 
 
-def _change(path: str, config: Config) -> Callable[[np.ndarray], np.ndarray]:
-    """The function from MaxText's float32 array to our parameter."""
-    name = path.removeprefix("layers/")
+def _converted(x: np.ndarray, path: str, config: Config) -> np.ndarray:
+    """Our float32 parameter, or a layer of it, from MaxText's array."""
+    name, x = path.removeprefix("layers/"), x.astype(np.float32)
+    if name == "embedding/table":
+        x = x[: config.vocab_size]
+        return x / np.float32(math.sqrt(config.base_emb_dim)) if config.scale_embeddings else x
+    if name == "head/projection":
+        return x[:, : config.vocab_size]
+    if name.endswith("/scale"):
+        return x - np.float32(1) if config.normalization == "rms_norm_plus_one" else x
     scaled_there = config.qk_norm == "head" or config.attention_bias == "qkv"
-    width = config.query_pre_attn_scalar or config.head_dim
+    if name == "attention/query" and not scaled_there:
+        x = x * np.float32(math.sqrt(config.query_pre_attn_scalar or config.head_dim))
     neighbours = config.rope_scaling is not None and config.rope_scaling.rope_type == "llama3"
-
-    def change(x: np.ndarray) -> np.ndarray:
-        if name == "embedding/table":
-            x = x[: config.vocab_size]
-            return x / np.float32(math.sqrt(config.base_emb_dim)) if config.scale_embeddings else x
-        if name == "head/projection":
-            return x[:, : config.vocab_size]
-        if name.endswith("/scale"):
-            return x - np.float32(1) if config.normalization == "rms_norm_plus_one" else x
-        if name == "attention/query" and not scaled_there:
-            x = x * np.float32(math.sqrt(width))
-        if neighbours and name.startswith(("attention/query", "attention/key")):
-            x = np.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)
-        return x
-
-    return change
+    if neighbours and name.startswith(("attention/query", "attention/key")):
+        x = np.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)
+    return x

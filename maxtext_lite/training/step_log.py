@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import numpy as np
 
-from maxtext_lite.batching import batch_size_advice, laws_beside
+from maxtext_lite.batching import BatchStage, batch_size_advice, laws_beside
 from maxtext_lite.data import MixtureSource, hash_of_run
 from maxtext_lite.process.phases import phases
 from maxtext_lite.training.arrays import Record
@@ -134,26 +134,15 @@ class StepLog:
             noise,
             counts.losses,
         )
-        stage = run.plan.stage_at(counts.examples_seen)
-        mixed: Record = {"examples_hash": hash_of_run(run.source, taken.example_ids)}
-        if isinstance(run.source, MixtureSource):
-            mixed["source_epochs"] = run.source.epochs(self.counts.examples_seen)
         record = {
             "step": step,
             **values,
-            "examples": taken.num_examples,
-            "examples_seen": self.counts.examples_seen,
-            "tokens_seen": self.counts.tokens_seen,
-            "epoch": self.counts.examples_seen / run.examples_per_epoch,
-            "per_device_batch_size": float(stage.per_device_batch_size),
-            "gradient_accumulation_steps": stage.gradient_accumulation_steps,
-            "global_batch_to_train": stage.global_batch_to_train,
+            **self._batch_of(taken, run.plan.stage_at(counts.examples_seen)),
             "step_seconds": step_seconds,
             "data_seconds": taken.data_seconds,
             "peak_memory_bytes": (peak := peak_memory_bytes()),
             **run.speed.of(taken.num_examples, values["target_tokens"], step_seconds),
             **noise.record(taken.num_examples),
-            **mixed,
             **taken.more,
             **({} if self._goodput is None else self._goodput.so_far(step)),
         }
@@ -171,6 +160,22 @@ class StepLog:
         elif run.config.max_loss_spike and values["target_tokens"]:
             self._compare(step, values["loss"])
         return record
+
+    def _batch_of(self, taken: Taken, stage: BatchStage) -> Record:
+        """The entries on the examples of a step and the sizes of its batch, once it is counted."""
+        source, seen = self._run.source, self.counts.examples_seen
+        mixture = {"source_epochs": source.epochs(seen)} if isinstance(source, MixtureSource) else {}
+        return {
+            "examples": taken.num_examples,
+            "examples_seen": seen,
+            "tokens_seen": self.counts.tokens_seen,
+            "epoch": seen / self._run.examples_per_epoch,
+            "per_device_batch_size": float(stage.per_device_batch_size),
+            "gradient_accumulation_steps": stage.gradient_accumulation_steps,
+            "global_batch_to_train": stage.global_batch_to_train,
+            "examples_hash": hash_of_run(source, taken.example_ids),
+            **mixture,
+        }
 
     def write(self, record: Record) -> None:
         """Writes a line of metrics.jsonl."""
