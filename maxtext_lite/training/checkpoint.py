@@ -25,10 +25,10 @@ from maxtext_lite.training.local_updates import OuterState
 from maxtext_lite.training.noise import NoiseScale
 from maxtext_lite.training.parameter_files import (
     StageLayout,
-    alone,
     frozen_directory,
     layer_dims_of,
     load_parameters,
+    parameter_items,
     reshaped,
 )
 from maxtext_lite.training.saving import FORMAT, Saver, check, read_about, read_arrays, reading, saved_shapes
@@ -95,8 +95,8 @@ class CheckpointReader:
     """A reader of the checkpoints in a run directory, which it does not change. All hosts call its methods.
 
     Attributes:
-      mixtures: the history of the run's mixtures as JSON, from the restored checkpoint or, after `sought`, the newest;
-        later checkpoints are saved with it.
+      mixtures: the history of the run's mixtures as JSON, from the restored checkpoint or, after `find_before`, the
+        newest; later checkpoints are saved with it.
     """
 
     def __init__(self, run_directory: Path, fingerprint: dict[str, Any]):
@@ -106,7 +106,7 @@ class CheckpointReader:
         self.mixtures: list[dict[str, Any]] = []
         self._newest: int | None = None
 
-    def sought(self, before: int, say: Callable[[str], None]) -> "CheckpointReader":
+    def find_before(self, before: int, say: Callable[[str], None]) -> "CheckpointReader":
         """The same reader, set to restore the newest intact checkpoint before this step; says which are damaged."""
         for step in reversed(value_of_host(0, steps_in(self._directory))):
             path = self._directory / str(step)
@@ -242,7 +242,7 @@ class Checkpointer(CheckpointReader):
         if self._newest == counts.step:
             return
         if state.frozen is not None and self._newest is None:
-            self._saver.start(self._frozen_directory, alone(state.frozen), named=lambda _: None)
+            self._saver.start(self._frozen_directory, parameter_items(state.frozen), on_commit=lambda _: None)
         layer_dims = list(layer_dims_of(state.plain_params))
         counted = dataclasses.asdict(counts)
         about = {"format": FORMAT, **counted, "layer_dims": layer_dims, "fingerprint": self._fingerprint}
@@ -255,7 +255,7 @@ class Checkpointer(CheckpointReader):
         if unfinished is not None:
             items["unfinished"] = ocp.args.StandardSave(unfinished)
         where = self._directory / str(counts.step)
-        self._saver.start(where, items, named=lambda said: self._counts_now(counts.step, said))
+        self._saver.start(where, items, on_commit=lambda said: self._counts_now(counts.step, said))
         self._newest = counts.step
         if self._waits:
             self.wait()
@@ -325,7 +325,7 @@ class Checkpointer(CheckpointReader):
             if found.problem is None:
                 self._set_aside(damaged)
                 self._failures.newest = step
-                self._say(f"checkpoint of step {step}: {found.said}")
+                self._say(f"checkpoint of step {step}: {found.summary}")
                 return step
             damaged[step] = found.problem
         if not damaged:

@@ -32,7 +32,7 @@ class Goodput:
         if not self._before:  # on a later start, one that ends early shows as time between two others
             self.write()
 
-    def go_on(self, step: int) -> None:
+    def resume(self, step: int) -> None:
         """Continues from a step: steps after it in earlier starts were lost."""
         self._before = [start.before(step) for start in self._before]
         self._first = self._last = step
@@ -45,7 +45,7 @@ class Goodput:
         if time.monotonic() - self._written > _EVERY_SECONDS:
             self.write()
 
-    def so_far(self, step: int) -> dict[str, float]:
+    def record(self, step: int) -> dict[str, float]:
         """The run's time since its first start, and the part spent on steps that count; `step` is the newest."""
         self._last = max(step, self._last)
         seconds = spent(self._starts)

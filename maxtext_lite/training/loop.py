@@ -235,7 +235,7 @@ def train_run(
         if log:
             open_things.enter_context(contextlib.closing(log))
         if goodput:
-            goodput.go_on(counts.step)
+            goodput.resume(counts.step)
             open_things.callback(goodput.write)
         steps, evaluation = begin(terminal, state, counts)
         open_things.enter_context(contextlib.closing(steps))
@@ -315,7 +315,7 @@ class _Loop:
         phases.enter("save", self.log.counts.step)
         self.log.flush()
         self.run.wait()
-        self.log.account()
+        self.log.say_goodput()
         self.run.failures.raise_unread(f"The run ended after step {self.log.counts.step}, {self._saved}.")
 
     @property

@@ -58,12 +58,12 @@ def whole_checkpoint(path: str | Path, key: str, items: Collection[str] = ()) ->
     found = checkpoints_in(path, key)
     problems = []
     for directory in found:
-        problem, said = check(directory, items)
+        problem, summary = check(directory, items)
         if problem is None:
             if problems:
                 _note(f"{'; '.join(problems)}. The checkpoint before is taken: {directory}")
-            elif "no checksums" in said:
-                _note(f"{directory}: {said}")
+            elif "no checksums" in summary:
+                _note(f"{directory}: {summary}")
             return directory
         problems.append(f"{directory} is damaged: {problem}")
     itself = absolute(original(path, key))
@@ -84,10 +84,10 @@ def save_parameters(directory: Path, params: Any, failures: Failures | None = No
     Raises:
       UserError: they cannot be written; on all hosts.
     """
-    save_alone(absolute(directory / "checkpoints" / "0"), alone(params), failures)
+    save_alone(absolute(directory / "checkpoints" / "0"), parameter_items(params), failures)
 
 
-def alone(params: Any) -> dict[str, Any]:
+def parameter_items(params: Any) -> dict[str, Any]:
     """The items of a checkpoint of parameters alone."""
     return {"params": ocp.args.StandardSave(params), "about": ocp.args.JsonSave({"format": FORMAT})}
 

@@ -180,7 +180,7 @@ class TrainingRun(Generic[Data]):
 
     def read_before(self, step: int, say: Callable[[str], None]) -> None:
         """Opens the run read-only, in place of `opened`; its newest checkpoint is the newest before this step."""
-        self._saved = CheckpointReader(self.directory, self._fingerprint).sought(step, say)
+        self._saved = CheckpointReader(self.directory, self._fingerprint).find_before(step, say)
 
     def save(self, state: TrainState, counts: Counts, unfinished: Rows | None = None) -> None:
         """Saves a checkpoint if enable_checkpointing is true and the lease is still held; see `Checkpointer.save`."""

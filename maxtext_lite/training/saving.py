@@ -75,12 +75,12 @@ class Saver:
         self._error: BaseException | None = None
         self._saves = 0
 
-    def start(self, directory: Path, items: Mapping[str, Any], named: Callable[[str], None]) -> None:
+    def start(self, directory: Path, items: Mapping[str, Any], on_commit: Callable[[str], None]) -> None:
         """Starts to write a checkpoint, in place of an existing one; returns once its arrays are copied.
 
         Args:
           items: Orbax's arguments by item.
-          named: called on the first host, in the background, once the checkpoint has its name, with a clause on its
+          on_commit: called on the first host, in the background, once the checkpoint has its name, with a clause on its
             size and the speed of hashing.
         Raises:
           UserError: this or an earlier save could not be written; on all hosts.
@@ -95,7 +95,7 @@ class Saver:
             self._take(unfinished, error)
             return
         self._thread = threading.Thread(
-            target=self._finish, args=(unfinished, directory, named), name="checkpoint", daemon=True
+            target=self._finish, args=(unfinished, directory, on_commit), name="checkpoint", daemon=True
         )
         self._thread.start()
 
@@ -128,7 +128,7 @@ class Saver:
         if not self._failures.found and not self._error:
             self._checkpointer.close()
 
-    def _finish(self, unfinished: Path, directory: Path, named: Callable[[str], None]) -> None:
+    def _finish(self, unfinished: Path, directory: Path, on_commit: Callable[[str], None]) -> None:
         try:
             self._checkpointer.wait_until_finished()
             process, num_processes = jax.process_index(), jax.process_count()
@@ -140,7 +140,7 @@ class Saver:
                 read_manifest(unfinished)  # raises if a process's part is missing
                 self._before()
                 commit(directory)
-                named(_speed(hashed, seconds, num_processes))
+                on_commit(_speed(hashed, seconds, num_processes))
             self._sync("named")
         except Exception as error:  # noqa: BLE001 - `wait` raises it
             self._take(unfinished, error)
@@ -164,7 +164,7 @@ def save_alone(directory: Path, items: Mapping[str, Any], failures: Failures | N
       UserError: it could not be written; on all hosts.
     """
     saver = Saver(Failures() if failures is None else failures)
-    saver.start(directory, items, named=lambda _: None)
+    saver.start(directory, items, on_commit=lambda _: None)
     saver.wait()
     saver.close()
 
@@ -174,11 +174,11 @@ class Check(NamedTuple):
 
     Attributes:
       problem: the damaged file and its damage; None: no damage.
-      said: a clause on how much was hashed and how fast, or that there are no checksums.
+      summary: a clause on how much was hashed and how fast, or that there are no checksums.
     """
 
     problem: str | None
-    said: str
+    summary: str
 
 
 def check(directory: Path, items: Collection[str] = ()) -> Check:

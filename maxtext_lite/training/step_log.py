@@ -144,7 +144,7 @@ class StepLog:
             **run.speed.of(taken.num_examples, values["target_tokens"], step_seconds),
             **noise.record(taken.num_examples),
             **taken.more,
-            **({} if self._goodput is None else self._goodput.so_far(step)),
+            **({} if self._goodput is None else self._goodput.record(step)),
         }
         if self.loss is None:
             self._say_start_up()
@@ -184,7 +184,7 @@ class StepLog:
         if self._goodput:
             self._goodput.note(record)
 
-    def account(self) -> None:
+    def say_goodput(self) -> None:
         """Reports how the run's time was spent."""
         if self._goodput:
             self._terminal.say(self._goodput.close())
