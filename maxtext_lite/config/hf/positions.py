@@ -131,10 +131,11 @@ def _scaling(name: str, parameters: JsonObject, fields: Fields) -> JsonObject:
     if "original_max_position_embeddings" in _SCALINGS[kind]:
         if kind == "dynamic" and length is not None:  # transformers looks nowhere else
             given["original_max_position_embeddings"] = length
-        if given.setdefault("original_max_position_embeddings", length) is None:
+        original = given.setdefault("original_max_position_embeddings", length)
+        if original is None:
             fields.refuse(name, parameters, "lacks original_max_position_embeddings.")
-        elif kind == "longrope" and "factor" not in given and length is not None:
-            given["factor"] = max(length / given["original_max_position_embeddings"], 1.0)
+        elif kind == "longrope" and "factor" not in given and length is not None and is_whole(original, 1):
+            given["factor"] = max(length / original, 1.0)
     if kind == "yarn" and given.get("attention_factor") is not None:
         # An attention_factor wins over these two in the rotation, but mscale_all_dim also acts on DeepSeek's scores.
         given.pop("mscale", None)
@@ -165,6 +166,8 @@ class RopeByLayerType(Part):
             )
             parts[name] = {}
         whole, local = dict(parts[GLOBAL]), dict(parts[_LOCAL])
+        if "type" in old and "rope_type" not in old:
+            fields.refuse("rope_scaling", old, "says type, which transformers does not read here: say rope_type.")
         whole |= old
         theta = _stated(fields, "rope_theta", "rope_parameters", whole, self._theta)
         base = fields.take("rope_local_base_freq") if self._has_field else None
@@ -279,7 +282,7 @@ class LayerTypes(Part):
         else:
             kinds = [_LOCAL if layer >= first else GLOBAL for layer in range(layers)]
         if stated is not None:
-            fields.check_layer_types(stated, layers, window, (_LOCAL, GLOBAL))
+            fields.check_layer_types(stated, layers, window if on else 0, (_LOCAL, GLOBAL))
             kinds = stated if len(stated) == layers and set(map(str, stated)) <= {_LOCAL, GLOBAL} else kinds
         fields.has_local_layers = _LOCAL in kinds
         if window and not self._rotated:
