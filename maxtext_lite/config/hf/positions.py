@@ -41,7 +41,8 @@ class RopeFields(Part):
         for entry in old:
             if entry in new and old[entry] != new[entry]:
                 fields.refuse("rope_scaling", old, f"contradicts rope_parameters in {value_text(entry)}.")
-        parameters = dict(old or new or self._scaling)
+        unsaid = self._scaling if is_unsaid(fields) else {}
+        parameters = dict(old or new or unsaid)
         theta = _stated(fields, "rope_theta", name, parameters, self._theta, self._names[0])
         share = _stated(fields, "partial_rotary_factor", name, parameters, self._partial or 1.0, self._names[1])
         fields.names |= {
@@ -64,6 +65,11 @@ class RopeFields(Part):
         share = {self._names[1]: config.partial_rotary_factor} if self._partial else {}
         base = {self._names[0]: fields.pop("rope_theta")}
         return fields | base | share
+
+
+def is_unsaid(fields: Fields) -> bool:
+    """Whether a config.json leaves the rotation to the family's defaults: an empty object does not."""
+    return fields.peek("rope_parameters", None) is None and not fields.peek("rope_scaling", None)
 
 
 def _stated(
@@ -129,11 +135,12 @@ def _scaling(name: str, parameters: JsonObject, fields: Fields) -> JsonObject:
         fields.refuse("max_position_embeddings", length, "is not an integer of at least 1.")
         length = 1
     if "original_max_position_embeddings" in _SCALINGS[kind]:
-        if kind == "dynamic" and length is not None:  # transformers looks nowhere else
-            given["original_max_position_embeddings"] = length
+        if kind == "dynamic":  # transformers looks nowhere else
+            given.pop("original_max_position_embeddings", None)
         original = given.setdefault("original_max_position_embeddings", length)
         if original is None:
-            fields.refuse(name, parameters, "lacks original_max_position_embeddings.")
+            where = "max_position_embeddings beside it" if kind == "dynamic" else "original_max_position_embeddings"
+            fields.refuse(name, parameters, f"lacks {where}.")
         elif kind == "longrope" and "factor" not in given and length is not None and is_whole(original, 1):
             given["factor"] = max(length / original, 1.0)
     if kind == "yarn" and given.get("attention_factor") is not None:

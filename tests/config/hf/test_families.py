@@ -66,6 +66,8 @@ def test_rotary_positions_of_the_wrong_kind_are_refused(kind):
     ("gemma3_text", {"rope_scaling": {"type": "linear", "factor": 8.0}}, "says type, which transformers does not read"),
     ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50 cannot be expressed: it must be null"),
     ("apertus", {"rope_theta": 500.0}, "rope_theta=500 contradicts rope_parameters, in which it is 12000000."),
+    ("qwen3", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 8},
+               "max_position_embeddings": None}, "lacks max_position_embeddings beside it."),
     ("qwen2", {"layer_types": ["sliding_attention"] * 32, "sliding_window": 5}, "sliding_attention needs a sliding_"),
 ])  # fmt: skip
 def test_what_transformers_passes_over_is_refused(kind, fields, message):
@@ -74,6 +76,17 @@ def test_what_transformers_passes_over_is_refused(kind, fields, message):
         plain.pop(field, None)
     with pytest.raises(UserError, match=message):
         model_keys(plain | fields, "config.json")
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "apertus"])
+def test_an_empty_object_is_no_rotation_by_default(kind):
+    """Where the family's own default scales it."""
+    plain = of_transformers(kind, {})
+    del plain["rope_parameters"]
+    scaled, empty = (model_keys(plain | fields, "x") for fields in ({}, {"rope_parameters": {}}))
+    assert scaled["rope_scaling"] != empty["rope_scaling"] == {}
+    theirs = model_keys(of_transformers(kind, plain | {"rope_parameters": {}}), "x")
+    assert same_architecture(theirs, empty) == []
 
 
 def test_a_base_that_no_scaling_names_is_transformers_usual_one():
