@@ -18,7 +18,7 @@ class RopeFields(Part):
       scaling: what there is where neither field is there.
       names: those of the fields of the base and of the share.
       original: `original_max_position_embeddings`, where the family has that field, and it is not said.
-      types: what words for a rope_type mean in this family, where it has its own.
+      types: the rope_types of this family, where it has not all of them, by the words for each.
     """
 
     def __init__(
@@ -56,6 +56,9 @@ class RopeFields(Part):
         if outside and parameters:
             parameters["original_max_position_embeddings"] = outside
         scaling = _scaling(name, parameters, fields)
+        if self._types and scaling and scaling["rope_type"] not in self._types.values():
+            known = any_of(["default", *dict.fromkeys(self._types.values())])
+            fields.refuse(name, scaling["rope_type"], f"is not of this family, whose rope_type must be {known}.")
         return {"rope_max_timescale": theta, "rope_scaling": scaling, "partial_rotary_factor": share}
 
     def write(self, config: ModelConfig) -> JsonObject:
@@ -198,6 +201,7 @@ class RopeByLayerType(Part):
     def write(self, config: ModelConfig) -> JsonObject:
         """See Part."""
         whole = _rope_fields(config.rope_max_timescale, config, {})
+        whole.pop("original_max_position_embeddings", None)  # here it is read from rope_parameters alone
         local = config.rope_local_max_timescale or config.rope_max_timescale
         by_type = {
             "full_attention": whole["rope_parameters"],

@@ -68,6 +68,7 @@ def test_rotary_positions_of_the_wrong_kind_are_refused(kind):
     ("apertus", {"rope_theta": 500.0}, "rope_theta=500 contradicts rope_parameters, in which it is 12000000."),
     ("qwen3", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 8},
                "max_position_embeddings": None}, "lacks max_position_embeddings beside it."),
+    ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling=linear is not of this family"),
     ("qwen2", {"layer_types": ["sliding_attention"] * 32, "sliding_window": 5}, "sliding_attention needs a sliding_"),
 ])  # fmt: skip
 def test_what_transformers_passes_over_is_refused(kind, fields, message):
