@@ -74,6 +74,7 @@ def test_a_stated_lora_key_may_not_contradict_it(tmp_path):
     ({"lora_alpha": "x"}, "lora_alpha=x is not a number above 0."),
     ({"rank_pattern": {"q_proj": 8}}, "rank_pattern={q_proj: 8} with alpha_pattern={} is more than one rank"),
     ({"rank_pattern": [8]}, "rank_pattern=[8] with alpha_pattern={} is more than one rank"),
+    ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights=pissa_niter_4 changes the model: it must be true,"),
     ({"base_model_name_or_path": "meta-llama/Llama-3.1-8B"},
      "base_model_name_or_path=meta-llama/Llama-3.1-8B is not a directory here. Set it in that file to"),
     ({"base_model_name_or_path": "."}, "base_model_name_or_path=. is an adapter itself. Merge that one."),
