@@ -105,7 +105,7 @@ def collectives(hlo: str | Module, *, trips_where_unknown: int | None = None) ->
             is_fused = "async_collective_fusion_config" in it.attributes
             if is_fused and kind in KINDS:
                 # On a TPU, an overlapped collective appears in every part of the work that it overlaps.
-                part = (it.attribute(r"\bchannel_id=(\d+)"), kind)
+                part = (it.attribute(r'\bchain_id="(\d+)"') or it.attribute(r"\bchannel_id=(\d+)"), kind)
                 if part in parts:
                     continue
                 parts.add(part)

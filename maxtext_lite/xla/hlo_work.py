@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
+from maxtext_lite.xla.hlo import KINDS
 from maxtext_lite.xla.hlo_text import Array, Computation, Instruction, Module
 
 _NO_KERNELS = frozenset({
@@ -273,6 +274,8 @@ def _read_of(fused: Computation, value: Instruction, module: Module) -> int:
     read = whole if value.is_root else 0
     for user in fused.users.get(value.name, []):
         is_first = user.operands[0] == value.name and value.name not in user.operands[1:]
+        if user.opcode in KINDS or (user.is_root and user.opcode == "tuple"):
+            continue  # the buffers of a collective that runs beside a fusion pass through it
         if user.opcode in _TAKE_A_PART and is_first:
             read += sum(array.num_bytes for array in user.arrays)
         elif user.opcode == "dynamic-update-slice" and is_first:
@@ -301,6 +304,8 @@ def _written(arrays: Sequence[Array], fused: Computation, spaces: frozenset[int]
 
 def _updated(fused: Computation, name: str, whole: int) -> int:
     it = fused.instructions.get(name)
+    if it is not None and it.opcode in ("parameter", *KINDS):
+        return 0
     if it is not None and it.opcode == "bitcast":
         return _updated(fused, it.operands[0], whole)
     if it is not None and it.opcode == "dynamic-update-slice" and (update := _array(it.operands[1], fused)):
