@@ -13,6 +13,7 @@ from maxtext_lite.config import UserError
 
 _ADDRESS, _NUM_PROCESSES, _PROCESS_ID = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 _FIRST_PORT, _NUM_PORTS = 61440, 4096  # for jobs that share nothing but a number
+_LARGEST_PORT = 65535
 _METADATA = "http://metadata.google.internal/computeMetadata/v1/instance/attributes/"
 
 Environment = Mapping[str, str]
@@ -74,7 +75,8 @@ def _stated(environment: Environment) -> ProcessInfo:
 
 def _address(environment: Environment) -> str:
     address = environment.get(_ADDRESS, "")
-    if not re.fullmatch(r".+:\d+", address):
+    port = re.fullmatch(r".+:([0-9]{1,5})", address)
+    if port is None or int(port[1]) > _LARGEST_PORT:
         raise UserError(f"{_ADDRESS}={address} is not host:port of process 0.")
     return address
 

@@ -12,7 +12,7 @@ import socket
 from typing import Any
 
 import jax
-from jax._src import distributed
+from jax._src import clusters, distributed
 
 from maxtext_lite.process.watchdog import watchdog
 
@@ -60,6 +60,20 @@ def watched_arguments(process: int) -> dict[str, Any]:
     if process:
         _LIBC.signal(signal.SIGABRT, _on_abort)
     return {"heartbeat_timeout_seconds": HEARTBEAT_SECONDS}
+
+
+def coordinator_address(method: str | None, timeout_seconds: float) -> str:
+    """host:port of process 0 as jax finds it by a `cluster_detection_method`; waits until the host has an address.
+
+    Raises:
+      ValueError: jax does not find it.
+    """
+    detect = clusters.ClusterEnv.auto_detect_unset_distributed_params
+    known = 0  # how many processes there are, and which this one is
+    address, *_ = detect(None, known, known, None, method, int(timeout_seconds))
+    if address is None:
+        raise ValueError(f"jax finds no cluster by the method {method}.")
+    return address
 
 
 def coordinator_answers() -> bool:

@@ -12,8 +12,9 @@ import jax
 from maxtext_lite.config import UserError
 from maxtext_lite.config.kernels import Accelerator, installed_tokamax
 from maxtext_lite.parallel.cluster import ProcessInfo, process_info
-from maxtext_lite.parallel.coordination import CoordinationStore, watched_arguments
+from maxtext_lite.parallel.coordination import CoordinationStore, coordinator_address, watched_arguments
 from maxtext_lite.process.progress import EXIT_HANGS
+from maxtext_lite.process.roll_call import NotAllCame, RollCall
 from maxtext_lite.process.watchdog import watchdog
 from maxtext_lite.xla.compiler_flags import installed_compilers, set_compiler_flags
 
@@ -78,24 +79,25 @@ def _uses_tpu() -> bool:
 
 
 def _join_the_others(found: ProcessInfo, timeout_seconds: float) -> None:
+    if watchdog.is_on:  # who is missing is said before the watchdog says that nothing moves
+        timeout_seconds = min(timeout_seconds, watchdog.stamp().limit / 2)
     # After a time-out XLA calls abort() with a stack trace, which Python cannot catch, so we stop before that.
-    watch = threading.Timer(timeout_seconds, _give_up, (found, timeout_seconds))
+    some = f"some of {found.num_processes} processes have stopped while they connected"
+    watch = threading.Timer(timeout_seconds, _give_up, (found, some))
     watch.daemon = True
-    watch.start()
-    arguments: dict[str, Any] = {"initialization_timeout": int(timeout_seconds) + 60}
-    arguments |= watched_arguments(found.process_id)
     try:
-        if found.method is None:
-            jax.distributed.initialize(
-                found.address,
-                found.num_processes,
-                found.process_id,
-                local_device_ids=found.local_device_ids,
-                cluster_detection_method="deactivate",  # it might assign only some of the devices
-                **arguments,
-            )
-        else:
-            jax.distributed.initialize(cluster_detection_method=found.method, **arguments)
+        address = found.address or coordinator_address(found.method, timeout_seconds)
+        _call_the_roll(found, address, timeout_seconds)
+        watch.start()
+        jax.distributed.initialize(
+            address,
+            found.num_processes,
+            found.process_id,
+            local_device_ids=found.local_device_ids,
+            cluster_detection_method="deactivate",  # it might assign only some of the devices
+            initialization_timeout=int(timeout_seconds) + 60,
+            **watched_arguments(found.process_id),
+        )
     except (ValueError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and found.method is None:
             raise  # about the connection; other errors mean that the environment contains what jax cannot use
@@ -104,6 +106,16 @@ def _join_the_others(found: ProcessInfo, timeout_seconds: float) -> None:
         watch.cancel()
     watchdog.join(CoordinationStore(found.process_id, found.num_processes))
     sys.excepthook = _report_and_end_soon
+
+
+def _call_the_roll(found: ProcessInfo, address: str, seconds: float) -> None:
+    bind_address = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", "[::]:" + address.rpartition(":")[2])
+    try:
+        RollCall(found.process_id, found.num_processes).take(address, bind_address, seconds)
+    except NotAllCame as missing:
+        _give_up(found, str(missing))
+    except OSError as error:
+        raise UserError(f"{found.stated_by}: process 0 cannot listen there: {error.strerror}.") from None
 
 
 def end_soon(code: int) -> None:
@@ -128,12 +140,6 @@ def _report_and_end_soon(kind: type[BaseException], error: BaseException, traceb
     watchdog.finish(code)
 
 
-def _give_up(found: ProcessInfo, timeout_seconds: float) -> None:
-    waited_for = f"process 0 at {found.stated_by}" if found.process_id else f"all {found.num_processes} processes"
-    print(
-        f"error: process {found.process_id} of {found.num_processes} waited {timeout_seconds:g} seconds for "
-        f"{waited_for}; {'it does' if found.process_id else 'some did'} not answer.",
-        file=sys.stderr,
-        flush=True,
-    )
+def _give_up(found: ProcessInfo, problem: str) -> None:
+    print(f"error: {problem}. Process 0 is at {found.stated_by}.", file=sys.stderr, flush=True)
     os._exit(EXIT_HANGS if watchdog.is_on else 1)

@@ -295,7 +295,8 @@ class _Loop:
             if not steps.ready:
                 self._record(state)  # before a wait that may be long
                 steps.prepare(step)
-            state, taken = steps.take(state, step)
+            with jax.profiler.StepTraceAnnotation("train", step_num=step):
+                state, taken = steps.take(state, step)
             self._record(state)  # of the step before, as this one is under way
             self.in_flight = step, taken
             if self.shows_state or not steps.ahead:
